@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from own_training import under
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
@@ -42,21 +42,29 @@ def digits() -> CachedData:
     return CachedData(Features([z.relu()]), Annotations(torch.tensor(labels), domains, domains))
 
 
+def spoiled(row: int, value: float = float("nan")) -> CachedData:
+    """Digits with one image whose features are not numbers."""
+    z = digits().features[torch.arange(len(digits().annotations.labels))].clone()
+    z[row] = value
+    return CachedData(Features([z]), digits().annotations)
+
+
 def split_of(held_out: int, seed: int) -> Split:
     """A fifth of every training domain validates."""
-    about = digits().annotations
+    annotations = digits().annotations
     train_domains = [d for d in range(DOMAINS) if d != held_out]
-    is_val = torch.rand(len(about.labels), generator=torch.Generator().manual_seed(seed)) < 0.2
+    is_val = torch.rand(len(annotations.labels), generator=torch.Generator().manual_seed(seed)) < 0.2
     domain_of = torch.full((DOMAINS,), -1)
     domain_of[train_domains] = torch.arange(DOMAINS - 1)
+    held = annotations.domains == held_out
     return Split(
         test_domains=(f"d{held_out}",),
         train_domains=tuple(f"d{d}" for d in train_domains),
-        train=tuple(((about.domains == d) & ~is_val).nonzero()[:, 0] for d in train_domains),
+        train=tuple(((annotations.domains == d) & ~is_val).nonzero()[:, 0] for d in train_domains),
         evaluation={
-            "train_val": ((about.domains != held_out) & is_val).nonzero()[:, 0],
-            "test": (about.domains == held_out).nonzero()[:, 0],
-            "test_val": ((about.domains == held_out) & is_val).nonzero()[:, 0],
+            "train_val": (~held & is_val).nonzero()[:, 0],
+            "test": held.nonzero()[:, 0],
+            "test_val": (held & is_val).nonzero()[:, 0],
         },
         domain_of=domain_of,
     )
@@ -78,13 +86,19 @@ def job_of(
     split = split or split_of(held_out, seed)
     task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
     return Job(
-        key=ModelKey(method.__name__, split.test_domains, seed, 0),
+        ModelKey(getattr(method, "__name__", "method"), split.test_domains, seed, 0),
         split=split,
         setup=Setup(task, width=WIDTH, steps=steps, seed=seed, **(setup or {})),
         make=lambda setup: method(setup, **settings),
         sharpness=sharpness,
         training=Training(batch_size=8).model_copy(update={"lr": lr, "weight_decay": weight_decay}),
     )
+
+
+def under(training: Training, job: Job) -> Job:
+    """The job under `training`, with its own learning rate and weight decay."""
+    own = {"lr": job.training.lr, "weight_decay": job.training.weight_decay}
+    return dataclasses.replace(job, training=training.model_copy(update=own))
 
 
 def train(
@@ -113,20 +127,25 @@ def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -
 
 
 class WithDomainHead(Algorithm):
-    """Cross-entropy of class and, on detached features, of domain; a buffer counts the steps."""
+    """Cross-entropy of class and, on detached features, of domain; buffers take in every step."""
 
     auxiliary = ("domain_head",)
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
-        self.count: Tensor
-        self.register_buffer("count", torch.zeros(()))
+        self.memory: Tensor
+        self.register_buffer("memory", torch.zeros(setup.task.num_domains))
+        self.taken: Tensor
+        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
+        per_sample = F.cross_entropy(self.head(z), batch.y, reduction="none")
+        members = F.one_hot(batch.domain, self.task.num_domains).to(z.dtype)  # [B,D]
+        by_domain = per_sample @ members / members.sum(0)
         return Losses(
-            total=F.cross_entropy(self.head(z), batch.y),
-            auxiliary=F.cross_entropy(self.domain_head(z.detach()), batch.domain),
-            buffers={"count": self.count + 1},
-            logs={"count": self.count} if step % 2 else {},
+            by_domain.mean(),
+            F.cross_entropy(self.domain_head(z.detach()), batch.domain),
+            buffers={"memory": 0.5 * self.memory + by_domain.detach(), "taken": self.taken + 1},
+            logs={"largest": by_domain.amax()},
         )

@@ -1,44 +1,64 @@
-"""Small models, data and jobs for the tests of the loop."""
+"""Small encoders, data and jobs for the tests of training end to end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from own_training import under
+from bank_problems import WithDomainHead, under
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.cut.cut import Below
+from xdm_ft.cut.trainable import LastBlocks, Lora, LowRank
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder, Portable
+from xdm_ft.encoders.timm import Timm
 from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.features import FeatureSettings
+from xdm_ft.features.cache import cache_folder
+from xdm_ft.features.extract import extract
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.images.loader import ImageRows
+from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.randomness import Stream
-from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Losses, Task
+from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.inputs import Images
+from xdm_ft.training.end_to_end.model import EncoderPart, cut_of
 from xdm_ft.training.end_to_end.train import train_model
 
+__all__ = ["WithDomainHead"]
 TRAIN_DOMAINS, TRAIN_ROWS, VAL_ROWS = 3, 60, 40  # per domain
+PREPROCESSING = Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.3, 0.3, 0.3), size=32, interpolation="bilinear")
 
 
-class SmallCNN(Encoder):
-    """Two convolutions with batch norm, then dropout."""
+class _Tiny(Encoder):
+    normalize, pretraining, preprocessing = False, "random weights", PREPROCESSING
 
-    width, normalize, pretraining, stage_names = 256, False, "random weights", ()
-    preprocessing = Preprocessing(mean=(0.5, 0.5, 0.5), std=(0.3, 0.3, 0.3), size=32, interpolation="bilinear")
+    def identity(self) -> dict[str, object]:
+        return {"component": type(self).__name__}
+
+    def portable(self) -> Portable:
+        return Portable({}, self.state_dict())
+
+
+class SmallCNN(_Tiny):
+    """Two convolutions with batch norm, then dropout. It computes in the type of its weights."""
+
+    width, stage_names = 256, ()
 
     def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
@@ -52,37 +72,76 @@ class SmallCNN(Encoder):
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.adaptive_avg_pool2d(self.layers(images), 4).flatten(1).float()
-
-    def identity(self) -> dict[str, object]:
-        return {"component": "small_cnn"}
-
-    def portable(self) -> Portable:
-        return Portable({}, self.state_dict())
+        double = self.layers[0].weight.dtype == torch.float64
+        z = F.adaptive_avg_pool2d(self.layers(images.double() if double else images), 4).flatten(1)
+        return z if double else z.float()
 
 
-class WithDomainHead(Algorithm):
-    """Cross-entropy of class and, on detached features, of domain; a buffer takes in every step's domain losses."""
+class Staged(SmallCNN):
+    """The small encoder with its stages named."""
 
-    auxiliary = ("domain_head",)
+    stem_names, stage_names = ("layers.0",), ("layers.2", "layers.5")
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
-        self.memory: Tensor
-        self.register_buffer("memory", torch.zeros(setup.task.num_domains))
-        self.taken: Tensor
-        self.register_buffer("taken", torch.zeros((), dtype=torch.int64))
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        per_sample = F.cross_entropy(self.head(z), batch.y, reduction="none")
-        by_domain = torch.stack([per_sample[batch.domain == d].mean() for d in range(self.task.num_domains)])
-        return Losses(
-            by_domain.mean(),
-            F.cross_entropy(self.domain_head(z.detach()), batch.domain),
-            buffers={"memory": 0.5 * self.memory + by_domain.detach(), "taken": self.taken + 1},
-            logs={"largest": by_domain.max()},
+class MixedBlock(nn.Module):
+    """A convolution with batch norm, then a linear layer over the channels beside a skip connection."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(before, after, 3, stride=1 if before == after else 2, padding=1, bias=False)
+        self.norm, self.mix = nn.BatchNorm2d(after), nn.Linear(after, after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.convolution(x)).relu()
+        return x + self.mix(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class BlockCNN(_Tiny):
+    """A stem, two stages of two blocks, and a final norm; batch norm everywhere."""
+
+    width, stem_names, stage_names = 16, ("stem.0",), ("stages.0", "stages.1")
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 4, stride=4, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.stages = nn.Sequential(
+            nn.Sequential(MixedBlock(8, 8), MixedBlock(8, 8)), nn.Sequential(MixedBlock(8, 16), MixedBlock(16, 16))
         )
+        self.norm = nn.BatchNorm2d(16)
+        self.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm(self.stages(self.stem(images))).mean((2, 3)).float()
+
+    def block_candidates(self) -> Sequence[Sequence[str]]:
+        return [["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]]
+
+
+def vit() -> Timm:
+    """Three blocks on 5 tokens of width 64."""
+    torch.manual_seed(0)
+    size = PreprocessingOverrides(size=32)
+    return Timm(model="test_vit", kwargs={"img_size": 32, "depth": 3}, preprocessing=size)
+
+
+def blocks(number: int) -> LastBlocks:
+    return LastBlocks(blocks=number)
+
+
+def lora(**settings: Any) -> LowRank:
+    return LowRank(lora=Lora(**{"rank": 2, **settings}))
+
+
+def cached(encoder: Encoder, trainable: LastBlocks | LowRank, folder: Path, **settings: Any) -> EncoderPart:
+    """The part above the cut, with the activations of all digits from the feature cache in the folder."""
+    block = FeatureSettings(dir=folder, workers=0, **settings)
+    hashes = hash_files(digits(), cache_folder(block), show=False)
+    activations = extract(
+        Below(cut_of(encoder, trainable)), digits(), hashes, block, on_bad_image="error", device="cpu", show=False,
+        augmentation="domainbed" if block.views else "none", streamed=True,
+    )  # fmt: skip
+    return EncoderPart(trainable, activations)
 
 
 @contextmanager
@@ -105,6 +164,12 @@ def digits() -> Digits:
 def digit_annotations() -> Annotations:
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
     return Annotations(labels, domains, domains)
+
+
+def images_of(rows: Tensor, encoder: Encoder | None = None) -> Tensor:
+    """Images [n,3,32,32] in an encoder's preprocessing."""
+    images = ImageRows(digits(), evaluation_transform(encoder.preprocessing if encoder else PREPROCESSING))
+    return torch.stack([images[int(row)][0] for row in rows])
 
 
 def split() -> Split:
@@ -130,33 +195,33 @@ def make_job(
     lr: float = 0.01,
     weight_decay: float = 0.001,
     head: Callable[[int, int, int, int], Head] = Linear,
+    **setup: Any,
 ) -> Job:
     task = Task(digits().class_names, split().train_domains)
-    setup = Setup(task, width, steps, seed, head=head)
     training = Training().model_copy(update={"lr": lr, "weight_decay": weight_decay})
-    return Job(ModelKey("method", split().test_domains, seed, 0), split(), setup, make, sharpness, training)
+    key = ModelKey("method", split().test_domains, seed, 0)
+    return Job(key, split(), Setup(task, width, steps, seed, head=head, **setup), make, sharpness, training)
 
 
-def rows_of(job: Job, training: Training, step: int) -> Tensor:
-    """int64 [B]: the rows of the whole batch of `step`."""
-    return under(training, job).sampler(digit_annotations().labels).indices(step, step + 1)[0]
+def batch_of(job: Job, training: Training, step: int, encoder: Encoder | None = None) -> Batch:
+    """The full batch of `step`, with images."""
+    rows = under(training, job).sampler(digit_annotations().labels).indices(step, step + 1)[0]
+    labels, domains = torch.from_numpy(digits().labels)[rows], torch.from_numpy(digits().domains)[rows]
+    return Batch(images_of(rows, encoder), labels, domains, rows, torch.arange(len(rows)))
 
 
 def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int) -> StepBatch:
     """The batch of `step`, cut as `training.accumulation` says, in the small encoder's preprocessing."""
-    images = Images(digits(), SmallCNN.preprocessing, "none", accelerator)
+    images = Images(digits(), PREPROCESSING, "none", accelerator)
     images.workers = 0
     batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
     return next(batches.begin(step))[1]
 
 
-def ignore(step: int, models: list[tuple[Job, dict[str, float]]]) -> None:
-    pass
-
-
 def train(job: Job, encoder: Encoder, training: Training, accelerator: Accelerator, **changes: Any) -> Trained:
     """Trains with one rule; without `evaluate_every` the selected step is the last."""
-    arguments = {"rules": ("train_val",), "metric": "accuracy", "batch_norm": "train", "record": ignore, **changes}
+    arguments = {"rules": ("train_val",), "metric": "accuracy", "batch_norm": "train", **changes}
+    arguments.setdefault("record", lambda step, models: None)
     criteria = Criteria(*(arguments.pop(name) for name in ("rules", "metric")))
     training = training.model_copy(update={"evaluate_every": training.evaluate_every or job.setup.steps})
     return train_model(under(training, job), encoder, digits(), digit_annotations(), criteria, accelerator, **arguments)
@@ -167,3 +232,10 @@ def final_state(trained: Trained) -> dict[str, Tensor]:
     selected = trained.selected["train_val"]
     assert selected.step == trained.job.setup.steps
     return selected.state
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6, rtol: float = 0.0) -> None:
+    """All that is expected is there, and close."""
+    assert expected and expected.keys() <= got.keys(), sorted(expected.keys() - got.keys())
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")

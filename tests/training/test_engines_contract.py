@@ -1,296 +1,443 @@
-"""What holds for every method in both engines, over whatever lies in `xdm_ft/algorithms/` and `xdm_ft/sharpness/`."""
+"""Both engines train what the naive trainer trains: every method, every way to cut a batch, every part of an encoder.
+
+Losses are those of the full batch, however many processes and micro-batches have parts of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache, partial
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import bank_problems
 import pytest
 import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import Accelerator, debug_launcher
+from accelerate.state import AcceleratorState
+from bank_problems import job_of, under
 from loop_models import (
+    BlockCNN,
     SmallCNN,
-    digit_annotations,
+    WithDomainHead,
+    assert_close,
+    batch_of,
+    blocks,
+    cached,
     digits,
     final_state,
     make_job,
     one_process,
-    split,
     step_batch,
     train,
+    vit,
 )
-from own_training import under
-from partnered import partnered
-from torch import Tensor, nn
+from naive import State, mean, naive
+from safetensors.torch import load_file, save_file
+from scipy.stats import beta as beta_distribution
+from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.features.cache import Features
+from xdm_ft.algorithms.fish import Fish
+from xdm_ft.algorithms.irm import IRM
+from xdm_ft.algorithms.lisa import LISA
+from xdm_ft.algorithms.mixup import Mixup
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.averaging.bma import BMA
+from xdm_ft.averaging.swad import SWAD
 from xdm_ft.heads import Head
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.loader import ImageRows
-from xdm_ft.images.transforms import evaluation_transform
-from xdm_ft.protocol.samplers import PerDomainSampler
+from xdm_ft.heads.mlp import MLP
 from xdm_ft.recipe.components import find, names
-from xdm_ft.runtime.tensors import Batch, Criteria, Losses
+from xdm_ft.runtime.tensors import Batch
 from xdm_ft.sharpness import Sharpness
-from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.step import stack, step
-from xdm_ft.training.bank.train import train_chunk
+from xdm_ft.sharpness.sam import SAM
+from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.end_to_end.gradients import StepGradients
-from xdm_ft.training.end_to_end.model import EndToEnd, optimizer_of
+from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
+from xdm_ft.training.end_to_end.train import _take_step
 
-FOUND = {name: find("algorithms", name) for name in names("algorithms")}
-ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
-CACHED = {name: cls for name, cls in ALGORITHMS.items() if not cls.frozen_reason}
+ALGORITHMS = {name: cls for name in names("algorithms") if issubclass(cls := find("algorithms", name), Algorithm)}
+CACHED = [name for name, cls in ALGORITHMS.items() if not cls.frozen_reason]
+IN_PARTS = [name for name, cls in ALGORITHMS.items() if not cls.parts_reason]
 HEADS = {name: cls for name in names("heads") if (cls := find("heads", name)).trained}
 SHARPNESS = {name: find("sharpness", name) for name in names("sharpness")}
-STEPS = 20
-
-
-class Pixels(Encoder):
-    """The image at 8 × 8. Its one parameter is there to be trained, and does nothing at a learning rate of 1e-30."""
-
-    width, normalize, pretraining, stage_names = 192, False, "none", ("stages.0", "stages.1")
-    preprocessing = SmallCNN.preprocessing
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.stages = nn.Sequential(nn.Identity(), nn.AdaptiveAvgPool2d(8))
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.scale * self.stages(images).flatten(1)
-        return features
-
-    def identity(self) -> dict[str, object]:
-        return {"component": "pixels"}
-
-    def portable(self) -> Portable:
-        return Portable({}, self.state_dict())
-
-
-@cache
-def table() -> Tensor:
-    """Features [N,192] of the rows that the split uses; zero elsewhere."""
-    rows = torch.cat([*split().train, split().evaluation["train_val"]])
-    images = ImageRows(digits(), evaluation_transform(Pixels.preprocessing))
-    features = torch.zeros(len(digits()), Pixels.width)
-    with torch.no_grad():
-        features[rows] = Pixels()(torch.stack([images[int(row)][0] for row in rows]))
-    return features
-
-
-def bank_state(job: Job, training: Training) -> dict[str, Tensor]:
-    job = under(training.model_copy(update={"evaluate_every": job.setup.steps}), job)
-    features, criteria = Features([table()]), Criteria(("train_val",), "accuracy")
-    [trained] = train_chunk([job], features, digit_annotations(), criteria, record=lambda step, heads: None)
-    return final_state(trained)
-
-
-def loop_state(job: Job, training: Training, accelerator: Accelerator) -> dict[str, Tensor]:
-    state = final_state(train(job, Pixels(), training.model_copy(update={"encoder_lr": 1e-30}), accelerator))
-    return {name: value for name, value in state.items() if not name.startswith("encoder.")}
-
-
-def job_of(
-    make: type[Algorithm],
-    steps: int = STEPS,
-    sharpness: Sharpness | None = None,
-    lr: float = 0.01,
-    head: type[Head] = Linear,
-) -> Job:
-    return make_job(make, steps=steps, sharpness=sharpness, width=Pixels.width, lr=lr, head=head)
-
-
-class Counts(ERM):
-    """Plain ERM with a buffer that every pass would move."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.count: Tensor
-        self.register_buffer("count", torch.zeros(()))
-
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        return super().loss(z, batch, step)._replace(buffers={"count": self.count + 1})
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with one_process() as accelerator:
-        yield accelerator
+EARLY = {
+    "xdomainmix": {"warmup_steps": 1, "quantile_steps": 1},
+    "irm": {"anneal_steps": 1},
+    "vrex": {"anneal_steps": 1},
+}
+ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
+STEPS = 3
 
 
 def test_there_are_methods_to_test() -> None:
-    assert len(CACHED) >= 2 and len(ALGORITHMS) >= len(CACHED) and SHARPNESS and len(HEADS) >= 3
+    assert len(CACHED) >= 8 and len(IN_PARTS) >= 10 and len(HEADS) >= 3 and len(SHARPNESS) >= 2
+
+
+# --- the bank: three heads that differ in all that may differ
+
+PLAIN = Training(optimizer="adam", amsgrad=True, schedule=Schedule(name="cosine", warmup_steps=1))
+BANK = {
+    "plain": (PLAIN, None, None),
+    "sam, clip": (Training(optimizer="sgd", momentum=0.7, clip_norm=0.5), "sam", None),
+    "swad": (Training(optimizer="adamw"), None, ANY_VALLEY),
+    **{name: (PLAIN, name, None) for name in SHARPNESS if name != "sam"},
+}
+
+
+def bank_jobs(name: str, sharpness: str | None, averaging: SWAD | None, **more: Any) -> list[Job]:
+    return [
+        dataclasses.replace(
+            job_of(
+                ALGORITHMS[name], held_out=h, seed=h, steps=STEPS, lr=0.01 * (1 + h), weight_decay=0.1 * h,
+                sharpness=SHARPNESS[sharpness](rho=0.05 * (1 + h)) if sharpness else None,
+                **EARLY.get(name, {}), **more,
+            ),
+            averaging=averaging,
+        )
+        for h in range(3)
+    ]  # fmt: skip
+
+
+def cached_batch(job: Job, training: Training, step: int) -> Batch:
+    data, split = bank_problems.digits(), job.split
+    rows = under(training, job).sampler(data.annotations.labels).indices(step, step + 1)[0]
+    labels, domains = data.annotations.labels[rows], split.domain_of[data.annotations.domains[rows]]
+    return Batch(data.features[rows], labels, domains, rows, torch.arange(len(rows)))
+
+
+def bank_cases() -> list[tuple[str, str, str]]:
+    cases = [(name, variant, "linear") for name, variant in product(CACHED, ("plain", "sam, clip", "swad"))]
+    cases += [("erm", variant, "linear") for variant in BANK if variant not in ("plain", "sam, clip", "swad")]
+    return cases + [(name, "sam, clip", head) for name in ("erm", "xdomainmix") for head in HEADS if head != "linear"]
+
+
+@pytest.mark.parametrize(("name", "variant", "head"), bank_cases())
+def test_heads_of_a_bank(name: str, variant: str, head: str) -> None:
+    training, sharpness, averaging = BANK[variant]
+    training = training.model_copy(update={"batch_size": 8, "evaluate_every": STEPS})
+    jobs = bank_jobs(name, sharpness, averaging, setup={"head": HEADS[head]})
+    for job, trained in zip(jobs, bank_problems.train(jobs, training), strict=True):
+        states = naive(job, training, partial(cached_batch, job, training))
+        first = job.make(job.setup).first_selectable_step
+        expected = mean(states[first:], job) if averaging else states[-1]
+        selected = trained.selected["train_val"]
+        assert selected.step == STEPS and trained.job.key == job.key
+        assert_close(selected.state, expected, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["class_balanced", "pooled"])
+def test_class_weights_and_buffers_of_a_bank(kind: str) -> None:
+    """Per head: weights of its own, and buffers that one of two passes moves."""
+    training = Training(batch_size=9, sampler=kind, optimizer="sgd", evaluate_every=STEPS)
+    weights = torch.rand(2, 10, generator=torch.Generator().manual_seed(0)) + 0.2
+    for average, method in product(("domain", "sample"), (ERM, WithDomainHead)):
+        if method is WithDomainHead and kind == "pooled":
+            continue  # it divides by the number of samples of every domain
+        jobs = [
+            job_of(method, h, h, steps=STEPS, sharpness=SAM(), setup={"class_weight": weight, "loss_average": average})
+            for h, weight in enumerate(weights)
+        ]
+        for job, trained in zip(jobs, bank_problems.train(jobs, training), strict=True):
+            expected = naive(job, training, partial(cached_batch, job, training))[-1]
+            assert_close(trained.selected["train_val"].state, expected, atol=1e-5)
+            assert method is ERM or trained.selected["train_val"].state["taken"] == STEPS
+
+
+# --- end to end, in one process
+
+
+class Case(NamedTuple):
+    job: Job
+    training: dict[str, Any] = {}
+    encoder: str = "small"
+    above: tuple[str, ...] = ("",)
+    arguments: dict[str, Any] = {}
+    part: Any = True
+    atol: float = 1e-6
+
+
+ENCODERS: dict[str, Callable[[], Any]] = {"small": SmallCNN, "cnn": BlockCNN, "vit": vit}
+BASE = {"batch_size": 4, "encoder_lr": 0.003}
+CLASS_WEIGHT = torch.linspace(0.2, 3, 10)
+CUT_VIT = {"encoder": "vit", "part": blocks(2), "above": ("model.blocks.1.", "model.blocks.2.", "model.norm.")}
+CUT_CNN = {"encoder": "cnn", "part": blocks(3), "above": ("stages.0.1.", "stages.1.", "norm."), "atol": 1e-5}
+SGD = {"optimizer": "sgd", "encoder_lr": 0.01}
+LOOP = {
+    "adam, cosine, clip": Case(
+        make_job(steps=4), {"schedule": Schedule(name="cosine", warmup_steps=2), "clip_norm": 0.5}
+    ),
+    "batch norm": Case(make_job(steps=3), {"amsgrad": True}, arguments={"batch_norm": "train"}),
+    "adamw": Case(make_job(weight_decay=2.0, head=Cosine), {"optimizer": "adamw"}, atol=1e-5),
+    "sam, domain head, parts": Case(
+        make_job(WithDomainHead, sharpness=SAM(rho=0.1)), {"batch_size": 5, "accumulation": 2, "clip_norm": 0.5}
+    ),
+    "sagm": Case(make_job(sharpness=SHARPNESS["sagm"]()), SGD),
+    "class weights": Case(
+        make_job(class_weight=CLASS_WEIGHT), SGD | {"sampler": "class_balanced", "batch_size": 8, "accumulation": 3}
+    ),
+    "class weights by sample": Case(
+        make_job(class_weight=CLASS_WEIGHT, loss_average="sample"), SGD | {"sampler": "pooled", "accumulation": 2}
+    ),
+    "fish, parts": Case(make_job(Fish), {"accumulation": 2, "clip_norm": 0.5}),
+    "mixup": Case(make_job(partial(Mixup, alpha=2.0), sharpness=SAM(rho=0.1)), SGD),
+    "lisa, parts": Case(make_job(LISA), SGD | {"accumulation": 2}),
+    "optimizer that is reset": Case(make_job(partial(IRM, anneal_steps=2, penalty_weight=1.0)), SGD),
+    "unfreezing": Case(make_job(steps=5), {}, arguments={"unfreeze_at": 3, "batch_norm": "train"}),
+    "unfreezing, sam": Case(make_job(sharpness=SAM(rho=0.1)), SGD, arguments={"unfreeze_at": 2}),
+    "swad": Case(dataclasses.replace(make_job(steps=3), averaging=ANY_VALLEY)),
+    "bma, unfreezing": Case(
+        dataclasses.replace(make_job(steps=3), averaging=BMA(beta=0.5)), arguments={"unfreeze_at": 1}, atol=1e-5
+    ),
+    "vit, sam": Case(make_job(WithDomainHead, width=64, sharpness=SAM(rho=0.1)), SGD, **CUT_VIT),
+    "vit, parts, xdomainmix": Case(
+        make_job(partial(XDomainMix, warmup_steps=1, quantile_steps=1), width=64), SGD | {"accumulation": 2}, **CUT_VIT
+    ),
+    "cnn, batch norm": Case(make_job(steps=3, width=16), SGD, arguments={"batch_norm": "train"}, **CUT_CNN),
+    "cnn, sam": Case(make_job(width=16, sharpness=SAM(rho=0.1)), SGD | {"clip_norm": 0.5}, **CUT_CNN),
+}  # fmt: skip
+QUICK = {"sam, domain head, parts", "fish, parts", "bma, unfreezing", "vit, sam", "batch norm"}
+
+
+def loop_cases() -> list[Any]:
+    ways = [
+        (name, way)
+        for name, case in LOOP.items()
+        for way in (("images",) if case.part is True else ("images", "cache"))
+    ]
+    return [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in ways]
+
+
+@pytest.mark.parametrize(("name", "reads"), loop_cases())
+def test_a_model_end_to_end(name: str, reads: str, accelerator: Accelerator, tmp_path: Path) -> None:
+    case = LOOP[name]
+    encoder, job, arguments = ENCODERS[case.encoder](), case.job, {"batch_norm": "frozen", **case.arguments}
+    training = Training(**{**BASE, **case.training})
+    part = EncoderPart(case.part) if reads == "images" else cached(encoder, case.part, tmp_path)
+    start = {key: value.clone() for key, value in encoder.state_dict().items()}
+    got = final_state(train(job, encoder, training, accelerator, part=part, **arguments))
+    assert all(torch.equal(value, start[key]) for key, value in encoder.state_dict().items()), "a copy trains"
+    by_hand = partial(batch_of, job, training, encoder=encoder)
+    states = naive(job, training, by_hand, encoder, above=case.above, **arguments)
+    expected = states[-1]
+    if job.averaging is not None:
+        places = [(number + 0.5) / len(states) for number in range(len(states))]
+        factors = [float(beta_distribution.pdf(place, 0.5, 0.5)) for place in places]
+        expected = mean(states, job, factors) if isinstance(job.averaging, BMA) else mean(states[1:], job)
+    assert_close(got, expected, case.atol)
+    trained = [
+        key for key in expected if key.startswith("encoder.") and key.endswith(".weight") and "unreached" not in key
+    ]
+    assert trained and all(not torch.equal(got[key], start[key.removeprefix("encoder.")]) for key in trained)
+
+
+# --- end to end, in 1 and 2 processes × 1 and 2 micro-batches: in float64, since masks are discontinuous
+
+BATCH = {"per_domain": 7, "pooled": 22}  # neither divides by 4
+FIRST, LAST = 8, 10  # after the warm-up of XDomainMix and the annealing of IRM
+
+
+class Parts(NamedTuple):
+    make: Callable[[Setup], Algorithm]
+    sampler: str
+    sharpness: Sharpness | None
+    setup: dict[str, Any]
+    clip_norm: float | None = None
+
+    @property
+    def job(self) -> Job:
+        text = torch.randn(10, SmallCNN.width, generator=torch.Generator().manual_seed(1))
+        return make_job(self.make, LAST, sharpness=self.sharpness, text_weight=text, weight_decay=0.0, **self.setup)
+
+    def training(self, accumulation: int) -> Training:
+        settings = {"batch_size": BATCH[self.sampler], "sampler": self.sampler, "accumulation": accumulation}
+        return Training(**settings, optimizer="sgd", encoder_lr=0.01, clip_norm=self.clip_norm)
+
+
+def parts_cases() -> dict[str, Parts]:
+    """Every method on batches per domain, and on pooled ones with class weights or with the mean over samples."""
+    cases, weighted = {}, {"class_weight": torch.linspace(0.5, 2, 10)}
+    for name, sharpness in product(IN_PARTS, (None, SAM(rho=0.1))):
+        cls, behind = ALGORITHMS[name], " sam, clip" if sharpness else ""
+        clip = 0.5 if sharpness else None
+        cases[f"{name}{behind} per domain"] = Parts(cls, "per_domain", sharpness, {}, clip)
+        if not cls.pooled_reason:
+            cases[f"{name}{behind} weighted"] = Parts(cls, "pooled", sharpness, weighted, clip)
+            cases[f"{name}{behind} by sample"] = Parts(cls, "pooled", sharpness, {"loss_average": "sample"}, clip)
+    heads: list[tuple[type[Head], SAM | None]] = [(MLP, SAM(rho=0.1)), (Cosine, None), (Linear, None)]
+    for head, sharpness in heads:  # scores of both heads by autograd
+        cases[f"xdomainmix {head.__name__}"] = Parts(XDomainMix, "per_domain", sharpness, {"head": head})
+    return cases
+
+
+def double(batch: Batch) -> Batch:
+    return batch._replace(x=batch.x.double(), partner=None if batch.partner is None else batch.partner.double())
+
+
+def walked(case: Parts, accelerator: Accelerator, accumulation: int) -> State:
+    """The state after the steps FIRST … LAST − 1, and the loss of the last."""
+    job, training = case.job, case.training(accumulation)
+    encoder = SmallCNN()
+    del encoder.unreached
+    inner = EndToEnd(encoder.double(), job.make(job.setup).double(), "frozen").train()
+    by_parts = inner.algorithm.loss_over != "batch" and inner.algorithm.parts_add_up(case.sampler == "pooled")
+    model, optimizer = accelerator.prepare(inner, optimizer_of(inner, under(training, job).training))
+    gradients = StepGradients(model, inner, accelerator, job.sharpness, job.seed, by_parts)
+    for step in range(FIRST, LAST):
+        batch = step_batch(job, training, accelerator, step)
+        batch.parts[:] = [double(part) for part in batch.parts]
+        losses = _take_step(gradients, batch, optimizer, 1.0, training.clip_norm, step)
+    return inner.weights() | {"loss": losses.total}
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def walk_all(folder: Path) -> None:
+    torch.set_num_threads(1)  # a forked child must not touch the parent's thread pool
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    with float64():
+        for accumulation, (name, case) in product((1, 2), parts_cases().items()):
+            file = f"{name}, {accelerator.process_index}, {accumulation}.safetensors"
+            save_file(walked(case, accelerator, accumulation), folder / file)
+    accelerator.wait_for_everyone()
+
+
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("walks")
+    digits()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        debug_launcher(walk_all, (folder,), num_processes=2)
+    return folder
+
+
+def assert_walked(got: State, case: Parts) -> None:
+    with float64():
+        encoder = SmallCNN()
+        del encoder.unreached
+        job, training = case.job, case.training(1)
+        batches = lambda step: double(batch_of(job, training, step))  # noqa: E731
+        expected = naive(job, training, batches, encoder, first=FIRST, double=True)[-1]
+        assert_close(got, expected, atol=1e-9, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("name", "head"),
+    "name",
     [
-        pytest.param(name, head, marks=() if name == "erm" or head == "linear" else pytest.mark.slow)
-        for name in CACHED
-        for head in HEADS
+        pytest.param(name, marks=() if name.split()[1:] == ["per", "domain"] else pytest.mark.slow)
+        for name in parts_cases()
     ],
 )
-def test_both_engines_train_the_same_head_on_the_same_features(name: str, head: str, accelerator: Accelerator) -> None:
-    training = Training(batch_size=8, optimizer="adam")
-    job = job_of(ALGORITHMS[name], head=HEADS[head], lr=0.01 if head == "linear" else 0.001)
-    cached, end_to_end = bank_state(job, training), loop_state(job, training, accelerator)
-    assert cached.keys() == end_to_end.keys()
-    for key, value in cached.items():
-        torch.testing.assert_close(end_to_end[key], value, atol=1e-4, rtol=1e-4, msg=lambda text, k=key: f"{k}: {text}")
-
-
-def batch_of(job: Job) -> Batch:
-    rows = PerDomainSampler(job.split.train, 4, job.seed).indices(0, 1)[0]
-    images = ImageRows(digits(), evaluation_transform(Pixels.preprocessing))
-    x = torch.stack([images[int(row)][0] for row in rows])
-    return Batch(
-        x,
-        torch.from_numpy(digits().labels)[rows],
-        torch.from_numpy(digits().domains)[rows],
-        rows,
-        torch.arange(len(rows)),
-    )
-
-
-@pytest.mark.parametrize("number", [0, STEPS - 1])
-@pytest.mark.parametrize("sharpness", SHARPNESS)
-@pytest.mark.parametrize("make", [*ALGORITHMS.values(), Counts])
-def test_a_second_pass_moves_no_buffer_again(
-    make: type[Algorithm], sharpness: str, number: int, accelerator: Accelerator
-) -> None:
-    """End to end, in two micro-batches: buffers end where a step without sharpness leaves them."""
-    buffers = []
-    for used in (None, SHARPNESS[sharpness]()):
-        job = job_of(make, sharpness=used)
-        inner = EndToEnd(Pixels(), job.make(job.setup), "train").train()
-        before = {name: value.clone() for name, value in inner.named_parameters()}
-        by_parts = inner.algorithm.loss_over != "batch"
-        passes = StepGradients(accelerator.prepare(inner), inner, accelerator, used, job.seed, by_parts)
-        passes.run(step_batch(job, Training(batch_size=4, accumulation=2), accelerator, number), number)
-        assert all(torch.equal(value, before[name]) for name, value in inner.named_parameters())
-        buffers.append(dict(inner.algorithm.named_buffers()))
-    assert make is not Counts or buffers[0]["count"] == 1
-    assert all(torch.equal(value, buffers[1][name]) for name, value in buffers[0].items())
-
-
-@pytest.mark.parametrize("number", [0, STEPS - 1])
-@pytest.mark.parametrize("sharpness", SHARPNESS)
-@pytest.mark.parametrize("make", [*CACHED.values(), Counts])
-def test_a_second_pass_moves_no_buffer_again_in_the_bank(make: type[Algorithm], sharpness: str, number: int) -> None:
-    buffers = []
-    for used in (None, SHARPNESS[sharpness]()):
-        job = job_of(make, sharpness=used)
-        bank, batch = stack([under(Training(batch_size=4), job)], torch.device("cpu")), batch_of(job)
-        cached = partnered(job.make(job.setup), batch._replace(x=table()[batch.index]), number)
-        step(bank, Batch(**{name: field[None] for name, field in cached.fields().items()}), number)
-        buffers.append(bank.buffers)
-    assert make is not Counts or buffers[0]["count"] == 1
-    assert all(torch.equal(value, buffers[1][name]) for name, value in buffers[0].items())
-
-
-class Resets(ERM):
-    """Plain ERM whose optimizer starts anew before the update of step 4."""
-
-    def resets_optimizer(self, step: int) -> bool:
-        return step == 4
-
-
-def trained_by_hand(job: Job, optimizer: partial[torch.optim.Optimizer], reset_at: int | None) -> Tensor:
-    """The head's weight after plain ERM on the cached features, with a new optimizer at `reset_at`."""
-    algorithm = ERM(job.setup)
-    current = optimizer(algorithm.parameters(), lr=job.training.lr)
-    for number in range(job.setup.steps):
-        rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
-        loss = F.cross_entropy(algorithm.head(table()[rows]), torch.from_numpy(digits().labels)[rows])
-        current.zero_grad()
-        loss.backward()
-        if number == reset_at:
-            current = optimizer(algorithm.parameters(), lr=job.training.lr)
-        current.step()
-    return algorithm.head.weight.detach()
-
-
-@pytest.mark.parametrize("engine", ["bank", "loop"])
-def test_both_engines_honour_amsgrad(engine: str, accelerator: Accelerator) -> None:
-    training = Training(batch_size=8, optimizer="adam", amsgrad=True)
-    job = make_job(ERM, steps=40, width=Pixels.width, weight_decay=0.0, lr=0.03)
-    state = bank_state(job, training) if engine == "bank" else loop_state(job, training, accelerator)
-    by_hand = trained_by_hand(job, partial(torch.optim.Adam, amsgrad=True), reset_at=None)
-    without = trained_by_hand(job, torch.optim.Adam, reset_at=None)
-    error, difference = ((found - by_hand).abs().max() for found in (state["head.weight"], without))
-    assert error < difference / 10
-
-
-def decayed_by_hand(job: Job, groups: list[dict[str, object]], cls: type[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The parameters after plain ERM on the cached features with one of torch's optimizers."""
-    algorithm = ERM(job.setup)
-    own = dict(algorithm.named_parameters())
-    by_name = [group | {"params": [own[name] for name in group["params"]]} for group in groups]
-    optimizer = cls(by_name, lr=job.training.lr)
-    for number in range(job.setup.steps):
-        rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
-        optimizer.zero_grad()
-        F.cross_entropy(algorithm.head(table()[rows]), torch.from_numpy(digits().labels)[rows]).backward()
-        optimizer.step()
-    return {name: value.detach() for name, value in own.items()}
-
-
-@pytest.mark.parametrize("engine", ["bank", "loop"])
-@pytest.mark.parametrize(("head", "others"), [(Linear, "head.bias"), (Cosine, "head.log_scale")])
-def test_adamw_decays_weights_alone_in_both_engines(
-    head: type[Head], others: str, engine: str, accelerator: Accelerator
-) -> None:
-    """Neither biases nor the temperature; adam's L2 penalty is of all of them, as before."""
-    job = make_job(ERM, steps=8, width=Pixels.width, weight_decay=2.0, lr=0.02, head=head)
-    weights = {"params": ["head.weight"], "weight_decay": 2.0}
-    for name, cls, rest in (("adamw", torch.optim.AdamW, 0.0), ("adam", torch.optim.Adam, 2.0)):
-        training = Training(batch_size=8, optimizer=name)
-        state = bank_state(job, training) if engine == "bank" else loop_state(job, training, accelerator)
-        groups = [weights, {"params": [others], "weight_decay": rest}]
-        by_hand = decayed_by_hand(job, groups, cls)
-        otherwise = decayed_by_hand(job, [weights, {"params": [others], "weight_decay": 2.0 - rest}], cls)
-        for key, value in by_hand.items():
-            torch.testing.assert_close(state[key], value, atol=1e-5, rtol=1e-4)
-        assert (by_hand[others] - otherwise[others]).abs().max() > 1e-3
-
-
-def test_what_adamw_decays_of_an_encoder() -> None:
-    """Convolutions and matrices of heads; not batch norm, biases and temperatures. Other optimizers decay all."""
-    for optimizer in ("adamw", "adam", "sgd"):
-        job = make_job(ALGORITHMS["xdomainmix"], steps=9, head=Cosine)
-        inner = EndToEnd(SmallCNN(), job.make(job.setup), "train")
-        groups = optimizer_of(inner, Training(optimizer=optimizer, weight_decay=0.5)).param_groups
-        decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
-        found = {name: decay[id(parameter)] for name, parameter in inner.roles().main.items()}
-        found |= {name: decay[id(parameter)] for name, parameter in inner.roles().auxiliary.items()}
-        names = {"head.weight", "domain_head.weight", "encoder.layers.0.weight", "encoder.layers.3.weight"}
-        if optimizer == "adamw":
-            assert {name for name, value in found.items() if value == 0.5} == names
-            assert {"head.log_scale", "domain_head.log_scale", "encoder.layers.1.weight"} <= found.keys() - names
-        assert set(found.values()) == ({0.5, 0.0} if optimizer == "adamw" else {0.5})
+def test_micro_batches(name: str, accelerator: Accelerator) -> None:
+    with float64():
+        states = [walked(parts_cases()[name], accelerator, accumulation) for accumulation in (1, 2)]
+    for state in states:
+        assert_walked(state, parts_cases()[name])
+    torch.testing.assert_close(states[1]["loss"], states[0]["loss"], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["bank", "loop"])
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_both_engines_honour_a_reset_of_the_optimizer(name: str, engine: str, accelerator: Accelerator) -> None:
-    training = Training(batch_size=8, optimizer=name, momentum=0.9)
-    job = make_job(Resets, steps=8, width=Pixels.width, weight_decay=0.0)
-    state = bank_state(job, training) if engine == "bank" else loop_state(job, training, accelerator)
-    classes = {"sgd": partial(torch.optim.SGD, momentum=0.9), "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    optimizer = partial(classes[name], weight_decay=0.0)
-    by_hand = trained_by_hand(job, optimizer, reset_at=4)
-    assert (by_hand - trained_by_hand(job, optimizer, reset_at=None)).abs().max() > 1e-3
-    torch.testing.assert_close(state["head.weight"], by_hand, atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("name", parts_cases())
+def test_two_processes(name: str, of_two_processes: Path) -> None:
+    for process, accumulation in product((0, 1), (1, 2)):
+        assert_walked(
+            load_file(of_two_processes / f"{name}, {process}, {accumulation}.safetensors"), parts_cases()[name]
+        )
 
 
-def test_the_table_holds_what_the_encoder_gives() -> None:
-    batch = batch_of(job_of(ERM))
-    with torch.no_grad():
-        assert torch.equal(Pixels()(batch.x), table()[batch.index])
+# --- what a step costs, and what it leaves as it is
+
+
+class Counted(SmallCNN):
+    calls: list[int] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls.append(len(images))
+        return super().forward(images)
+
+
+def step_gradients(
+    make: Any, encoder: Any, accelerator: Accelerator, sharpness: Sharpness | None = None
+) -> StepGradients:
+    job = make_job(make, sharpness=sharpness, width=encoder.width)
+    inner = EndToEnd(encoder, job.make(job.setup), "train").train()
+    by_parts = inner.algorithm.loss_over != "batch"
+    return StepGradients(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
+
+
+def test_features_are_encoded_once_more_only_where_samples_are_compared(accelerator: Accelerator) -> None:
+    """Under accumulation a loss over samples costs no further forward pass."""
+    for make, passes_of_encoder in ((ERM, 1), (partial(XDomainMix, warmup_steps=0), 2)):
+        gradients = step_gradients(make, Counted(), accelerator)
+        Counted.calls.clear()
+        gradients.run(step_batch(make_job(make), Training(batch_size=4, accumulation=2), accelerator, 0), 0)
+        assert Counted.calls == [6, 6] * passes_of_encoder
+
+
+@pytest.mark.parametrize("sharpness", [None, *(cls() for cls in SHARPNESS.values())])
+def test_passes_restore_weights_and_repeat_dropout(sharpness: Sharpness | None, accelerator: Accelerator) -> None:
+    """Bit for bit; batch-norm statistics and buffers move once, as without a second pass."""
+    batch = step_batch(make_job(WithDomainHead), Training(batch_size=4, accumulation=2), accelerator, 0)
+    states = []
+    for used in (None, sharpness):
+        gradients = step_gradients(WithDomainHead, SmallCNN(dropout=0.5), accelerator, used)
+        before = {name: p.detach().clone() for name, p in gradients.inner.named_parameters()}
+        gradients.run(batch, 0)
+        assert all(torch.equal(p, before[name]) for name, p in gradients.inner.named_parameters())
+        states.append(gradients.inner.weights())
+        beside = gradients.inner.algorithm.domain_head.weight.grad
+        states[-1]["gradient of the domain head"] = beside
+    assert states[0]["taken"] == 1 and states[0]["encoder.layers.1.num_batches_tracked"] == 1
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
+class Spy(SAM):
+    def combine(self, first: State, second: State) -> State:
+        self.given = first, second
+        return super().combine(first, second)
+
+
+def test_both_passes_drop_out_the_same(accelerator: Accelerator) -> None:
+    spy = Spy()
+    spy.rho = 0.0  # then both passes differ in nothing but their draws
+    gradients, job = step_gradients(ERM, SmallCNN(dropout=0.5), accelerator, spy), make_job()
+    batch = step_batch(job, Training(batch_size=4, accumulation=2), accelerator, 0)
+    gradients.run(batch, 0)
+    first, second = spy.given
+    assert "encoder.layers.0.weight" in first and "encoder.unreached.weight" not in first
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    gradients.run(batch, 1)
+    assert not torch.equal(spy.given[0]["encoder.layers.0.weight"], first["encoder.layers.0.weight"])
+
+
+def test_both_engines_draw_the_same_bits_again() -> None:
+    jobs = [job_of(XDomainMix, h, 3, steps=12) for h in range(3)]
+    first, second = bank_problems.train(jobs), bank_problems.train(jobs)
+    for a, b in zip(first, second, strict=True):
+        one, other = a.selected["train_val"], b.selected["train_val"]
+        assert one.step == other.step and all(torch.equal(one.state[name], other.state[name]) for name in one.state)
+    states = []
+    for seed in (3, 3, 4):
+        with one_process() as accelerator:
+            torch.rand(7)
+            states.append(
+                final_state(train(make_job(seed=seed), SmallCNN(dropout=0.5), Training(batch_size=4), accelerator))
+            )
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    assert not torch.equal(states[0]["encoder.layers.0.weight"], states[2]["encoder.layers.0.weight"])

@@ -1,56 +1,41 @@
-"""The head bank: heads among others equal heads alone, by hand-written loops and by golden numbers."""
+"""What a bank does beside its numbers: chunks, batches, records, failures of single heads."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable
-from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from bank_problems import DOMAINS, WIDTH, WithDomainHead, digits, head_logits, job_of, split_of, train
-from own_training import under
+from bank_problems import CLASSES, WIDTH, digits, head_logits, job_of, split_of, spoiled, train, under
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.fish import Fish
+from xdm_ft.algorithms.irm import IRM
+from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric
-from xdm_ft.heads import Head
-from xdm_ft.heads.cosine import Cosine
-from xdm_ft.heads.linear import Linear
-from xdm_ft.heads.mlp import MLP
 from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
 from xdm_ft.runtime.tensors import Batch, Losses
+from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.bank.data import batches
-from xdm_ft.training.bank.step import Bank, stack, step
-from xdm_ft.training.bank.train import CHUNK_BYTES, CHUNK_HEADS, chunks
+from xdm_ft.training.bank.step import Bank, algorithm_of, stack, step
+from xdm_ft.training.bank.train import CHUNK_BYTES, CHUNK_HEADS, GPU_CHUNK_BYTES, GPU_CHUNK_HEADS, chunks
+from xdm_ft.training.bank.validation import BankValidation
+from xdm_ft.training.selection import rule_images
 
 CPU = torch.device("cpu")
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.9)
-
-
-def jobs_of(method: type[Algorithm], count: int, sam: bool, steps: int, **settings: object) -> list[Job]:
-    """Heads that differ in all that may differ between heads."""
-    return [
-        job_of(
-            method,
-            held_out=h % DOMAINS,
-            seed=h // DOMAINS,
-            steps=steps,
-            lr=1e-3 * (1 + h),
-            weight_decay=1e-3 * (h % 3),
-            sharpness=SAM(rho=0.02 * (1 + h)) if sam else None,
-            **settings,
-        )
-        for h in range(count)
-    ]  # fmt: skip
 
 
 def trajectory(jobs: list[Job], training: Training, steps: int) -> tuple[Bank, list[dict[str, Tensor]]]:
@@ -63,39 +48,6 @@ def trajectory(jobs: list[Job], training: Training, steps: int) -> tuple[Bank, l
     return bank, after
 
 
-@pytest.mark.parametrize("sam", [False, True], ids=["", "sam"])
-@pytest.mark.parametrize(
-    ("method", "head"), [(ERM, Linear), (XDomainMix, Linear), (XDomainMix, Cosine), (XDomainMix, MLP)]
-)
-def test_a_head_among_24_equals_itself_alone_step_by_step(method: type[Algorithm], head: type[Head], sam: bool) -> None:
-    settings = {"warmup_steps": 3, "quantile_steps": 2} if method is XDomainMix else {}
-    settings["setup"] = {"head": head}
-    training = Training(
-        batch_size=8, optimizer="adamw", clip_norm=0.5, schedule=Schedule(name="cosine", warmup_steps=4)
-    )  # fmt: skip
-    jobs = jobs_of(method, 24, sam, steps=12, **settings)
-    _, together = trajectory(jobs, training, 12)
-    for h in (0, 7, 23):  # Adam divides by √v, which amplifies the rounding of small gradients
-        _, alone = trajectory([jobs[h]], training, 12)
-        for of_bank, of_one in zip(together, alone, strict=True):
-            for name in of_one:
-                torch.testing.assert_close(of_bank[name][h], of_one[name][0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", [ERM, XDomainMix])
-def test_a_head_among_24_ends_where_it_ends_alone(method: type[Algorithm]) -> None:
-    jobs = [job_of(method, h % DOMAINS, h // DOMAINS, steps=300, lr=3e-3) for h in range(24)]
-    together = train(jobs)
-    for h in (1, 22):
-        (alone,) = train([jobs[h]])
-        in_bank = together[h]
-        assert in_bank.job is jobs[h]
-        rows = torch.arange(len(digits().annotations.labels))
-        a, b = (accuracy(trained.selected["train_val"].state, rows) for trained in (in_bank, alone))
-        assert abs(a - b) <= 0.002  # 3 of 1797 images
-        assert a > 0.8
-
-
 def accuracy(state: dict[str, Tensor], rows: Tensor) -> float:
     data = digits()
     return metric(
@@ -104,69 +56,6 @@ def accuracy(state: dict[str, Tensor], rows: Tensor) -> float:
         data.annotations.labels[rows],
         data.annotations.domains[rows],
     )
-
-
-def test_sam_in_a_bank_is_the_hand_written_loop() -> None:
-    jobs = [
-        job_of(held_out=0, seed=0, lr=0.1, weight_decay=0.01, sharpness=SAM(rho=0.05)),
-        job_of(held_out=2, seed=5, lr=0.3, sharpness=SAM(rho=0.5)),
-    ]
-    _, after = trajectory(jobs, SGD, 6)
-    for h, job in enumerate(jobs):
-        model = job.make(job.setup)
-        assert isinstance(model, ERM)
-        weight, bias = model.head.weight, model.head.bias
-        optimizer = torch.optim.SGD(
-            [weight, bias], lr=job.training.lr, momentum=0.9, weight_decay=job.training.weight_decay
-        )
-        assert job.sharpness is not None
-        for number in range(6):
-            z, y = batch_of(job, number)
-            with torch.no_grad():
-                centre = weight.clone(), bias.clone()
-            gradients = torch.autograd.grad(F.cross_entropy(z @ weight.T + bias, y), [weight, bias])
-            norm = sum(g.square().sum() for g in gradients).sqrt()
-            with torch.no_grad():
-                for parameter, gradient in zip((weight, bias), gradients, strict=True):
-                    parameter += job.sharpness.rho * gradient / norm
-            optimizer.zero_grad()
-            F.cross_entropy(z @ weight.T + bias, y).backward()
-            with torch.no_grad():
-                weight.copy_(centre[0])
-                bias.copy_(centre[1])
-            optimizer.step()
-            torch.testing.assert_close(after[number]["head.weight"][h], weight.detach(), rtol=1e-4, atol=5e-6)
-            torch.testing.assert_close(after[number]["head.bias"][h], bias.detach(), rtol=1e-4, atol=5e-6)
-
-
-def batch_of(job: Job, number: int) -> tuple[Tensor, Tensor]:
-    """Features and labels of a step; domains are equally large, so that both loss averages agree."""
-    rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
-    return digits().features[rows], digits().annotations.labels[rows]
-
-
-def test_auxiliary_parameters_step_once_unclipped_and_outside_sam() -> None:
-    """The domain head moves as under plain SGD on its own, whatever is done to the class head."""
-    training = SGD.model_copy(update={"clip_norm": 1e-3})
-    jobs = [job_of(WithDomainHead, held_out, lr=0.1, sharpness=SAM(rho=0.5)) for held_out in (0, 1)]
-    bank, after = trajectory(jobs, training, 5)
-    for h, job in enumerate(jobs):
-        model = job.make(job.setup)
-        assert isinstance(model, WithDomainHead)
-        domain_head, moved = model.domain_head, []
-        optimizer = torch.optim.SGD(domain_head.parameters(), lr=job.training.lr, momentum=0.9)
-        rows = PerDomainSampler(job.split.train, 8, job.seed).indices(0, 5)
-        for number in range(5):
-            z, domain = digits().features[rows[number]], job.split.domain_of[digits().annotations.domains[rows[number]]]
-            optimizer.zero_grad()
-            F.cross_entropy(domain_head(z), domain).backward()
-            optimizer.step()
-            torch.testing.assert_close(after[number]["domain_head.weight"][h], domain_head.weight.detach())
-        for before, now in pairwise([model.head.weight.detach(), *(own["head.weight"][h] for own in after)]):
-            moved.append(float((now - before).norm()))
-        # clipped to 1e-3 in all, with lr 0.1 and a velocity of at most 1/(1 − 0.9) times that
-        assert 0 < max(moved) <= 0.1 * 1e-3 * 10
-    assert bank.buffers["count"].tolist() == [5.0, 5.0]  # two passes, one commitment
 
 
 def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
@@ -208,9 +97,9 @@ def test_trials_with_the_same_batches_share_a_chunk_if_they_fill_half_of_it() ->
 def test_heads_with_the_same_batches_train_as_among_others(method: type[Algorithm]) -> None:
     """Bit for bit: their batches are a view of one, those of the others are copies."""
     split = split_of(0, seed=0)
-    jobs = [under(SGD, job_of(method, split=split, steps=20, lr=1e-2 * (1 + h))) for h in range(3)]
+    jobs = [under(SGD, job_of(method, split=split, steps=6, lr=1e-2 * (1 + h))) for h in range(3)]
     shared, copied = (
-        trajectory(some, SGD, 20)[0].stacked() for some in (jobs, [*jobs, job_of(method, held_out=1, steps=20)])
+        trajectory(some, SGD, 6)[0].stacked() for some in (jobs, [*jobs, job_of(method, held_out=1, steps=6)])
     )
     [x] = {batch.x.untyped_storage().nbytes() // batch.x[0].nbytes for batch in batches(jobs, digits())}
     assert x == 1
@@ -286,23 +175,6 @@ def test_settings_that_differ_but_do_not_stack_are_refused() -> None:
         stack([under(SGD, job) for job in jobs], torch.device("cpu"))
 
 
-def test_settings_that_stack_may_differ() -> None:
-    jobs = [job_of(XDomainMix, p_discard=p) for p in (0.0, 1.0)]
-    bank, _ = trajectory(jobs, SGD, 1)
-    assert bank.buffers["p_discard"].tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("method", [ERM, XDomainMix])
-def test_same_jobs_same_bits(method: Callable[..., Algorithm]) -> None:
-    jobs = [job_of(method, h, seed=3, steps=30) for h in range(3)]
-    first, second = train(jobs), train(jobs)
-    for a, b in zip(first, second, strict=True):
-        one, other = a.selected["train_val"], b.selected["train_val"]
-        assert one.step == other.step
-        assert one.state.keys() == other.state.keys()
-        assert all(torch.equal(one.state[name], other.state[name]) for name in one.state)
-
-
 def test_features_in_shards_train_alike() -> None:
     """What a bank reads is `features[rows]`, wherever the features are."""
     data = digits()
@@ -310,3 +182,188 @@ def test_features_in_shards_train_alike() -> None:
     sharded = dataclasses.replace(data, features=type(data.features)(shards))
     a, b = (train([job_of(steps=10)], data=of)[0].selected["train_val"] for of in (data, sharded))
     assert torch.equal(a.state["head.weight"], b.state["head.weight"])
+
+
+Records = list[tuple[Job, int, dict[str, float]]]
+
+
+class Counting(Algorithm):
+    """Its loss is the number of the step, its weights stay; it logs at odd steps only."""
+
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        total = self.head.weight.sum() * 0 + step
+        return Losses(total, total.new_zeros(()), logs={"odd": torch.tensor(float(step))} if step % 2 else {})
+
+
+def recorded(jobs: list[Job], training: Training, **arguments: object) -> Records:
+    records: Records = []
+    train(
+        jobs,
+        training,
+        record=lambda step, heads: records.extend((job, step, values) for job, values in heads),
+        **arguments,
+    )
+    return records
+
+
+def test_records_hold_the_means_since_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xdm_ft.training.state.READ_STEPS", 3)  # losses are read in more than one block
+    training = Training(batch_size=2, evaluate_every=4, schedule=Schedule(warmup_steps=9))
+    jobs = [job_of(Counting, seed=seed, steps=10, lr=seed + 1.0) for seed in range(2)]
+    records = recorded(jobs, training)
+    assert [(job.seed, step) for job, step, _ in records] == [(0, 4), (1, 4), (0, 8), (1, 8), (0, 10), (1, 10)]
+    of_second = [values for job, _, values in records if job.seed == 1]
+    assert [values["loss"] for values in of_second] == [1.5, 5.5, 8.5]
+    assert [values["odd"] for values in of_second] == [2.0, 6.0, 9.0]
+    assert [values["lr"] for values in of_second] == pytest.approx([2 * 0.4, 2 * 0.8, 2.0])
+    assert all("auxiliary_loss" not in values for values in of_second)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "nll", "worst_domain_accuracy"])
+def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
+    """Heads that look at different rows: each one's value is that of its own weights on its own rows."""
+    jobs = [job_of(held_out=h, seed=h, steps=40, lr=0.05) for h in range(3)]
+    records: Records = []
+    results = train(
+        jobs,
+        Training(batch_size=8, evaluate_every=3),
+        rules=["train_val", "oracle"],
+        metric=name,
+        record=lambda step, heads: records.extend((job, step, values) for job, values in heads),
+    )
+    data = digits()
+    for job, trained in zip(jobs, results, strict=True):
+        for rule, split in (("train_val", "train_val"), ("oracle", "test_val")):
+            course = [(step, values[f"{rule}/{name}"]) for of, step, values in records if of.key == job.key]
+            best = (min if name == "nll" else max)(value for _, value in course)
+            selected = trained.selected[rule]
+            equal = [step for step, value in course if value == best]
+            assert selected.step in equal and (selected.step == equal[0] or rule == "oracle")
+            rows = job.split.evaluation[split]
+            logits = head_logits(data.features, rows, selected.state)
+            images = rule_images(split, rows, data.annotations, name, CLASSES)
+            assert selected.value == best
+            assert images.value(logits) == pytest.approx(best, abs=1e-6)
+
+
+def test_oracle_follows_where_its_steps_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = BankValidation.values
+
+    def tied(self: BankValidation, *arguments: Any) -> list[dict[str, float] | None]:
+        return [of_head and of_head | {"oracle": 1.0} for of_head in measured(self, *arguments)]
+
+    monkeypatch.setattr(BankValidation, "values", tied)
+    jobs = [job_of(seed=seed, steps=12, lr=0.05) for seed in range(2)]
+    for trained in train(jobs, Training(evaluate_every=3), rules=["train_val", "oracle"], metric="nll"):
+        own, oracle = trained.selected["train_val"], trained.selected["oracle"]
+        assert own.step > 3, "the loss falls"
+        assert oracle.step == own.step and oracle.state is own.state
+        torch.testing.assert_close(oracle.state["head.weight"], own.state["head.weight"], rtol=0, atol=0)
+
+
+def test_xdomainmix_never_selects_its_warm_up() -> None:
+    steps = 40
+    (trained,) = train([job_of(XDomainMix, steps=steps, lr=0.3, warmup_steps=38)], Training(evaluate_every=1))
+    assert trained.selected["train_val"].step in (39, 40)
+    assert trained.mixed_steps == 2
+    assert train([job_of(steps=4)])[0].mixed_steps is None
+
+
+def test_mixed_steps_are_those_taken_where_patience_ends_a_head() -> None:
+    jobs = [job_of(XDomainMix, seed=seed, steps=60, lr=lr, warmup_steps=5) for seed, lr in ((0, 0.0), (1, 0.01))]
+    results = train(jobs, Training(batch_size=8, evaluate_every=1, patience=2), metric="nll")
+    assert results[0].stopped_at == 8, "its first selectable step is 6, and none after it is better"
+    stops = [trained.stopped_at or 60 for trained in results]
+    assert stops[1] > 8 and [trained.mixed_steps for trained in results] == [stop - 5 for stop in stops]
+
+
+def test_a_broken_head_fails_alone_and_names_its_step_and_rows() -> None:
+    jobs = [job_of(held_out=h, steps=60) for h in (0, 1)]
+    row = int(jobs[1].split.train[0][5])  # of domain 0: trains head 1 and is held out of head 0
+    sound, broken = train(jobs, data=spoiled(row))
+    assert sound.failure is None
+    (expected,) = train([jobs[0]], data=digits())
+    for name, value in expected.selected["train_val"].state.items():
+        torch.testing.assert_close(sound.selected["train_val"].state[name], value, rtol=1e-4, atol=1e-5)
+
+    assert broken.selected == {}
+    assert broken.failure is not None
+    found = re.fullmatch(r"the loss was not finite at step (\d+) of 60; rows of its batch: (.*)", broken.failure)
+    assert found is not None
+    rows = [int(word) for word in found[2].split(", ")]
+    batches = PerDomainSampler(jobs[1].split.train, 8, jobs[1].seed).indices(0, 60)
+    first = next(number for number, of_step in enumerate(batches) if (of_step == row).any())
+    assert int(found[1]) == first + 1
+    assert rows == batches[first].tolist() and row in rows
+
+
+def test_a_head_whose_validation_logits_are_not_finite_fails() -> None:
+    job = job_of(steps=10)
+    (trained,) = train([job], data=spoiled(int(job.split.evaluation["train_val"][3])))
+    assert trained.selected == {}
+    assert trained.failure == "the logits of the validation images were not finite after step 1 of 10"
+
+
+def test_all_heads_broken_ends_the_training() -> None:
+    class Diverging(ERM):
+        def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+            assert step < 2, "nothing is left to train"
+            return Losses(self.head.weight.sum() * math.inf, torch.zeros(()))
+
+    trained = train([job_of(Diverging, seed=s, steps=50) for s in range(3)], Training(evaluate_every=2))
+    assert all(t.failure is not None and "step 1 of 50" in t.failure for t in trained)
+
+
+def test_an_undefined_metric_is_a_failure_with_its_reason() -> None:
+    split = split_of(0, 0)
+    rows = split.evaluation["train_val"]
+    split.evaluation["train_val"] = rows[digits().annotations.labels[rows] == 4]  # auroc needs a second class
+    (trained,) = train([job_of(split=split, steps=5)], metric="auroc")
+    assert trained.selected == {}
+    assert trained.failure is not None and "auroc" in trained.failure
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+STEPS = 4
+
+
+def varied(method: Callable[..., Algorithm], *settings: dict[str, float]) -> list[Job]:
+    return [job_of(method, seed=0, steps=STEPS, **own) for own in settings]
+
+
+SEARCHES = {
+    "rsc": varied(RSC, {}, {"feature_drop": 0.1, "batch_drop": 0.9}, {"feature_drop": 0.5}),
+    "mixup": varied(Mixup, {}, {"alpha": 0.1}, {"alpha": 10.0}),
+    "lisa": varied(LISA, {}, {"alpha": 0.5}, {"p_sel": 0.5}),
+    "fish": varied(Fish, {}, {"meta_lr": 0.05}, {"meta_lr": 0.1}),
+    "irm": varied(IRM, {"anneal_steps": 2}, {"anneal_steps": 2, "penalty_weight": 1.0}),
+    "sagm": [job_of(ERM, steps=STEPS, sharpness=SAGM(alpha=alpha, rho=rho)) for alpha, rho in ((0.01, 0.1), (1, 1))],
+}
+
+
+def trained(jobs: list[Job]) -> Bank:
+    bank = stack(jobs, CPU)
+    for number, batch in enumerate(batches(jobs, digits())):
+        step(bank, batch, number)
+    return bank
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_over_settings_is_one_bank_of_heads_as_alone(name: str) -> None:
+    jobs = SEARCHES[name]
+    assert chunks(jobs, CPU) == [jobs]
+    together, ends = trained(jobs), []
+    for head, job in enumerate(jobs):
+        alone = trained([job]).state(0)
+        assert alone.keys() == algorithm_of(job).state_dict().keys(), "a weights file holds no other buffers"
+        torch.testing.assert_close(together.state(head), alone, rtol=1e-5, atol=1e-6)
+        ends.append(alone["head.weight"])
+    assert all((end - ends[0]).abs().max() > 1e-4 for end in ends[1:]), "the settings matter"
+
+
+def test_a_gpu_trains_more_heads_at_once() -> None:
+    jobs = [job_of(steps=5, seed=seed) for seed in range(GPU_CHUNK_HEADS + 3)]
+    assert [len(chunk) for chunk in chunks(jobs, GPU)] == [GPU_CHUNK_HEADS, 3]
+    assert max(map(len, chunks(jobs, CPU))) == CHUNK_HEADS
+    large = Training(batch_size=GPU_CHUNK_BYTES // (4 * 3 * WIDTH) // 5)  # three domains
+    assert [len(chunk) for chunk in chunks([under(large, job) for job in jobs[:7]], GPU)] == [5, 2]

@@ -1,36 +1,40 @@
-"""The loop: one model trained end to end, against loops written out by hand."""
+"""What the loop does beside its numbers: records, failures, batch norm, precision, phases, batches."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
+from bank_problems import under
 from loop_models import (
     SmallCNN,
     WithDomainHead,
+    batch_of,
     digit_annotations,
     digits,
     final_state,
     make_job,
     one_process,
-    rows_of,
     split,
+    step_batch,
     train,
 )
-from own_training import under
-from torch import Tensor
+from loop_models import images_of as read
+from torch import Tensor, nn
 
-from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.lisa import LISA
+from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.images.decode import UnreadableImage
-from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform, training_transform
+from xdm_ft.recipe.components import find, names
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.runtime.tensors import Batch, Losses
@@ -38,91 +42,11 @@ from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, split_batch
+from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.inputs import Images
 from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.prediction import EndToEndValidation
 from xdm_ft.training.end_to_end.train import predict
-
-COSINE = Schedule(name="cosine", warmup_steps=2)
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with one_process() as accelerator:
-        yield accelerator
-
-
-def read(rows: Tensor) -> Tensor:
-    """Images [n,3,32,32] in the small encoder's preprocessing."""
-    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
-    return torch.stack([images[int(row)][0] for row in rows])
-
-
-def batch_of(job: Job, training: Training, step: int) -> Batch:
-    rows = rows_of(job, training, step)
-    domain = torch.from_numpy(digits().domains)[rows]
-    return Batch(read(rows), torch.from_numpy(digits().labels)[rows], domain, rows, torch.arange(len(rows)))
-
-
-def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
-
-
-def trained_by_hand(job: Job, encoder: SmallCNN, training: Training, batch_norm: str) -> dict[str, Tensor]:
-    """Plain ERM, Adam and clipping over whole batches."""
-    encoder, algorithm = copy.deepcopy(encoder), job.make(job.setup)
-    encoder.train()
-    if batch_norm == "frozen":
-        encoder.layers[1].eval()
-        encoder.layers[4].eval()
-    groups = [
-        {"params": list(encoder.parameters()), "lr": training.encoder_lr},
-        {"params": list(algorithm.head.parameters()), "lr": job.training.lr},
-    ]
-    optimizer = torch.optim.Adam(groups, weight_decay=job.training.weight_decay)
-    for step in range(job.setup.steps):
-        batch = batch_of(job, training, step)
-        loss = F.cross_entropy(algorithm.head(encoder(batch.x)), batch.y)  # equal domains: the mean of means
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], training.clip_norm)
-        factor = training.schedule.factor(step, job.setup.steps)
-        optimizer.param_groups[0]["lr"] = training.encoder_lr * factor
-        optimizer.param_groups[1]["lr"] = job.training.lr * factor
-        optimizer.step()
-    return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_norm", ["train", "frozen"])
-def test_equals_a_loop_written_out(accelerator: Accelerator, batch_norm: str) -> None:
-    training = Training(batch_size=8, schedule=COSINE, clip_norm=0.5, encoder_lr=0.003)
-    job, encoder = make_job(steps=6), SmallCNN()
-    before = copy.deepcopy(encoder.state_dict())
-    got = final_state(train(job, encoder, training, accelerator, batch_norm=batch_norm))
-    assert_equal_states(got, trained_by_hand(job, encoder, training, batch_norm), atol=1e-6)
-
-    assert_equal_states(encoder.state_dict(), before, atol=0)  # it was copied
-    moved = not torch.equal(got["encoder.layers.1.running_mean"], before["layers.1.running_mean"])
-    assert moved == (batch_norm == "train")
-    assert not torch.equal(got["encoder.layers.1.weight"], before["layers.1.weight"])  # affine parameters train
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size, accumulation", [(6, 3), (5, 2)])
-@pytest.mark.parametrize("kind", ["per_domain", "pooled"])
-def test_accumulation_gives_the_whole_batch_s_gradient(
-    accelerator: Accelerator, batch_size: int, accumulation: int, kind: str
-) -> None:
-    training = Training(batch_size=batch_size, sampler=kind, optimizer="sgd", encoder_lr=0.01, loss_average="sample")
-    job = make_job(lambda setup: ERM(Setup(setup.task, setup.width, setup.steps, setup.seed, "sample")))
-    whole = train(job, SmallCNN(), training, accelerator, batch_norm="frozen")
-    cut = training.model_copy(update={"accumulation": accumulation})
-    assert_equal_states(
-        final_state(train(job, SmallCNN(), cut, accelerator, batch_norm="frozen")), final_state(whole), atol=1e-6
-    )
 
 
 def test_running_statistics_move_once_a_step_by_the_mean_of_the_micro_batches(accelerator: Accelerator) -> None:
@@ -137,27 +61,6 @@ def test_running_statistics_move_once_a_step_by_the_mean_of_the_micro_batches(ac
         moved.append(alone.layers[1].running_mean)
     torch.testing.assert_close(got["encoder.layers.1.running_mean"], (moved[0] + moved[1]) / 2)
     assert got["encoder.layers.1.num_batches_tracked"] == 1
-
-
-def test_auxiliary_modules_are_not_clipped_and_buffers_are_committed_once(accelerator: Accelerator) -> None:
-    training = Training(batch_size=4, accumulation=2, optimizer="sgd", momentum=0.0, encoder_lr=10.0, clip_norm=1e-3)
-    job, encoder = make_job(WithDomainHead, steps=1, weight_decay=0.0), SmallCNN()
-    got = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
-
-    algorithm, batch = job.make(job.setup), batch_of(job, training, 0)
-    losses = algorithm(encoder(batch.x), batch, 0)
-    auxiliary = torch.autograd.grad(losses.auxiliary, algorithm.domain_head.weight, retain_graph=True)[0]
-    expected = algorithm.domain_head.weight - job.training.lr * auxiliary
-    torch.testing.assert_close(got["domain_head.weight"], expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(got["memory"], losses.buffers["memory"])  # equal parts: the mean of the micro-batches'
-    assert got["taken"] == 1
-
-    main = [p for p in encoder.layers.parameters()] + list(algorithm.head.parameters())
-    gradients = torch.autograd.grad(losses.total, main)
-    norm = torch.cat([g.flatten() for g in gradients]).norm()
-    assert norm > 1e-2  # else clipping would not show
-    step = got["encoder.layers.0.weight"] - encoder.layers[0].weight
-    torch.testing.assert_close(step, -training.encoder_lr * 1e-3 / norm * gradients[0], rtol=1e-3, atol=1e-8)
 
 
 def test_learns_and_records(accelerator: Accelerator) -> None:
@@ -198,16 +101,6 @@ def test_oracle_follows_where_its_steps_are_tied(accelerator: Accelerator, monke
     own, oracle = trained.selected["train_val"], trained.selected["oracle"]
     assert own.step > 5, "the loss falls"
     assert oracle.step == own.step and oracle.state is own.state
-
-
-def test_same_seed_same_bits(accelerator: Accelerator) -> None:
-    training = Training(batch_size=4)
-    first = final_state(train(make_job(), SmallCNN(dropout=0.5), training, accelerator))
-    torch.rand(7)
-    again = final_state(train(make_job(), SmallCNN(dropout=0.5), training, accelerator))
-    other = final_state(train(make_job(seed=4), SmallCNN(dropout=0.5), training, accelerator))
-    assert_equal_states(first, again, atol=0)
-    assert not torch.equal(first["encoder.layers.0.weight"], other["encoder.layers.0.weight"])
 
 
 def test_bf16_trains_in_autocast_with_the_loss_in_float32() -> None:
@@ -358,14 +251,6 @@ def test_images_to_train_on_are_augmented_and_those_to_select_by_are_not(acceler
     assert torch.equal(torch.cat(seen[False][-10:]), read(split().evaluation["train_val"]))
 
 
-@pytest.mark.slow
-def test_class_balanced_batches_train_end_to_end_as_by_hand(accelerator: Accelerator) -> None:
-    training = Training(batch_size=8, sampler="class_balanced", clip_norm=0.5, encoder_lr=0.003)
-    job, encoder = make_job(steps=3), SmallCNN()
-    got = final_state(train(job, encoder, training, accelerator))
-    assert_equal_states(got, trained_by_hand(job, encoder, training, "train"), atol=1e-6)
-
-
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_every_micro_batch_has_its_share_of_every_domain(parts: int) -> None:
     rows, domain = torch.arange(21), torch.arange(3).repeat_interleave(7)
@@ -450,3 +335,150 @@ def test_batch_norm_is_synchronised_on_gpus() -> None:
     inner = synchronised(inner, 2, 1, torch.device("cuda"))
     layers = [layer for layer in inner.modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
     assert len(layers) == 2 and all(layer.training for layer in layers) and inner.state_dict().keys() == names
+
+
+def passes_of(
+    make: type[Algorithm], encoder: nn.Module, accelerator: Accelerator, sharpness: SAM | None
+) -> tuple[StepGradients, StepBatch]:
+    job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
+    inner = EndToEnd(copy.deepcopy(encoder), job.make(job.setup), "train").train()
+    by_parts = inner.algorithm.loss_over != "batch"
+    passes = StepGradients(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
+    return passes, step_batch(job, training, accelerator, 0)
+
+
+def test_the_second_pass_reuses_what_the_first_returned(accelerator: Accelerator) -> None:
+    reused: list[dict[str, Tensor]] = []
+
+    class Holds(ERM):
+        def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+            return super().loss(z, batch, step)._replace(reuse={"mask": z > 0.1})
+
+        def second_pass(self, z: Tensor, batch: Batch, step: int, masks: Mapping[str, Tensor]) -> Losses:
+            reused.append({"given": masks["mask"], "now": z > 0.1})
+            return super().loss(z, batch, step)
+
+    passes, batch = passes_of(Holds, SmallCNN(), accelerator, SAM(rho=0.5))
+    passes.run(batch, 0)
+    assert len(reused) == 2
+    with torch.no_grad():
+        first = passes.inner.encoder(batch.parts[0].x) > 0.1
+    assert torch.equal(reused[0]["given"], first) and not torch.equal(reused[0]["now"], first)
+
+
+@pytest.mark.slow
+def test_mixed_steps_are_those_taken_where_patience_ends_the_training(accelerator: Accelerator) -> None:
+    job = make_job(lambda setup: XDomainMix(setup, warmup_steps=2), steps=10, lr=0.0, weight_decay=0.0)
+    training = Training(batch_size=4, encoder_lr=1e-30, evaluate_every=1, patience=1)
+    trained = train(job, SmallCNN(), training, accelerator, batch_norm="frozen")
+    assert trained.stopped_at == 4, "step 3 is the first that can be selected"
+    assert trained.mixed_steps == 2
+
+
+TRAINING = Training(batch_size=4, encoder_lr=0.01, schedule=Schedule(name="cosine", warmup_steps=2))
+
+
+class Watched(SmallCNN):
+    """The loop trains a copy of it: the last one made."""
+
+    copies: list[Watched] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
+        copied = Watched(dropout=0.3)
+        copied.load_state_dict(self.state_dict())
+        self.copies.append(copied)
+        return copied
+
+
+class Watching(ERM):
+    """Takes down the encoder's state at every pass."""
+
+    seen: list[dict[str, Tensor]] = []
+
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        self.seen.append(copy.deepcopy(Watched.copies[-1].state_dict()))
+        return super().loss(z, batch, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharpness", [None, SAM()], ids=["erm", "sam"])
+def test_the_encoder_is_exactly_frozen_until_the_step(accelerator: Accelerator, sharpness: SAM | None) -> None:
+    encoder, passes = Watched(dropout=0.3), 2 if sharpness else 1
+    start, job = copy.deepcopy(encoder.state_dict()), make_job(Watching, steps=6, sharpness=sharpness)
+    Watching.seen.clear()
+    final = final_state(train(job, encoder, TRAINING, accelerator, unfreeze_at=4))
+    assert len(Watching.seen) == 6 * passes
+    for before in Watching.seen[: 4 * passes]:
+        assert all(torch.equal(before[name], value) for name, value in start.items())
+    for name in ("layers.0.weight", "layers.1.weight", "layers.1.running_mean"):
+        assert not torch.equal(final[f"encoder.{name}"], start[name])
+    assert not torch.equal(final["head.weight"], ERM(job.setup).head.weight)
+
+
+@pytest.mark.slow
+def test_steps_of_the_head_alone_are_not_selected(accelerator: Accelerator) -> None:
+    class Worsens(ERM):
+        """After the first step every further one takes the head away from what it learned."""
+
+        def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+            losses = super().loss(z, batch, step)
+            return losses if step < 20 else losses._replace(total=-losses.total)
+
+    training, recorded = TRAINING.model_copy(update={"evaluate_every": 10}), {}
+    trained = train(
+        make_job(Worsens, steps=40), SmallCNN(), training, accelerator, unfreeze_at=20,
+        record=lambda step, models: recorded.update({step: models[0][1]["train_val/accuracy"]}),
+    )  # fmt: skip
+    assert max(recorded, key=lambda step: recorded[step]) <= 20
+    assert trained.selected["train_val"].step > 20
+
+
+FOUND = {name: find("algorithms", name) for name in names("algorithms")}
+ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
+REFUSED = {"mixstyle", "dsu"}
+
+
+def test_methods_that_mix_inside_the_encoder_are_refused_in_parts() -> None:
+    assert {name for name, cls in ALGORITHMS.items() if cls.parts_reason} == REFUSED
+    for name in REFUSED:
+        assert "\n" not in ALGORITHMS[name].parts_reason and "; " in ALGORITHMS[name].parts_reason
+
+
+def test_a_row_that_is_twice_in_a_batch_gets_two_draws(accelerator: Accelerator) -> None:
+    """λ of LISA: mixed with one and the same partner, two copies of a row differ."""
+    job = make_job(LISA, steps=4)
+    algorithm, twice = LISA(job.setup), 0
+    for step in range(4):
+        batch = step_batch(job, Training(batch_size=60), accelerator, step).parts[0]
+        everyone = torch.ones_like(batch.y, dtype=torch.bool)
+        same = batch._replace(partner=torch.zeros_like(batch.x), has_partner=everyone)
+        mixed = algorithm.on_inputs(same, step).x
+        order = batch.index.argsort()
+        for one, other in zip(order[:-1].tolist(), order[1:].tolist(), strict=True):
+            if batch.index[one] == batch.index[other]:
+                assert torch.equal(batch.x[one], batch.x[other]) and not torch.equal(mixed[one], mixed[other])
+                twice += 1
+    assert twice > 10
+
+
+def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: Accelerator) -> None:
+    """End to end and in the bank: x_j is a training image of the same class and another domain."""
+    make = partial(LISA, partners="all")
+    job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
+    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
+    images = Images(digits(), SmallCNN.preprocessing, "none", accelerator)
+    images.workers = 0
+    batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
+    pool = torch.cat(job.split.train).tolist()
+    outside = 0
+    for step, batch in batches.begin():
+        partners = batches.partners(step)
+        assert partners is not None
+        for part in batch.parts:
+            assert part.partner is not None and part.has_partner is not None and part.has_partner.all()
+            for number, place in enumerate(part.place.tolist()):
+                row = int(partners.row[place])
+                assert row in pool and labels[row] == part.y[number] and domains[row] != part.domain[number]
+                assert torch.equal(part.partner[number], images.plain[row][0]) and part.partner_y[number] == labels[row]
+                outside += row not in batch.full_batch.index.tolist()
+    assert outside > 10

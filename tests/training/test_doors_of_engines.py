@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from bank_problems import digits as cached_digits
 from bank_problems import job_of
 from bank_problems import train as train_heads
-from loop_models import SmallCNN, digits, final_state, make_job, one_process, rows_of, split, train
-from own_training import under
+from loop_models import SmallCNN, assert_close, batch_of, digits, final_state, make_job, split, train
 from partnered import mixed
 from torch import Tensor, nn
 
@@ -34,16 +31,9 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch, Losses, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.data import batches
 from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.prediction import predict
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with one_process() as accelerator:
-        yield accelerator
 
 
 class Staged(SmallCNN):
@@ -55,24 +45,6 @@ class Staged(SmallCNN):
 class InFixedOrder(Fish):
     def order(self, step: int) -> list[int]:
         return list(range(self.task.num_domains))
-
-
-def batch_of(job: Job, training: Training, number: int) -> Batch:
-    rows = rows_of(job, training, number)
-    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
-    x = torch.stack([images[int(row)][0] for row in rows])
-    return Batch(
-        x,
-        torch.from_numpy(digits().labels)[rows],
-        torch.from_numpy(digits().domains)[rows],
-        rows,
-        torch.arange(len(rows)),
-    )
-
-
-def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
 # --- on_inputs
@@ -120,74 +92,6 @@ def test_both_engines_record_the_share_of_samples_without_a_partner(
     train(job, SmallCNN(), training, accelerator, record=keep)
     assert len(recorded) > 4
     assert all(0.3 < share <= 1 for share in recorded) if method is LISA else not any(recorded)
-
-
-def test_a_loop_with_mixup_equals_one_written_out(accelerator: Accelerator) -> None:
-    job, encoder = make_job(lambda setup: Mixup(setup, alpha=2.0), steps=5, weight_decay=0.0), SmallCNN()
-    training = Training(batch_size=8, optimizer="sgd", momentum=0.0, encoder_lr=0.01)
-    got = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
-    algorithm, encoder = Mixup(job.setup, alpha=2.0), copy.deepcopy(encoder)
-    parameters = [*encoder.layers.parameters(), *algorithm.parameters()]
-    for number in range(5):
-        batch = mixed(algorithm, batch_of(job, training, number), number)
-        loss = F.cross_entropy(algorithm.head(encoder(batch.x)), batch.targets)
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-                parameter -= 0.01 * gradient
-    assert_close(got, {f"encoder.{name}": p for name, p in encoder.state_dict().items()} | algorithm.state_dict())
-
-
-@pytest.mark.parametrize("sam", [False, True], ids=["", "sam"])
-@pytest.mark.parametrize("method", [LISA, Mixup, Fish])
-def test_a_head_of_the_bank_equals_one_trained_by_hand(method: type[ERM], sam: bool) -> None:
-    """Among others of other seeds: mixed features, soft labels, SAM's second pass on the same, Fish's inner steps."""
-    sharpness, training = SAM(rho=0.1) if sam else None, Training(batch_size=8, optimizer="adam")
-    jobs = [job_of(method, held_out=h % 4, seed=h, steps=6, sharpness=sharpness) for h in range(5)]
-    jobs = [under(training, job) for job in jobs]
-    bank = stack(jobs, torch.device("cpu"))
-    heads = [job.make(job.setup) for job in jobs]
-    optimizers = [
-        torch.optim.Adam(head.parameters(), lr=job.training.lr) for head, job in zip(heads, jobs, strict=True)
-    ]
-    for number, batch in enumerate(batches(jobs, cached_digits())):
-        logged = step(bank, batch, number)["loss"]
-        for place, (head, optimizer) in enumerate(zip(heads, optimizers, strict=True)):
-            own = Batch(*(field[place] for field in batch[:5]))
-            loss = _step_by_hand(head, optimizer, own, number, 0.1 if sam else None)
-            torch.testing.assert_close(logged[place], loss, atol=1e-5, rtol=1e-5)
-            expected = {name: p.detach() for name, p in head.named_parameters()}
-            assert_close({name: p[place].detach() for name, p in bank.main.items()}, expected, atol=2e-5)
-
-
-def _step_by_hand(head: ERM, optimizer: torch.optim.Optimizer, batch: Batch, number: int, rho: float | None) -> Tensor:
-    """Mean of the losses before each step of the optimizer."""
-    losses, parameters = [], list(head.parameters())
-    before = [p.detach().clone() for p in parameters]
-    orders = head.order(number) if isinstance(head, Fish) else [None]
-    for domain in orders:
-        part = batch if domain is None else Batch(*(field[batch.domain == domain] for field in batch[:5]))
-        part = mixed(head, part, number)
-        loss = head(part.x, part, number).total
-        gradients = torch.autograd.grad(loss, parameters)
-        if rho is not None:
-            values = [p.detach().clone() for p in parameters]
-            norm = torch.cat([g.flatten() for g in gradients]).norm()
-            with torch.no_grad():
-                for p, g in zip(parameters, gradients, strict=True):
-                    p += rho * g / norm
-            gradients = torch.autograd.grad(head(part.x, part, number).total, parameters)
-            with torch.no_grad():
-                for p, value in zip(parameters, values, strict=True):
-                    p.copy_(value)
-        for p, g in zip(parameters, gradients, strict=True):
-            p.grad = g
-        optimizer.step()
-        losses.append(loss.detach())
-    if isinstance(head, Fish):
-        with torch.no_grad():
-            for p, value in zip(parameters, before, strict=True):
-                p.copy_(value + 0.5 * (p - value))
-    return torch.stack(losses).mean()
 
 
 # --- stage_modules
@@ -328,37 +232,6 @@ def test_places_that_do_not_serve_are_refused(names: tuple[str, ...], match: str
 
 
 # --- update
-
-
-def fish_by_hand(job: Job, encoder: SmallCNN, training: Training, meta_lr: float) -> dict[str, Tensor]:
-    encoder, algorithm = copy.deepcopy(encoder), job.make(job.setup)
-    parameters = [*encoder.layers.parameters(), *algorithm.head.parameters()]
-    groups = [
-        {"params": parameters[:-2], "lr": training.encoder_lr},
-        {"params": parameters[-2:], "lr": job.training.lr},
-    ]
-    optimizer = torch.optim.Adam(groups, weight_decay=job.training.weight_decay)
-    for number in range(job.setup.steps):
-        batch, before = batch_of(job, training, number), [p.detach().clone() for p in parameters]
-        for domain in algorithm.order(number):
-            of_domain = batch.domain == domain
-            optimizer.zero_grad()
-            F.cross_entropy(algorithm.head(encoder(batch.x[of_domain])), batch.y[of_domain]).backward()
-            torch.nn.utils.clip_grad_norm_(parameters, training.clip_norm)
-            optimizer.step()
-        with torch.no_grad():
-            for parameter, value in zip(parameters, before, strict=True):
-                parameter.copy_(value + meta_lr * (parameter - value))
-    return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_loop_with_fish_equals_one_written_out(accelerator: Accelerator, accumulation: int) -> None:
-    training = Training(batch_size=4, accumulation=accumulation, clip_norm=0.5, encoder_lr=0.003)
-    job, encoder = make_job(lambda setup: Fish(setup, meta_lr=0.3), steps=4), SmallCNN()
-    got = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
-    assert_close(got, fish_by_hand(job, encoder, training, 0.3), atol=2e-6)
 
 
 def test_fish_in_the_bank_is_the_recorded_training() -> None:

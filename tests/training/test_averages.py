@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 
 import bank_problems
 import loop_models
 import pytest
 import torch
 from accelerate import Accelerator
-from bank_problems import digits, head_logits, job_of
-from loop_models import SmallCNN, make_job, one_process, rows_of
-from own_training import under
+from bank_problems import digits, head_logits, job_of, under
+from loop_models import SmallCNN, batch_of, make_job
 from scipy.stats import beta as beta_distribution
 from torch import Tensor
 
@@ -22,8 +20,6 @@ from xdm_ft.averaging import Segment
 from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric
-from xdm_ft.images.loader import ImageRows
-from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.training import Job, Training
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.bank.data import batches
@@ -31,12 +27,6 @@ from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.bank.train import chunks
 
 ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with one_process() as accelerator:
-        yield accelerator
 
 
 def path(jobs: list[Job], training: Training) -> list[list[dict[str, Tensor]]]:
@@ -169,28 +159,6 @@ def test_a_training_that_stopped_before_its_first_step_counts_its_start_once() -
     torch.testing.assert_close(first.state["w"], torch.full((2,), 0.5))
 
 
-@pytest.mark.slow
-def test_the_loop_averages_its_whole_training_by_beta(accelerator: Accelerator) -> None:
-    """Also the steps in which the encoder is frozen, with the encoder as it is in them."""
-    training, job = Training(batch_size=4, encoder_lr=0.01, lr=0.01), make_job(steps=3)
-    averaged = dataclasses.replace(job, averaging=BMA(beta=0.5))
-    trained = loop_models.train(averaged, SmallCNN(), training, accelerator, batch_norm="frozen", unfreeze_at=1)
-    selected = trained.selected["train_val"]
-    assert selected.step == 3 and selected.hparams == {"averaged_from": 0}
-    start = {f"encoder.{name}": value for name, value in SmallCNN().state_dict().items()}
-    lives = [dataclasses.replace(job, setup=dataclasses.replace(job.setup, steps=steps)) for steps in (2, 3)]
-    later = [
-        loop_models.final_state(
-            loop_models.train(life, SmallCNN(), training, accelerator, batch_norm="frozen", unfreeze_at=1)
-        )
-        for life in lives
-    ]
-    name = "encoder.layers.0.weight"
-    expected = beta_mean([start, start, *later], name, 0.5)  # after the first step the encoder is as it was
-    torch.testing.assert_close(selected.state[name], expected, rtol=0, atol=1e-6)
-    assert not torch.allclose(expected, later[-1][name], atol=1e-3)
-
-
 def walked(job: Job, training: Training, accelerator: Accelerator, batch_norm: str) -> list[dict[str, Tensor]]:
     """The loop's weights after each number of steps: as many trainings, of which the learning rate knows nothing."""
     trainings = [dataclasses.replace(job.setup, steps=steps) for steps in range(1, job.setup.steps + 1)]
@@ -224,7 +192,7 @@ def test_the_loop_averages_encoder_and_head(accelerator: Accelerator, batch_norm
     if batch_norm == "frozen":
         assert torch.equal(encoder.layers[1].running_mean, SmallCNN().layers[1].running_mean)
         return
-    batches_seen = [read(rows_of(job, training, number)) for number in range(3)]
+    batches_seen = [batch_of(job, training, number).x for number in range(3)]
     first = [encoder.layers[0](x) for x in batches_seen]
     torch.testing.assert_close(
         encoder.layers[1].running_mean, torch.stack([x.mean((0, 2, 3)) for x in first]).mean(0), rtol=0, atol=1e-5
@@ -232,8 +200,3 @@ def test_the_loop_averages_encoder_and_head(accelerator: Accelerator, batch_norm
     torch.testing.assert_close(
         encoder.layers[1].running_var, torch.stack([x.var((0, 2, 3)) for x in first]).mean(0), rtol=0, atol=1e-5
     )
-
-
-def read(rows: Tensor) -> Tensor:
-    images = ImageRows(loop_models.digits(), evaluation_transform(SmallCNN.preprocessing))
-    return torch.stack([images[int(row)][0] for row in rows])

@@ -1,48 +1,77 @@
-"""What lies above a cut trains as it would in the whole model, and nothing else changes."""
+"""Above a cut: what trains, what is read, and the thread that reads ahead."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from cut_models import BlockCNN, blocks, cached, lora, train_part, vit
-from cut_short import Cut as Checkpoint
-from cut_short import Killed, assert_same
-from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, rows_of, split, train
+from bank_problems import under
+from loop_models import (
+    BlockCNN,
+    SmallCNN,
+    assert_close,
+    blocks,
+    cached,
+    digit_annotations,
+    digits,
+    final_state,
+    lora,
+    make_job,
+    one_process,
+    split,
+    train,
+    vit,
+)
+from test_resumed_training import Cut as Checkpoint
+from test_resumed_training import Killed
 from torch import Tensor
 
 from xdm_ft.algorithms.dsu import DSU
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle, _MixStyleAt
 from xdm_ft.algorithms.wise_ft import interpolate
-from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.cut.lora import merged_state
 from xdm_ft.cut.trainable import LastBlocks, LowRank
 from xdm_ft.encoders import Encoder
+from xdm_ft.features.cache import Features
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Batch
+from xdm_ft.runtime.interrupt import Interrupted
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.training import Job, Training
+from xdm_ft.training import Job, Trained, Training
+from xdm_ft.training.bank.data import CachedData, batches
+from xdm_ft.training.end_to_end.batches import TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients
+from xdm_ft.training.end_to_end.inputs import STEPS_AHEAD, CachedActivations, _ahead
 from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
 from xdm_ft.training.end_to_end.train import predict
+
+
+def train_part(
+    job: Job, encoder: Any, training: Training, accelerator: Any, trainable: Any, activations: Any = None, **more: Any
+) -> Trained:
+    """Trains on cached activations, or on those that are computed from the images."""
+    return train(job, encoder, training, accelerator, part=EncoderPart(trainable, activations), **more)
+
 
 SGD = Training(batch_size=4, optimizer="sgd", encoder_lr=0.01)
 Part = LastBlocks | LowRank
 ENCODERS: dict[str, Callable[[], Encoder]] = {"vit": vit, "cnn": BlockCNN}
-WIDTHS = {"vit": 64, "cnn": 16}
 # what lies above the cut, by the names of the models
 ABOVE = {
     ("vit", 1): ("model.blocks.2.", "model.norm."),
@@ -62,17 +91,6 @@ def in_brief(cases: Mapping[Any, object], *quick: Any) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else pytest.mark.slow)
         for case in cases
     ]
-
-
-@pytest.fixture(autouse=True)
-def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with one_process() as accelerator:
-        yield accelerator
 
 
 class Watched(EndToEnd):
@@ -104,77 +122,6 @@ def images_of(encoder: Encoder, rows: Tensor) -> Tensor:
     return torch.stack([images[int(row)][0] for row in rows])
 
 
-def trained_by_hand(job: Job, encoder: Encoder, training: Training, above: tuple[str, ...]) -> dict[str, Tensor]:
-    """ERM and SGD on the whole model; what does not lie above has no gradient and stays in eval mode."""
-    encoder, algorithm = copy.deepcopy(encoder), job.make(job.setup)
-    encoder.to(memory_format=torch.channels_last)  # convolutions of another layout round differently
-    head = algorithm.head
-    for name, module in encoder.named_modules():
-        module.training = f"{name}.".startswith(above)
-    own = {name: p for name, p in encoder.named_parameters() if name.startswith(above)}
-    encoder.requires_grad_(False)
-    for parameter in own.values():
-        parameter.requires_grad_(True)
-    groups = [{"params": [*own.values()], "lr": training.encoder_lr}, {"params": [*head.parameters()]}]
-    optimizer = torch.optim.SGD(
-        groups, lr=job.training.lr, momentum=training.momentum, weight_decay=job.training.weight_decay
-    )
-    for step in range(job.setup.steps):
-        rows = rows_of(job, training, step)
-        loss = F.cross_entropy(head(encoder(images_of(encoder, rows))), torch.from_numpy(digits().labels)[rows])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items() if name.startswith(above)}
-    return state | algorithm.state_dict()
-
-
-def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, number", in_brief(ABOVE, ("vit", 2), ("cnn", 3)))
-def test_equals_a_loop_over_the_whole_model(accelerator: Accelerator, kind: str, number: int) -> None:
-    encoder, job = ENCODERS[kind](), make_job(steps=3, width=WIDTHS[kind])
-    got = final_state(train_part(job, encoder, SGD, accelerator, blocks(number)))
-    expected = trained_by_hand(job, encoder, SGD, ABOVE[kind, number])
-    assert_close(got, expected, atol=1e-6)
-    start = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
-    changed = {name for name in got if name in start and not torch.equal(got[name], start[name])}
-    assert changed == {name for name in got if name in start}, "else weights that never train would agree too"
-
-
-METHODS: dict[str, Job] = {
-    "sam": make_job(WithDomainHead, sharpness=SAM(rho=0.1), width=16),
-    "sagm": make_job(sharpness=SAGM(), width=16),
-    "xdomainmix, sam": make_job(
-        partial(XDomainMix, warmup_steps=1, quantile_steps=1), sharpness=SAM(rho=0.1), width=16
-    ),
-    "mixstyle": make_job(partial(MixStyle, p=1.0), width=16),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("method", in_brief(METHODS, "mixstyle"))
-@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_equals_the_whole_model_whose_lower_part_is_frozen_by_hand(
-    accelerator: Accelerator, method: str, accumulation: int
-) -> None:
-    """Batch norm is frozen: in the whole model, that below would be trained too."""
-    if method == "mixstyle" and accumulation > 1:
-        pytest.skip("refused with the recipe")
-    training, job = SGD.model_copy(update={"accumulation": accumulation}), METHODS[method]
-    got = final_state(train_part(job, BlockCNN(), training, accelerator, blocks(3), batch_norm="frozen"))
-    encoder = BlockCNN()
-    for name, parameter in encoder.named_parameters():
-        parameter.requires_grad_(name.startswith(ABOVE["cnn", 3]))
-    whole = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
-    assert_close(got, {name: whole[name] for name in got}, atol=1e-6)
-    assert not torch.equal(got["encoder.norm.weight"], encoder.norm.weight)
-
-
 # (encoder, what trains, job, changes of the training, arguments of the loop)
 Case = tuple[str, Part, Job, dict[str, Any], dict[str, Any]]
 CNN, VIT = {"width": 16, "steps": 4}, {"width": 64, "steps": 4}
@@ -200,7 +147,7 @@ def test_only_what_may_change_changes(watched: type[Watched], tmp_path: Path, na
     encoder, training = ENCODERS[kind](), SGD.model_copy(update=changes)
     start = {key: value.clone() for key, value in encoder.state_dict().items()}
     with one_process(precision) as accelerator:
-        activations = cached(encoder, part, tmp_path) if precision == "bf16" else None
+        activations = cached(encoder, part, tmp_path).activations if precision == "bf16" else None
         trained = train_part(job, encoder, training, accelerator, part, activations, **arguments)
     assert trained.failure is None
     assert all(torch.equal(value, start[key]) for key, value in encoder.state_dict().items()), "a copy trains"
@@ -386,43 +333,6 @@ def test_trained_parameters(accelerator: Accelerator, part: Any, expected: str) 
     assert trained.peak_memory is None or trained.peak_memory >= 0
 
 
-RESUMED: dict[str, Case] = {
-    "vit, sam, adam": ("vit", blocks(1), make_job(WithDomainHead, sharpness=SAM(rho=0.1), **VIT),
-                       {"optimizer": "adam", "evaluate_every": 2}, {}),
-    "vit, lora, dropout, swad": (
-        "vit", lora(dropout=0.3), dataclasses.replace(make_job(**VIT), averaging=ANY_VALLEY),
-        {"optimizer": "adam", "evaluate_every": 1, "layer_decay": 0.7}, {},
-    ),
-    "cnn, batch norm, unfreezing": ("cnn", blocks(3), make_job(**CNN), {"evaluate_every": 2}, {"unfreeze_at": 2}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("reads", ["images", pytest.param("cache", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", in_brief(RESUMED, "vit, lora, dropout, swad"))
-def test_killed_in_the_middle_and_resumed(accelerator: Accelerator, tmp_path: Path, name: str, reads: str) -> None:
-    kind, part, job, changes, arguments = RESUMED[name]
-    encoder, training = ENCODERS[kind](), SGD.model_copy(update=changes)
-    activations = cached(encoder, part, tmp_path / "cache") if reads == "cache" else None
-    run = partial(train_part, job, encoder, training, accelerator, part, activations, **arguments)
-    expected = run()
-    with pytest.raises(Killed):
-        run(checkpoint=Checkpoint(tmp_path / "c", 3))
-    torch.rand(3)
-    assert_same(run(checkpoint=Checkpoint(tmp_path / "c")), expected)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_lower_part_is_not_used(accelerator: Accelerator, tmp_path: Path) -> None:
-    encoder, job = BlockCNN(), make_job(**CNN)
-    with pytest.raises(Killed):
-        train_part(job, encoder, SGD, accelerator, blocks(1), checkpoint=Checkpoint(tmp_path / "c", 2))
-    with torch.no_grad():
-        encoder.stem[0].weight.mul_(1.1)
-    again = train_part(job, encoder, SGD, accelerator, blocks(1), checkpoint=Checkpoint(tmp_path / "c"))
-    [reason] = again.restarts
-    assert "weights" in reason
-
-
 def test_updates_are_drawn_from_the_seed_of_the_model() -> None:
     """And not from torch's generator."""
     job = make_job(width=64)
@@ -439,11 +349,181 @@ def test_updates_are_drawn_from_the_seed_of_the_model() -> None:
 @pytest.mark.parametrize("part", [blocks(2), lora(blocks=2)], ids=["blocks", "lora"])
 def test_a_gpu_trains_as_a_cpu(accelerator: Accelerator, tmp_path: Path, part: Part) -> None:
     encoder, job = vit(), make_job(steps=5, width=64, sharpness=SAM(rho=0.1))
-    expected = final_state(train_part(job, encoder, SGD, accelerator, part, cached(encoder, part, tmp_path)))
+    expected = final_state(
+        train_part(job, encoder, SGD, accelerator, part, cached(encoder, part, tmp_path).activations)
+    )
     AcceleratorState._reset_state(reset_partial_state=True)
     on_gpu = Accelerator(mixed_precision="no")
     assert on_gpu.device.type == "cuda"
-    activations = cached(encoder, part, tmp_path)
+    activations = cached(encoder, part, tmp_path).activations
     activations.device = on_gpu.device
     for read in (activations, None):
         assert_close(final_state(train_part(job, encoder, SGD, on_gpu, part, read)), expected, atol=1e-3)
+
+
+ADAM = Training(batch_size=4, encoder_lr=0.001)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("activations")]
+
+
+def difference(job: Job, encoder: Encoder, part: Any, accelerator: Accelerator, folder: Path, **settings: Any) -> float:
+    """‖cached − computed‖ / ‖computed − start‖, of the encoder's weights after training on either activations."""
+    activations = cached(encoder, part, folder, **settings).activations
+    stored = final_state(train_part(job, encoder, ADAM, accelerator, part, activations))
+    computed = final_state(train_part(job, encoder, ADAM, accelerator, part))
+    assert stored.keys() == computed.keys()
+    start = {f"encoder.{name}": value for name, value in encoder.state_dict().items() if value.is_floating_point()}
+    weights = [name for name in stored if name in start]
+    far, moved = (
+        torch.cat([(one[name] - other[name]).flatten() for name in weights]).norm()
+        for one, other in ((stored, computed), (computed, start))
+    )
+    assert moved > 0.1
+    print(f"difference after {job.setup.steps} steps: {far / moved:.1e}")
+    return float(far / moved)
+
+
+@pytest.mark.slow
+def test_bf16_activations_differ_by_their_rounding(accelerator: Accelerator, tmp_path: Path) -> None:
+    """bfloat16 has 8 bits: activations are off by up to 1/256 of their size, and so is what runs below the cut."""
+    job = make_job(steps=20, width=64)
+    assert 1e-3 < difference(job, vit(), blocks(2), accelerator, tmp_path, precision="bf16") < 0.1
+
+
+def random_activations(views: int, shape: tuple[int, ...] = (5, 3)) -> CachedActivations:
+    rows, width = len(digits()), int(torch.tensor(shape).prod())
+    table = torch.randn((1 + views) * rows, width, generator=torch.Generator().manual_seed(0))
+    places = torch.arange((1 + views) * rows).view(1 + views, rows)
+    return CachedActivations(Features([table[:1000], table[1000:]], places, streamed=True), shape)
+
+
+@pytest.mark.parametrize("source", ["none", "batch", "all"])
+def test_training_draws_the_views_that_a_bank_draws(accelerator: Accelerator, source: str) -> None:
+    inputs = random_activations(views=2)
+    make = ERM if source == "none" else partial(LISA, p_sel=0.5, partners=source)
+    job = under(Training(batch_size=4), make_job(make, steps=4, width=15))
+    bank = list(batches([job], CachedData(inputs.features, digit_annotations())))
+    loop = [step.parts[0] for _, step in TrainingBatches(job, inputs, digit_annotations(), accelerator).begin()]
+    assert len(bank) == len(loop) == 4
+    rows, seen = [], set()
+    for theirs, ours in zip(bank, loop, strict=True):
+        assert torch.equal(ours.index, theirs.index[0])
+        assert torch.equal(ours.x.flatten(1), theirs.x[0])
+        if source != "none":
+            assert torch.equal(ours.partner.flatten(1), theirs.partner[0])
+        rows.append(ours.index)
+        for number in range(3):
+            at = inputs.features.of_views(ours.index, torch.full_like(ours.index, number))
+            seen |= {number} if (at == ours.x.flatten(1)).all(1).any() else set()
+    assert seen == {1, 2}, "both augmented views, and never the plain one"
+
+
+def test_evaluations_read_the_plain_view(accelerator: Accelerator) -> None:
+    inputs = random_activations(views=2)
+    rows = torch.tensor([3, 1797 - 1, 7])
+    [first, second] = inputs.of_rows(rows.tolist(), 2)
+    assert torch.equal(torch.cat([first, second]).flatten(1), inputs.features[rows])
+    assert [x.shape for x in (first, second)] == [(2, 5, 3), (1, 5, 3)]
+    assert list(inputs.of_rows([], 2)) == []
+
+
+@pytest.mark.slow
+def test_views_change_what_trains(accelerator: Accelerator, tmp_path: Path) -> None:
+    encoder, job = vit(), make_job(steps=3, width=64)
+    states = [
+        final_state(
+            train_part(
+                job,
+                encoder,
+                ADAM,
+                accelerator,
+                blocks(1),
+                cached(encoder, blocks(1), tmp_path, views=views).activations,
+            )
+        )
+        for views in (0, 2)
+    ]
+    assert not torch.equal(states[0]["head.weight"], states[1]["head.weight"])
+
+
+def test_reads_ahead_in_order_and_stops_its_thread() -> None:
+    begun: list[int] = []
+
+    def read(number: int) -> Tensor:
+        begun.append(number)
+        return torch.tensor(number)
+
+    read_ahead = _ahead(partial(read, number) for number in range(10))
+    assert next(read_ahead) == 0
+    deadline = time.monotonic() + 10
+    while len(begun) < 1 + STEPS_AHEAD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert begun == [0, 1, 2], "the next two are read while the first one is used"
+    assert len(threads()) == 1
+    read_ahead.close()
+    assert not threads() and begun == [0, 1, 2]
+    assert [int(x) for x in _ahead(partial(read, number) for number in range(5))] == [0, 1, 2, 3, 4]
+    assert not threads()
+    assert list(_ahead([])) == []
+
+
+def test_an_error_of_the_thread_is_raised_at_its_step() -> None:
+    def read(number: int) -> Tensor:
+        if number == 3:
+            raise OSError("damaged")
+        return torch.tensor(number)
+
+    got = []
+    with pytest.raises(OSError, match="damaged"):
+        for x in _ahead(partial(read, number) for number in range(6)):
+            got.append(int(x))
+    assert got == [0, 1, 2] and not threads()
+
+
+class Breaks(ERM):
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        losses = super().loss(z, batch, step)
+        return losses._replace(total=losses.total * (float("nan") if step == 2 else 1))
+
+
+@pytest.mark.parametrize(
+    "end", ["failure", "damage", *(pytest.param(end, marks=pytest.mark.slow) for end in ("patience", "kill", "stop"))]
+)
+def test_no_thread_outlives_a_training(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    encoder, activations = BlockCNN(), random_activations(views=0, shape=(16, 4, 4)).features
+    job = make_job(Breaks if end == "failure" else ERM, steps=100, width=16)
+    training = ADAM.model_copy(update={"evaluate_every": 1, "patience": 1, "lr": 1e-9, "encoder_lr": 1e-9})
+    if end != "patience":
+        training = training.model_copy(update={"patience": None})
+    run = partial(train_part, job, encoder, training, accelerator, blocks(1), activations)
+    if end == "failure":
+        assert "nan" in str(run().failure)
+    elif end == "patience":
+        assert run().stopped_at is not None
+    elif end == "kill":
+        with pytest.raises(Killed) as caught:
+            run(checkpoint=Checkpoint(tmp_path / "c", 2))
+    elif end == "stop":
+        monkeypatch.setattr("xdm_ft.training.end_to_end.gradients.stop_requested", lambda: True)
+        with pytest.raises(Interrupted) as caught:
+            run()
+    else:
+        own, reads = Features._gather, []
+
+        def gather(self: Features, positions: Tensor, last: int) -> Tensor:
+            reads.append(threading.current_thread().name)
+            if len(reads) == 40:
+                raise OSError("the disk is gone")
+            return own(self, positions, last)
+
+        monkeypatch.setattr(Features, "_gather", gather)
+        with pytest.raises(OSError, match="the disk is gone") as caught:
+            run()
+        assert all(name.startswith("activations") for name in reads)
+    assert not threads()
+    if end in ("kill", "stop", "damage"):
+        assert caught.tb is not None  # its frames are still referenced, so that nothing was closed by their end
