@@ -60,8 +60,8 @@ def naive(
         state = {f"encoder.{n}": v for n, v in encoder.state_dict().items() if n.startswith(above)}
         return {name: value.detach().clone() for name, value in (state | algorithm.state_dict()).items()}
 
-    def losses_at(part: Batch, step: int, reuse: Mapping[str, Tensor] | None = None):  # type: ignore[no-untyped-def]
-        return algorithm(encoder(part.x), part, step, reuse)
+    def losses_at(part: Batch, step: int, first_pass_draws: Mapping[str, Tensor] | None = None):  # type: ignore[no-untyped-def]
+        return algorithm(encoder(part.x), part, step, first_pass_draws)
 
     def gradients(loss: Tensor, of: Mapping[str, nn.Parameter]) -> State:
         found = torch.autograd.grad(loss, list(of.values()), retain_graph=True, allow_unused=True)
@@ -90,7 +90,7 @@ def naive(
                 before = {name: trained[name].detach().clone() for name in found}
                 offset = job.sharpness.offset(before, found, job.sharpness.rho)
                 _set(trained, {name: before[name] + offset[name] for name in found})
-                second = gradients(losses_at(part, step, losses.reuse).total, trained)
+                second = gradients(losses_at(part, step, losses.first_pass_draws).total, trained)
                 _set(trained, before)
                 found = job.sharpness.combine(found, second)
             for name, parameter in parameters.items():

@@ -352,9 +352,9 @@ def test_the_second_pass_reuses_what_the_first_returned(accelerator: Accelerator
 
     class Holds(ERM):
         def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-            return super().loss(z, batch, step)._replace(reuse={"mask": z > 0.1})
+            return super().loss(z, batch, step)._replace(first_pass_draws={"mask": z > 0.1})
 
-        def second_pass(self, z: Tensor, batch: Batch, step: int, masks: Mapping[str, Tensor]) -> Losses:
+        def loss_at_perturbed(self, z: Tensor, batch: Batch, step: int, masks: Mapping[str, Tensor]) -> Losses:
             reused.append({"given": masks["mask"], "now": z > 0.1})
             return super().loss(z, batch, step)
 

@@ -91,7 +91,7 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
     """
     number = now[0]
     batch = bank.mixing.of_heads(bank.buffers | bank.fixed, batch, number)
-    losses = _losses(bank, bank.main, batch, number, phase, reuse=None)
+    losses = _losses(bank, bank.main, batch, number, phase, first_pass_draws=None)
     # total and auxiliary depend on different parameters, so one backward pass computes both gradients
     auxiliary_gradients = _gradients(losses.total + losses.auxiliary, bank.parameters)
     gradients = {name: auxiliary_gradients.pop(name) for name in bank.main}
@@ -123,14 +123,18 @@ def compiled_step() -> Callable[[Bank, Batch, Tensor, str], Tensors]:
     return compiled(inner_step, fullgraph=True, dynamic=False)
 
 
-def _losses(bank: Bank, main: Tensors, batch: Batch, step: Tensor, phase: str, reuse: Tensors | None) -> Losses:
+def _losses(
+    bank: Bank, main: Tensors, batch: Batch, step: Tensor, phase: str, first_pass_draws: Tensors | None
+) -> Losses:
     """Returns the losses of every head with the parameters `main`; scalars become [H]."""
 
-    def losses_of_head(state: Tensors, fields: Tensors, reuse: Tensors) -> Losses:
-        return functional_call(bank.template, state, (fields["x"], Batch(**fields), step, reuse or None, phase))
+    def losses_of_head(state: Tensors, fields: Tensors, first_pass_draws: Tensors) -> Losses:
+        return functional_call(
+            bank.template, state, (fields["x"], Batch(**fields), step, first_pass_draws or None, phase)
+        )
 
     state = {**main, **bank.auxiliary, **bank.buffers, **bank.fixed}
-    losses: Losses = per_head(losses_of_head, bank.heads)(state, batch.fields(), reuse or {})
+    losses: Losses = per_head(losses_of_head, bank.heads)(state, batch.fields(), first_pass_draws or {})
     return losses
 
 

@@ -106,34 +106,38 @@ class StepGradients:
             second = _weighted_sum((losses.total, weight) for losses, weight in second_pass)
         return self._commit(first, second)
 
-    # Each of the three adds the gradient of one pass to `.grad`, averaged over processes at the last part. With `reuse`
-    # it is a second pass. They return the losses with their weights, which sum to 1 over all processes.
+    # Each of the three adds the gradient of one pass to `.grad`, averaged over processes at the last part; in a second
+    # pass with `first_pass_draws`. They return losses and their weights, which sum to 1 over all processes.
 
-    def _by_parts(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
+    def _by_parts(self, batch: StepBatch, step: int, first_pass_draws: list[Tensors] | None = None) -> list[Weighted]:
         """The pass of a loss that is the weighted mean of the losses of its parts."""
         returned = []
         for number, part in enumerate(batch.parts):
             weight = batch.share(number)
             with self._synchronised(batch, number):
                 z = self._encode(batch, number, step)
-                losses: Losses = self.algorithm(z, part, step, None if reuse is None else reuse[number])
+                losses: Losses = self.algorithm(
+                    z, part, step, None if first_pass_draws is None else first_pass_draws[number]
+                )
                 # gradients are averaged over processes, and the weights already sum to 1 over all of them
                 scale = weight * self.accelerator.num_processes
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
-            self._collect(batch, number, counts=reuse is None)
+            self._collect(batch, number, counts=first_pass_draws is None)
             returned.append(Weighted(_detached(losses), weight))
         return returned
 
-    def _at_once(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
+    def _at_once(self, batch: StepBatch, step: int, first_pass_draws: list[Tensors] | None = None) -> list[Weighted]:
         """The pass of a full-batch loss of one part, or of a frozen encoder."""
         full_batch = batch.gathered([self._encode(batch, part, step) for part in range(len(batch.parts))])
-        losses: Losses = self.algorithm(full_batch.x, full_batch, step, None if reuse is None else reuse[0])
+        losses: Losses = self.algorithm(
+            full_batch.x, full_batch, step, None if first_pass_draws is None else first_pass_draws[0]
+        )
         self.accelerator.backward(losses.total + losses.auxiliary)
         # there are several parts here only if the encoder is frozen, and then no statistics change
-        self._collect(batch, 0, counts=reuse is None)
+        self._collect(batch, 0, counts=first_pass_draws is None)
         return [Weighted(_detached(losses), 1 / len(batch.positions))]  # every process has computed the same losses
 
-    def _cached(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
+    def _cached(self, batch: StepBatch, step: int, first_pass_draws: list[Tensors] | None = None) -> list[Weighted]:
         """The pass of a full-batch loss under accumulation, by gradient caching."""
         leaves = []
         for number in range(len(batch.parts)):
@@ -142,7 +146,9 @@ class StepGradients:
             self._collect(batch, number, counts=False)
             leaves.append(z.requires_grad_())
         full_batch = batch.gathered(leaves)
-        losses: Losses = self.algorithm(full_batch.x, full_batch, step, None if reuse is None else reuse[0])
+        losses: Losses = self.algorithm(
+            full_batch.x, full_batch, step, None if first_pass_draws is None else first_pass_draws[0]
+        )
         loss = losses.total + losses.auxiliary
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         for number, gradient in enumerate(gradients):
@@ -151,7 +157,7 @@ class StepGradients:
                 part = (z * gradient).sum()  # its gradient is that of the loss by the encoder, through this part
                 last = number == len(gradients) - 1
                 self.accelerator.backward(part + loss if last else part)  # `loss` itself adds the heads' gradient
-            self._collect(batch, number, counts=reuse is None)
+            self._collect(batch, number, counts=first_pass_draws is None)
         return [Weighted(_detached(losses), 1 / len(batch.positions))]
 
     def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
