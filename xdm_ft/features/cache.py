@@ -155,9 +155,9 @@ class Store:
     def unreadable(self) -> dict[int, str]:
         """Returns number of an image → why it does not decode."""
         reasons: dict[int, str] = {}
-        for place, shard in enumerate(self.shards):
+        for number_of_shard, shard in enumerate(self.shards):
             if shard.unreadable:
-                numbers = np.flatnonzero(self.shard_of == place)
+                numbers = np.flatnonzero(self.shard_of == number_of_shard)
                 of_row = dict(zip(self.row_of[numbers].tolist(), numbers.tolist(), strict=True))
                 reasons |= {of_row[row]: reason for row, reason in shard.unreadable.items() if row in of_row}
         return reasons
@@ -286,10 +286,10 @@ class Lookup:
     def find(self, content: bytes) -> Tensor | str | None:
         """Returns the features [K] of the image with these bytes, why it does not decode, or None if it is unknown."""
         digest = np.array(xxhash.xxh3_128_digest(content), "S16")
-        place = int(np.searchsorted(self._contents, digest))
-        if place == len(self) or self._contents[place] != digest:
+        rank = int(np.searchsorted(self._contents, digest))
+        if rank == len(self) or self._contents[rank] != digest:
             return None
-        position = int(self._order[place])
+        position = int(self._order[rank])
         number = int(self._shard[position])
         row = position - int(self._first[number])
         if not self._is_intact(number):

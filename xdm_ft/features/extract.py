@@ -191,8 +191,8 @@ def _require_writable(views: Sequence[CachedView], missing: int) -> None:
 
 def _mention_outdated(store: Store) -> None:
     """Logs, once for a new store, that the cache has features of an earlier version: why all are computed again."""
-    found = [] if store.folder.exists() else stores(store.cache)
-    outdated = [cached for cached in found if cached.is_outdated and cached.of_features]
+    cached_stores = [] if store.folder.exists() else stores(store.cache)
+    outdated = [cached for cached in cached_stores if cached.is_outdated and cached.of_features]
     if outdated:
         logger.info(
             "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
@@ -231,9 +231,9 @@ def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) ->
     Its memory format is channels last: on a CPU that doubled the speed of convolutional encoders, in fp32 and in bf16,
     and made no difference for ViTs. It shares the memory of weights that need not change for that.
     """
-    own: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in encoder.parameters()}
-    own |= {id(buffer): buffer.detach() for buffer in encoder.buffers()}
-    model = copy.deepcopy(encoder, own).eval()
+    shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in encoder.parameters()}
+    shared |= {id(buffer): buffer.detach() for buffer in encoder.buffers()}
+    model = copy.deepcopy(encoder, shared).eval()
     return model.to(device, DTYPES[precision]).to(memory_format=torch.channels_last)
 
 

@@ -87,7 +87,7 @@ def _rows(path: Path) -> int:
 
 def stores(cache: Path) -> list[Cached]:
     """The stores of the cache, last used first; none if the folder does not exist."""
-    found = []
+    cached_stores = []
     for folder in (folder for parent in (cache, cache / DECODED) if parent.is_dir() for folder in parent.iterdir()):
         if folder.is_dir() and not folder.is_symlink():
             try:
@@ -95,8 +95,8 @@ def stores(cache: Path) -> list[Cached]:
             except (FileNotFoundError, Damaged):
                 continue  # of another program; or one of ours, which the next run that uses it repairs
             if manifest.get("what") == WHAT:
-                found.append(Cached(folder, manifest, list(_files(folder))))
-    return sorted(found, key=lambda store: -store.last_used)
+                cached_stores.append(Cached(folder, manifest, list(_files(folder))))
+    return sorted(cached_stores, key=lambda store: -store.last_used)
 
 
 def _files(folder: Path) -> Iterator[File]:
@@ -138,21 +138,21 @@ def prune(
     Stores for which a process computes features now, and files of other users, are kept. A shard that a process only
     reads may be deleted: files that are mapped into memory stay readable. Raises `UserError` without permission.
     """
-    removed, found = list[File](), list[Cached]()
+    removed, unlocked = list[File](), list[Cached]()
     with ExitStack() as locks:
         for store in stores(cache):
             with suppress(Timeout):  # a run fills it
                 locks.enter_context(one_at_a_time(lock_file(store.folder), wait=False))
-                found.append(store)
+                unlocked.append(store)
         unwanted = {
             file.path
-            for store in found
+            for store in unlocked
             for file in store.files
             if (unused_days is not None and time.time() - file.last_used > unused_days * SECONDS_PER_DAY)
             or (store.of_features and referenced is not None and referenced.isdisjoint((store.key, store.plain_key)))
         }
         files = sorted(
-            (file for store in found for file in store.files if file.is_own), key=lambda file: file.last_used
+            (file for store in unlocked for file in store.files if file.is_own), key=lambda file: file.last_used
         )
         kept = sum(store.bytes for store in stores(cache))
         for file in sorted(files, key=lambda file: file.path not in unwanted):  # stable: the longest unused ones first
@@ -161,7 +161,7 @@ def prune(
                     file.path.unlink(missing_ok=True)
                 kept -= file.bytes
                 removed.append(file)
-        for store in found:
+        for store in unlocked:
             _remove_if_empty(store.folder)
     return removed
 

@@ -82,9 +82,9 @@ class ContentIndex:
         runs = [self._is_run(begin, part) for begin, part in zip(begins, parts, strict=True)]
         others = [part for part, is_run in zip(parts, runs, strict=True) if not is_run]
         ends = np.cumsum([len(part) for part in others])
-        found = iter(np.split(self.find(np.concatenate(others)), ends[:-1]) if others else ())
+        numbers_of_others = iter(np.split(self.find(np.concatenate(others)), ends[:-1]) if others else ())
         return [
-            np.arange(begin, begin + len(part)) if is_run else next(found)
+            np.arange(begin, begin + len(part)) if is_run else next(numbers_of_others)
             for begin, part, is_run in zip(begins, parts, runs, strict=True)
         ]
 
@@ -111,9 +111,9 @@ class ContentIndex:
         order = np.argsort(_halves(contents))  # sorted requests find their places without waiting for memory
         places = np.searchsorted(self._sorted, _halves(contents)[order])
         for beyond in range(self._alike):
-            found = self._order[np.minimum(places + beyond, len(self._order) - 1)]
-            equal = self.contents[found] == contents[order]
-            numbers[order[equal]] = found[equal]
+            candidates = self._order[np.minimum(places + beyond, len(self._order) - 1)]
+            equal = self.contents[candidates] == contents[order]
+            numbers[order[equal]] = candidates[equal]
         return numbers
 
 
@@ -127,9 +127,9 @@ def write_shard(folder: Path, key: str, contents: Contents, features: Tensor, un
     path = folder / _name(contents)
     # copied, because numpy cuts the trailing zero bytes of an S16 value when it is taken alone
     hashes = torch.from_numpy(contents.view(np.uint8).reshape(len(contents), 16).copy())
-    about = {"key": key, "unreadable": json.dumps(unreadable), "features_xxh3": digest(features)}
+    metadata = {"key": key, "unreadable": json.dumps(unreadable), "features_xxh3": digest(features)}
     tensors = {"contents": hashes, "features": features}
-    write_tensors(path, tensors, {**about, "xxh3": _checksum(hashes, features, about)})
+    write_tensors(path, tensors, {**metadata, "xxh3": _checksum(hashes, features, metadata)})
     return path
 
 
@@ -140,28 +140,28 @@ def open_shard(path: Path, key: str, width: int, dtype: torch.dtype) -> Shard:
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise Damaged("it is not a regular file")  # opening a pipe would block for ever
-    tensors, about = read_tensors(path)
-    checksum = about.pop("xxh3", "")
+    tensors, metadata = read_tensors(path)
+    checksum = metadata.pop("xxh3", "")
     if tensors.keys() != {"contents", "features"}:
         raise Damaged("it is not a shard of features")
     hashes, features = tensors["contents"], tensors["features"]
-    if checksum != _checksum(hashes, features, about):
+    if checksum != _checksum(hashes, features, metadata):
         raise Damaged("its checksum differs")
     contents = contents_of(hashes.numpy())
-    if about["key"] != key or path.name != _name(contents):
-        raise Damaged(f"it is {_name(contents)} of {about['key']}")
+    if metadata["key"] != key or path.name != _name(contents):
+        raise Damaged(f"it is {_name(contents)} of {metadata['key']}")
     if features.shape != (len(contents), width) or features.dtype != dtype:
         raise Damaged(f"its features are {features.dtype} {list(features.shape)}")
-    unreadable = {int(row): reason for row, reason in json.loads(about["unreadable"]).items()}
-    return Shard(path, contents, features, unreadable, about["features_xxh3"])
+    unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
+    return Shard(path, contents, features, unreadable, metadata["features_xxh3"])
 
 
 def _name(contents: Contents) -> str:
     return f"shard-{digest(contents.view(np.uint8))}.safetensors"
 
 
-def _checksum(contents: Tensor, features: Tensor, about: Mapping[str, str]) -> str:
-    header = [sorted(about.items()), str(features.dtype), list(features.shape), str(contents.dtype)]
+def _checksum(contents: Tensor, features: Tensor, metadata: Mapping[str, str]) -> str:
+    header = [sorted(metadata.items()), str(features.dtype), list(features.shape), str(contents.dtype)]
     return digest(json.dumps(header), contents)
 
 

@@ -49,8 +49,8 @@ def cpu_has_bf16() -> bool:
     """Returns whether the processor multiplies bfloat16 numbers itself; else bf16 is slower than fp32."""
     import torch
 
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))  # the last one is ARM's name
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))  # the last one is ARM's name
 
 
 @cache
@@ -131,10 +131,10 @@ def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        place = _exhausted(error)
-        if place is None:
+        memory = _exhausted(error)
+        if memory is None:
             raise
-        raise UserError(f"{what}: does not fit {place}; {remedy}") from error
+        raise UserError(f"{what}: does not fit {memory}; {remedy}") from error
 
 
 def _exhausted(error: MemoryError | RuntimeError) -> str | None:

@@ -122,9 +122,9 @@ class _Bar(Progress):
 
 def unseen() -> Progress:
     """Returns a progress that is shown nowhere."""
-    found = Progress("", None, "")
-    found.last_line = float("inf")
-    return found
+    silent = Progress("", None, "")
+    silent.last_line = float("inf")
+    return silent
 
 
 def shows_bars() -> bool:

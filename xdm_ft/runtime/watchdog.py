@@ -34,8 +34,8 @@ def from_main(accelerator: Accelerator | None, value: T) -> T:
     from accelerate.utils import broadcast_object_list
 
     wait_for_everyone(accelerator)
-    found: T = broadcast_object_list([value])[0]
-    return found
+    of_main: T = broadcast_object_list([value])[0]
+    return of_main
 
 
 def gather(accelerator: Accelerator | None, values: list[T]) -> list[T]:
@@ -137,12 +137,12 @@ class Watch:
 
 
 def _check_until_ended(watch: Watch, ended: threading.Event) -> None:
-    found = 0
+    checks_with_silence = 0
     while not ended.wait(EVERY_SECONDS):
         silent = watch.check()
-        found = found + 1 if silent else 0
+        checks_with_silence = checks_with_silence + 1 if silent else 0
         # a rank that waits for the hung one in the same step falls silent some checks later: wait, to report both
-        if found <= AGAIN:
+        if checks_with_silence <= AGAIN:
             continue
         if watch.is_first_to_report():
             # os.write, because the main thread may hang while it holds the lock of sys.stderr

@@ -74,16 +74,16 @@ def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
     nothing.
     """
     path = cache_root() / "indexes" / f"{digest(key, bits=128)}.npz"
-    if (found := _read(path)) is not None:
-        return found
+    if (arrays := _read(path)) is not None:
+        return arrays
     folder = path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         logger.debug("%s: %s", folder, error)
     with one_at_a_time(path.with_suffix(".lock")) if is_writable(folder) else nullcontext():
-        if (found := _read(path)) is not None:
-            return found
+        if (arrays := _read(path)) is not None:
+            return arrays
         made = make()
         try:
             replace_file(path, lambda temporary: _write(temporary, made))

@@ -51,40 +51,40 @@ class Checkpoint:
     def __init__(
         self,
         path: Path,
-        about: Mapping[str, Any],
+        settings: Mapping[str, Any],
         pace: Pace,
         writes: bool = True,
         before_writing: Callable[[], None] = lambda: None,
     ) -> None:
-        """`about`: the settings that change the numbers, as JSON values. `writes`: whether this process writes it.
+        """`settings`: those that change the numbers, as JSON values. `writes`: whether this process writes it.
 
         `before_writing` may raise `UserError`.
         """
-        self.path, self.about, self.pace, self.writes = path, dict(about), pace, writes
+        self.path, self.settings, self.pace, self.writes = path, dict(settings), pace, writes
         self.before_writing = before_writing
         self.restarts: list[str] = []  # one reason per restart of the training
 
-    def load(self, own: Mapping[str, Any]) -> State | None:
+    def load(self, engine_settings: Mapping[str, Any]) -> State | None:
         """Returns the last saved state, or None if there is none or it does not fit, and logs why it does not.
 
-        `own`: the engine's part of the settings; it is added to `about`.
+        `engine_settings`: those of the engine, which are added.
         """
-        self.about |= own
+        self.settings |= engine_settings
         if self.path.is_dir():  # found now, and not when the first state is to be written
             raise UserError(
                 f"{self.path}: can not be written, as it is a folder; remove it and run the same command to resume"
             )
         try:
-            state, about = read(self.path)
+            state, settings = read(self.path)
         except FileNotFoundError:
             return None
         except Damaged as error:
             self._refuse(f"is damaged ({error})")
             return None
-        self.restarts = about.pop(RESTARTS, [])
-        changed = differences(about, self.about)
+        self.restarts = settings.pop(RESTARTS, [])
+        changed = differences(settings, self.settings)
         if changed:
-            named = ", ".join(f"{key} was {_at(about, key)}, is {_at(self.about, key)}" for key in changed[:3])
+            named = ", ".join(f"{key} was {_at(settings, key)}, is {_at(self.settings, key)}" for key in changed[:3])
             self._refuse(f"was written for other settings ({named})")
             return None
         return state
@@ -102,7 +102,7 @@ class Checkpoint:
         if self.writes:
             started = time.monotonic()
             self.before_writing()
-            write(self.path, state(), self.about | {RESTARTS: self.restarts})
+            write(self.path, state(), self.settings | {RESTARTS: self.restarts})
             self.pace.saved(time.monotonic() - started)
 
     def remove(self) -> None:
@@ -112,23 +112,23 @@ class Checkpoint:
                 self.path.unlink(missing_ok=True)
 
 
-def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
+def write(path: Path, state: State, settings: Mapping[str, Any]) -> None:
     """Writes a checkpoint atomically: the earlier file stays until the new one is complete."""
-    found: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
-    header = json.dumps([_packed(state, found), about])
-    tensors = {str(place): tensor for place, tensor in found.values()}
+    numbered: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+    header = json.dumps([_packed(state, numbered), settings])
+    tensors = {str(place): tensor for place, tensor in numbered.values()}
     write_checked(path, tensors, {"header": header})
 
 
 def read(path: Path) -> tuple[State, dict[str, Any]]:
     """Returns the state and the settings it was written for. Raises `Damaged` or `FileNotFoundError`."""
-    found, metadata = read_checked(path)
+    loaded, metadata = read_checked(path)
     if "header" not in metadata:
         raise Damaged("it is no checkpoint")
     # clone, because the tensors are memory-mapped and the next save replaces the file
-    tensors = {name: tensor.clone() for name, tensor in found.items()}
-    state, about = json.loads(metadata["header"])
-    return _unpacked(state, tensors), about
+    tensors = {name: tensor.clone() for name, tensor in loaded.items()}
+    state, settings = json.loads(metadata["header"])
+    return _unpacked(state, tensors), settings
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[str]:
@@ -146,16 +146,16 @@ def _at(value: Any, key: str) -> Any:
     return value
 
 
-def _packed(value: Any, found: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any:
-    """Returns the value for JSON, and adds its tensors to `found`. A tensor that occurs twice is stored once."""
+def _packed(value: Any, numbered: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any:
+    """Returns the value for JSON, and adds its tensors to `numbered`. A tensor that occurs twice is stored once."""
     if isinstance(value, Tensor):
         # equal memory and layout: the same tensor under two names
         same = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-        return {"tensor": found.setdefault(same, (len(found), value))[0]}
+        return {"tensor": numbered.setdefault(same, (len(numbered), value))[0]}
     if isinstance(value, Mapping):
-        return {"items": [[key, _packed(of_key, found)] for key, of_key in value.items()]}
+        return {"items": [[key, _packed(of_key, numbered)] for key, of_key in value.items()]}
     if isinstance(value, list | tuple):
-        return [_packed(element, found) for element in value]
+        return [_packed(element, numbered) for element in value]
     assert value is None or isinstance(value, bool | int | float | str), f"{type(value)} can not be saved"
     return value
 

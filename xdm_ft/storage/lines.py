@@ -22,10 +22,10 @@ class Damaged(Exception):
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file. Raises `Damaged`, also if it has a checksum that differs."""
     with opened_file(path) as file:
-        found = json_object(file.read())
-    if "checksum" in found and found["checksum"] != with_checksum(found)["checksum"]:
+        content = json_object(file.read())
+    if "checksum" in content and content["checksum"] != with_checksum(content)["checksum"]:
         raise Damaged("its checksum differs")
-    return found
+    return content
 
 
 def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,14 +108,14 @@ def opened_file(path: Path) -> Iterator[BinaryIO]:
 def json_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object. Raises `Damaged` for anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
         raise Damaged(f"it is not JSON: {one_line(error)}") from error
     except RecursionError as error:
         raise Damaged(TOO_DEEP) from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise Damaged("it is not a JSON object")
-    return found
+    return value
 
 
 def one_line(error: Exception) -> str:

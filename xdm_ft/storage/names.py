@@ -67,7 +67,7 @@ def folder_among_heads(name: str, method: str, test_domains: tuple[str, ...], se
 
 def folder_of(method: str, test_domains: tuple[str, ...], seed: int, trial: int, weights: Iterable[str]) -> str:
     """Returns the folder of a trained model, or what stands for it, given the addresses of its weights."""
-    shared = (one.rpartition("/")[0] for one in weights if parts_of(one)[1] is not None)
+    shared = (address.rpartition("/")[0] for address in weights if parts_of(address)[1] is not None)
     return next(shared, model_folder(method, test_domains, seed, trial))
 
 

@@ -68,19 +68,19 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def _write(file: BinaryIO, results: Mapping[str, Any]) -> None:
-    found = _Digest(results)
+    digest = _Digest(results)
     head, _, tail = _indented({**results, "runs": [], "checksum": ""}).partition(b"\n" + _EMPTY)
     file.write(head + b"\n" + _EMPTY[:-1])
     between = b"\n  "
     for run in results["runs"]:
         # Python's encoder of indented JSON takes ten times as long
         text = json.dumps(run, ensure_ascii=False, allow_nan=False)
-        found.add(json.loads(text))
+        digest.add(json.loads(text))
         file.write(between + text.encode())
         between = b",\n  "
     file.write(b"\n ]")
     before, key, after = tail.rpartition(b'"checksum": "')
-    file.write(before + key + found.value().encode() + after)
+    file.write(before + key + digest.value().encode() + after)
 
 
 def _indented(value: Mapping[str, Any]) -> bytes:
@@ -96,14 +96,14 @@ def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> 
         results = _rest(file)
         made, fault = list[Any](), None
         try:
-            found = _Digest(results)
+            digest = _Digest(results)
             for run in _models(file, results):
-                found.add(run)
+                digest.add(run)
                 try:
                     made.append(entry(run))
                 except UserError as error:
                     fault = fault or error
-            whole = results["checksum"] == found.value()
+            whole = results["checksum"] == digest.value()
         except (KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"it lacks {error}") from error
         except RecursionError as error:

@@ -87,10 +87,10 @@ class RunDirectory:
     def _lock_file(self) -> tuple[int, int] | None:
         """Returns device and number of the lock file: no other file has them as long as the run keeps it open."""
         try:
-            found = (self.path / LOCK).stat()
+            status = (self.path / LOCK).stat()
         except OSError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def _check(self) -> None:
         """Raises `UserError` if the directory was deleted since `begin`."""
@@ -127,9 +127,9 @@ class RunDirectory:
         if number == 0:
             yield self
         else:
-            with RunDirectory(self.path, f"{self.process}.{number}", main=False) as own:
-                own._locked = self._locked
-                yield own
+            with RunDirectory(self.path, f"{self.process}.{number}", main=False) as of_fork:
+                of_fork._locked = self._locked
+                yield of_fork
 
     @property
     def is_begun(self) -> bool:
@@ -172,9 +172,9 @@ class RunDirectory:
         folder = self.path / "state" / FINISHED
         return os.listdir(folder) if folder.is_dir() else []
 
-    def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
-        """Returns the checkpoint of the training `name`; `about` and `writes` as for `Checkpoint`."""
-        return Checkpoint(self.path / self.checkpoint_file(name), about, self._pace, writes, self._check)
+    def checkpoint(self, name: str, settings: Mapping[str, Any], writes: bool = True) -> Checkpoint:
+        """Returns the checkpoint of the training `name`; `settings` and `writes` as for `Checkpoint`."""
+        return Checkpoint(self.path / self.checkpoint_file(name), settings, self._pace, writes, self._check)
 
     @staticmethod
     def checkpoint_file(name: str) -> str:
@@ -209,12 +209,12 @@ class RunDirectory:
     ) -> None:
         """Writes tensors now, or adds them to `files`, which replaces its files together."""
         self._check()
-        about = {**metadata, FILE_KEY: address}
+        metadata = {**metadata, FILE_KEY: address}
         if files is not None:
-            files.put(self.path, address, tensors, about)
+            files.put(self.path, address, tensors, metadata)
             return
         with TensorFiles() as alone:
-            alone.put(self.path, address, tensors, about)
+            alone.put(self.path, address, tensors, metadata)
             alone.replace()
 
     def write_arrays(
@@ -268,8 +268,8 @@ class RunDirectory:
         Raises `UserError` if there is a folder in the place of the file.
         """
         pulse.beat()
-        own, entry = parts_of(address)
-        file = self.path / own
+        name, entry = parts_of(address)
+        file = self.path / name
         if file.is_dir():
             raise UserError(f"{file}: can not be written, as it is a folder; remove it and run the same command")
         try:
@@ -326,10 +326,10 @@ class RunDirectory:
         path = self.path / ANALYSIS
         return read_object(path) if path.exists() else None
 
-    def write_analysis(self, found: Mapping[str, Any]) -> None:
+    def write_analysis(self, analysis: Mapping[str, Any]) -> None:
         """Writes analysis.json, unless it has this content: reports that are made from it would be made again."""
         text, path = (
-            json.dumps(with_checksum(found), ensure_ascii=False, allow_nan=False) + "\n",
+            json.dumps(with_checksum(analysis), ensure_ascii=False, allow_nan=False) + "\n",
             self._checked(ANALYSIS),
         )
         if not path.is_file() or path.read_bytes() != text.encode():

@@ -80,10 +80,10 @@ def read_scalars(folder: Path) -> dict[str, Scalars]:
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
-    found: dict[str, dict[str, dict[int, float]]] = {}
+    points_of: dict[str, dict[str, dict[int, float]]] = {}
     for path in sorted(path for path in folder.rglob(f"{BEGINNING}*") if path.is_file()):
         name = path.parent.relative_to(folder).as_posix()
-        values = found.setdefault("" if name == "." else name, {})
+        values = points_of.setdefault("" if name == "." else name, {})
         for event in _read_events(path):
             if event.session_log.status == SessionLog.START:
                 for tag, points in values.items():
@@ -93,7 +93,7 @@ def read_scalars(folder: Path) -> dict[str, Scalars]:
                     values.setdefault(scalar.tag, {})[event.step] = scalar.simple_value
     return {
         name: {tag: sorted(points.items()) for tag, points in values.items() if points}
-        for name, values in found.items()
+        for name, values in points_of.items()
     }
 
 

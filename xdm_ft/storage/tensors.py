@@ -194,10 +194,10 @@ class TensorFiles(Together):
         if entry is None:
             write_checked(folder / file, tensors, metadata, self.add)
             return
-        about = json.dumps({**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, sort_keys=True).encode()
+        header = json.dumps({**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, sort_keys=True).encode()
         # copies, as heads that train together may share memory, which the tensors of a file can not
         kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-        kept[METADATA] = torch.frombuffer(bytearray(about), dtype=torch.uint8)
+        kept[METADATA] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._shared.setdefault(folder / file, {})[entry] = kept
 
     def replace(self) -> None:
@@ -205,10 +205,10 @@ class TensorFiles(Together):
         for path, new in self._shared.items():
             try:
                 old = _SharedFile(path)
-                found = {entry: old.tensors(entry) for entry in old.names} | new
+                entries = {entry: old.tensors(entry) for entry in old.names} | new
             except (FileNotFoundError, Damaged):  # whose models are all trained again
-                found = new
-            named = {f"{entry}/{name}": tensor for entry in found for name, tensor in found[entry].items()}
+                entries = new
+            named = {f"{entry}/{name}": tensor for entry in entries for name, tensor in entries[entry].items()}
             write_tensors(path, named, {}, self.add)
         self._shared = {}
         super().replace()
