@@ -13,7 +13,7 @@ from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank.data import cached_logits
+from xdm_ft.training.bank.predictor import CachedPredictor
 from xdm_ft.training.selection import Selector, external_values, rows_of_rules, rule_images, split_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def solve(
     solver, classes, selector = job.make(job.setup), job.setup.task.num_classes, Selector(criteria, 0)
     assert isinstance(solver, Solver)
     solver.eval()
-    rows_of = rows_of_rules(job, criteria.rules)
+    rows_of, predictor = rows_of_rules(job, criteria.rules), CachedPredictor(job, features)
     images = {r: rule_images(split_of(r), rows, annotations, criteria.metric, classes) for r, rows in rows_of.items()}
     rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
@@ -42,13 +42,9 @@ def solve(
         why = f"features of {plural(len(broken), 'training image')} hold NaN or ∞; the first is row {broken[0]}"
         return Trained(job, {}, None, time.perf_counter() - started, why)
     for candidate in solver.solve(batch.x, batch):
-        state = candidate.state
-        # assign, not copy: the rounding of products depends on the layout in memory
-        solver.load_state_dict(state, assign=True)
-        solver.to(features.device)
-        values = external_values(job, candidate.step)
+        state, values = candidate.state, external_values(job, candidate.step)
         for rule, rows in rows_of.items():
-            logits = cached_logits(features, rows, solver).cpu()
+            logits = predictor.logits(state, rows)
             values[rule] = images[rule].value(logits) if logits.isfinite().all() else math.nan  # nan: never selected
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
         bar.advance()
