@@ -10,18 +10,18 @@ if __name__ == "__main__":
     import psutil
 
     from xdm_ft.cli.parser import main
-    from xdm_ft.experiment import models
+    from xdm_ft.experiment import pieces
     from xdm_ft.storage.run_directory import RunDirectory
 
-    train_models, in_fork = models.train_models, RunDirectory.in_fork
+    do_pieces, in_fork = pieces.do_pieces, RunDirectory.in_fork
 
     def note(kind: str) -> None:
         found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
         Path(f"{kind}-{os.getpid()}.json").write_text(json.dumps([(one.ip, one.port) for one in found]))
 
-    def noting(*given):
+    def noting(*given, **settings):
         note(f"rank{os.environ.get('RANK', '')}")
-        train_models(*given)
+        do_pieces(*given, **settings)
         note(f"trained{os.environ.get('RANK', '')}")
 
     @contextmanager
@@ -31,5 +31,5 @@ if __name__ == "__main__":
                 note("fork")
             yield own
 
-    models.train_models, RunDirectory.in_fork = noting, in_noting_fork
+    pieces.do_pieces, RunDirectory.in_fork = noting, in_noting_fork
     sys.exit(main(["run", *sys.argv[1:]]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +21,7 @@ from xdm_ft.experiment import pieces, run
 from xdm_ft.experiment.results import Outcome
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.settings import Recipe
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -31,6 +34,15 @@ features: {dir: cache, workers: 0}
 methods: [erm, vrex, fish, sam, linear_probe]
 training: {steps: 6, batch_size: 2, evaluate_every: 3}
 report: {page: false}
+"""
+HOLDER = """\
+import sys, time
+from pathlib import Path
+from xdm_ft.storage.run_directory import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+directory.lock()
+print('locked', flush=True)
+time.sleep(600)
 """
 # a step takes as many gradients as there are training domains for fish, two for sam and one for the others
 HEADS = ["erm", "vrex", "fish", "sam"]
@@ -133,3 +145,16 @@ def test_what_a_dead_process_took_is_released_unless_it_is_done(tmp_path: Path) 
     alive.release("worker-1")
     assert alive.take("a") and not alive.take("b") and not dead.take("c")
     assert alive.finished() == ["b"]
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder, RunDirectory(tmp_path) as directory:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="another run is writing here"):
+            directory.lock()
+        holder.kill()
+        holder.wait()
+        began = time.monotonic()
+        directory.lock()
+        assert time.monotonic() - began < 10

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -270,8 +270,9 @@ class _ClusterTraining(NamedTuple):
     def on(self, device: torch.device) -> _ClusterTraining:
         return self._replace(prepared=self.prepared.to(device))
 
-    def do(self, part: Part, accelerator: Accelerator) -> None:
-        sizes = {piece.name: Work(len(piece.wanted), piece.cost) for piece in self.pieces}
+    def do(self, part: Part, accelerator: Accelerator) -> list[str]:
+        """Returns the names of the pieces that this task has done."""
+        sizes, done = {piece.name: Work(len(piece.wanted), piece.cost) for piece in self.pieces}, list[str]()
         with RunDirectory(self.path, part.name, main=False) as directory:
             context = RunContext(self.plan, self.prepared, directory, accelerator)
             progress = RunProgress("", sizes, NOTHING, directory, processes=1, shows=False)
@@ -279,26 +280,38 @@ class _ClusterTraining(NamedTuple):
                 if not stop_requested() and directory.take(piece.name):
                     _require_inputs(self.plan, self.prepared, piece.item)
                     do_piece(context, piece, self.measure, progress)
+                    done.append(piece.name)
+        return done
 
 
 def _do_on_cluster(context: RunContext, pieces: Sequence[Piece], measure: Measure, progress: RunProgress) -> None:
     """Does the pieces in tasks of the cluster, which write into the run directory."""
-    settings, directory = context.plan.recipe.cluster, context.directory
-    start = f"{os.getpid()}-{len(directory.finished())}"  # no two tasks of a run have one name
+    settings, directory, done = context.plan.recipe.cluster, context.directory, set[str]()
 
     def look() -> tuple[int, float]:
         return len(directory.finished()), directory.last_checkpoint()
 
     for end_to_end, threads in ((False, 1), (True, settings.cpus_per_model)):
         queue = [piece for piece in pieces if piece.is_end_to_end == end_to_end]
-        if not queue:
-            continue
-        tasks = min(len(queue), 4 * max(1, fitting(settings, threads)))  # more than fit: nodes may come
-        parts = [Part(f"worker-{start}-{threads}-{number}", None) for number in range(tasks)]
-        work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
-        shared = ("output.dir", directory.path.absolute() / "state")
-        with progress.watched():
-            do_on_cluster(work, parts, threads, shared, lost=lambda part: directory.release(part.name), look=look)
+        while queue:
+            tasks = min(len(queue), 4 * max(1, fitting(settings, threads)))  # more than fit: nodes may come
+            names = [f"worker-{uuid.uuid4().hex[:12]}" for _ in range(tasks)]
+            directory.others.update(names)
+            work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
+            with progress.watched():
+                do_on_cluster(
+                    work,
+                    [Part(name, None) for name in names],
+                    threads,
+                    ("output.dir", directory.path.absolute() / "state"),
+                    done=lambda part, finished: done.update(finished),
+                    lost=lambda part: directory.release(part.name),
+                    look=look,
+                )
+            # a network disk may have shown too late that a dead task had taken a piece
+            queue = [piece for piece in queue if piece.name not in done and not directory.is_finished(piece.name)]
+            for piece in queue:
+                directory.give_back(piece.name)
 
 
 def _require_inputs(plan: Plan, prepared: Prepared, item: MethodItem) -> None:

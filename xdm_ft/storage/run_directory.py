@@ -58,6 +58,7 @@ class RunDirectory:
         self._events: dict[str, EventFile] = {}  # by sub-run
         self._locked: tuple[int, int] | None = None  # the lock file, as `begin` found it
         self._reported: set[tuple[str, str]] = set()  # file, damage
+        self.others = set[str]()  # processes on other machines that write lines
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -155,6 +156,13 @@ class RunDirectory:
             if file.name not in finished and file.read_text() in (process, ""):  # it may have died before it wrote
                 file.unlink()
 
+    def give_back(self, name: str) -> None:
+        """Lets another process take a training."""
+        (self.path / "state" / TAKEN / name).unlink(missing_ok=True)
+
+    def is_finished(self, name: str) -> bool:
+        return (self.path / "state" / FINISHED / name).exists()
+
     def last_checkpoint(self) -> float:
         """Returns the time at which the last checkpoint was written; 0.0: there is none."""
         files = (self.path / "state" / "checkpoints").glob("*")
@@ -194,7 +202,10 @@ class RunDirectory:
 
     def lines(self, kind: str) -> Iterator[Any]:
         """Yields the lines of that kind of all processes. Raises `UserError` if one is damaged."""
-        for path in sorted(self._checked(f"state/{kind}").glob("*.jsonl")):
+        folder = self._checked(f"state/{kind}")
+        # a network disk may list a file only a minute after it was written
+        expected = {path for process in self.others if (path := folder / f"{process}.jsonl").exists()}
+        for path in sorted({*folder.glob("*.jsonl"), *expected}):
             try:
                 yield from read_lines(path)
             except Damaged as error:
