@@ -139,7 +139,7 @@ def test_extreme_logits_overflow_nowhere() -> None:
 def test_many_images_are_sampled_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = drawn(6000, 5, 2.0)
     whole = temperature(logits, labels)
-    monkeypatch.setattr(calibration, "MOST_LOGITS", 5 * 3000)
+    monkeypatch.setattr(calibration, "MAX_LOGITS", 5 * 3000)
     sampled = temperature(logits, labels)
     assert whole != sampled == pytest.approx(whole, rel=0.06) and sampled == temperature(logits, labels)
     assert temperature(logits[:3000], labels[:3000]) == pytest.approx(whole, rel=0.06), "as many as allowed: all"
@@ -154,6 +154,6 @@ def test_the_validation_nll_is_that_of_the_divided_logits_on_the_same_sample(mon
     assert validation_nll(logits, labels, None) == pytest.approx(at[1.0])
     by_hand = -torch.tensor([[2.0, 0.0], [0.0, 4.0]]).div(2).softmax(1)[[0, 1], [0, 0]].log().mean()
     assert validation_nll(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 0]), 2.0) == pytest.approx(by_hand)
-    monkeypatch.setattr(calibration, "MOST_LOGITS", 60)
+    monkeypatch.setattr(calibration, "MAX_LOGITS", 60)
     assert validation_nll(logits, labels, 1.0) != pytest.approx(at[1.0])
     assert validation_nll(logits, labels, 1.0) == validation_nll(logits, labels, None)

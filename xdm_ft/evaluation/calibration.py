@@ -19,7 +19,7 @@ from xdm_ft.runtime.randomness import Stream, permutation
 LOWEST, HIGHEST = 0.01, 100.0
 """There is no T outside: logits that separate all images perfectly would get T → 0, and certainty everywhere; logits
 that are wrong more often than chance would get T → ∞."""
-MOST_LOGITS = 1_000_000  # n·C; of more images a sample is taken, which bounds the time for each model
+MAX_LOGITS = 1_000_000  # n·C; of more images a sample is taken, which bounds the time for each model
 
 
 def temperature(logits: Tensor, labels: Tensor) -> float | None:
@@ -27,7 +27,7 @@ def temperature(logits: Tensor, labels: Tensor) -> float | None:
 
     `logits` are finite, float [n,C]; `labels` int64 [n], which need not hold every class. All images weigh the same.
     Returns None without images, if the logits of each image are equal, as every T then gives equal probabilities, and
-    if the minimum is not inside. Of more than MOST_LOGITS / C images, a sample that depends on n and C only is used.
+    if the minimum is not inside. Of more than MAX_LOGITS / C images, a sample that depends on n and C only is used.
     """
     logits, labels = _sample(logits, labels)
     # [C,n], as numpy is ten times as fast along the first axis
@@ -62,7 +62,7 @@ def validation_nll(logits: Tensor, labels: Tensor, temperature: float | None) ->
 
 def _sample(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     n, classes = logits.shape
-    if n <= (most := max(1, MOST_LOGITS // classes)):
+    if n <= (most := max(1, MAX_LOGITS // classes)):
         return logits, labels
     sample = permutation(0, 0, Stream.TEMPERATURE, n)[:most]
     return logits[sample], labels[sample]

@@ -24,7 +24,7 @@ from xdm_ft.runtime.randomness import Stream, bits, integers
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MOST_WORKERS = 8  # per process; with more, they only wait for each other
+MAX_WORKERS = 8  # per process; with more, they only wait for each other
 WORKERS_DIED = ("training.batch_size", "lower it or raise training.accumulation, and run the same command to resume")
 STEPS_AHEAD = 2  # of which the activations are read while a step is computed
 
@@ -179,4 +179,4 @@ def worker_count(accelerator: Accelerator) -> int:
     """Returns the number of loader workers of this process: cores of the machine / processes on it, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    return min(MOST_WORKERS, max(1, cores // processes))
+    return min(MAX_WORKERS, max(1, cores // processes))
