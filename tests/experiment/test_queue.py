@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import miniature
 import pytest
 
+from xdm_ft.algorithms import Setup
 from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment import pieces, run
 from xdm_ft.experiment.results import Outcome
@@ -24,6 +24,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.training import Job
 
 SMALL = """\
 name: small
@@ -39,6 +40,7 @@ HOLDER = """\
 import sys, time
 from pathlib import Path
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.training import Job
 directory = RunDirectory(Path(sys.argv[1]))
 directory.lock()
 print('locked', flush=True)
@@ -121,7 +123,8 @@ def test_extra_models_come_before_those_they_serve(monkeypatch: pytest.MonkeyPat
 
 
 def piece(*rules: str) -> pieces.Piece:
-    job: Any = SimpleNamespace(key=ModelKey("erm", ("sketch",), 0, 0), method="erm", setup=SimpleNamespace(steps=5))
+    missing: Any = None
+    job = Job(ModelKey("erm", ("sketch",), 0, 0), missing, Setup(missing, 2, 5, 0), missing, None, missing)
     item: Any = None
     return pieces.Piece(item, [job], Criteria(rules, "accuracy"), frozenset({job.key}), 1)
 
@@ -134,6 +137,12 @@ def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path: Path) -> Non
     with state:
         state.lock()
         assert other.take(name)
+
+
+def test_what_a_checkpoint_says_of_its_models_is_what_json_reads() -> None:
+    made = piece("train_val", "oracle")
+    assert made.identity(made.jobs) == [[["erm", ["sketch"], 0, 0, 5]], ["train_val", "oracle"]]
+    assert json.loads(json.dumps(made.identity(made.jobs))) == made.identity(made.jobs)
 
 
 def test_what_a_dead_process_took_is_released_unless_it_is_done(tmp_path: Path) -> None:

@@ -113,7 +113,9 @@ class Piece(NamedTuple):
 
     def identity(self, jobs: Sequence[Job]) -> list[Any]:
         """Returns what no other models that train together have, as JSON values."""
-        return [[[*job.key, job.setup.steps] for job in jobs], list(self.criteria.rules)]
+        # lists throughout: a checkpoint is compared with what JSON makes of this
+        models = [[job.method, list(job.test_domains), job.seed, job.trial, job.setup.steps] for job in jobs]
+        return [models, list(self.criteria.rules)]
 
 
 Measure = Callable[[RunContext, Piece, Trained, Predictor], Outcome]
