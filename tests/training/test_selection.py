@@ -212,13 +212,13 @@ def test_the_mean_over_domains_by_hand(name: str) -> None:
 
 
 def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
-    """7/10, 1/10, 2/10 and their permutations: float sums differ by their order, the value must not."""
+    """1/10, 2/10, 3/10 and their permutations: float sums differ by their order, the value must not."""
     domains = torch.arange(30) // 10
     images = rule_images(
         "train_val", torch.arange(30), Annotations(torch.zeros(30).long(), domains, domains), "accuracy", 2
     )
     values = set()
-    for right in ((7, 1, 2), (1, 7, 2), (2, 1, 7), (1, 2, 7)):
+    for right in ((1, 2, 3), (3, 2, 1), (2, 3, 1), (3, 1, 2)):
         wrong = torch.cat([torch.arange(10) >= n for n in right])
         values.add(images.value(F.one_hot(wrong.long(), 2).float()))
     assert len(values) == 1
