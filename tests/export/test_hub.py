@@ -349,3 +349,10 @@ def test_huggingface_hub_itself_uploads_and_downloads(model, tmp_path):
     read = {path.rpartition("/")[2] for path in server.requests if "/resolve/" in path}
     assert read == {"config.json", "demo_clip.json", "encoder.safetensors", "model.safetensors"}, "what loading needs"
     assert refused.startswith("hf-hub:org/other: is not on the hub, or is private; check the name, or run `hf auth")
+
+
+def test_checksums_of_training_images_go_to_the_hub_on_request_only(small_model, api):
+    for asked in (False, True):
+        files = push(small_model.model, "org/name", private=True, with_training_hashes=asked).files
+        assert ("training_images.safetensors" in files) == asked and "config.json" in files
+        assert "training_images.safetensors" in api.calls[-1][1]["delete_patterns"], "that of an earlier model"

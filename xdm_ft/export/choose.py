@@ -284,11 +284,11 @@ def _towards_zero_shot(
         )
     if "alpha" in about["method"]["hparams"]:
         raise UserError(f"{path}: {label} is interpolated itself; choose another model")
+    if not trains_encoder and about["step"] == 0:
+        raise UserError(f"{path}: {label} is zero-shot itself; choose a model that was trained")
     text = encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
     zero_shot, trained = _built_head(about, head.state_dict()), head.state_dict()
     zero_shot.start_from_text(text)
-    if not trains_encoder and all(torch.equal(value, trained[name]) for name, value in zero_shot.state_dict().items()):
-        raise UserError(f"{path}: {label} is zero-shot itself; choose a model that was trained")
     if trains_encoder:
         load_trained(encoder, interpolate(encoder.state_dict(), with_prefix(state, "encoder"), alpha))
     return _built_head(about, interpolate(zero_shot.state_dict(), trained, alpha))

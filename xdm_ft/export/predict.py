@@ -242,7 +242,7 @@ class Unfinished:
     def begin(self) -> None:
         with disk_errors(self.file):
             os.ftruncate(self._handle, 0)
-            self._append(self.about)
+            self._append({"about": self.about, "count": 0, "rows": []})
             sync(self.file.parent)  # or a crash could lose the name of the new file
 
     def skip_done(self, items: Iterator[Item]) -> None:
@@ -250,23 +250,25 @@ class Unfinished:
 
         Raises `UserError` if that had other options, or if its images are not the first of these.
         """
-        about = next(self._lines())
+        about = next(self._lines())["about"]
         if about != self.about:
             key = next(key for key in {**self.about, **about} if about.get(key) != self.about.get(key))
             raise UserError(
                 f"{self.file}: {key} was {about.get(key)} and is {self.about.get(key)} now; use the same model and "
                 "options, or delete it to begin anew"
             )
-        for row in self.rows():
-            item = next(items, None)
-            if item is None or item.path != row[0]:
-                raise UserError(
-                    f"{self.file}: is of other images, or the images have changed since: its image "
-                    f"{self.tally.images + 1} is {row[0]}, now it is {'missing' if item is None else item.path}; name "
-                    "the same ones, or delete it to begin anew"
-                )
-            self.tally.add([row])
-            pulse.beat()
+        for line in self._lines():
+            for row in line["rows"]:
+                item = next(items, None)
+                if item is None or item.path != row[0]:
+                    now = "missing" if item is None else item.path
+                    raise UserError(
+                        f"{self.file}: is of other images, or the images have changed since: its image "
+                        f"{self.tally.images + 1} is {row[0]}, now it is {now}; name the same ones, or delete it to "
+                        "begin anew"
+                    )
+                self.tally.add([row])
+                pulse.beat()
 
     def add(self, rows: Iterable[Row]) -> None:
         """Adds a row per image. They are on the disk a second later, or after `flush`."""
@@ -285,12 +287,9 @@ class Unfinished:
     def rows(self) -> Iterator[Row]:
         """Yields the rows on the disk. Raises `UserError` if some are missing, at the latest after the last one."""
         count = 0
-        for line in islice(self._lines(), 1, None):
+        for line in self._lines():
             yield from line["rows"]
-            count += len(line["rows"])
-            if count != line["count"]:
-                problem = f"{count} rows of {line['count']} are there"
-                raise UserError(f"{self.file}: is damaged ({problem}); delete it to begin anew")
+            count = line["count"]
         if count != self.tally.images:
             raise UserError(
                 f"{self.file}: has {count} rows of {self.tally.images} images, since another program has changed it; "
@@ -322,9 +321,14 @@ class Unfinished:
             )
 
     def _lines(self) -> Iterator[Any]:
+        """Yields the lines: {"about": …, "count": 0, "rows": []}, then {"count": images so far, "rows": […]}."""
+        count = 0
         try:
             for number, line in enumerate(read_lines(self.file), start=1):
-                if not isinstance(line, dict) or ("rows" in line) != (number > 1):
+                is_dict = isinstance(line, dict)
+                count += len(line["rows"]) if is_dict and "rows" in line else 0
+                # the count shows lines that are missing, moved, or there twice
+                if not is_dict or line.get("count") != count or ("about" in line) != (number == 1):
                     raise Damaged(f"line {number}: it is not where it was written")
                 yield line
         except Damaged as error:

@@ -134,8 +134,13 @@ def pixel_batches(
 ) -> Iterator[PixelBatch[T]]:
     """Yields the batches as `PixelBatches` makes them, in `workers` processes. Raises `UserError` as `loaded` does."""
     dataset = PixelBatches(read, shape, threads=0 if workers else own_cores())
-    loader = image_loader(dataset, workers, device, batch_size=None, sampler=batches)  # it yields whole batches
+    # it yields whole batches; torch's own `collate_fn` would make tensors of arrays among the items
+    loader = image_loader(dataset, workers, device, batch_size=None, sampler=batches, collate_fn=_unchanged)
     yield from loaded(loader, what, remedy)
+
+
+def _unchanged(batch: T) -> T:
+    return batch
 
 
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:

@@ -1,4 +1,4 @@
-"""config.json of a model directory is checked as a whole: what reads works, and what does not is one line."""
+"""A model directory: what reads works; what is damaged, edited or of another model is one line."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from typing import Any
 
 import pytest
 import small_models
+from exported import RUN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from small_models import parts, photographs
 
 import xdm_ft
+from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.intervals import NewSite
 from xdm_ft.export.card import card
+from xdm_ft.export.choose import Choice
 from xdm_ft.export.config import AtHeldOut, Expected
-from xdm_ft.export.directory import read_config, write_directory
+from xdm_ft.export.directory import TRAINING_IMAGES, new_directory, read_config, write_directory
+from xdm_ft.export.hub import _checked_files
 from xdm_ft.export.predictor import cached_features
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage.atomic import umask
 from xdm_ft.storage.digests import json_digest
+from xdm_ft.storage.tensors import write_checked, write_tensors
 
 SURROGATE = "a\ud800b"
 HUGE = 10**400
@@ -139,6 +146,16 @@ def test_a_spread_without_a_scale_is_on_the_plain_one(model: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value"),
     [
+        (("temperature",), 0.0),
+        (("temperature",), -1.0),
+        (("class_names",), ["cat"] * 4),
+        (("encoder", "width"), 0),
+        (("encoder", "width"), 10**30),
+        (("encoder", "seed"), 2**70),
+        (("head", "settings"), {"hidden": 5}),
+        (("preprocessing", "size"), 0),
+        (("preprocessing", "std"), [0, 0, 0]),
+        (("preprocessing", "crop"), 1e-9),
         (("encoder", "identity"), {"component": "timm", "model": "test_vit"}),
         (("encoder", "identity", "versions"), 3),
         (("encoder", "identity", "versions"), {"torch": 2}),
@@ -190,7 +207,7 @@ def test_a_wrong_value_is_one_line_and_status_2(
     ):
         assert main(arguments) == 2
         [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
-        assert "model/" in line
+        assert "/model" in line
     assert not (tmp_path / "out.csv").exists()
 
 
@@ -200,6 +217,86 @@ def test_what_is_no_document_is_one_line(model: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"config\.json: can not be read as a model's config") as found:
         use(model)
     assert len(str(found.value).splitlines()) == 1
+
+
+PRESENT = ("config.json", "model.safetensors", "encoder.safetensors", "reference.safetensors", TRAINING_IMAGES)
+
+
+@pytest.mark.parametrize("name", PRESENT)
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "noise", "folder", "of another model"])
+def test_damage_is_one_line(small_model: Any, name: str, damage: str, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small_model.model, tmp_path / "model"))
+    file, content = model / name, (model / name).read_bytes()
+    file.unlink()
+    if damage == "folder":
+        file.mkdir()
+    elif damage == "of another model":
+        if name == "config.json":
+            file.write_bytes(content.replace(b'"temperature": 1.0', b'"temperature": 2.0'))
+        else:
+            tensors = load_file(small_model.model / name)
+            key = next(key for key, value in tensors.items() if value.numel())
+            tensors[key].view(-1)[0] += 1
+            how = write_tensors if name == "encoder.safetensors" else write_checked
+            how(file, tensors, {"format": "pt"})
+    elif damage != "missing":
+        file.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "noise": b"\xff" * 999}[damage])
+    if (name, damage) == (TRAINING_IMAGES, "missing"):  # as after an upload
+        assert xdm_ft.load(model).training_images is None
+        return
+    with pytest.raises(UserError) as caught:
+        xdm_ft.load(model)
+    assert "\n" not in str(caught.value) and "model" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(folder_of("trained"))
+    export_model(str(RUN), str(tmp_path / "lora"), Choice("lora", ("photo",)))
+    config, part = read_config(tmp_path / "lora")[0], tmp_path / "lora/encoder_part.safetensors"
+    assert part.name in _checked_files(tmp_path / "lora", config)
+    shutil.copy(tmp_path / "lora/model.safetensors", part)
+    with pytest.raises(UserError, match=r"encoder_part\.safetensors: is damaged .* export the model again"):
+        xdm_ft.load(tmp_path / "lora")
+    part.unlink()
+    with pytest.raises(UserError, match=r"encoder_part\.safetensors: does not exist; export the model again"):
+        xdm_ft.load(tmp_path / "lora")
+    with pytest.raises(UserError, match=r"lacks encoder_part\.safetensors; export the model again"):
+        _checked_files(tmp_path / "lora", config)
+
+
+@pytest.mark.parametrize("key", ["model", "weights"])
+def test_a_config_that_names_files_elsewhere_is_refused(model: Path, key: str) -> None:
+    document = document_of(model)
+    document["encoder"]["settings"][key] = "../elsewhere.json" if key == "model" else "/etc/passwd.pth"
+    document["encoder"]["file"] = None
+    write(model, document)
+    with pytest.raises(UserError, match="of this directory"):
+        xdm_ft.load(model)
+
+
+def test_foreign_directories_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"architectures": ["ViT"], "model_type": "vit"}')
+    (tmp_path / "a file").write_text("")
+    for name, what in (("empty", "neither"), ("hf", "not of xdm_ft"), ("a file", "is a file"), ("no", "not exist")):
+        with pytest.raises(UserError, match=what):
+            xdm_ft.load(tmp_path / name)
+
+
+def test_a_taken_directory_is_refused_and_an_interrupted_one_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/mine").touch()
+    with pytest.raises(UserError, match="exists already"), new_directory(tmp_path / "taken"):
+        pass
+    with pytest.raises(KeyError), new_directory(tmp_path / "new") as folder:
+        (folder / "x").touch()
+        raise KeyError
+    assert [path.name for path in tmp_path.rglob("*")] == ["taken", "mine"]
+    with new_directory(tmp_path / "new") as folder:
+        (folder / "x").touch()
+    assert (tmp_path / "new/x").exists() and (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask()
 
 
 def nested(depth: int) -> list[Any]:
@@ -225,7 +322,7 @@ VALUES = st.one_of(
 
 
 @settings(
-    max_examples=400,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
