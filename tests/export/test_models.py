@@ -28,6 +28,7 @@ from small_models import timm as timm_encoder
 import xdm_ft
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
+from xdm_ft.experiment import pieces
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import TRAINING_IMAGES, read_config
@@ -220,19 +221,18 @@ def test_final_fits_are_trained_once_and_lie_side_by_side(copied: Enter, caplog:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_pacs")
 def test_a_killed_export_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from xdm_ft.experiment.results import ResultsFile
-
     run("methods=[erm]", "protocol.seeds=3")
-    save, saved = ResultsFile.save, list[int]()
+    save, saved = pieces.save, list[int]()
 
-    def once(self: ResultsFile, outcomes: Any, directory: Any) -> None:
+    def once(outcomes: Any, directory: Any, writes: bool) -> list[Any]:
         kept = [*outcomes][:1] if not saved else [*outcomes]
-        save(self, kept, directory)
+        records = save(kept, directory, writes)
         saved.extend(outcome.line["seed"] for outcome in kept)
         if len(saved) == 1:
             raise InterruptedError
+        return records
 
-    monkeypatch.setattr(ResultsFile, "save", once)
+    monkeypatch.setattr(pieces, "save", once)
     with pytest.raises(InterruptedError):
         export_model(str(RUN), "model", Choice(), ensemble=True)
     assert not Path("model").exists() and (RUN / "state").exists()
