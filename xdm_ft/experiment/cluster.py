@@ -19,7 +19,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -272,7 +272,8 @@ class _Tasks:
             while self.running and not stop_requested():
                 self.poll()
         except BaseException:
-            self.stop()
+            with suppress(self.ray.exceptions.RayError):
+                self.stop()
             raise
         else:
             if stop_requested():
@@ -325,7 +326,8 @@ class _Tasks:
 
     def stop(self) -> list[Exception]:
         """Lets all tasks save their state. Returns the faults of tasks that end by one meanwhile."""
-        (self.folder / "stop").touch()
+        with suppress(OSError):  # the disk may be what is wrong
+            (self.folder / "stop").touch()
         begun = {file.stem for file in self.folder.glob("*.log")}
         for task, part in self.running.items():
             if part.name not in begun:
