@@ -19,7 +19,7 @@ from made_up_runs import Named, write_run
 from PIL import Image
 from runs_in_memory import DOMAINS, HELD, HOSTILE, curves, run, selection_value, summarised, test_value
 
-from xdm_ft.data._reopened import rows_by_name
+from xdm_ft.data import rows_by_name
 from xdm_ft.data.folder import Folder
 from xdm_ft.report import analysed as analysed_models
 from xdm_ft.report.charts import Figure

@@ -89,11 +89,11 @@ def _worst(run: Run, method: str, held: Held) -> list[Mistake]:
 
 def _thumbnails(run: Run, found: list[Mistake]) -> tuple[list[Thumbnail], str]:
     """The images that can be read, and a sentence on the others; empty if there is none."""
-    from xdm_ft.data._reopened import reopened, rows_by_name
+    from xdm_ft.data import load_dataset, rows_by_name
     from xdm_ft.images.decode import UnreadableImage
 
     try:
-        dataset = reopened(run.results["recipe"]["data"])
+        dataset = load_dataset(run.results["recipe"]["data"])
     except UserError as error:
         return [], f"No image can be shown, because the data can not be read now: {error}"
     rows = rows_by_name(dataset, {one.name: one.row for one in found})
