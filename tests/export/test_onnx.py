@@ -98,7 +98,7 @@ def test_a_file_that_differs_is_refused_and_not_kept(written, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_a_model_over_2_gb_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(own, "MOST_BYTES", 1000)
+    monkeypatch.setattr(own, "MAX_BYTES", 1000)
     with pytest.raises(UserError, match=r"its weights take .* GB, and an ONNX file holds 2 GB; leave --onnx out"):
         write_onnx(tiny(), tmp_path, [], include_preprocessing=False)
     assert not list(tmp_path.iterdir())

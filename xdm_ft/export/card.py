@@ -31,7 +31,7 @@ WORDS = {
     "ece": "expected calibration error (ECE)",
 }
 CALIBRATION = ("nll", "ece")
-NAMED = 5  # classes at most, whose means are of few images
+MAX_NAMED = 5  # classes at most, whose means are of few images
 _ACTIVE = re.compile(r"([\\`*_{}\[\]#|~$!@^]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 
 
@@ -69,8 +69,8 @@ def held_words(config: ModelConfig, training_features: int) -> str:
     holders = [name for name, holds in holding.items() if holds]
     if not few or not holders:
         return ""
-    named = ", ".join(f"{name} ({count})" for name, count in list(few.items())[:NAMED])
-    more = f" and {len(few) - NAMED} more classes" if len(few) > NAMED else ""
+    named = ", ".join(f"{name} ({count})" for name, count in list(few.items())[:MAX_NAMED])
+    more = f" and {len(few) - MAX_NAMED} more classes" if len(few) > MAX_NAMED else ""
     verb = "contains" if len(holders) == 1 else "contain"
     return f"{' and '.join(holders)} {verb} mean features of fewer than ten training images: {named}{more}"
 

@@ -33,7 +33,7 @@ OPSET = 20  # the first with GELU
 PIXELS, IMAGES, LOGITS, PROBABILITIES = "pixels", "images", "logits", "probabilities"
 BATCH_SIZES = (1, 3)  # of the comparison with torch: one, and another one than that of the exporter's example
 TOLERANCE = 1e-4  # largest difference of a probability
-MOST_BYTES = 2**31 - 2**20  # a protobuf message has less than 2 GiB; 1 MiB is for the graph
+MAX_BYTES = 2**31 - 2**20  # a protobuf message has less than 2 GiB; 1 MiB is for the graph
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -135,7 +135,7 @@ def _exported(graph: _Graph, example: Tensor, parts: Parts) -> bytes:
             f"{torch.__version__} ({type(error).__name__}: {reason}); leave --onnx out"
         ) from error
     size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise UserError(f"{ONNX}: its weights take {size / 1e9:.1f} GB, and an ONNX file holds 2 GB; leave --onnx out")
     model = program.model_proto
     _strip(model)
