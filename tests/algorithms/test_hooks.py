@@ -9,7 +9,7 @@ from typing import Any
 
 from test_contract import METHODS
 
-from xdm_ft.algorithms import Algorithm, Method
+from xdm_ft.algorithms import Algorithm, Method, Solver
 
 CONTRIBUTING = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
 EVERY_METHOD_HAS = {"source", "loss", "search_ranges"}
@@ -17,8 +17,9 @@ HOOKS = {name for c in (Method, Algorithm) for name in vars(c) if not name.start
 
 
 def replaced_by(cls: type[Any]) -> set[str]:
-    """Hooks that its own file or a private module of the folder replaces, in the class or for an instance."""
-    own = [c for c in cls.__mro__ if c.__module__ == cls.__module__ or "._" in c.__module__]
+    """Hooks that its own file or an abstract base of several methods replaces, in the class or for an instance."""
+    shared = [c for c in cls.__mro__ if inspect.isabstract(c) and not issubclass(Algorithm, c) and c is not Solver]
+    own = [c for c in cls.__mro__ if c.__module__ == cls.__module__ or c in shared]
     return {name for c in own for name in [*vars(c), *re.findall(r"self\.(\w+) = ", inspect.getsource(c))]} & HOOKS
 
 

@@ -15,7 +15,7 @@ import pytest
 from real_runs import ROOT, Run, end_to_end
 from warm_processes import begin
 
-from xdm_ft.cli import parser
+from xdm_ft.cli import ls, parser
 from xdm_ft.runtime import interrupt
 
 KEPT = "xdm-ft: interrupted; finished work is kept; run the same command to resume\n"
@@ -152,7 +152,7 @@ def test_a_rank_whose_partner_has_died(
         raise RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:7556.")
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(parser, "_ls", broken)
+    monkeypatch.setattr(ls, "main", broken)
     before = {number: signal.getsignal(number) for number in interrupt.STOPPING}
     assert parser.main(["ls"]) == 1
     for number, handler in before.items():

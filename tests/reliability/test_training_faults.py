@@ -52,7 +52,7 @@ def test_a_loss_that_is_not_finite_fails_alone(trainable: str, here: Path, capsy
     assert re.search(r"loss .*at step \d of 4; .*rows", failed["reason"]), failed["reason"]
     told = capsys.readouterr()
     assert "vrex: 1 of 1 runs failed" in told.out and "Traceback" not in told.err
-    assert "**vrex**: 1 of 1 runs failed" in Path("out/small/results.md").read_text()
+    assert "- vrex: 1 of 1 runs failed" in Path("out/small/results.md").read_text()
 
 
 def test_a_class_missing_in_a_domain_is_told(here: Path) -> None:
