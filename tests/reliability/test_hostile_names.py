@@ -92,7 +92,7 @@ def test_results_md(hostile: Hostile) -> None:
         rows = [row.split("</tr>")[0] for row in table.split("</table>")[0].split("<tr>")[1:]]
         assert len({row.count("<td") + row.count("<th") for row in rows}) == 1
         lengths.append(len(rows))
-    assert set(lengths) == {len(METHODS), 1 + len(METHODS)}, "a method is not compared with itself"
+    assert lengths.count(1 + len(METHODS)) >= 2, "accuracy and its measures"
     shown = "".join(child.content for token in every if token.type == "inline" for child in token.children or ())
     for name in (*METHODS, *map(printable, DOMAINS)):
         assert name in shown, "the text is that of the name"
