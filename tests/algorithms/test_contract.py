@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from partnered import mixed
+from partnered import mixed, partnered
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from xdm_ft.algorithms import Algorithm, Setup, Solver
+from xdm_ft.algorithms import Algorithm, Method, Setup, Solver
 from xdm_ft.recipe.components import find, names
 from xdm_ft.runtime.tensors import Batch, Losses, Task
+from xdm_ft.training.bank.step import _InputMixing
 
 METHODS = {name: find("algorithms", name) for name in names("algorithms")}
 HEADS = {name: cls for name in names("heads") if (cls := find("heads", name)).trained}
 ALGORITHMS = sorted(name for name, cls in METHODS.items() if issubclass(cls, Algorithm))
-REFUSED = [name for name in ALGORITHMS if METHODS[name].frozen_reason]  # with a frozen encoder
 SOLVERS = sorted(name for name, cls in METHODS.items() if issubclass(cls, Solver))
+CHANGES_INPUTS = [name for name in ALGORITHMS if METHODS[name].on_inputs is not Algorithm.on_inputs]
+HAS_STAGES = [name for name in ALGORITHMS if METHODS[name].stage_modules is not Algorithm.stage_modules]
+HAS_UPDATE = [name for name in ALGORITHMS if METHODS[name].update is not Algorithm.update]
 
 WIDTH, CLASSES, DOMAINS, PER_DOMAIN, STEPS = 20, 3, 3, 12, 60
 TASK = Task(tuple("abc"), tuple("xyz"))
+FIRST_AND_LAST = (0, STEPS - 1)  # of methods with a warm-up the first step has another loss
 
 
 def setup(seed: int = 0, **more: Any) -> Setup:
     text = nn.functional.normalize(torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(9)))
     return Setup(TASK, WIDTH, STEPS, seed, text_weight=10 * text, **more)
+
+
+TRAINED = [name for name in ALGORITHMS if any(p.requires_grad for p in METHODS[name](setup()).parameters())]
 
 
 def toy(seed: int = 0) -> Batch:
@@ -84,12 +95,15 @@ def assert_same(one: Losses, other: Losses) -> None:
         assert torch.equal(value, flat(other)[name]), name
 
 
-TRAINED = [name for name in ALGORITHMS if any(p.requires_grad for p in METHODS[name](setup()).parameters())]
+def same(one: Batch, other: Batch) -> bool:
+    two = one.fields(), other.fields()
+    return two[0].keys() == two[1].keys() and all(torch.equal(value, two[1][name]) for name, value in two[0].items())
 
 
 def test_there_are_methods_to_test() -> None:
-    assert len(ALGORITHMS) >= 2 and len(TRAINED) >= len(ALGORITHMS) - 1
+    assert len(ALGORITHMS) >= 13 and len(TRAINED) >= len(ALGORITHMS) - 1
     assert len(ALGORITHMS) + len(SOLVERS) == len(METHODS)
+    assert CHANGES_INPUTS and HAS_STAGES and HAS_UPDATE
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -100,6 +114,9 @@ def test_says_what_it_is(name: str) -> None:
         if key not in ("self", "setup"):
             assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, f"{key} must be keyword only to be a recipe key"
             assert parameter.default is not inspect.Parameter.empty or key in cls.__doc__
+    if name in ALGORITHMS:
+        for reason in (cls.frozen_reason, cls.pooled_reason):
+            assert "\n" not in reason and (not reason or ";" in reason), "why; what to do"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -119,187 +136,130 @@ def test_loss_is_finite_and_falls(name: str) -> None:
     assert mean_loss() < 0.6 * before
 
 
-@pytest.mark.parametrize("step", [0, STEPS - 1])
-@pytest.mark.parametrize("name", [name for name in REFUSED if name in TRAINED])
-def test_refused_on_cached_features_because_it_is_erm_there(name: str, step: int) -> None:
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if METHODS[name].frozen_reason])
+def test_refused_on_cached_features_because_it_is_erm_there_or_trains_nothing(name: str) -> None:
     """The gradient of the head is ERM's."""
-    assert "\n" not in METHODS[name].frozen_reason
-    batch, methods = toy(), [METHODS[name](setup()), METHODS["erm"](setup())]
-    own, plain = (torch.autograd.grad(m(batch.x, batch, step).total, list(m.parameters())) for m in methods)
-    torch.testing.assert_close(own, plain)
-
-
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in TRAINED])
-def test_a_method_without_parameters_to_train_is_refused_on_cached_features(name: str) -> None:
-    assert "nothing trains" in METHODS[name].frozen_reason and "\n" not in METHODS[name].frozen_reason
-    assert METHODS[name].needs_text, "a fixed head comes from the text side"
+    if name not in TRAINED:
+        assert "nothing trains" in METHODS[name].frozen_reason
+        assert METHODS[name].needs_text, "a fixed head comes from the text side"
+        return
+    for step in FIRST_AND_LAST:
+        batch, methods = toy(), [METHODS[name](setup()), METHODS["erm"](setup())]
+        own, plain = (torch.autograd.grad(m(batch.x, batch, step).total, list(m.parameters())) for m in methods)
+        torch.testing.assert_close(own, plain)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_resets_the_optimizer_rarely(name: str) -> None:
-    """A reset at every step would take the momentum away altogether."""
-    algorithm = METHODS[name](setup())
-    assert sum(algorithm.resets_optimizer(step) for step in range(STEPS)) <= 1
-
-
-@pytest.mark.parametrize("loss_average", ["domain", "sample"])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_losses_are_scalars_of_float32(name: str, loss_average: str) -> None:
-    for step in (0, STEPS - 1):
-        losses = METHODS[name](setup(loss_average=loss_average))(toy().x, toy(), step)
-        for scalar in (losses.total, losses.auxiliary, *losses.logs.values()):
-            assert scalar.shape == () and scalar.dtype == torch.float32 and scalar.isfinite()
+def test_loss_is_a_pure_function_in_float32(name: str) -> None:
+    """Also under autocast. The second pass at the same weights is the first."""
+    for step in FIRST_AND_LAST:
+        algorithm, batch = METHODS[name](setup()), toy()
+        state, before = copy.deepcopy(algorithm.state_dict()), copy.deepcopy(batch)
+        losses = algorithm(batch.x, batch, step)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same(losses, algorithm(batch.x, batch, step))
+        assert_same(losses, algorithm(batch.x, batch, step, losses.first_pass_draws))
+        assert all(not value.requires_grad for value in losses.first_pass_draws.values())
+        assert all(torch.equal(value, state[key]) for key, value in algorithm.state_dict().items())
+        assert same(batch, before)
+        buffers = dict(algorithm.named_buffers())
+        for key, value in losses.buffers.items():
+            assert value.shape == buffers[key].shape and value.dtype == buffers[key].dtype and not value.requires_grad
+        by_sample = METHODS[name](setup(loss_average="sample"))(batch.x, batch, step)
+        for given in (losses, by_sample):
+            for scalar in (given.total, given.auxiliary, *given.logs.values()):
+                assert scalar.shape == () and scalar.dtype == torch.float32 and scalar.isfinite()
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_same_seed_same_numbers(name: str) -> None:
-    def trained(seed: int) -> tuple[list[float], dict[str, Tensor]]:
-        algorithm = METHODS[name](setup(seed))
-        return train(algorithm, 0, STEPS), algorithm.state_dict()
-
+def test_same_seed_same_numbers_also_when_restored_in_the_middle(name: str) -> None:
     torch.manual_seed(1)
-    totals, state = trained(3)
-    torch.manual_seed(2)  # torch's own generator has no say
-    again, state_again = trained(3)
-    assert totals == again
-    assert all(torch.equal(value, state_again[key]) for key, value in state.items())
-    assert trained(4)[0] != totals
-
-
-@pytest.mark.parametrize("step", [0, STEPS - 1])
-@pytest.mark.parametrize("name", TRAINED)
-def test_gradients_reach_exactly_the_parameters_they_should(name: str, step: int) -> None:
-    algorithm = METHODS[name](setup())
-    losses = algorithm(toy().x, toy(), step)
-    for loss, auxiliary in ((losses.total, False), (losses.auxiliary, True)):
-        algorithm.zero_grad()
-        if loss.requires_grad:
-            loss.backward(retain_graph=True)
-        reached = {key for key, p in algorithm.named_parameters() if p.grad is not None and p.grad.any()}
-        meant = {
-            key for key, _ in algorithm.named_parameters() if (key.split(".")[0] in algorithm.auxiliary) == auxiliary
-        }
-        assert reached == meant
-
-
-@pytest.mark.parametrize("step", [0, STEPS - 1])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_features_get_gradient_from_the_total_alone(name: str, step: int) -> None:
-    batch = toy()
-    z = batch.x.clone().requires_grad_()
-    losses = METHODS[name](setup())(z, batch, step)
-    assert torch.autograd.grad(losses.total, z, retain_graph=True)[0].any()
-    if losses.auxiliary.requires_grad:
-        assert torch.autograd.grad(losses.auxiliary, z, allow_unused=True) == (None,)
-
-
-@pytest.mark.parametrize("step", [0, STEPS - 1])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_changes_nothing(name: str, step: int) -> None:
-    algorithm, batch = METHODS[name](setup()), toy()
-    state = {key: value.clone() for key, value in algorithm.state_dict().items()}
-    inputs = [field.clone() for field in batch if field is not None]
-    losses = algorithm(batch.x, batch, step)
-    assert_same(losses, algorithm(batch.x, batch, step))  # a pure function
-    assert all(torch.equal(value, state[key]) for key, value in algorithm.state_dict().items())
-    assert all(torch.equal(x, copy) for x, copy in zip((f for f in batch if f is not None), inputs, strict=True))
-    buffers = dict(algorithm.named_buffers())
-    for key, value in losses.buffers.items():
-        assert value.shape == buffers[key].shape and value.dtype == buffers[key].dtype and not value.requires_grad
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_saved_and_restored_in_the_middle(name: str) -> None:
-    through = METHODS[name](setup())
+    through = METHODS[name](setup(3))
     totals = train(through, 0, STEPS)
-    first = METHODS[name](setup())
-    train(first, 0, STEPS - 5)
+    torch.manual_seed(2)  # torch's own generator has no say
+    first = METHODS[name](setup(3))
+    assert train(first, 0, STEPS - 5) == totals[:-5]
     second = METHODS[name](setup(seed=8))  # its own initialisation must not matter
     second.load_state_dict(first.state_dict())
     assert train(second, STEPS - 5, STEPS) == totals[-5:]
+    assert all(torch.equal(value, second.state_dict()[key]) for key, value in through.state_dict().items())
+    assert train(METHODS[name](setup(4)), 0, STEPS) != totals
 
 
-@pytest.mark.parametrize("step", [0, STEPS - 1])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_second_pass_at_the_same_weights_is_the_first(name: str, step: int) -> None:
-    algorithm, batch = METHODS[name](setup()), toy()
-    losses = algorithm(batch.x, batch, step)
-    assert all(not value.requires_grad for value in losses.first_pass_draws.values())
-    assert_same(losses, algorithm(batch.x, batch, step, losses.first_pass_draws))
+def test_gradients_reach_exactly_what_they_should(name: str) -> None:
+    """The total's: features and main parameters; the auxiliary loss's: the auxiliary parameters alone."""
+    for step in FIRST_AND_LAST:
+        algorithm, z = METHODS[name](setup()), toy().x.requires_grad_()
+        losses = algorithm(z, toy(), step)
+        for loss, auxiliary in ((losses.total, False), (losses.auxiliary, True)):
+            algorithm.zero_grad()
+            z.grad = None
+            if loss.requires_grad:
+                loss.backward(retain_graph=True)
+            reached = {key for key, p in algorithm.named_parameters() if p.grad is not None and p.grad.any()}
+            trained = {key for key, p in algorithm.named_parameters() if p.requires_grad}
+            assert reached == {key for key in trained if (key.split(".")[0] in algorithm.auxiliary) == auxiliary}
+            assert (z.grad is not None and bool(z.grad.any())) is not auxiliary
 
 
-@pytest.mark.parametrize("step", [0, STEPS - 1])
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_float32_under_autocast(name: str, step: int) -> None:
-    algorithm, batch = METHODS[name](setup()), toy()
-    losses = algorithm(batch.x, batch, step)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(losses, algorithm(batch.x, batch, step))
-
-
-@pytest.mark.parametrize("step", [0, STEPS - 1])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_one_head_is_the_same_alone_and_among_24(name: str, head: str, step: int) -> None:
+def test_one_head_is_the_same_alone_and_among_24(name: str, head: str) -> None:
     """Losses, gradients and buffers of heads of different seeds and batches, stacked and one by one."""
     heads = [METHODS[name](setup(seed, head=HEADS[head])) for seed in range(24)]
     batches = [toy(seed) for seed in range(24)]
     parameters, buffers = stack_module_state(heads)
-    stacked = [torch.stack(field) for field in list(zip(*batches, strict=True))[:5]]
+    stacked = tuple(torch.stack(field) for field in list(zip(*batches, strict=True))[:5])
+    for step in FIRST_AND_LAST:
 
-    def one(
-        parameters: dict, buffers: dict, x: Tensor, y: Tensor, domain: Tensor, index: Tensor, place: Tensor
-    ) -> Losses:
-        return functional_call(heads[0], (parameters, buffers), (x, Batch(x, y, domain, index, place), step))
+        def one(parameters: dict, buffers: dict, fields: tuple[Tensor, ...], step: int = step) -> Losses:
+            return functional_call(heads[0], (parameters, buffers), (fields[0], Batch(*fields), step))
 
-    together = vmap(one)(parameters, buffers, *stacked)
-    gradients = torch.autograd.grad((together.total + together.auxiliary).sum(), list(parameters.values()))
-    for place, (head, batch) in enumerate(zip(heads, batches, strict=True)):
-        alone = head(batch.x, batch, step)
-        for key, value in flat(alone).items():
-            torch.testing.assert_close(flat(together)[key][place], value, atol=1e-6, rtol=1e-6, msg=key)
-        own = torch.autograd.grad(alone.total + alone.auxiliary, list(head.parameters()))
-        for stack, gradient in zip(gradients, own, strict=True):
-            atol = 1e-6 * max(1.0, float(gradient.abs().max()))  # rounding is that of the terms which cancel
-            torch.testing.assert_close(stack[place], gradient, atol=atol, rtol=1e-5)
+        together = vmap(one)(parameters, buffers, stacked)
+        gradients = torch.autograd.grad((together.total + together.auxiliary).sum(), list(parameters.values()))
+        for place in (0, 1, 11, 23):
+            alone = heads[place](batches[place].x, batches[place], step)
+            for key, value in flat(alone).items():
+                torch.testing.assert_close(flat(together)[key][place], value, atol=1e-6, rtol=1e-6, msg=key)
+            own = torch.autograd.grad(alone.total + alone.auxiliary, list(heads[place].parameters()))
+            for stack, gradient in zip(gradients, own, strict=True):
+                atol = 1e-6 * max(1.0, float(gradient.abs().max()))  # rounding is that of the terms which cancel
+                torch.testing.assert_close(stack[place], gradient, atol=atol, rtol=1e-5)
 
 
-@pytest.mark.parametrize("step", [0, STEPS - 1])
-@pytest.mark.parametrize("missing", ["one domain", "one class", "one sample"])
-@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_batch_with_little_in_it(name: str, head: str, missing: str, step: int) -> None:
-    """Sampling can leave a domain or a class out: the loss is finite all the same, and so are its gradients."""
-    batch = toy()
-    keep = {"one domain": batch.domain == 1, "one class": batch.y == 2, "one sample": torch.arange(len(batch.y)) == 4}
-    few = Batch(*(field[keep[missing]] for field in batch[:5]))
-    algorithm = METHODS[name](setup(head=HEADS[head]))
-    losses = algorithm(few.x, few, step)
-    assert losses.total.isfinite() and losses.auxiliary.isfinite()
-    (losses.total + losses.auxiliary).backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in algorithm.parameters())
+def test_a_batch_with_little_in_it(name: str) -> None:
+    """Sampling can leave a domain or a class out: losses, gradients and mixed inputs are finite all the same."""
+    batch, rows = toy(), torch.arange(DOMAINS * PER_DOMAIN)
+    for keep in (batch.domain == 1, batch.y == 2, rows == 4, rows < 2):
+        few = Batch(*(field[keep] for field in batch[:5]))
+        for step in FIRST_AND_LAST:
+            for head in HEADS.values():
+                algorithm = METHODS[name](setup(head=head))
+                changed = mixed(algorithm, few, step)
+                for given in (few, changed) if changed is not few else (few,):
+                    losses = algorithm(given.x, given, step)
+                    assert losses.total.isfinite() and losses.auxiliary.isfinite()
+                    (losses.total + losses.auxiliary).backward()
+                assert all(p.grad is None or p.grad.isfinite().all() for p in algorithm.parameters())
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_starts_from_the_text_where_asked(name: str) -> None:
+def test_starts_from_the_text_where_asked_and_keeps_its_counts_of_steps(name: str) -> None:
     given = setup(head_init="zero_shot")
-    head = METHODS[name](given).head
-    assert torch.equal(head.weight, given.text_weight) and not head.bias.any()
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_selectable_steps_and_mixed_steps(name: str) -> None:
-    algorithm = METHODS[name](setup())
+    algorithm = METHODS[name](given)
+    assert torch.equal(algorithm.head.weight, given.text_weight) and not algorithm.head.bias.any()
     assert 1 <= algorithm.first_selectable_step <= STEPS
-    mixed = algorithm.mixed_steps(STEPS)
-    assert mixed is None or 0 < mixed <= STEPS
-    assert mixed is None or mixed == STEPS - algorithm.first_selectable_step + 1
+    assert algorithm.mixed_steps(STEPS) in (None, STEPS - algorithm.first_selectable_step + 1)
+    # a reset at every step would take the momentum away altogether
+    assert sum(algorithm.resets_optimizer(step) for step in range(STEPS)) <= 1
 
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solvers_offer_finite_heads_deterministically(name: str) -> None:
     batch = toy()
-    inputs = [field.clone() for field in batch[:5]]
+    before = copy.deepcopy(batch)
     candidates = list(METHODS[name](setup()).solve(batch.x, batch))
     assert candidates and [candidate.step for candidate in candidates] == list(range(len(candidates)))
     again = list(METHODS[name](setup()).solve(batch.x, batch))
@@ -313,4 +273,112 @@ def test_solvers_offer_finite_heads_deterministically(name: str) -> None:
         assert logits.shape == (len(batch.y), CLASSES) and logits.dtype == torch.float32 and logits.isfinite().all()
         stacked = {key: torch.stack([value, value]) for key, value in solver.state_dict().items()}
         torch.testing.assert_close(solver.stacked_logits(batch.x, stacked)[:, 1], logits)
-    assert all(torch.equal(x, copy) for x, copy in zip(batch[:5], inputs, strict=True))
+    assert same(batch, before)
+
+
+@pytest.mark.parametrize("name", CHANGES_INPUTS)
+def test_inputs_are_a_pure_function_that_keeps_whose_they_are(name: str) -> None:
+    for step in FIRST_AND_LAST:
+        algorithm, given = METHODS[name](setup()), toy()
+        before, state = copy.deepcopy(given), copy.deepcopy(algorithm.state_dict())
+        torch.manual_seed(1)
+        changed = mixed(algorithm, given, step)
+        torch.manual_seed(2)  # torch's own generator has no say
+        assert same(changed, mixed(algorithm, given, step)) and same(given, before)
+        assert all(torch.equal(value, state[key]) for key, value in algorithm.state_dict().items())
+        with torch.no_grad():
+            for parameter in algorithm.parameters():
+                parameter.normal_()
+        assert same(changed, mixed(algorithm, given, step)), "a second pass must see the same inputs"
+        assert changed.x.shape == given.x.shape and changed.x.dtype == given.x.dtype
+        assert all(torch.equal(one, other) for one, other in zip(changed[1:5], given[1:5], strict=True))
+        torch.testing.assert_close(changed.targets.sum(1), torch.ones(len(given.y)))
+        assert changed.targets.min() >= 0
+
+
+@pytest.mark.parametrize("name", CHANGES_INPUTS)
+def test_inputs_of_one_head_are_the_same_alone_and_among_24(name: str) -> None:
+    heads = [METHODS[name](setup(seed)) for seed in range(24)]
+    batches = [partnered(head, toy(seed), 5) for seed, head in enumerate(heads)]
+    fields = batches[0].fields()
+    stacked = Batch(**{field: torch.stack([batch.fields()[field] for batch in batches]) for field in fields})
+    _, buffers = stack_module_state(heads)
+    together = _InputMixing(heads[0]).of_heads(buffers, stacked, 5).fields()
+    differ = False
+    for place, (head, batch) in enumerate(zip(heads, batches, strict=True)):
+        alone = head.on_inputs(batch, 5).fields()
+        assert alone.keys() == together.keys()
+        differ = differ or not torch.equal(alone["x"], batch.x)
+        for key, value in alone.items():
+            torch.testing.assert_close(together[key][place], value, atol=1e-6, rtol=1e-6, msg=key)
+    assert differ
+
+
+@pytest.mark.parametrize("name", HAS_STAGES)
+def test_modules_in_the_encoder_have_no_buffers_and_keep_shapes(name: str) -> None:
+    encoder = SimpleNamespace(stem_names=("stem", "pool"), stage_names=("a", "b", "c"), transition_names=())
+    always = {"p": 1.0} if "p" in inspect.signature(METHODS[name]).parameters else {}  # probability per step
+    modules = METHODS[name](setup(), **always).stage_modules(encoder)
+    given, maps = toy(), torch.randn(len(toy().y), 6, 5, 5, generator=torch.Generator().manual_seed(0))
+    assert modules.keys() <= {*encoder.stem_names, *encoder.stage_names}
+    for module in modules.values():
+        assert not list(module.buffers()), "parameters alone are trained and saved"
+        before = maps.clone()
+        changed = module(maps, given, 3)
+        assert changed.shape == maps.shape and not torch.allclose(changed, maps)
+        assert torch.equal(maps, before) and torch.equal(changed, module(maps, given, 3))
+    assert METHODS[name].frozen_reason, "on cached features these modules are never reached"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_update_trains_on_all_domains_and_goes_nowhere_by_itself(name: str) -> None:
+    gradients = METHODS[name].gradients_per_step(DOMAINS)
+    if name in SOLVERS:
+        assert gradients == 0
+        return
+    algorithm = METHODS[name](setup())
+    parameters = dict(algorithm.named_parameters())
+    before = {key: value.detach().clone() for key, value in parameters.items()}
+    for step in FIRST_AND_LAST:
+        asked = list(algorithm.update(parameters, dict(algorithm.named_buffers()), step))
+        assert len(asked) == gradients
+        assert asked == [None] if name not in HAS_UPDATE else sorted(asked) == list(range(DOMAINS))  # type: ignore
+        assert all(torch.equal(value, before[key]) for key, value in parameters.items())
+    assert bool(algorithm.pooled_reason) == (name in HAS_UPDATE), "only per-domain batches consist of domains"
+
+
+@pytest.mark.parametrize("name", HAS_UPDATE)
+def test_an_update_follows_its_inner_steps_and_stacks(name: str) -> None:
+    """Inner steps that add 1 move everything forward; parameters may have heads before their own axes."""
+    one, many = torch.zeros(3, 2), torch.zeros(24, 3, 2)
+
+    def moved(parameter: Tensor) -> Tensor:
+        algorithm, heads = METHODS[name](setup()), parameter.shape[:-2]
+        buffers = {key: value.expand((*heads, *value.shape)) for key, value in algorithm.named_buffers()}
+        for _ in algorithm.update({"a": parameter}, buffers, 0):
+            parameter.add_(1.0)
+        return parameter
+
+    assert (moved(one) > 0).all()
+    assert torch.equal(moved(many), one.expand(24, 3, 2))
+
+
+HOOKS = {name for c in (Method, Algorithm) for name in vars(c) if not name.startswith("_")}
+HOOKS -= {"source", "loss", "search_ranges"}  # every method has these
+
+
+def replaced_by(cls: type[Any]) -> set[str]:
+    """Hooks that its own file or a base beside another component replaces, in the class or for an instance."""
+    concrete = {other for other in METHODS.values() if other is not cls} | {Method, Algorithm, Solver}
+    bases = [c for c in cls.__mro__ if c not in concrete and c.__module__.startswith("xdm_ft.algorithms.")]
+    return {name for c in bases for name in [*vars(c), *re.findall(r"self\.(\w+) = ", inspect.getsource(c))]} & HOOKS
+
+
+def test_the_table_of_hooks_is_what_the_code_does() -> None:
+    contributing = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
+    section = contributing.read_text(encoding="utf-8").partition("### Hooks of a method")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]+) \|$", section, flags=re.MULTILINE)
+    assert len(rows) > 10
+    in_the_code = {cls.__name__: replaced_by(cls) for cls in METHODS.values()}
+    in_the_table = {name: {hook for hook, methods in rows if name in methods.split(", ")} for name in in_the_code}
+    assert in_the_table == in_the_code
