@@ -1,4 +1,4 @@
-"""XDomainMix's loss against the pure functions, its settings, and its draws."""
+"""XDomainMix: its loss against the pure functions, settings, draws; a training recorded from the published code."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from recorded import golden
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.xdomainmix import Augmented, XDomainMix, mixed_domains
+from xdm_ft.algorithms.xdomainmix import Augmented, Noise, XDomainMix, mixed_domains
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
@@ -21,6 +22,7 @@ from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
 from xdm_ft.xdomainmix.mixing import Parts
 
+TRAJECTORY = golden("clip_trajectory_sgd.npz")
 WIDTH = 40
 TASK = Task(tuple("abcd"), tuple("xyz"))
 HEADS = {"linear": Linear, "cosine": partial(Cosine, scale=5.0), "mlp": partial(MLP, hidden_width=9, activation="relu")}
@@ -51,54 +53,39 @@ def plain_parts(algorithm: XDomainMix, given: Batch, quantile: float):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("step, quantile", [(57, 0.9), (59, 0.8), (61, 0.7), (63, 0.6), (66, 0.5), (67, 0.9)])
-def test_loss_is_that_of_the_pure_functions(step: int, quantile: float, head: str) -> None:
-    """Equation (8) value and gradients, written out with scores by autograd."""
+def test_loss_is_that_of_the_pure_functions(head: str) -> None:
+    """Equation (8) value and gradients, written out with scores by autograd, over the cycle of τ_d."""
     algorithm, given = XDomainMix(setup(head=HEADS[head]), warmup_steps=57, quantile_steps=2), batch()
-    z = given.x.clone().requires_grad_()
-    losses = algorithm(z, given._replace(x=z), step)
-
-    plain = z.detach().clone().requires_grad_()
-    draws = drawn(algorithm, given, step)
-    mixed = mix(plain_parts(algorithm, given._replace(x=plain), quantile), draws.partners, draws.lam, draws.keep)
-    ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (plain, mixed)]
-    expected = algorithm.average((ell[0] + ell[1]) / 2, given)
-    torch.testing.assert_close(losses.total, expected, atol=1e-6, rtol=1e-6)
     parameters = list(algorithm.head.parameters())
-    for one, other in zip(
-        torch.autograd.grad(losses.total, [z, *parameters]),
-        torch.autograd.grad(expected, [plain, *parameters]),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-    by_domain = F.cross_entropy(algorithm.domain_head(given.x), given.domain, reduction="none")
-    torch.testing.assert_close(losses.auxiliary, algorithm.average(by_domain, given))
+    for step, quantile in ((57, 0.9), (59, 0.8), (61, 0.7), (63, 0.6), (66, 0.5), (67, 0.9)):
+        z, plain = given.x.clone().requires_grad_(), given.x.clone().requires_grad_()
+        losses = algorithm(z, given._replace(x=z), step)
+        draws = drawn(algorithm, given, step)
+        mixed = mix(plain_parts(algorithm, given._replace(x=plain), quantile), draws.partners, draws.lam, draws.keep)
+        ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (plain, mixed)]
+        expected = algorithm.average((ell[0] + ell[1]) / 2, given)
+        torch.testing.assert_close(losses.total, expected, atol=1e-6, rtol=1e-6)
+        gradients = torch.autograd.grad(losses.total, [z, *parameters])
+        torch.testing.assert_close(gradients, torch.autograd.grad(expected, [plain, *parameters]), atol=1e-6, rtol=1e-5)
+        by_domain = F.cross_entropy(algorithm.domain_head(given.x), given.domain, reduction="none")
+        torch.testing.assert_close(losses.auxiliary, algorithm.average(by_domain, given))
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_the_domain_head_is_of_the_class_heads_kind(head: str) -> None:
-    """The paper's d "has an identical architecture as the class classifier c", for domains."""
-    algorithm = XDomainMix(setup(head=HEADS[head], seed=5))
+    """The paper's d "has an identical architecture as the class classifier c", for domains. It starts at random."""
+    text = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    init = {"head_init": "zero_shot", "text_weight": text} if head != "mlp" else {}
+    algorithm = XDomainMix(setup(head=HEADS[head], seed=5, **init))
     twin = HEADS[head](WIDTH, 3, 5, Stream.DOMAIN_INIT)
     assert type(algorithm.domain_head) is type(algorithm.head) is type(twin)
     assert algorithm.domain_head(batch().x).shape == (60, 3)
     state = algorithm.domain_head.state_dict()
     assert state.keys() == twin.state_dict().keys()
     assert all(torch.equal(state[name], value) for name, value in twin.state_dict().items())
-
-    before = XDomainMix(setup(head=HEADS[head], seed=5), domain_head="linear")
-    assert type(before.head) is type(twin) and type(before.domain_head) is Linear
-    assert torch.equal(before.domain_head.weight, Linear(WIDTH, 3, 5, Stream.DOMAIN_INIT).weight)
-
-
-@pytest.mark.parametrize("head", ["linear", "cosine"])
-def test_a_domain_head_starts_at_random_where_the_class_head_starts_from_the_class_embeddings(head: str) -> None:
-    text = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
-    from_text, random = (
-        XDomainMix(setup(head=HEADS[head], head_init=init, text_weight=text)) for init in ("zero_shot", "random")
-    )
-    assert not torch.equal(from_text.head.weight, random.head.weight)
-    assert torch.equal(from_text.domain_head.weight, random.domain_head.weight)
+    linear = XDomainMix(setup(head=HEADS[head], seed=5), domain_head="linear")
+    assert type(linear.head) is type(twin) and type(linear.domain_head) is Linear
+    assert torch.equal(linear.domain_head.weight, Linear(WIDTH, 3, 5, Stream.DOMAIN_INIT).weight)
 
 
 def test_warm_up_is_erm_with_a_domain_head() -> None:
@@ -117,17 +104,11 @@ def test_counts_of_steps() -> None:
     assert algorithm.mixed_steps(5000) == 2000 and algorithm.mixed_steps(10) == 0
     short = XDomainMix(setup(1))
     assert short.warmup_steps == 0 and short.quantile_steps == 1
-    given = XDomainMix(setup(5000), warmup_steps=4000, quantile_steps=500)
-    assert given.warmup_steps == 4000 and given.quantile_steps == 500
-
-
-@pytest.mark.parametrize("warmup_steps", [100, 4000])
-def test_warm_up_that_leaves_nothing(warmup_steps: int) -> None:
-    with pytest.raises(
-        UserError, match=f"warmup_steps {warmup_steps} leaves no step to mix in: .*has 100 steps.*lower"
-    ) as fault:
-        XDomainMix(setup(), warmup_steps=warmup_steps)
-    assert "\n" not in str(fault.value)
+    for steps in (100, 4000):
+        message = f"warmup_steps {steps} leaves no step to mix in: .*has 100 steps.*lower"
+        with pytest.raises(UserError, match=message) as fault:
+            XDomainMix(setup(), warmup_steps=steps)
+        assert "\n" not in str(fault.value)
 
 
 def test_draws_depend_on_the_sample_and_not_on_its_place() -> None:
@@ -152,21 +133,18 @@ def test_lambda_is_uniform_and_independent() -> None:
     assert ((counts - len(lam) / 5).abs() < 5 * (len(lam) / 5) ** 0.5).all()
 
 
-@pytest.mark.parametrize("p_discard", [0.0, 0.2, 1.0])
-def test_discard_per_sample(p_discard: float) -> None:
-    kept = torch.cat([drawn(XDomainMix(setup(), p_discard=p_discard), batch(seed), seed).keep for seed in range(40)])
-    share = 1 - kept.float().mean()
-    assert share == p_discard if p_discard in (0, 1) else abs(share - p_discard) < 0.03
-
-
-def test_discard_per_batch() -> None:
+def test_discard_per_sample_and_per_batch() -> None:
+    for p in (0.0, 0.2, 1.0):
+        kept = torch.cat([drawn(XDomainMix(setup(), p_discard=p), batch(seed), seed).keep for seed in range(40)])
+        share = 1 - kept.float().mean()
+        assert share == p if p in (0, 1) else abs(share - p) < 0.03
     algorithm = XDomainMix(setup(), discard_per="batch")
     kept = torch.stack([drawn(algorithm, batch(step), step).keep for step in range(300)])
     assert (kept.all(1) | ~kept.any(1)).all()
     assert abs((1 - kept.float().mean()) - 0.2) < 0.07
 
 
-def test_switches_of_the_ablation() -> None:
+def test_switches_of_the_ablation_and_choice_of_x_j() -> None:
     given = batch()
     full = drawn(XDomainMix(setup()), given, 60)
     for place, key in enumerate(("mix_class_specific", "mix_class_generic")):
@@ -176,15 +154,10 @@ def test_switches_of_the_ablation() -> None:
         assert torch.equal(off.keep, full.keep)
     everything_off = XDomainMix(setup(), mix_class_specific=False, mix_class_generic=False, p_discard=0.0)
     torch.testing.assert_close(everything_off(given.x, given, 60).total, ERM(setup())(given.x, given, 60).total)
-
-
-def test_choice_of_x_j() -> None:
-    given = batch()
-    draws = drawn(XDomainMix(setup(), other_partner="other_class_same_domain"), given, 60)
-    has = draws.partners.has_other
-    assert has.any()
-    assert (given.domain[draws.partners.other] == given.domain)[has].all()
-    assert (given.y[draws.partners.other] != given.y)[has].all()
+    partners = drawn(XDomainMix(setup(), other_partner="other_class_same_domain"), given, 60).partners
+    assert partners.has_other.any()
+    assert (given.domain[partners.other] == given.domain)[partners.has_other].all()
+    assert (given.y[partners.other] != given.y)[partners.has_other].all()
 
 
 def test_partners_that_are_missing_are_counted() -> None:
@@ -204,13 +177,13 @@ def test_partners_that_are_missing_are_counted() -> None:
 def test_second_pass_keeps_the_masks() -> None:
     """At other weights the masks would differ; the second pass must see the loss of the first."""
     algorithm, given = XDomainMix(setup()), batch()
-    reuse = algorithm(given.x, given, 60).first_pass_draws
+    first = algorithm(given.x, given, 60).first_pass_draws
     with torch.no_grad():
         algorithm.head.weight.mul_(-1)
     other = algorithm(given.x, given, 60)
-    assert not torch.equal(other.first_pass_draws["class_mask"], reuse["class_mask"])
-    second = algorithm(given.x, given, 60, reuse)
-    assert all(torch.equal(second.first_pass_draws[key], mask) for key, mask in reuse.items())
+    assert not torch.equal(other.first_pass_draws["class_mask"], first["class_mask"])
+    second = algorithm(given.x, given, 60, first)
+    assert all(torch.equal(second.first_pass_draws[key], mask) for key, mask in first.items())
     assert second.total != other.total
 
 
@@ -282,36 +255,53 @@ def test_another_equation_4_is_another_training(monkeypatch: pytest.MonkeyPatch)
     assert all((one - other).abs() > 0.01 for one, other in zip(before, after, strict=True))
 
 
-class Cosine(nn.Module):
-    """A class head that is not linear in z."""
+class Replayed(XDomainMix):
+    """With the recorded random numbers in place of our own; those of partners are their places."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return F.normalize(z, dim=1) @ F.normalize(self.weight, dim=1).T
-
-
-class WithCosineHead(XDomainMix):
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.head = Cosine()
-
-    def logits(self, z: Tensor) -> Tensor:
-        return self.head(z)
+    def noise(self, place: Tensor, step: int) -> Noise:
+        call = step - self.warmup_steps
+        places = torch.stack([TRAJECTORY["same"][call], TRAJECTORY["diff"][call]], 1)
+        return Noise(
+            places, TRAJECTORY["lam"][call], TRAJECTORY["p"][call].float().expand(len(place))
+        )  # one p for the batch
 
 
-def test_a_head_that_is_not_linear_is_scored_by_autograd() -> None:
-    algorithm, given = WithCosineHead(setup()), batch()
-    z = given.x.clone().requires_grad_()
-    found = algorithm(z, given._replace(x=z), 60)
-    scores = autograd_scores(given.x, algorithm.head, given.y)
-    torch.testing.assert_close(scores.sum(1), torch.zeros(60), atol=1e-6, rtol=0)  # the head does not see z's length
-    assert torch.equal(found.first_pass_draws["class_mask"], specific_mask(scores, 0.5))
-    mixed = algorithm.augment(given.x, given, 60).z
-    ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (given.x, mixed)]
-    torch.testing.assert_close(found.total, algorithm.average((ell[0] + ell[1]) / 2, given))
-    state = {name: torch.stack([value, value]) for name, value in algorithm.state_dict().items()}
-    torch.testing.assert_close(of_heads(algorithm, state, given, 60), found.total.expand(2))
-    assert all(gradient.any() for gradient in torch.autograd.grad(found.total, [z, algorithm.head.weight]))
+def recorded_partners(y: Tensor, domain: Tensor, noise: Tensor, other: str) -> Partners:
+    everyone = torch.ones(len(y), dtype=torch.bool)
+    return Partners(noise[:, 0], noise[:, 1], everyone, everyone)
+
+
+def set_parameters(head: nn.Linear, weight: str, bias: str) -> None:
+    with torch.no_grad():
+        head.weight.copy_(TRAJECTORY[weight])
+        head.bias.copy_(TRAJECTORY[bias])
+
+
+def test_trajectory_of_the_published_Linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 warm-up steps, 5 mixed ones with τ_d falling every 2; SGD, the class head's gradient clipped to norm 1, the
+    domain head's not. No draw is ours, all else is: scores, masks, cycle, mixing, losses, both gradients."""
+    monkeypatch.setattr(xdomainmix, "draw_partners", recorded_partners)
+    steps, _, width = TRAJECTORY["X"].shape
+    task = Task(tuple("abcd"), tuple("xyz"))
+    algorithm = Replayed(
+        Setup(task, width, steps, seed=0, loss_average="sample"),
+        warmup_steps=int(TRAJECTORY["warmup"]),
+        quantile_steps=int(TRAJECTORY["step_to_change"]),
+    )
+    set_parameters(algorithm.head, "W_init", "b_init")
+    set_parameters(algorithm.domain_head, "V_init", "a_init")
+    heads = algorithm.head, algorithm.domain_head
+    optimizers = [torch.optim.SGD(head.parameters(), lr=0.5, momentum=0.9) for head in heads]
+    for step in range(steps):
+        x, y, domain = (TRAJECTORY[name][step] for name in ("X", "y", "domain"))
+        losses = algorithm(x, Batch(x, y, domain, torch.arange(len(y)), torch.arange(len(y))), step)
+        algorithm.zero_grad()
+        (losses.total + losses.auxiliary).backward()
+        torch.nn.utils.clip_grad_norm_(algorithm.head.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        close = {"atol": 1e-5, "rtol": 1e-6}
+        torch.testing.assert_close(losses.total.double(), TRAJECTORY["class_loss"][step], **close)
+        torch.testing.assert_close(losses.auxiliary.double(), TRAJECTORY["domain_loss"][step], **close)
+        for value, name in zip((p for head in heads for p in head.parameters()), "WbVa", strict=True):
+            torch.testing.assert_close(value.detach(), TRAJECTORY[name][step], **close, msg=f"{name} after step {step}")
