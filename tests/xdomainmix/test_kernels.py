@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
-from test_order_statistic import SCORES
+from test_masks import SCORES
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
@@ -27,7 +27,7 @@ from xdm_ft.xdomainmix.mixing import mix_masked, select_and_mix
 
 TRITON = """
 import torch
-from test_order_statistic import SCORES, SIZE
+from test_masks import SCORES, SIZE
 from xdm_ft.xdomainmix import _triton
 from xdm_ft.xdomainmix.masks import exceeds_by_sorting
 
