@@ -23,6 +23,7 @@ from PIL import Image
 from warm_processes import xdm_ft
 
 from xdm_ft.cli.answer import as_json
+from xdm_ft.cli.cache import referenced_by
 from xdm_ft.cli.ls import listing
 from xdm_ft.cli.parser import VERBS, main, parser
 from xdm_ft.recipe.check import known_keys, load
@@ -310,6 +311,13 @@ def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     name = os.fsdecode(b"\xff\n.yaml")
     assert main(["cp", "demo", name, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"file": name}
     assert (tmp_path / name).is_file()
+
+
+def test_features_of_every_encoder_and_cut_of_a_run_are_referenced(tmp_path: Path) -> None:
+    features = {"small": {"features": "k1", "cuts": {"one block": "k2"}}, "big": {"features": None}, "key": "k3"}
+    results = {"schema": 1, "recipe": {}, "environment": {"features": features}, "runs": [], "summary": []}
+    write_results(tmp_path / "results.json", results)
+    assert referenced_by([str(tmp_path)]) == {"k1", "k2", "k3"}
 
 
 @dataclass(frozen=True)

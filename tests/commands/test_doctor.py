@@ -107,6 +107,15 @@ def test_planted_faults_are_all_found_at_once(images, doctor):
     assert lines[-1].startswith(f"{len(faults)} faults")
 
 
+def test_what_is_left_without_broken_images_is_checked_too(images, doctor):
+    """As a run with data.on_bad_image: skip would find it."""
+    for image in (images / "c" / "dog").iterdir():
+        image.write_text(f"no image, {image.name}")
+    _, _, faults = doctor("small.yaml")
+    plan = [line for line, _ in faults if line.startswith("FAULT  plan")]
+    assert len(faults) == 6 + 1 and len(plan) == 1 and '"c" has images of one class only' in plan[0]
+
+
 def test_groups_that_cross_an_official_split(images, doctor):
     rows = [["path", "label", "domain", "group", "split"]]
     for domain, split in (("a", "train"), ("b", "train"), ("c", "test")):
