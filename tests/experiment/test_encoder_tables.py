@@ -62,4 +62,4 @@ def test_two_encoders_at_two_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     assert sum(row["of"] == "encoders" for row in rows) == 3
     text = Path("output/small/results.md").read_text()
-    assert "### Further comparisons" in text and "### Cost" in text
+    assert "## Further comparisons" in text and "## Cost" in text

@@ -188,7 +188,7 @@ def test_odd_names_of_domains_classes_and_files(root: Path, capsys: pytest.Captu
     text = (root.parent / "out/small/results.md").read_text()
     assert "\x1b" not in text and "<b>" not in text.replace("\\<b\\>", "")
     table = [line for line in text.splitlines() if "bold" in line]
-    assert table and all(line.startswith(("|", "**", "- **", "##")) for line in table)
+    assert table and all(line.startswith(("|", "**", "- ", "##")) for line in table)
     domains = {run["test_domains"][0] for run in results(root)["runs"]}
     assert domains == {"a", "c", "d <b>bold|*_`~$&\\n\\x1b[31m ü大 x"}
     (root / f"a/cat/{ODD}.png").write_bytes(b"")
