@@ -11,6 +11,7 @@ import pytest
 
 from xdm_ft.experiment import work as module
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked
+from xdm_ft.runtime.progress import Progress
 from xdm_ft.storage.run_directory import RunDirectory
 
 PIECES = {"a": Work(2, 40), "b": Work(1, 60)}
@@ -84,3 +85,12 @@ def test_a_log_gets_few_lines_and_the_end(tmp_path: Path, caplog: pytest.LogCapt
     with pytest.raises(ValueError), made(RunDirectory(tmp_path)):
         raise ValueError
     assert len(caplog.messages) == 1, "a run that is interrupted has not ended"
+
+
+def test_nothing_new_is_a_line_without_a_forecast(caplog: pytest.LogCaptureFixture) -> None:
+    bar = Progress("extracting", 100, "images")
+    bar.skip(40)
+    bar.last_line = float("-inf")
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        bar.advance(0)
+    assert caplog.messages == ["extracting: 40 of 100 images, 0.0/s"]

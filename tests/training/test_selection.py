@@ -288,9 +288,9 @@ def losses_seen(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     seen: list[float | None] = []
     evaluated = Averages.evaluated
 
-    def watched(self: Averages, taken: int, losses: list[float | None], **more: Any) -> None:
+    def watched(self: Averages, taken: int, losses: list[float | None], *more: Any) -> None:
         seen.extend(losses)
-        evaluated(self, taken, losses, **more)
+        evaluated(self, taken, losses, *more)
 
     monkeypatch.setattr(Averages, "evaluated", watched)
     return seen

@@ -72,9 +72,8 @@ class Progress:
         if now - self.last_line >= LOG_EVERY_SECONDS:
             self.last_line = now
             rate = (self.done - self.skipped) / (now - self.started)
-            of, left = "", ""
-            if self.total is not None:
-                of, left = f" of {self.total}", f", {duration((self.total - self.done) / rate)} left"
+            of = "" if self.total is None else f" of {self.total}"
+            left = f", {duration((self.total - self.done) / rate)} left" if self.total is not None and rate else ""
             logger.info(
                 "%s: %d%s %s, %.1f/s%s%s",
                 self.description, self.done, of, self.unit, rate, left, f", {note}" if note else "",
