@@ -257,6 +257,10 @@ YAML = [
     ("a: &a {b: *a}\n", "not valid YAML"),
     ("a: !!python/object:os.system 1", "r.yaml:1: not valid YAML: could not determine a constructor"),
     ("a: !!python/object/apply:os.system ['touch exploded']\n", "os.system is not supported in recipes"),
+    (
+        "name: demo\nencoder:\n  name: !!binary stHM\n",
+        "r.yaml:3: not valid YAML: the tag tag:yaml.org,2002:binary is not supported",
+    ),
     ("- a", "a recipe is a mapping"),
     ("1: a", "the key 1 is not a text"),
     ("a: 2001-99-99", "not valid YAML: ValueError"),
