@@ -1,9 +1,15 @@
 """Imports go down only."""
 
 import ast
+import importlib
+import subprocess
+import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "xdm_ft"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "xdm_ft"
 # each layer may import itself and those behind it
 LAYERS = [
     "run",
@@ -115,6 +121,51 @@ def test_no_modules_import_each_other():
     assert import_circle(PACKAGE) == []
 
 
+def test_every_module_can_be_imported():
+    """The type checker takes a module that is missing for a library without types."""
+    for name in sorted(modules_of(PACKAGE)):
+        importlib.import_module(name)
+
+
+def private_imports_across_rooms(package: Path) -> list[str]:
+    """ "file: module" of imports of a private module or name (`_x`) of another folder of the package."""
+    private = []
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                top, *parts = name.split(".")
+                hidden = any(part.startswith("_") and not part.endswith("__") for part in parts)
+                if top == package.name and parts and parts[0] != room and hidden:
+                    private.append(f"{path.relative_to(package)}: {name}")
+    return private
+
+
+def test_what_is_private_to_a_room_stays_there():
+    assert private_imports_across_rooms(PACKAGE) == []
+
+
+def test_the_search_for_private_imports_finds_one(tmp_path):
+    room = tmp_path / "house/kitchen"
+    room.mkdir(parents=True)
+    (room / "a.py").write_text("from house.kitchen import _oven\nfrom house.cellar import _wine, wood\n")
+    (room / "b.py").write_text("import house.cellar._wine\nfrom house import __version__\n")
+    wine = "house.cellar._wine"
+    assert private_imports_across_rooms(tmp_path / "house") == [f"kitchen/a.py: {wine}", f"kitchen/b.py: {wine}"]
+
+
+@pytest.mark.slow
+def test_few_frames_lie_between_a_run_and_a_loss():
+    done = subprocess.run([sys.executable, "tools/count_frames.py"], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    counts = [int(line.split()[-2]) for line in done.stdout.splitlines() if line.endswith(" frames")]
+    assert len(counts) == 2 and max(counts) <= 12, done.stdout
+
+
 def test_the_search_for_circles_finds_one(tmp_path):
     package = tmp_path / "house"
     package.mkdir()
@@ -138,8 +189,6 @@ def test_every_part_of_the_package_has_a_layer():
 
 
 def test_nothing_directly_inside_shadows_another_package():
-    import sys
-
     parts = {p.name.removesuffix(".py") for p in PACKAGE.iterdir()} - {"__init__", "__pycache__"}
     assert not parts & (NOT_TO_SHADOW | set(sys.stdlib_module_names))
 

@@ -1,6 +1,6 @@
 """DomainNet: 345 classes of objects in six styles."""
 
-from xdm_ft.data._benchmarks import BenchmarkFolders
+from xdm_ft.containers.domainbed import BenchmarkFolders
 
 
 class DomainNet(BenchmarkFolders):

@@ -1,6 +1,6 @@
 """VLCS: photographs from four older data sets."""
 
-from xdm_ft.data._benchmarks import BenchmarkFolders
+from xdm_ft.containers.domainbed import BenchmarkFolders
 
 
 class Vlcs(BenchmarkFolders):

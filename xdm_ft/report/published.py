@@ -21,7 +21,7 @@ from xdm_ft.report.section import Cell, Section, Table, texts
 from xdm_ft.report.words import EMPTY, trained_words, with_spread
 
 if TYPE_CHECKING:
-    from xdm_ft.data._benchmarks import BenchmarkFolders
+    from xdm_ft.containers.domainbed import BenchmarkFolders
 
 Results = Mapping[str, Any]
 SOURCE = "Liu et al. 2024 (IJCAI)"
