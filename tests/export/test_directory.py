@@ -26,7 +26,7 @@ from xdm_ft.export.card import card
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.directory import TRAINING_IMAGES, new_directory, read_config, write_directory
-from xdm_ft.export.hub import _checked_files
+from xdm_ft.export.hub import checked_files
 from xdm_ft.export.predictor import cached_features
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import umask
@@ -254,7 +254,7 @@ def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp
     monkeypatch.chdir(folder_of("trained"))
     export_model(str(RUN), str(tmp_path / "lora"), Choice("lora", ("photo",)))
     config, part = read_config(tmp_path / "lora")[0], tmp_path / "lora/encoder_part.safetensors"
-    assert part.name in _checked_files(tmp_path / "lora", config)
+    assert part.name in checked_files(tmp_path / "lora", config)
     shutil.copy(tmp_path / "lora/model.safetensors", part)
     with pytest.raises(UserError, match=r"encoder_part\.safetensors: is damaged .* export the model again"):
         xdm_ft.load(tmp_path / "lora")
@@ -262,7 +262,7 @@ def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp
     with pytest.raises(UserError, match=r"encoder_part\.safetensors: does not exist; export the model again"):
         xdm_ft.load(tmp_path / "lora")
     with pytest.raises(UserError, match=r"lacks encoder_part\.safetensors; export the model again"):
-        _checked_files(tmp_path / "lora", config)
+        checked_files(tmp_path / "lora", config)
 
 
 @pytest.mark.parametrize("key", ["model", "weights"])

@@ -19,12 +19,20 @@ from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.directory import TRAINING_IMAGES
 from xdm_ft.export.evaluate import Labelled, are_among, at_site, checksums, first_of_each, judged
-from xdm_ft.export.sources import Item, has_domains, read_site
+from xdm_ft.export.sources import Item, Site, read_site
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import write_arrays
 
 CLASSES = ("cat", "dog", "ox", "owl")
+
+
+def labelled(logits, labels, domains, groups):
+    """Images of a site with one or two domains."""
+    items = [Item(str(number), b"") for number in range(len(labels))]
+    return Labelled(Site(items, labels, ("x", "y")[: domains.max() + 1], domains, groups), logits)
+
+
 METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "nll", "ece")
 WITHIN = "within what the card promises"
 
@@ -34,7 +42,7 @@ def images(n=60, groups=True, domains=1):
     drawn = np.random.default_rng(3)
     labels = drawn.integers(0, 3, n)
     logits = torch.from_numpy(drawn.normal(size=(n, 4)) + 2 * np.eye(4)[labels]).float()
-    return Labelled(logits, labels, np.arange(n) % domains, np.arange(n) // 4 if groups else None)
+    return labelled(logits, labels, np.arange(n) % domains, np.arange(n) // 4 if groups else None)
 
 
 def expected_of(values, metric="accuracy"):
@@ -52,13 +60,13 @@ def expected_of(values, metric="accuracy"):
 
 def test_metrics_and_their_intervals_are_the_naive_ones():
     site = images()
-    found = at_site(site, CLASSES, ("x",))
-    labels, none = torch.from_numpy(site.labels), torch.zeros(60, dtype=torch.int64)
+    found = at_site(site, CLASSES)
+    labels, none = torch.from_numpy(site.site.labels), torch.zeros(60, dtype=torch.int64)
     for name in METRICS:
         whole = metric(name, site.logits, labels, none)
         without = []
         for group in range(15):
-            kept = torch.from_numpy(np.flatnonzero(site.groups != group))
+            kept = torch.from_numpy(np.flatnonzero(site.site.groups != group))
             without.append(metric(name, site.logits[kept], labels[kept], none[kept]))
         error = (14 / 15 * np.square(np.array(without) - np.mean(without)).sum()) ** 0.5
         half = t.ppf(0.975, 14) * error
@@ -68,7 +76,7 @@ def test_metrics_and_their_intervals_are_the_naive_ones():
     assert found.metrics.keys() == {*METRICS, "auroc"} and found.groups == 15 and found.versus is None
     predicted = site.logits.argmax(1).numpy()
     for number, name in enumerate(CLASSES[:3]):
-        own = site.labels == number
+        own = site.site.labels == number
         assert found.classes[name].images == own.sum()
         assert found.classes[name].recall == pytest.approx((predicted[own] == number).mean())
     assert (found.classes["owl"].images, found.classes["owl"].recall) == (0, None)
@@ -76,18 +84,18 @@ def test_metrics_and_their_intervals_are_the_naive_ones():
 
 def test_images_that_do_not_vary_have_an_exact_interval_or_none():
     labels = np.arange(12) // 4
-    always_first = Labelled(torch.eye(4)[np.zeros(12, np.int64)], labels, np.zeros(12, np.int64), None)
-    all_right = Labelled(torch.eye(4)[labels], labels, np.zeros(12, np.int64), None)
-    found = at_site(always_first, CLASSES, ("x",)).metrics
+    always_first = labelled(torch.eye(4)[np.zeros(12, np.int64)], labels, np.zeros(12, np.int64), None)
+    all_right = labelled(torch.eye(4)[labels], labels, np.zeros(12, np.int64), None)
+    found = at_site(always_first, CLASSES).metrics
     assert found["accuracy"].interval is not None and found["balanced_accuracy"].interval is None
-    found = at_site(all_right, CLASSES, ("x",), expected_of([0.9, 0.8, 0.95]))
+    found = at_site(all_right, CLASSES, expected_of([0.9, 0.8, 0.95]))
     assert found.metrics["accuracy"].value == 1 and found.metrics["balanced_accuracy"].interval is None
     assert found.metrics["accuracy"].interval == pytest.approx((0.025 ** (1 / 12), 1))  # Clopper and Pearson's
     assert found.versus.interval is not None and found.versus.verdict == WITHIN
 
 
 def test_the_reliability_table_gives_the_ece():
-    found = at_site(images(), CLASSES, ("x",))
+    found = at_site(images(), CLASSES)
     filled = [one for one in found.reliability if one.images]
     assert len(found.reliability) == 15 and sum(one.images for one in filled) == 60
     ece = sum(one.images / 60 * abs(one.accuracy - one.confidence) for one in filled)
@@ -97,13 +105,13 @@ def test_the_reliability_table_gives_the_ece():
 
 def test_images_without_groups_are_independent_and_several_domains_have_a_worst():
     site = images(groups=False, domains=2)
-    found = at_site(site, CLASSES, ("x", "y"))
-    right = site.logits.argmax(1).numpy() == site.labels
+    found = at_site(site, CLASSES)
+    right = site.logits.argmax(1).numpy() == site.site.labels
     half = t.ppf(0.975, 59) * right.std(ddof=1) / 60**0.5
     assert found.metrics["accuracy"].interval == pytest.approx((right.mean() - half, min(1, right.mean() + half)))
     worst = min(right[::2].mean(), right[1::2].mean())
     assert found.groups is None and found.metrics["worst_domain_accuracy"].value == pytest.approx(worst)
-    of_one = at_site(site.of_domain(1), CLASSES, ("x", "y"))
+    of_one = at_site(site.of_domain(1), CLASSES)
     assert of_one.images == 30 and of_one.metrics["accuracy"].value == pytest.approx(right[1::2].mean())
 
 
@@ -119,11 +127,11 @@ def test_images_without_groups_are_independent_and_several_domains_have_a_worst(
 )
 def test_the_verdict(values, verdict):
     site = images(240)
-    found = at_site(site, CLASSES, ("x",), expected_of(values))
+    found = at_site(site, CLASSES, expected_of(values))
     assert found.versus.verdict == verdict and found.versus.promised == pytest.approx(np.mean(values))
     if len(values) == 4:
-        right = site.logits.argmax(1).numpy() == site.labels
-        without = [right[site.groups != group].mean() for group in range(60)]
+        right = site.logits.argmax(1).numpy() == site.site.labels
+        without = [right[site.site.groups != group].mean() for group in range(60)]
         error = 59 / 60 * np.square(np.array(without) - np.mean(without)).sum()
         half = t.ppf(0.975, 3) * np.sqrt(np.var(values, ddof=1) * 1.25 + error)
         low, high = max(0, np.mean(values) - half), min(1, np.mean(values) + half)
@@ -132,13 +140,13 @@ def test_the_verdict(values, verdict):
 
 def test_what_can_not_be_compared_is_not():
     values = (0.6, 0.7, 0.8, 0.9)
-    one_group = Labelled(*(getattr(images(), name) for name in ("logits", "labels", "domains")), np.zeros(60, int))
-    assert "too few images or groups" in at_site(one_group, CLASSES, ("x",), expected_of(values)).versus.verdict
+    one_group = labelled(images().logits, images().site.labels, np.zeros(60, np.int64), np.zeros(60, np.int64))
+    assert "too few images or groups" in at_site(one_group, CLASSES, expected_of(values)).versus.verdict
     oracle = expected_of(values).model_copy(update={"selection": "oracle"})
-    assert "labels of the held-out" in at_site(images(), CLASSES, ("x",), oracle).versus.verdict
+    assert "labels of the held-out" in at_site(images(), CLASSES, oracle).versus.verdict
     nll = expected_of(values, "nll")
-    assert "temperature" in at_site(images(), CLASSES, ("x",), nll, temperature=2.0).versus.verdict
-    assert at_site(images(), CLASSES, ("x",), nll).versus.verdict in (WITHIN, "below", "above")
+    assert "temperature" in at_site(images(), CLASSES, nll, temperature=2.0).versus.verdict
+    assert at_site(images(), CLASSES, nll).versus.verdict in (WITHIN, "below", "above")
 
 
 @pytest.mark.parametrize(
@@ -166,11 +174,11 @@ def test_a_site_like_the_others_is_within_the_promise_in_95_of_100(between, with
 def test_the_verdict_on_the_logit_scale_by_hand(site):
     """The error of the site's accuracy is divided by p(1 − p); (x + ½)/(n + 1) keeps a site without mistakes finite."""
     labels = np.arange(12) // 4
-    all_right = Labelled(torch.eye(4)[labels], labels, np.zeros(12, np.int64), None)
+    all_right = labelled(torch.eye(4)[labels], labels, np.zeros(12, np.int64), None)
     measured = images(240) if site == "of 240 images" else all_right
-    n = len(measured.labels)
-    right = measured.logits.argmax(1).numpy() == measured.labels
-    groups = measured.groups if measured.groups is not None else np.arange(n)
+    n = len(measured.site.labels)
+    right = measured.logits.argmax(1).numpy() == measured.site.labels
+    groups = measured.site.groups if measured.site.groups is not None else np.arange(n)
     count = len(set(groups))
     without = [right[groups != group].mean() for group in range(count)]
     p = (right.sum() + 0.5) / (n + 1)
@@ -178,7 +186,7 @@ def test_the_verdict_on_the_logit_scale_by_hand(site):
     z = np.array([0.4, 1.0, 1.3, 2.9])
     promised = new_site([np.array([one]) for one in z], "logit")
     expected = expected_of((0.6, 0.7, 0.8, 0.95)).model_copy(update=promised._asdict())
-    found = at_site(measured, CLASSES, ("x",), expected).versus
+    found = at_site(measured, CLASSES, expected).versus
     half = t.ppf(0.975, 3) * math.hypot(z.std(ddof=1) * 1.25**0.5, error)
     ends = 1 / (1 + np.exp(-z.mean() + half)), 1 / (1 + np.exp(-z.mean() - half))
     seen = [min(1, max(0, (end * (n + 1) - 0.5) / n)) for end in ends]  # x/n of x = (n + 1)p − ½
@@ -204,17 +212,22 @@ def test_sites_with_few_mistakes_are_within_the_promise_in_95_of_100(images):
 @pytest.mark.parametrize(
     ("paths", "domains"),
     [
-        (["cat/1.png", "dog/2.png"], False),
-        (["cat/deep/1.png", "dog/2.png"], False),
-        (["north/cat/1.png", "south/dog/2.png"], True),
-        (["north/cat/1.png", "south/dgo/2.png"], True),
-        (["dgo/1.png", "cat/2.png"], False),
-        (["cat/cat/1.png", "dog/dog/2.png"], False),
-        (["north/dgo/1.png"], False),
+        (["cat/1.png", "dog/2.png"], ("site",)),
+        (["cat/deep/1.png", "dog/2.png"], ("site",)),
+        (["north/cat/1.png", "south/dog/2.png"], ("north", "south")),
+        (["north/cat/1.png", "south/dgo/2.png"], "dgo"),
+        (["dgo/1.png", "cat/2.png"], "dgo"),
+        (["cat/cat/1.png", "dog/dog/2.png"], ("site",)),
+        (["north/dgo/1.png"], "north"),
     ],
 )
-def test_the_level_of_the_classes_is_found(paths, domains):
-    assert has_domains(paths, CLASSES) is domains
+def test_the_level_of_the_classes_is_found(tmp_path, paths, domains):
+    folder = write(tmp_path / "site", paths)
+    if isinstance(domains, tuple):
+        assert read_site(folder, CLASSES, {}).domain_names == domains
+    else:
+        with pytest.raises(UserError, match=f'the model has no class "{domains}"'):
+            read_site(folder, CLASSES, {})
 
 
 def write(folder, paths):

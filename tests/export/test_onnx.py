@@ -51,7 +51,7 @@ def test_the_file_computes_what_the_model_computes(written):
     """Here from image files, so with the whole preprocessing; the temperature is inside."""
     model, file, paths = written
     assert file.include_preprocessing and file.compared_on == "4 images" and file.bytes == file.path.stat().st_size
-    resized = own._resized(opened(paths), model.config.preprocessing)
+    resized = own.resize_for_comparison(opened(paths), model.config.preprocessing)
     logits, probabilities = session(file.path).run(["logits", "probabilities"], {"images": resized})
     expected = Model(model, "cpu").predict_proba(paths)
     np.testing.assert_allclose(probabilities, expected, atol=1e-6)
@@ -89,7 +89,7 @@ def test_the_file_says_nothing_of_this_machine(written):
 def test_a_file_that_differs_is_refused_and_not_kept(written, tmp_path, monkeypatch):
     """The file of another model stands for a fault of the exporter."""
     _, file, _ = written
-    monkeypatch.setattr(own, "_exported", lambda *_: file.path.read_bytes())
+    monkeypatch.setattr(own, "exported_bytes", lambda *_: file.path.read_bytes())
     other = tiny(temperature=0.1, normalize=True)
     with pytest.raises(UserError, match=r"model\.onnx: probabilities of ONNX Runtime and torch differ by up to [1-9]"):
         write_onnx(other, tmp_path, [], include_preprocessing=True)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -21,7 +22,9 @@ from warm_processes import begin, xdm_ft
 
 import xdm_ft as library
 from xdm_ft.export import predictor as inference
-from xdm_ft.export.predict import Columns, GroupMeans, entropy, spread_of
+from xdm_ft.export.predict import Columns, Predictions
+from xdm_ft.export.predictor import Batch
+from xdm_ft.export.sources import Item
 
 MANY = 60  # times the images
 ROOT = Path(__file__).resolve().parents[2]
@@ -342,31 +345,46 @@ def test_signals(small_model, images, tmp_path, number, status, first):
     assert not psutil.wait_procs(workers, 5)[1]
 
 
+def table_of(*names, members=0, temperature=1.0, grouped=False, **columns):
+    """The predictions of a model with these classes, which is not asked."""
+    module = SimpleNamespace(members=[None] * members)
+    model = SimpleNamespace(class_names=names, module=module, config=SimpleNamespace(temperature=temperature))
+    return Predictions(model, Columns(**columns), "csv", grouped)
+
+
+def batch_of(paths, logits, members=None, groups=None):
+    items = [Item(path, path, group) for path, group in zip(paths, groups or paths, strict=True)]
+    return Batch(items, torch.zeros(len(items), 1), logits, members, {}, len(items))
+
+
 def test_entropy_spread_and_columns():
-    p = np.array([[0.5, 0.5, 0], [1, 0, 0]], np.float32)
-    np.testing.assert_allclose(entropy(p), [np.log(2), 0], rtol=1e-6)
-    assert not np.signbit(entropy(p)).any()
-    members = torch.randn(4, 2, 3)
-    chosen = (members / 2.0).softmax(-1)[:, [0, 1], [0, 0]].numpy()
-    found = spread_of(members, torch.from_numpy(np.array([[0.6, 0.2, 0.2], [0.9, 0, 0.1]])), 2.0)
-    np.testing.assert_allclose(found.numpy(), chosen.std(0, ddof=1), rtol=1e-5)
-    columns = Columns(probabilities=True, spread=True, abstain_below=0.1)
-    assert list(columns.types(("path", "p:x"), False)) == [
-        "path", "label", "probability", "spread", "abstained", "p:path", "p:p:x", "error"
+    table = table_of("path", "p:x", "c", probabilities=True, entropy=True, spread=True, abstain_below=0.6,
+                     members=4, temperature=2.0)  # fmt: skip
+    assert list(table.types) == [
+        "path", "label", "probability", "entropy", "spread", "abstained", "p:path", "p:p:x", "p:c", "error"
     ]  # fmt: skip
-    [row] = columns.rows(("a", "b"), ["x"], np.array([[0.1, 0.9]], np.float32), np.array([0.25], np.float32))
-    assert row == ["x", "b", 0.9, 0.25, False, 0.1, 0.9]
+    members = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
+    logits = torch.tensor([[0.0, 0.0, -200.0], [-200.0, 200.0, -200.0]])
+    first, second = table.rows_of(batch_of(["x", "y"], logits, members))
+    of_label = (members / 2.0).softmax(-1)[:, [0, 1], [0, 1]].numpy().std(0, ddof=1)
+    np.testing.assert_allclose([first[4], second[4]], of_label, rtol=1e-5)
+    assert first[:3] + first[5:] == ["x", None, 0.5, True, 0.5, 0.5, 0.0, None]
+    assert first[3] == float(str(np.float32(np.log(2))))
+    assert second[:4] == ["y", "p:x", 1.0, 0.0] and not np.signbit(second[3])
 
 
 def test_means_of_many_groups_are_those_of_numpy():
     generator = np.random.default_rng(0)
     p = generator.dirichlet(np.ones(3), 5000).astype(np.float32)
     groups = generator.integers(0, 2000, 5000)
-    means = GroupMeans()
-    means.add_all(["path", str(group), *map(float, own), None] for group, own in zip(groups, p, strict=True))
-    found = {row[0]: row for row in means.rows(Columns(probabilities=True), ("a", "b", "c"))}
-    assert len(found) == len(means) == len(set(groups.tolist()))
+    table = table_of("a", "b", "c", probabilities=True, grouped=True)
+    names = [str(group) for group in groups]
+    for first in range(0, 5000, 1000):
+        part = slice(first, first + 1000)
+        table.add_to_groups(table.rows_of(batch_of(names[part], torch.from_numpy(p[part]).log())))
+    found = {row[0]: row for row in table.group_rows()}
+    assert len(found) == table.groups == len(set(names)) and list(found) == list(dict.fromkeys(names))
     for group in set(groups.tolist()):
         own = p[groups == group].astype(np.float64)
-        np.testing.assert_allclose(found[str(group)][3:6], own.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(found[str(group)][3:6], own.mean(0), rtol=1e-5)
         assert found[str(group)][-2:] == [len(own), None]

@@ -162,18 +162,17 @@ def evaluate(
         known = training_images(read_run(run), config)
     trained = None if known is None else are_among(content[rows], known)
     images, unreadable = _predict(model, site.rows(rows), trained, batch_size, cache_of(name))
-    if not len(images.labels):
+    if not images.site.items:
         image, reason = next(iter(unreadable.items()))
         raise UserError(f"{path}: no image can be read, the first: {image}: {reason}")
     by_domain = {
         domain: images.of_domain(number)
         for number, domain in enumerate(site.domain_names)
-        if (images.domains == number).any()
+        if (images.site.domains == number).any()
     }
     several = len(by_domain) > 1
-    names, promise = (config.class_names, site.domain_names), (config.expected, config.temperature)
-    whole = at_site(images, *names, *(() if several else promise))
     card = config.expected
+    whole = at_site(images, config.class_names, None if several else card, config.temperature)
     return Evaluation(
         model=name,
         site=path,
@@ -187,7 +186,10 @@ def evaluate(
         training_images=None if images.trained is None else int(images.trained.sum()),
         ranks=None if card is None or card.selection == ORACLE else ranks(card),
         whole=whole,
-        domains={name: at_site(one, *names, *promise) for name, one in by_domain.items()} if several else {},
+        domains={
+            name: at_site(of_domain, config.class_names, card, config.temperature)
+            for name, of_domain in (by_domain.items() if several else ())
+        },
     )
 
 
@@ -205,11 +207,10 @@ def _predict(
     logits, readable, unreadable, start = [], [], dict[str, str](), 0
     with progress("evaluate", len(site.items), "images") as bar:
         for batch in stream(model, site.items, batch_size=batch_size, cache=cache):
-            positions = [i for i in range(len(batch.items)) if i not in batch.unreadable]
-            logits.append(batch.logits[positions])
-            readable += [start + i for i in positions]
+            logits.append(batch.logits[batch.readable])
+            readable += [start + position for position in batch.readable]
             unreadable |= {batch.items[i].path: reason for i, reason in batch.unreadable.items()}
             start += len(batch.items)
             bar.advance(len(batch.items))
-    rest, trained = site.rows(np.array(readable, np.int64)), None if trained is None else trained[readable]
-    return Labelled(torch.cat(logits), rest.labels, rest.domains, rest.groups, trained), unreadable
+    rest = site.rows(np.array(readable, np.int64))
+    return Labelled(rest, torch.cat(logits), None if trained is None else trained[readable]), unreadable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from xdm_ft.cli.arguments import add_model_options, load_model, refuse_batch_siz
 from xdm_ft.runtime.errors import UserError, plural
 
 if TYPE_CHECKING:
-    from xdm_ft.export.predict import Columns, Format, Row, Tally
+    from xdm_ft.export.predict import Format, Predictions, Tally
     from xdm_ft.export.predictor import Batch, Model
     from xdm_ft.export.sources import Sources
 
@@ -56,12 +56,13 @@ def main(arguments: argparse.Namespace) -> Answer:
 
     Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
     """
-    from xdm_ft.export.predict import Columns, open_unfinished, refuse_taken
+    from xdm_ft.export.predict import Columns, Predictions, Tally, open_unfinished, refuse_taken
     from xdm_ft.export.predictor import cache_of, stream
     from xdm_ft.export.sources import Sources
     from xdm_ft.features import fast_batch_size
     from xdm_ft.runtime import interrupt
     from xdm_ft.runtime.progress import progress
+    from xdm_ft.runtime.terminal import write_data
 
     out, format_ = _output(arguments)
     sources = Sources(arguments.paths, arguments.group_by)
@@ -70,7 +71,8 @@ def main(arguments: argparse.Namespace) -> Answer:
         refuse_taken(out, arguments.resume)
     total, model = sources.count(), load_model(arguments)
     flags = arguments.probabilities, arguments.entropy, arguments.spread, arguments.top_k, arguments.distance
-    table = _Rows(model, Columns(*flags, arguments.abstain_below), format_, arguments.group_by is not None)
+    grouped = arguments.group_by is not None
+    table = Predictions(model, Columns(*flags, arguments.abstain_below), format_, grouped)
     size = arguments.batch_size or fast_batch_size(model.device.type)
     items = iter(sources)
     with progress("predicting", total, "images") as bar:
@@ -83,7 +85,18 @@ def main(arguments: argparse.Namespace) -> Answer:
                 bar.advance(len(batch.items), f"{unreadable} unreadable" if unreadable else "")
 
         if out is None:
-            return _answer(arguments, out, table, table.print(batches()), sources)
+            tally, header = Tally(), table.header
+            for batch in batches():
+                rows = list(table.rows_of(batch))
+                tally.add(rows)
+                if grouped:
+                    table.add_to_groups(rows)
+                else:
+                    write_data(header + b"".join(map(table.line, rows)))
+                    header = b""
+            if lines := [*map(table.line, table.group_rows())]:
+                write_data(header + b"".join(lines))
+            return _answer(arguments, out, table, tally, sources)
         options = dataclasses.asdict(table.columns) | {"group_by": arguments.group_by, "batch_size": size}
         with (
             open_unfinished(out, _identity(model, options), arguments.resume) as unfinished,
@@ -95,22 +108,27 @@ def main(arguments: argparse.Namespace) -> Answer:
             for batch in batches():
                 unfinished.add(table.rows_of(batch))
             unfinished.flush()
-            rows = table.complete(unfinished.rows())
+            if grouped:
+                table.add_to_groups(unfinished.rows())
+            rows_of_table = table.group_rows() if grouped else unfinished.rows()
             if unfinished.tally.images:
-                unfinished.complete(lambda path: table.write(path, rows))
+                unfinished.complete(lambda path: table.write(path, rows_of_table))
             return _answer(arguments, out, table, unfinished.tally, sources, resumed)
 
 
 def _output(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
     """Returns the file, None for standard output, and the format. Raises `UserError` for options that do not fit."""
-    from xdm_ft.export.predict import format_of
     from xdm_ft.storage.names import expand_user
 
     if arguments.json and arguments.out is None:
         problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
         raise UserError(f"{problem} --format jsonl instead")
     out = None if arguments.out is None else expand_user(arguments.out, "--out")
-    format_: Format = arguments.format or format_of(out)
+    formats: dict[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
+    format_: Format | None = arguments.format or formats.get(".csv" if out is None else out.suffix.lower())
+    if format_ is None:
+        remedy = "end it in .csv, .jsonl or .parquet, or add --format"
+        raise UserError(f"--out {out}: the name asks for no known format; {remedy}")
     if out is None and (format_ == "parquet" or arguments.resume):
         raise UserError(f"{'--format parquet' if format_ == 'parquet' else '--resume'}: needs a file; add --out FILE")
     return out, format_
@@ -129,67 +147,17 @@ def _identity(model: Model, options: dict[str, Any]) -> dict[str, Any]:
     return {"xdm_ft": __version__, "model": checksum, "error": True, **machine, **options}
 
 
-class _Rows:
-    """The rows of images, or of groups of images."""
-
-    def __init__(self, model: Model, columns: Columns, format_: Format, grouped: bool) -> None:
-        """Raises `UserError` for columns that can not be computed."""
-        from xdm_ft.export.predict import GroupMeans
-
-        columns.refuse(model, grouped)
-        self.model, self.columns, self.format, self.grouped = model, columns, format_, grouped
-        self.types = columns.types(model.class_names, grouped)
-        self.groups, self.computed = GroupMeans(), 0
-
-    def rows_of(self, batch: Batch) -> list[Row]:
-        """Returns a row per image: that of the table, or with groups what `GroupMeans` takes."""
-        from xdm_ft.export.predict import group_rows, image_rows
-
-        self.computed += batch.computed
-        return list((group_rows if self.grouped else image_rows)(self.columns, self.model, batch))
-
-    def complete(self, rows: Iterable[Row]) -> Iterable[Row]:
-        """Returns the rows of the table, given those of all images."""
-        if not self.grouped:
-            return rows
-        self.groups.add_all(rows)
-        return self.groups.rows(self.columns, self.model.class_names)
-
-    def write(self, path: Path, rows: Iterable[Row]) -> None:
-        from xdm_ft.export.predict import write_table
-
-        write_table(path, self.types, rows, self.format)
-
-    def print(self, batches: Iterable[Batch]) -> Tally:
-        """Prints the rows of each batch, or at the end those of the groups."""
-        from xdm_ft.export.predict import Tally, header_of, line_of
-        from xdm_ft.runtime.terminal import write_data
-
-        tally, header = Tally(), header_of(self.types, self.format)
-
-        def show(rows: Iterable[Row]) -> None:
-            nonlocal header
-            if lines := [line_of(self.types, row, self.format) for row in rows]:
-                write_data(header + b"".join(lines))
-                header = b""
-
-        for batch in batches:
-            rows = self.rows_of(batch)
-            tally.add(rows)
-            if self.grouped:
-                self.groups.add_all(rows)
-            else:
-                show(rows)
-        show(self.complete([]) if self.grouped else [])
-        return tally
-
-
 def _answer(
-    arguments: argparse.Namespace, out: Path | None, table: _Rows, tally: Tally, sources: Sources, resumed: int = 0
+    arguments: argparse.Namespace,
+    out: Path | None,
+    table: Predictions,
+    tally: Tally,
+    sources: Sources,
+    resumed: int = 0,
 ) -> Answer:
     from xdm_ft.export.sources import counted
 
-    predicted, groups = tally.images - tally.unreadable, len(table.groups) if table.grouped else None
+    predicted, groups = tally.images - tally.unreadable, table.groups
     document = {
         "out": out,
         "predicted": predicted,

@@ -29,28 +29,23 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export.config import Expected
 from xdm_ft.export.expected import error_at
-from xdm_ft.export.sources import Item
+from xdm_ft.export.sources import Item, Site
 from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
 from xdm_ft.runtime.progress import progress
-
-UNKNOWN = "can not be said"
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """n images with their labels and the model's answers."""
+    """The images of a site that can be read, with the model's answers."""
 
+    site: Site
     logits: Tensor  # float32 [n,C]
-    labels: np.ndarray  # int64 [n]
-    domains: np.ndarray  # int64 [n]
-    groups: np.ndarray | None  # int64 [n]; None: images assumed independent
     trained: np.ndarray | None = None  # bool [n], whether the image trained the model; None: unknown
 
     def of_domain(self, number: int) -> Labelled:
-        rows = np.flatnonzero(self.domains == number)
-        groups = None if self.groups is None else self.groups[rows]
+        rows = np.flatnonzero(self.site.domains == number)
         trained = None if self.trained is None else self.trained[rows]
-        return Labelled(self.logits[torch.from_numpy(rows)], self.labels[rows], self.domains[rows], groups, trained)
+        return Labelled(self.site.rows(rows), self.logits[torch.from_numpy(rows)], trained)
 
 
 @dataclass(frozen=True)
@@ -90,27 +85,27 @@ class AtSite:
 
 
 def at_site(
-    images: Labelled,
-    class_names: Sequence[str],
-    domain_names: Sequence[str],
-    expected: Expected | None = None,
-    temperature: float = 1.0,
+    images: Labelled, class_names: Sequence[str], expected: Expected | None = None, temperature: float = 1.0
 ) -> AtSite:
     """Returns the metrics of labelled images, with intervals over their groups.
 
     `expected` is given for one domain: a promise is about one site. `temperature` is that of the logits.
     """
-    labels, domains = torch.from_numpy(images.labels), torch.from_numpy(images.domains)
-    scores = score(images.logits, labels, domains, class_names, domain_names)
+    site, logits = images.site, images.logits
+    labels, domains = torch.from_numpy(site.labels), torch.from_numpy(site.domains)
+    scores = score(logits, labels, domains, class_names, site.domain_names)
+    tested = HeldOutImages(np.arange(len(labels)), site.labels, site.domains, site.groups)
+    effective = effective_number(tested.sizes)
     estimates, metrics = dict[str, Estimate | None](), dict[str, Measured]()
-    effective = effective_number(_tested(images).sizes)
     for name in HIGHER_IS_BETTER:
         value = getattr(scores, name)
         if value is None or (name == "worst_domain_accuracy" and len(scores.per_domain) == 1):
             continue
-        estimates[name] = _estimate(name, value, images, effective)
+        predicted, values = logits.argmax(1).numpy(), per_image(name, logits, labels)
+        prediction = Prediction("", (), 0, "", tested, predicted, values)
+        estimates[name] = error_at(name, np.array([value]), [prediction], effective)
         metrics[name] = Measured(value, interval_of(name, estimates[name], effective))
-    counts, recalls, versus = np.bincount(images.labels, minlength=len(class_names)), scores.per_class_recall, None
+    counts, recalls, versus = np.bincount(site.labels, minlength=len(class_names)), scores.per_class_recall, None
     if expected is not None:
         # of a single domain the worst accuracy is its accuracy
         name = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
@@ -118,54 +113,35 @@ def at_site(
             versus = _versus(expected, metrics[name].value, estimates[name], images, temperature)
     return AtSite(
         images=scores.n,
-        groups=None if images.groups is None else len(np.unique(images.groups)),
+        groups=None if site.groups is None else len(np.unique(site.groups)),
         metrics=metrics,
         classes={name: OfClass(int(n), recalls[name]) for name, n in zip(class_names, counts, strict=True)},
-        reliability=reliability(images.logits, images.labels),
+        reliability=reliability(logits, site.labels),
         versus=versus,
     )
-
-
-def _tested(images: Labelled) -> HeldOutImages:
-    return HeldOutImages(np.arange(len(images.labels)), images.labels, images.domains, images.groups)
-
-
-def _estimate(metric: str, value: float, images: Labelled, effective: float) -> Estimate | None:
-    """The metric with its error over groups of images, of which there are `effective` ones; None: unknown."""
-    prediction = Prediction(
-        method="",
-        test_domains=(),
-        seed=0,
-        rule="",
-        images=_tested(images),
-        predicted=images.logits.argmax(1).numpy(),
-        per_image=per_image(metric, images.logits, torch.from_numpy(images.labels)),
-    )
-    return error_at(metric, np.array([value]), [prediction], effective)
 
 
 def _versus(
     expected: Expected, value: float, estimate: Estimate | None, images: Labelled, temperature: float
 ) -> Versus:
-    interval, reason, promised = None, "", expected.at_new_site
+    interval, reason, promised, sets = None, "", expected.at_new_site, len(expected.held_out)
     trained = 0 if images.trained is None else int(images.trained.sum())
     if expected.selection == "oracle":
         reason = "picked by labels of the held-out domains"
     elif trained:
         reason = f"{trained} of these images trained the model"
     elif promised is None:
-        sets = len(expected.held_out)
         reason = "one held-out set" if sets == 1 else f"{sets} held-out sets"
     elif temperature != 1 and expected.metric in ("nll", "ece"):
         reason = "the promise is for probabilities without a temperature"
     elif estimate is None:
         reason = "too few images or groups"
     else:
-        interval, verdict = judged(expected.metric, value, estimate, len(images.labels), promised)
+        interval, verdict = judged(expected.metric, value, estimate, len(images.logits), promised)
         if interval == within_bounds(expected.metric, -math.inf, math.inf):
             reason = "the held-out domains differ so much that any value is possible"
     if reason:
-        verdict = f"{UNKNOWN} ({reason})"
+        verdict = f"can not be said ({reason})"
     return Versus(expected.metric, value, expected.mean, interval, expected.worst, verdict)
 
 
@@ -186,22 +162,22 @@ def judged(metric: str, value: float, estimate: Estimate, images: int, promised:
 
 def checksums(items: Sequence[Item]) -> np.ndarray:
     """Returns the xxh3 (128 bits) of each image's bytes, uint8 [n,16]; zeros where they can not be read."""
-    found = np.zeros((len(items), 16), np.uint8)
+
+    def checksum(item: Item) -> bytes:
+        if isinstance(item.content, bytes):
+            return xxhash.xxh3_128_digest(item.content)
+        try:
+            regular_file(item.content)
+            return hash_file(item.content)[1]
+        except (OSError, ValueError):  # prediction says why
+            return bytes(16)
+
+    digests = np.zeros((len(items), 16), np.uint8)
     with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(items), "images") as done:
-        for row, content in zip(found, pool.map(_checksum, items), strict=True):
+        for row, content in zip(digests, pool.map(checksum, items), strict=True):
             row[:] = np.frombuffer(content, np.uint8)
             done.advance()
-    return found
-
-
-def _checksum(item: Item) -> bytes:
-    if isinstance(item.content, bytes):
-        return xxhash.xxh3_128_digest(item.content)
-    try:
-        regular_file(item.content)
-        return hash_file(item.content)[1]
-    except (OSError, ValueError):  # prediction says why
-        return bytes(16)
+    return digests
 
 
 def first_of_each(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -215,7 +191,7 @@ def first_of_each(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.fromiter(first.values(), np.int64, len(first)), firsts
 
 
-def are_among(images: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Returns whether each image is one of the known ones: bool [n]."""
-    every = {bytes(row) for row in known}
-    return np.array([bytes(row) in every for row in images], bool)
+def are_among(images: np.ndarray, training_images: np.ndarray) -> np.ndarray:
+    """Returns whether each checksum is one of the training images': bool [n]."""
+    training = {bytes(row) for row in training_images}
+    return np.array([bytes(row) in training for row in images], bool)

@@ -65,7 +65,7 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
     """
     check_name(repository)
     config, _ = read_config(folder)
-    files = tuple(name for name in _checked_files(folder, config) if with_training_hashes or name != TRAINING_IMAGES)
+    files = tuple(name for name in checked_files(folder, config) if with_training_hashes or name != TRAINING_IMAGES)
     from huggingface_hub import HfApi
 
     api: Any = HfApi(library_name="xdm_ft", library_version=__version__)
@@ -88,31 +88,34 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
     return Pushed(repository, str(commit.commit_url), is_private, files)
 
 
-def _checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
+def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     """Returns the names of the files. Raises `UserError` as `push` says."""
     model = str(config.encoder.settings["model"])
     architecture = {model} if model.endswith(".json") else set()
-    known = {*FILES, *architecture}
-    found = sorted(folder.iterdir())
+    files = sorted(folder.iterdir())
     # a link could lead to any file
-    others = [path.name for path in found if path.name not in known or path.is_symlink() or not path.is_file()]
+    others = [
+        path.name
+        for path in files
+        if path.name not in {*FILES, *architecture} or path.is_symlink() or not path.is_file()
+    ]
     if others:
-        names = ", ".join(printable(name) for name in others)
+        names = ", ".join(map(printable, others))
         raise UserError(f"{folder}: {names}: no file of a model, and so not uploaded; move it elsewhere")
     optional = {ENCODER: config.encoder.file, PART: config.encoder.part, REFERENCE: config.reference_xxh3}
-    needed = {*NEEDED, *architecture, *(name for name, own in optional.items() if own is not None)}
-    missing = sorted(needed - {path.name for path in found})
+    needed = {*NEEDED, *architecture, *(name for name, described in optional.items() if described is not None)}
+    missing = sorted(needed - {path.name for path in files})
     if missing:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")
     refused = [
         f"{path}: {leak.place}: {leak.text}: a path of this machine or the name of an image, which is not uploaded; "
         "remove it, or export the model again without it"
-        for path in found
+        for path in files
         for leak in leaks_in(path)
     ]
     if refused:
         raise UserError(*refused)
-    return tuple(path.name for path in found)
+    return tuple(path.name for path in files)
 
 
 class Leak(NamedTuple):
@@ -125,13 +128,48 @@ def leaks_in(path: Path) -> list[Leak]:
 
     Raises `UserError` if the file can not be read, or if it is an ONNX file and `onnx` is not installed.
     """
-    readers = {".json": _json_texts, ".safetensors": _safetensors_texts, ".onnx": _onnx_texts}
     try:
-        texts = list(readers.get(path.suffix, _lines)(path))
+        content: Any
+        if path.suffix == ".json":
+            content = json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix == ".safetensors":
+            tensors, metadata = read_tensors(path)
+            content = {"tensors": list(tensors), "metadata": metadata}
+        elif path.suffix == ".onnx":
+            check_installed()
+            import onnx
+            from google.protobuf.message import DecodeError
+
+            try:
+                content = onnx.load(path, load_external_data=False)
+            except DecodeError as error:
+                raise Damaged("it is no ONNX file") from error
+        else:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            content = {f"line {number}": line for number, line in enumerate(lines, start=1)}
+        return [Leak(place, leak) for place, text in _texts(content, "") for leak in leaks_of(text)]
     except (OSError, ValueError, RecursionError, Damaged) as error:
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{path}: can not be read ({reason}); export the model again") from error
-    return [Leak(place, found) for place, text in texts for found in leaks_of(text)]
+
+
+def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yields (place, text) of each text and key in a JSON value or a protobuf message, but not values of tensors."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, bytes):
+        yield place, value.decode(errors="replace")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield place, key
+            yield from _texts(inner, f"{place}.{key}" if place else key)
+    elif hasattr(value, "ListFields"):
+        for field, inner in value.ListFields():
+            if field.name != "raw_data":
+                yield from _texts(inner, f"{place}.{field.name}" if place else field.name)
+    elif hasattr(value, "__len__"):  # a list, of JSON or protobuf
+        for number, inner in enumerate(value):
+            yield from _texts(inner, f"{place}[{number}]")
 
 
 def leaks_of(text: str) -> Iterator[str]:
@@ -141,68 +179,13 @@ def leaks_of(text: str) -> Iterator[str]:
     """
     yield from _IMAGE.findall(text)
     yield from _WINDOWS.findall(text)
-    for found in _ABSOLUTE.findall(text):
-        if not found.startswith("/") or "/" in found[1:].rstrip("/") or _exists(found):
-            yield found
+    for path in _ABSOLUTE.findall(text):
+        # os.path.exists: False, too, for what is too long for a name
+        if not path.startswith("/") or "/" in path[1:].rstrip("/") or os.path.exists(path):
+            yield path
     home = str(Path("~").expanduser())
     if home.count("/") > 1 and home in text:
         yield home
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # too long for a name
-        return False
-
-
-def _json_texts(path: Path) -> Iterator[tuple[str, str]]:
-    def walk(value: Any, place: str) -> Iterator[tuple[str, str]]:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                yield place, key
-                yield from walk(inner, f"{place}.{key}" if place else key)
-        elif isinstance(value, list):
-            for number, inner in enumerate(value):
-                yield from walk(inner, f"{place}[{number}]")
-        elif isinstance(value, str):
-            yield place, value
-
-    return walk(json.loads(path.read_text(encoding="utf-8")), "")
-
-
-def _safetensors_texts(path: Path) -> Iterator[tuple[str, str]]:
-    tensors, metadata = read_tensors(path)
-    yield from (("a tensor's name", name) for name in tensors)
-    for key, value in metadata.items():
-        yield from (("a key of the metadata", key), (f"metadata {key}", value))
-
-
-def _onnx_texts(path: Path) -> Iterator[tuple[str, str]]:
-    check_installed()
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    def walk(message: Any, place: str) -> Iterator[tuple[str, str]]:
-        for field, value in message.ListFields():
-            inside = f"{place}.{field.name}" if place else field.name
-            for inner in [value] if isinstance(value, str | bytes) or not hasattr(value, "__len__") else value:
-                if field.message_type is not None:
-                    yield from walk(inner, inside)
-                elif isinstance(inner, str):
-                    yield inside, inner
-                elif isinstance(inner, bytes) and field.name != "raw_data":  # the values of a tensor
-                    yield inside, inner.decode(errors="replace")
-
-    try:
-        return walk(onnx.load(path, load_external_data=False), "")
-    except DecodeError as error:
-        raise Damaged("it is no ONNX file") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return ((f"line {number}", line) for number, line in enumerate(lines, start=1))
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
@@ -243,30 +226,32 @@ def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, errors.HFValidationError):
-        return UserError(f"{name}: is no name of a repository; write ORGANISATION/NAME")
-    if isinstance(error, errors.OfflineModeIsEnabled) and writing:
-        return UserError(f"{name}: HF_HUB_OFFLINE is set, so nothing is uploaded; unset it")
-    if isinstance(error, errors.RevisionNotFoundError):
-        return UserError(f"{name}: the hub has no such revision; check the name behind @")
-    if isinstance(error, errors.GatedRepoError):
-        return UserError(f"{name}: access is restricted; ask for it on its page, then {LOGIN}")
-    if writing and (status in (401, 404) or isinstance(error, errors.LocalTokenNotFoundError)):
-        return UserError(f"{name}: the hub needs a token with the right to write; {LOGIN}")
-    if writing and status == 403:
-        return UserError(f"{name}: the token has no right to write there; use another name or token ({LOGIN})")
-    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
-        return UserError(f"{name}: is not on the hub, or is private; check the name, or {LOGIN}")
-    if writing and isinstance(error, ValueError) and "README.md" in str(error):
-        reason = " ".join(str(error).split())[:160]
-        return UserError(f"{name}: the hub refuses the metadata of README.md ({reason}); correct its first lines")
+    reason = " ".join(str(error).split())[:160]
     cause = network_error(error)
-    if cause is None:
-        raise error
-    if writing:
-        return UserError(f"{name}: the upload failed ({type(cause).__name__}); check the network and try again")
     repository = name.removeprefix(PREFIX).partition("@")[0]
-    return UserError(
-        f"{name}: is not on this machine and did not download ({type(cause).__name__}); run `hf download {repository}` "
-        "on a machine with a network, copy the folder that it prints here, and name that folder"
-    )
+    if isinstance(error, errors.HFValidationError):
+        problem = "is no name of a repository; write ORGANISATION/NAME"
+    elif isinstance(error, errors.OfflineModeIsEnabled) and writing:
+        problem = "HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        problem = "the hub has no such revision; check the name behind @"
+    elif isinstance(error, errors.GatedRepoError):
+        problem = f"access is restricted; ask for it on its page, then {LOGIN}"
+    elif writing and (status in (401, 404) or isinstance(error, errors.LocalTokenNotFoundError)):
+        problem = f"the hub needs a token with the right to write; {LOGIN}"
+    elif writing and status == 403:
+        problem = f"the token has no right to write there; use another name or token ({LOGIN})"
+    elif isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        problem = f"is not on the hub, or is private; check the name, or {LOGIN}"
+    elif writing and isinstance(error, ValueError) and "README.md" in str(error):
+        problem = f"the hub refuses the metadata of README.md ({reason}); correct its first lines"
+    elif cause is None:
+        raise error
+    elif writing:
+        problem = f"the upload failed ({type(cause).__name__}); check the network and try again"
+    else:
+        problem = (
+            f"is not on this machine and did not download ({type(cause).__name__}); run `hf download {repository}` "
+            "on a machine with a network, copy the folder that it prints here, and name that folder"
+        )
+    return UserError(f"{name}: {problem}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,12 +83,12 @@ def write_onnx(parts: Parts, folder: Path, images: Sequence[Image.Image], includ
     or the probabilities differ.
     """
     check_installed()
-    own = parts.config.preprocessing
-    resized = _resized(images, own)  # uint8 [n,H,W,3]
-    pixels = torch.stack([normalizing_transform(own)(Image.fromarray(image)) for image in resized])
+    preprocessing = parts.config.preprocessing
+    resized = resize_for_comparison(images, preprocessing)  # uint8 [n,H,W,3]
+    pixels = torch.stack([normalizing_transform(preprocessing)(Image.fromarray(image)) for image in resized])
     given = torch.from_numpy(resized) if include_preprocessing else pixels
-    graph = _Graph(Classifier(parts, "fp32"), own, include_preprocessing).eval()
-    content = _exported(graph, given, parts)
+    graph = _Graph(Classifier(parts, "fp32"), preprocessing, include_preprocessing).eval()
+    content = exported_bytes(graph, given, parts)
     path = folder / ONNX
     difference = 0.0
 
@@ -102,17 +102,15 @@ def write_onnx(parts: Parts, folder: Path, images: Sequence[Image.Image], includ
     return OnnxFile(path, OPSET, len(content), include_preprocessing, compared_on, difference)
 
 
-def _resized(images: Sequence[Image.Image], preprocessing: Preprocessing) -> np.ndarray:
+def resize_for_comparison(images: Sequence[Image.Image], preprocessing: Preprocessing) -> np.ndarray:
     """Returns at least `max(BATCH_SIZES)` resized and cropped images, uint8 [n,H,W,3]; without images, random ones."""
-    least, side = max(BATCH_SIZES), preprocessing.size
-    resize = resizing_transform(preprocessing)
-    found = [np.asarray(resize(image)) for image in images]
-    if not found:
+    least, side, resize = max(BATCH_SIZES), preprocessing.size, resizing_transform(preprocessing)
+    if not images:
         return np.random.default_rng(0).integers(0, 256, (least, side, side, 3), dtype=np.uint8)
-    return np.stack(found * -(-least // len(found)))
+    return np.stack([np.asarray(resize(image)) for image in images] * -(-least // len(images)))
 
 
-def _exported(graph: _Graph, example: Tensor, parts: Parts) -> bytes:
+def exported_bytes(graph: _Graph, example: Tensor, parts: Parts) -> bytes:
     """Returns the file's content."""
     name = PIXELS if example.dtype == torch.float32 else IMAGES
     try:
@@ -137,9 +135,16 @@ def _exported(graph: _Graph, example: Tensor, parts: Parts) -> bytes:
     size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
     if size > MAX_BYTES:
         raise UserError(f"{ONNX}: its weights take {size / 1e9:.1f} GB, and an ONNX file holds 2 GB; leave --onnx out")
-    model = program.model_proto
+    model, config = program.model_proto, parts.config
     _strip(model)
-    for key, value in _metadata(parts).items():
+    metadata = {
+        "class_names": config.class_names,
+        "opset": OPSET,
+        "preprocessing": config.preprocessing.model_dump(mode="json"),
+        "temperature": config.temperature,  # the logits are divided by it already
+        "xdm_ft": __version__,
+    }
+    for key, value in metadata.items():
         model.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
     content: bytes = model.SerializeToString(deterministic=True)
     return content
@@ -155,42 +160,26 @@ def _strip(message: Any) -> None:
                 _strip(inner)
 
 
-def _metadata(parts: Parts) -> dict[str, Any]:
-    config = parts.config
-    return {
-        "class_names": config.class_names,
-        "opset": OPSET,
-        "preprocessing": config.preprocessing.model_dump(mode="json"),
-        "temperature": config.temperature,  # the logits are divided by it already
-        "xdm_ft": __version__,
-    }
-
-
 def _difference(path: Path, given: np.ndarray, pixels: Tensor, classifier: Classifier) -> float:
     """Returns the largest |Δ probability| between the file in ONNX Runtime and torch. Raises `UserError` above 1e-4."""
     import onnxruntime
 
+    batches = [slice(first, first + size) for size in BATCH_SIZES for first in range(0, len(given), size)]
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors; its warnings are about its own optimisations
     try:
         session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         name = session.get_inputs()[0].name
-        found = [session.run([PROBABILITIES], {name: given[rows]})[0] for rows in _batches(len(given))]
+        computed = [session.run([PROBABILITIES], {name: given[rows]})[0] for rows in batches]
     except Exception as error:  # its exceptions have no common base
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{ONNX}: ONNX Runtime does not run it ({reason}); leave --onnx out") from error
     with torch.no_grad():
-        expected = [probabilities(classifier(pixels[rows])).numpy() for rows in _batches(len(pixels))]
-    difference = float(np.abs(np.concatenate(found) - np.concatenate(expected)).max())
+        expected = [probabilities(classifier(pixels[rows])).numpy() for rows in batches]
+    difference = float(np.abs(np.concatenate(computed) - np.concatenate(expected)).max())
     if not difference <= TOLERANCE:  # nor NaN
         raise UserError(
             f"{ONNX}: probabilities of ONNX Runtime and torch differ by up to {difference:.1e}, more than "
             f"{TOLERANCE:.0e}; it is not kept; leave --onnx out"
         )
     return difference
-
-
-def _batches(count: int) -> Iterator[slice]:
-    """Yields the rows in batches of each of the `BATCH_SIZES`."""
-    for size in BATCH_SIZES:
-        yield from (slice(first, first + size) for first in range(0, count, size))

@@ -12,7 +12,7 @@ import glob
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
 
 from xdm_ft.export.parts import probabilities
 from xdm_ft.export.predictor import Batch, Model
@@ -51,137 +50,101 @@ class Columns:
     distance: bool = False  # from the training images, and the percentage of unseen images that are nearer
     abstain_below: float | None = None  # no label if its probability is lower
 
-    def refuse(self, model: Model, grouped: bool) -> None:
+
+class Predictions:
+    """The table of predictions: a row per image, or per group of images with the means of their values.
+
+    `types`: {column: type of its cells}, in order. `computed`: number of images that passed through the encoder.
+    Memory grows with the number of groups alone.
+    """
+
+    def __init__(self, model: Model, columns: Columns, format_: Format, grouped: bool) -> None:
         """Raises `UserError` for columns that can not be computed."""
-        classes = len(model.class_names)
-        if self.top_k is not None and not 2 <= self.top_k <= classes:
-            raise UserError(f"--top-k: {self.top_k} is not in 2…{classes}, the number of classes")
-        if self.abstain_below is not None and not 0 < self.abstain_below <= 1:
-            raise UserError(
-                f"--abstain-below: {self.abstain_below} is not a probability above 0; give 0.5, for example"
-            )
-        if self.spread and not len(model.module.members):
+        classes, top_k, threshold = len(model.class_names), columns.top_k, columns.abstain_below
+        if top_k is not None and not 2 <= top_k <= classes:
+            raise UserError(f"--top-k: {top_k} is not in 2…{classes}, the number of classes")
+        if threshold is not None and not 0 < threshold <= 1:
+            raise UserError(f"--abstain-below: {threshold} is not a probability above 0; give 0.5, for example")
+        if columns.spread and not len(model.module.members):
             raise UserError(
                 "--spread: the model has a single head; export several ones (xdm-ft export --ensemble), or leave it out"
             )
-        if self.distance:
-            model.reference_for("--distance")
-        if self.spread and grouped:
+        self._reference = model.reference_for("--distance") if columns.distance else None
+        if columns.spread and grouped:
             raise UserError("--spread: is of single images; leave out --spread or --group-by")
+        self.model, self.columns, self.format, self.grouped, self.computed = model, columns, format_, grouped, 0
 
-    def types(self, class_names: Sequence[str], grouped: bool) -> dict[str, type]:
-        """Returns {column: type of its cells}, in order."""
         types: dict[str, type] = {"group" if grouped else "path": str, "label": str, "probability": float}
-        for place in range(1, 1 + (self.top_k or 0)):
-            types |= {f"label_{place}": str, f"probability_{place}": float}
-        types |= {"entropy": float} if self.entropy else {}
-        types |= {"spread": float} if self.spread else {}
-        types |= {"distance": float, "distance_percentile": float} if self.distance else {}
-        types |= {"abstained": bool} if self.abstain_below is not None else {}
-        types |= {f"{CLASS_PREFIX}{name}": float for name in class_names} if self.probabilities else {}
-        return types | ({"images": int} if grouped else {}) | {"error": str}
+        for rank in range(1, 1 + (top_k or 0)):
+            types |= {f"label_{rank}": str, f"probability_{rank}": float}
+        types |= {"entropy": float} if columns.entropy else {}
+        types |= {"spread": float} if columns.spread else {}
+        types |= {"distance": float, "distance_percentile": float} if columns.distance else {}
+        types |= {"abstained": bool} if threshold is not None else {}
+        types |= {f"{CLASS_PREFIX}{name}": float for name in model.class_names} if columns.probabilities else {}
+        self._empty: Row = [None] * (len(types) - 1)  # cells behind the name, where nothing was predicted
+        self.types: dict[str, type] = types | ({"images": int} if grouped else {}) | {"error": str}
 
-    def rows(
-        self,
-        class_names: Sequence[str],
-        names: Sequence[str],
-        p: np.ndarray,
-        spread: np.ndarray | None = None,
-        distances: np.ndarray | None = None,
-    ) -> Iterator[Row]:
-        """Yields a row per name, without the number of images of a group, and without the error.
-
-        `p`: float32 [n,C]; `spread`: [n]; `distances`: [n,2], with their percentiles.
-        """
-        top = np.argsort(-p, axis=1, kind="stable")[:, : self.top_k or 1]
-        of_top = _decimals(np.take_along_axis(p, top, 1))
-        of_classes = _decimals(p) if self.probabilities else [[]] * len(names)
-        numbers = [entropy(p)[:, None]] if self.entropy else []
-        numbers += [] if spread is None else [spread[:, None]]
-        numbers += [] if distances is None else [distances]
-        others = _decimals(np.concatenate(numbers, axis=1)) if numbers else [[]] * len(names)
-        for i, name in enumerate(names):
-            labels = [class_names[number] for number in top[i]]
-            # compared as it is printed
-            abstained = self.abstain_below is not None and of_top[i][0] < self.abstain_below
-            row: Row = [name, None if abstained else labels[0], of_top[i][0]]
-            for pair in zip(labels, of_top[i], strict=True) if self.top_k else ():
-                row += pair
-            row += [*others[i], *([abstained] if self.abstain_below is not None else [])]
-            yield [*row, *of_classes[i]]
-
-    def empty(self, class_names: Sequence[str], grouped: bool) -> Row:
-        """Returns the cells of `rows` behind the name, where nothing was predicted."""
-        return [None] * (len(self.types(class_names, grouped)) - (3 if grouped else 2))
-
-
-def _decimals(values: np.ndarray) -> list[Any]:
-    """Returns float32 values as the shortest decimals that are read as the same float32: 0.1, not 0.10000000149."""
-    return np.asarray(values, np.float32).astype("U").astype(np.float64).tolist()
-
-
-def entropy(p: np.ndarray) -> np.ndarray:
-    """Entropy −Σ p ln p of probabilities [n,C], float32 [n], in nats."""
-    wide = p.astype(np.float64)
-    return -(wide * np.log(np.where(wide > 0, wide, 1))).sum(1).astype(np.float32) + 0.0  # no −0
-
-
-def spread_of(members: Tensor, p: Tensor, temperature: float) -> Tensor:
-    """Standard deviation (S − 1) over the heads of the probability of the label: float32 [n].
-
-    `members`: logits [S,n,C] of the heads. `p`: probabilities [n,C] of the ensemble.
-    """
-    of_heads = (members.double() / temperature).softmax(-1)  # [S,n,C]
-    of_label = of_heads.gather(2, p.argmax(1)[None, :, None].expand(len(of_heads), -1, 1))[..., 0]  # [S,n]
-    return of_label.std(0).float()
-
-
-def image_rows(columns: Columns, model: Model, batch: Batch) -> Iterator[Row]:
-    """Yields the rows of images. Of an image without a prediction all cells but the path and the error are empty."""
-    readable, spread = batch.readable, None
-    p = probabilities(batch.logits[readable])
-    if columns.spread and batch.members is not None:
-        spread = spread_of(batch.members[:, readable], p, model.config.temperature).numpy()
-    names = [batch.items[position].path for position in readable]
-    rows = columns.rows(model.class_names, names, p.numpy(), spread, _distances(columns, model, batch))
-    empty = columns.empty(model.class_names, grouped=False)
-    for position, item in enumerate(batch.items):
-        reason = batch.unreadable.get(position)
-        yield [*next(rows), None] if reason is None else [item.path, *empty, reason]
-
-
-def group_rows(columns: Columns, model: Model, batch: Batch) -> Iterator[Row]:
-    """Yields what `GroupMeans.add_all` takes of each image: path, group, every probability, the distance and its
-    percentile if they are wanted, and None; or path, group, and why it has no prediction."""
-    p, distances = probabilities(batch.logits[batch.readable]).numpy(), _distances(columns, model, batch)
-    values = iter(_decimals(p if distances is None else np.concatenate([p, distances], 1)))
-    for position, item in enumerate(batch.items):
-        reason = batch.unreadable.get(position)
-        yield [item.path, item.group, *(next(values) if reason is None else []), reason]
-
-
-def _distances(columns: Columns, model: Model, batch: Batch) -> np.ndarray | None:
-    """Returns distances of the readable images from the training images and their percentiles, float32 [n,2]."""
-    if not columns.distance:
-        return None
-    reference = model.reference_for("--distance")
-    distances = reference.distance(batch.encoded[batch.readable].numpy())
-    return np.stack([distances, reference.percentile(distances)], 1)
-
-
-class GroupMeans:
-    """The means of the values of each group's images. Memory grows with the number of groups alone."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, np.ndarray] = {}  # float64 [C], or [C + 2] with the distance and its percentile
+        # float64 [C], or [C + 2] with the distance and its percentile: sums over the images of each group
+        self._sums: dict[str, np.ndarray] = {}
         self._images: dict[str, int] = {}  # that were predicted; in the order in which the groups came
         self._errors: dict[str, tuple[int, str]] = {}  # number of the others, the first of them and why
 
-    def __len__(self) -> int:
-        return len(self._images)
+    @property
+    def groups(self) -> int | None:
+        """The number of groups; None without groups."""
+        return len(self._images) if self.grouped else None
 
-    def add_all(self, rows: Iterable[Row]) -> None:
-        """Adds images, as `group_rows` yields them."""
+    def rows_of(self, batch: Batch) -> Iterator[Row]:
+        """Yields a row per image: its path, cells and None, or why it has no prediction.
+
+        With groups it is what `add_to_groups` takes: path, group, every probability, distances and None, or why.
+        """
+        self.computed += batch.computed
+        readable, columns, distances, spread = batch.readable, self.columns, None, None
+        p = probabilities(batch.logits[readable])  # [n,C]
+        if self._reference is not None:
+            distance = self._reference.distance(batch.encoded[readable].numpy())
+            distances = np.stack([distance, self._reference.percentile(distance)], 1)  # [n,2]
+        if columns.spread and batch.members is not None:
+            members = batch.members[:, readable].double() / self.model.config.temperature  # [S,n,C]
+            of_label = members.softmax(-1).gather(2, p.argmax(1)[None, :, None].expand(len(members), -1, 1))  # [S,n,1]
+            spread = of_label[..., 0].std(0).float().numpy()
+        if self.grouped:
+            cells = iter(_decimals(p.numpy() if distances is None else np.concatenate([p.numpy(), distances], 1)))
+        else:
+            cells = self._cells(p.numpy(), spread, distances)
+        for position, item in enumerate(batch.items):
+            reason = batch.unreadable.get(position)
+            name = [item.path, item.group] if self.grouped else [item.path]
+            empty = [] if self.grouped else self._empty
+            yield [*name, *(next(cells) if reason is None else empty), reason]
+
+    def _cells(self, p: np.ndarray, spread: np.ndarray | None, distances: np.ndarray | None) -> Iterator[Row]:
+        """Yields the cells of images or groups behind the name. `p`: [n,C]; `spread`: [n]; `distances`: [n,2]."""
+        columns, names = self.columns, self.model.class_names
+        top = np.argsort(-p, axis=1, kind="stable")[:, : columns.top_k or 1]
+        of_top = _decimals(np.take_along_axis(p, top, 1))
+        of_classes = _decimals(p) if columns.probabilities else [[]] * len(p)
+        numbers = [np.empty((len(p), 0), np.float32)]
+        if columns.entropy:  # −Σ p ln p
+            wide = p.astype(np.float64)
+            entropy = -(wide * np.log(np.where(wide > 0, wide, 1))).sum(1).astype(np.float32) + 0.0  # no −0
+            numbers.append(entropy[:, None])
+        numbers += [] if spread is None else [spread[:, None]]
+        numbers += [] if distances is None else [distances]
+        others = _decimals(np.concatenate(numbers, axis=1))
+        for i in range(len(p)):
+            labels = [names[number] for number in top[i]]
+            # compared as it is printed
+            abstained = columns.abstain_below is not None and of_top[i][0] < columns.abstain_below
+            row: Row = [None if abstained else labels[0], of_top[i][0]]
+            for pair in zip(labels, of_top[i], strict=True) if columns.top_k else ():
+                row += pair
+            yield [*row, *others[i], *([abstained] if columns.abstain_below is not None else []), *of_classes[i]]
+
+    def add_to_groups(self, rows: Iterable[Row]) -> None:
+        """Adds images, as `rows_of` yields them."""
         for path, group, *values, reason in rows:
             name = str(group)
             self._images.setdefault(name, 0)
@@ -193,21 +156,56 @@ class GroupMeans:
                 count, first = self._errors.get(name, (0, f"{path}: {reason}"))
                 self._errors[name] = count + 1, first
 
-    def rows(self, columns: Columns, class_names: Sequence[str]) -> Iterator[Row]:
+    def group_rows(self) -> Iterator[Row]:
         """Yields a row per group, in the order in which the groups came."""
         groups = iter(self._images)
         while some := list(islice(groups, ROWS_AT_ONCE)):
-            rows = self._predicted([group for group in some if self._images[group]], columns, class_names)
+            means = [self._sums[group] / self._images[group] for group in some if self._images[group]]
+            cells: Iterator[Row] = iter(())
+            if means:
+                p, distances = np.split(np.stack(means).astype(np.float32), [len(self.model.class_names)], axis=1)
+                cells = self._cells(p, None, distances if self.columns.distance else None)
             for group in some:
                 images, (errors, first) = self._images[group], self._errors.get(group, (0, ""))
-                row = next(rows) if images else [group, *columns.empty(class_names, grouped=True)]
-                yield [*row, images, f"{errors} of {images + errors} images: {first}" if errors else None]
+                error = f"{errors} of {images + errors} images: {first}" if errors else None
+                yield [group, *(next(cells) if images else self._empty), images, error]
 
-    def _predicted(self, groups: list[str], columns: Columns, class_names: Sequence[str]) -> Iterator[Row]:
-        if groups:
-            means = np.stack([self._sums[group] / self._images[group] for group in groups]).astype(np.float32)
-            p, distances = np.split(means, [len(class_names)], axis=1)
-            yield from columns.rows(class_names, groups, p, distances=distances if columns.distance else None)
+    @property
+    def header(self) -> bytes:
+        return self.line(list(self.types)) if self.format == "csv" else b""
+
+    def line(self, row: Row) -> bytes:
+        """Returns a row as a line. A name that is not UTF-8 has its own bytes in CSV, and escapes (\\udc80) in JSON."""
+        if self.format == "csv":
+            return csv_line(self.types, row).encode("utf-8", "surrogateescape")
+        return f"{json.dumps(dict(zip(self.types, row, strict=True)), allow_nan=False)}\n".encode()
+
+    def write(self, path: Path, rows: Iterable[Row]) -> None:
+        """Writes the file, of which few rows are in memory. Raises `OSError`."""
+        if self.format != "parquet":
+            with path.open("wb") as file:
+                file.write(self.header)
+                file.writelines(map(self.line, rows))
+            return
+        import pyarrow
+        from pyarrow.parquet import ParquetWriter
+
+        def utf8(cell: object) -> object:
+            """Bytes that are not UTF-8, which Parquet refuses in texts, become \\x80."""
+            return os.fsencode(cell).decode("utf-8", "backslashreplace") if isinstance(cell, str) else cell
+
+        types = {str: pyarrow.string(), float: pyarrow.float32(), bool: pyarrow.bool_(), int: pyarrow.int64()}
+        schema, rows = pyarrow.schema([(name, types[type_]) for name, type_ in self.types.items()]), iter(rows)
+        with ParquetWriter(path, schema) as writer:
+            while some := list(islice(rows, ROWS_AT_ONCE)):
+                cells = [[utf8(cell) for cell in column] for column in zip(*some, strict=True)]
+                arrays = [pyarrow.array(column, field.type) for column, field in zip(cells, schema, strict=True)]
+                writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
+
+
+def _decimals(values: np.ndarray) -> list[Any]:
+    """Returns float32 values as the shortest decimals that are read as the same float32: 0.1, not 0.10000000149."""
+    return np.asarray(values, np.float32).astype("U").astype(np.float64).tolist()
 
 
 class Tally:
@@ -399,52 +397,3 @@ def _is_named(file: Path, handle: int) -> bool:
         return os.path.samestat(os.lstat(file), os.fstat(handle))
     except FileNotFoundError:
         return False
-
-
-def format_of(out: Path | None) -> Format:
-    """Returns the format that a file's name asks for; csv without a file. Raises `UserError` for another suffix."""
-    formats: dict[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
-    suffix = ".csv" if out is None else out.suffix.lower()
-    if suffix not in formats:
-        remedy = "end it in .csv, .jsonl or .parquet, or add --format"
-        raise UserError(f"--out {out}: the name asks for no known format; {remedy}")
-    return formats[suffix]
-
-
-def header_of(columns: Collection[str], format_: Format) -> bytes:
-    return line_of(columns, list(columns), "csv") if format_ == "csv" else b""
-
-
-def line_of(columns: Iterable[str], row: Row, format_: Format) -> bytes:
-    """Returns a row as a line. A name that is not UTF-8 has its own bytes in CSV, and escapes (\\udc80) in JSON."""
-    if format_ == "csv":
-        return csv_line(columns, row).encode("utf-8", "surrogateescape")
-    return f"{json.dumps(dict(zip(columns, row, strict=True)), allow_nan=False)}\n".encode()
-
-
-def write_table(path: Path, columns: Mapping[str, type], rows: Iterable[Row], format_: Format) -> None:
-    """Writes a file of the columns {name: type of its cells}, of which few rows are in memory. Raises `OSError`."""
-    if format_ == "parquet":
-        _write_parquet(path, columns, iter(rows))
-        return
-    with path.open("wb") as file:
-        file.write(header_of(columns, format_))
-        file.writelines(line_of(columns, row, format_) for row in rows)
-
-
-def _write_parquet(path: Path, columns: Mapping[str, type], rows: Iterator[Row]) -> None:
-    import pyarrow
-    from pyarrow.parquet import ParquetWriter
-
-    types = {str: pyarrow.string(), float: pyarrow.float32(), bool: pyarrow.bool_(), int: pyarrow.int64()}
-    schema = pyarrow.schema([(name, types[type_]) for name, type_ in columns.items()])
-    with ParquetWriter(path, schema) as writer:
-        while some := list(islice(rows, ROWS_AT_ONCE)):
-            cells = [[_utf8(cell) for cell in column] for column in zip(*some, strict=True)]
-            arrays = [pyarrow.array(column, field.type) for column, field in zip(cells, schema, strict=True)]
-            writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
-
-
-def _utf8(cell: object) -> object:
-    """Bytes that are not UTF-8, which Parquet refuses in texts, become \\x80."""
-    return os.fsencode(cell).decode("utf-8", "backslashreplace") if isinstance(cell, str) else cell

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast, get_args
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.choose import Choice, read_parts
@@ -63,7 +63,13 @@ class Model:
         """`device` None: a GPU if torch finds one. `precision` None: that of the run. Raises `UserError`."""
         self.config = parts.config
         self.class_names = parts.config.class_names
-        self.device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            self.device = torch.device(name)
+            torch.zeros(1, device=self.device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: no CUDA in this torch
+            reason = str(error).splitlines()[0]
+            raise UserError(f"device: {name} can not be used ({reason}); use cpu or cuda") from error
         self.module = Classifier(parts, precision, self.device)
         self.reference = parts.reference
         self.training_images = parts.training_images
@@ -80,13 +86,12 @@ class Model:
 
     def predict_proba(self, images: Images) -> np.ndarray:
         """Returns probabilities float32 [n,C]."""
-        blocks = [probabilities(self.module.logits(self.module.as_read(z))).cpu() for z in self._encoded(images)]
-        return torch.cat([torch.zeros(0, len(self.class_names)), *blocks]).numpy()
+        width = len(self.class_names)
+        return self._map(lambda z: probabilities(self.module.logits(self.module.as_read(z))), images, width)
 
     def encode(self, images: Images) -> np.ndarray:
         """Returns features float32 [n,K], as the head reads them."""
-        blocks = [self.module.as_read(z).cpu() for z in self._encoded(images)]
-        return torch.cat([torch.zeros(0, self.config.encoder.width), *blocks]).numpy()
+        return self._map(self.module.as_read, images, self.config.encoder.width)
 
     def distance(self, images: Images) -> np.ndarray:
         """Returns how far the encoder's features are from those of the training images: float32 [n], at least 0.
@@ -95,8 +100,7 @@ class Model:
         is far. Raises `UserError` if the model has no reference.
         """
         reference = self.reference_for("distance")
-        blocks = [reference.distance(z.cpu().numpy()) for z in self._encoded(images)]
-        return np.concatenate([np.zeros(0, np.float32), *blocks])
+        return self._map(lambda z: torch.from_numpy(reference.distance(z.cpu().numpy())), images)
 
     def distance_percentile(self, distances: np.ndarray) -> np.ndarray:
         """Returns, for each distance, the percentage of unseen images of training domains that are nearer: float32 [n].
@@ -123,25 +127,42 @@ class Model:
         The temperature is in `scale` and `bias`. Raises `UserError` if the logits are not linear in L2-normalised
         features.
         """
-        heads = [*self.module.members] if self.module.head is None else [self.module.head]
-        maps = [_linear_map(head, self.module.normalize) for head in heads]
+        maps = list[tuple[Tensor, Tensor]]()  # of each head W float64 [C,K] and b [C]: logits = W ẑ + b
+        for head in [*self.module.members] if self.module.head is None else [self.module.head]:
+            if isinstance(head, Cosine):
+                weight = (head.log_scale.double().exp() * F.normalize(head.weight.double(), dim=-1)).detach()
+                maps.append((weight, weight.new_zeros(len(weight))))
+            elif not isinstance(head, Linear):
+                name = type(head).__name__.lower()
+                raise UserError(
+                    f"class embeddings: the head is {name}, which has none; train with head: linear or cosine"
+                )
+            elif not self.module.normalize:
+                raise UserError(
+                    "class embeddings: the linear head reads features that are not L2-normalised; train with "
+                    "encoder.normalize: true, or with head: cosine"
+                )
+            else:
+                maps.append((head.weight.double().detach(), head.bias.double().detach()))
         weight, bias = (torch.stack(tensors).mean(0) / self.module.temperature for tensors in zip(*maps, strict=True))
         scale = weight.norm(dim=1).mean().item()
         return ClassEmbeddings((weight / (scale or 1.0)).float().cpu(), scale, bias.float().cpu())
 
     @torch.no_grad()
-    def _encoded(self, images: Images) -> Iterator[Tensor]:
-        """Yields features [B,K] of the encoder, a batch of images at a time."""
+    def _map(self, values: Callable[[Tensor], Tensor], images: Images, *shape: int) -> np.ndarray:
+        """Returns `values` float32 [n,*shape] of the encoder's features [B,K], which are computed batch by batch."""
         keep_freed_memory()
         batches = _batched([images] if isinstance(images, OneImage) else images, fast_batch_size(self.device.type))
         first, side = next(batches, []), self.config.preprocessing.size
         # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
-        shape = (len(first), side, side, 3)
+        size = (len(first), side, side, 3)
+        blocks = [torch.zeros(0, *shape)]
         for batch in pixel_batches(
-            chain([first] if first else [], batches), self._pixels, shape, self.device, 0, "predict", ""
+            chain([first] if first else [], batches), self._pixels, size, self.device, 0, "predict", ""
         ):
             pixels = normalized(batch.pixels.to(self.device), self.config.preprocessing)
-            yield self.module.encoded(pixels)[: len(batch.items)]
+            blocks.append(values(self.module.encoded(pixels)[: len(batch.items)]).cpu())
+        return torch.cat(blocks).numpy()
 
     def _pixels(self, image: OneImage) -> Image.Image:
         """Returns the resized image. Raises `UserError` if it does not decode."""
@@ -159,31 +180,6 @@ class Model:
             raise UserError(f"{error.name or 'an image'}: does not decode: {error.reason}") from error
         except OSError as error:  # a PIL image that was opened, and is decoded only now
             raise UserError(f"an image does not decode: {error}") from error
-
-
-def _linear_map(head: nn.Module, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Returns W float64 [C,K] and b [C] of a head: logits = W ẑ + b."""
-    if isinstance(head, Cosine):
-        weight = (head.log_scale.double().exp() * F.normalize(head.weight.double(), dim=-1)).detach()
-        return weight, weight.new_zeros(len(weight))
-    if not isinstance(head, Linear):
-        name = type(head).__name__.lower()
-        raise UserError(f"class embeddings: the head is {name}, which has none; train with head: linear or cosine")
-    if not normalize:
-        raise UserError(
-            "class embeddings: the linear head reads features that are not L2-normalised; train with "
-            "encoder.normalize: true, or with head: cosine"
-        )
-    return head.weight.double().detach(), head.bias.double().detach()
-
-
-def _device(name: torch.device | str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: no CUDA in this torch
-        raise UserError(f"device: {name} can not be used ({str(error).splitlines()[0]}); use cpu or cuda") from error
-    return device
 
 
 def load(
@@ -258,51 +254,6 @@ def stream(
             raise UserError(f"{needs}; {_smaller(size)}") from error
 
 
-def read_batches(
-    model: Model, batches: Iterable[list[Item]], batch_size: int, workers: int, lookup: Lookup | None = None
-) -> Iterator[PixelBatch[Item]]:
-    """Yields the images decoded and resized; instead of pixels the features [K] of those that the `lookup` has."""
-    preprocessing = model.config.preprocessing
-    resize = resizing_transform(preprocessing)
-
-    def read(item: Item) -> Image.Image | Tensor | str:
-        name = printable(item.path)
-        with memory_of(name):
-            content = _content(item, lookup is not None)
-            cached = None if lookup is None or isinstance(content, Path) else lookup.find(content)
-            return resize(decode(content, name, preprocessing.least_side)) if cached is None else cached
-
-    shape = (batch_size, preprocessing.size, preprocessing.size, 3)
-    return pixel_batches(batches, read, shape, model.device, workers, "predict", _smaller(batch_size))
-
-
-def _smaller(batch_size: int) -> str:
-    return f"give a smaller --batch-size (now {batch_size})"
-
-
-def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    rest = iter(items)
-    return iter(lambda: list(islice(rest, size)), [])
-
-
-def _content(item: Item, complete: bool) -> bytes | Path:
-    """Returns the bytes of an image if they are wanted `complete`, else its path. Raises `UnreadableImage`."""
-    if isinstance(item.content, bytes):
-        return item.content
-    try:
-        status = os.stat(item.content)
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block for ever
-            raise UnreadableImage(item.path, "not a regular file")
-        path = Path(item.content)
-        return path.read_bytes() if complete and status.st_size <= MAX_READ else path
-    except ValueError as error:  # a null byte in the path
-        raise UnreadableImage(item.path, str(error)) from error
-    except OSError as error:
-        if error.errno in OF_THE_MACHINE:
-            raise
-        raise UnreadableImage(item.path, error.strerror or str(error)) from error
-
-
 @torch.inference_mode()
 def _computed(model: Model, batch: PixelBatch[Item]) -> Batch:
     n, module = len(batch.items), model.module
@@ -321,6 +272,45 @@ def _computed(model: Model, batch: PixelBatch[Item]) -> Batch:
     unreadable = dict.fromkeys(broken.nonzero()[:, 0].tolist(), NOT_FINITE)
     unreadable |= {position: value for position, value in batch.instead.items() if isinstance(value, str)}
     return Batch(batch.items, encoded[:n].cpu(), logits[:n].cpu(), members, unreadable, n - len(batch.instead))
+
+
+def read_batches(
+    model: Model, batches: Iterable[list[Item]], batch_size: int, workers: int, lookup: Lookup | None = None
+) -> Iterator[PixelBatch[Item]]:
+    """Yields the images decoded and resized; instead of pixels the features [K] of those that the `lookup` has."""
+    preprocessing = model.config.preprocessing
+    resize = resizing_transform(preprocessing)
+
+    def read(item: Item) -> Image.Image | Tensor | str:
+        name = printable(item.path)
+        content: bytes | Path = item.content if isinstance(item.content, bytes) else Path(item.content)
+        with memory_of(name):
+            if isinstance(content, Path):
+                try:
+                    status = content.stat()
+                    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block for ever
+                        raise UnreadableImage(item.path, "not a regular file")
+                    content = content if lookup is None or status.st_size > MAX_READ else content.read_bytes()
+                except ValueError as error:  # a null byte in the path
+                    raise UnreadableImage(item.path, str(error)) from error
+                except OSError as error:
+                    if error.errno in OF_THE_MACHINE:
+                        raise
+                    raise UnreadableImage(item.path, error.strerror or str(error)) from error
+            cached = None if lookup is None or isinstance(content, Path) else lookup.find(content)
+            return resize(decode(content, name, preprocessing.least_side)) if cached is None else cached
+
+    shape = (batch_size, preprocessing.size, preprocessing.size, 3)
+    return pixel_batches(batches, read, shape, model.device, workers, "predict", _smaller(batch_size))
+
+
+def _smaller(batch_size: int) -> str:
+    return f"give a smaller --batch-size (now {batch_size})"
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    return iter(lambda: list(islice(rest, size)), [])
 
 
 def cache_of(folder: str) -> Path:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -90,12 +90,19 @@ class Sources:
                 pulse.beat()
                 total += 1
             if total == before and path != STDIN:
-                others = f"; {counted(self.others)}" if self.others else ""
-                raise UserError(f"{path}: {_no_images(path)}{others}")
+                problem = "contains no image (known by its extension)" if os.path.isdir(path) else "matches no image"
+                if _is_table(path):
+                    problem = "the table has no rows; add one per image"
+                raise UserError(f"{path}: {problem}{f'; {counted(self.others)}' if self.others else ''}")
         return None if STDIN in self.paths else total
 
     def _items(self, path: str) -> Iterator[Item]:
-        for item in self._of_table(Path(path)) if _is_table(path) else self._of_files(path):
+        """Yields the images of one path with their groups."""
+        if _is_table(path):
+            items = _table_items(Path(path), self.group_by)
+        else:
+            items = (Item(file, file) for file in self._image_files(path))
+        for item in items:
             group = item.group or ("" if self.group_by is None else group_of(item.path, self._expression))
             if not group and self.group_by is not None:
                 column = f"is no column of {printable(path)} and " if _is_table(path) else ""
@@ -105,44 +112,20 @@ class Sources:
                 )
             yield item if group == item.group else item._replace(group=str(group).replace("\0", "/"))
 
-    def _of_files(self, path: str) -> Iterator[Item]:
+    def _image_files(self, path: str) -> Iterator[str]:
         if path == STDIN:
             lines = (os.fsdecode(line.removesuffix(b"\n").removesuffix(b"\r")) for line in sys.stdin.buffer)
-            yield from (Item(line, line) for line in lines if line)
+            yield from filter(None, lines)
         elif os.path.lexists(path) and not os.path.isdir(path):
-            yield Item(path, path)
+            yield path
         else:
-            is_folder = os.path.isdir(path)
-            for file in _files(path, set()) if is_folder else _matches(str(expand_user(path, "PATH"))):
+            for file in _files(path, set()) if os.path.isdir(path) else _matches(str(expand_user(path, "PATH"))):
                 if is_image(file):
-                    yield Item(file, file)
+                    yield file
                 else:
                     extension = os.path.splitext(file)[1].lower()
                     # DICOM's names may be numbers with dots
                     self.others["" if extension[1:].isdigit() else extension] += 1
-
-    def _of_table(self, file: Path) -> Iterator[Item]:
-        """Yields the images of a table, with their groups if they are a column of it."""
-        cells = _csv_cells if file.suffix.lower() == ".csv" else _parquet_cells
-        for number, path_cell, group_cell in cells(file, self.group_by):
-            column = "path"
-            try:
-                path = path_in(path_cell)
-                column = str(self.group_by)
-                group = "" if group_cell is None else name_in(group_cell)
-            except ValueError as error:
-                raise UserError(f"{file}: row {number}, column {column}: {error}") from error
-            yield Item(path, os.path.join(os.path.dirname(file), path), group)
-
-
-def _is_table(path: str) -> bool:
-    return path.lower().endswith(TABLES) and os.path.isfile(path)
-
-
-def _no_images(path: str) -> str:
-    if _is_table(path):
-        return "the table has no rows; add one per image"
-    return "contains no image (known by its extension)" if os.path.isdir(path) else "matches no image"
 
 
 def counted(others: Mapping[str, int]) -> str:
@@ -178,40 +161,53 @@ def _matches(pattern: str) -> Iterator[str]:
             yield path
 
 
-def _csv_cells(file: Path, group: str | None) -> Iterator[tuple[int, object, object]]:
+def _is_table(path: str) -> bool:
+    return path.lower().endswith(TABLES) and os.path.isfile(path)
+
+
+def _table_items(file: Path, group_by: str | None) -> Iterator[Item]:
+    """Yields the images of a table, with their groups if they are a column of it."""
+    for number, path_cell, group_cell in _table_cells(file, group_by):
+        column = "path"
+        try:
+            path = path_in(path_cell)
+            column = str(group_by)
+            group = "" if group_cell is None else name_in(group_cell)
+        except ValueError as error:
+            raise UserError(f"{file}: row {number}, column {column}: {error}") from error
+        yield Item(path, os.path.join(os.path.dirname(file), path), group)
+
+
+def _table_cells(file: Path, group_by: str | None) -> Iterator[tuple[int, object, object]]:
     """Yields the number of each row, its path, and its group: None without such a column."""
-    rows = csv_rows(file)
-    _, header = next(rows)
-    has_group = _has_group(file, header, group)
-    for number, row in rows:
-        yield number, row[header.index("path")], row[header.index(str(group))] if has_group else None
 
+    def columns_of(header: Sequence[str]) -> list[str]:
+        for column in ("path", group_by):
+            if column is not None and list(header).count(column) > 1:
+                raise UserError(f"{file}: two columns have the name {column}; rename one")
+        if "path" not in header:
+            raise UserError(f"{file}: there is no column path; found: {', '.join(header)}")
+        return ["path", *(name for name in header if name == group_by)]
 
-def _parquet_cells(file: Path, group: str | None) -> Iterator[tuple[int, object, object]]:
+    if file.suffix.lower() == ".csv":
+        rows = csv_rows(file)
+        _, header = next(rows)
+        first, *others = [header.index(column) for column in columns_of(header)]
+        for number, row in rows:
+            yield number, row[first], row[others[0]] if others else None
+        return
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(file) as table:
-            has_group = _has_group(file, table.schema_arrow.names, group)
-            columns, number = ["path", *([str(group)] if has_group else [])], 0
+            columns, number = columns_of(table.schema_arrow.names), 0
             for batch in table.iter_batches(ROWS_AT_ONCE, columns=columns):
-                cells = [batch.column(name).to_pylist() for name in columns]
-                for path, *groups in zip(*cells, strict=True):
+                for path, *group in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
                     number += 1
-                    yield number, path, next(("" if cell is None else cell for cell in groups), None)
+                    yield number, path, next(("" if cell is None else cell for cell in group), None)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: can not be read as Parquet: {error}") from error
-
-
-def _has_group(file: Path, header: Sequence[str], group: str | None) -> bool:
-    """Returns whether there is a column of groups. Raises `UserError` without a column of paths."""
-    for column in ("path", group):
-        if column is not None and list(header).count(column) > 1:
-            raise UserError(f"{file}: two columns have the name {column}; rename one")
-    if "path" not in header:
-        raise UserError(f"{file}: there is no column path; found: {', '.join(header)}")
-    return group in header
 
 
 class Site(NamedTuple):
@@ -258,61 +254,49 @@ def read_site(path: str, class_names: Sequence[str], renamed: Mapping[str, str],
         re.compile(group or "")
     except re.error as error:
         raise UserError(f"--group: {group} is not a regular expression: {error}") from error
-    where = expand_user(path, "SITE")
+    source = expand_user(path, "SITE")
+    is_table = path.lower().endswith(TABLES) and not source.is_dir()
     try:
-        if path.lower().endswith(TABLES) and not where.is_dir():
-            return _site_of_table(where, numbers, class_names, group)
-        return _site_of_folder(where, numbers, class_names, group)
+        if is_table:
+            table = _SiteTable(file=source, group=group)
+            names, labels, where, hint = table.class_names, table.labels, f"{printable(source)}: column label", ""
+            items = [Item(shown, path) for shown, path in zip(table.shown, table.paths, strict=True)]
+            domain_names, domains, groups = table.domain_names, table.domains, table.groups
+        else:
+            images, classes, domain_of = _labelled_images(source, numbers)
+            (names, labels), where, hint = numbered(classes), str(source), f" ({LAYOUTS})"
+            items = [Item(path, path) for path in (os.path.join(source, image) for image in images)]
+            domain_names, domains = numbered(domain_of)
+            groups = None if group is None else groups_of(images, group)
     except UserError as error:  # written for keys of a recipe
         lines = (re.sub("^data.(root|file): ", "", str(line)).replace("data.group:", "--group:") for line in error.args)
         raise UserError(*lines) from error
-
-
-def _site_of_table(file: Path, numbers: Mapping[str, int], class_names: Sequence[str], group: str | None) -> Site:
-    table = _SiteTable(file=file, group=group)
-    labels = _labels(table.class_names, numbers, class_names, f"{printable(file)}: column label")
-    items = [Item(shown, path) for shown, path in zip(table.shown, table.paths, strict=True)]
-    return Site(items, labels[table.labels], table.domain_names, table.domains, table.groups)
-
-
-def _site_of_folder(root: Path, numbers: Mapping[str, int], class_names: Sequence[str], group: str | None) -> Site:
-    refuse_missing_folder(root, LAYOUTS)
-    images, _ = images_below(root, "<class>")
-    if not images:
-        raise UserError(f"{root}: contains no images in class folders; {LAYOUTS}")
-    if has_domains(images, numbers):
-        outside = [path for path in images if path.count("/") < 2]
-        if outside:
-            ignored = plural(len(outside), "image")
-            logger.warning("%s: ignored %s outside a <domain>/<class> folder: %s", root, ignored, outside[0])
-        images = [path for path in images if path.count("/") >= 2]
-        domains, classes = [path.split("/")[0] for path in images], [path.split("/")[1] for path in images]
-    else:
-        domains, classes = [root.resolve().name] * len(images), [path.split("/")[0] for path in images]
-    names, of_image = numbered(classes)
-    labels = _labels(names, numbers, class_names, str(root), f" ({LAYOUTS})")[of_image]
-    groups = None if group is None else groups_of(images, group)
-    items = [Item(path, path) for path in (os.path.join(root, image) for image in images)]
-    return Site(items, labels, *numbered(domains), groups)
-
-
-def has_domains(images: Sequence[str], known: Collection[str]) -> bool:
-    """Whether the folders of these paths are `<domain>/<class>/`, not `<class>/`, judged by the names of known classes.
-
-    If neither level has only known classes, the level that has some is that of the classes.
-    """
-    first = {printable(path.split("/")[0]) for path in images}
-    second = {printable(path.split("/")[1]) for path in images if path.count("/") >= 2}
-    return not first <= set(known) and not second.isdisjoint(known)
-
-
-def _labels(
-    names: Sequence[str], numbers: Mapping[str, int], class_names: Sequence[str], where: str, hint: str = ""
-) -> np.ndarray:
-    """The model's class of each name, int64. Raises `UserError` if the model lacks one."""
     unknown = [name for name in names if name not in numbers]
     if unknown:
         more = f", nor {plural(len(unknown) - 1, 'other label')} of the site" if len(unknown) > 1 else ""
         meant = did_you_mean(unknown[0], list(class_names))
         raise UserError(f'{where}: the model has no class "{unknown[0]}"{more}{meant}{hint}')
-    return np.array([numbers[name] for name in names], np.int64)
+    return Site(items, np.array([numbers[name] for name in names], np.int64)[labels], domain_names, domains, groups)
+
+
+def _labelled_images(root: Path, numbers: Mapping[str, int]) -> tuple[list[str], list[str], list[str]]:
+    """Returns the paths of the images below `root`, and the class and the domain of each.
+
+    Folders are `<domain>/<class>/` or `<class>/`, judged by the names of known classes: if neither level has only
+    known classes, the level that has some is that of the classes.
+    """
+    refuse_missing_folder(root, LAYOUTS)
+    images, _ = images_below(root, "<class>")
+    if not images:
+        raise UserError(f"{root}: contains no images in class folders; {LAYOUTS}")
+    levels = [path.split("/") for path in images]
+    first = {printable(folders[0]) for folders in levels}
+    second = {printable(folders[1]) for folders in levels if len(folders) > 2}
+    if first <= numbers.keys() or second.isdisjoint(numbers):
+        return images, [folders[0] for folders in levels], [root.resolve().name] * len(images)
+    outside = [path for path in images if path.count("/") < 2]
+    if outside:
+        ignored = plural(len(outside), "image")
+        logger.warning("%s: ignored %s outside a <domain>/<class> folder: %s", root, ignored, outside[0])
+    levels = [folders for folders in levels if len(folders) > 2]
+    return ["/".join(folders) for folders in levels], [folders[1] for folders in levels], [f[0] for f in levels]
