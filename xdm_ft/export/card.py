@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.summary import trained_words
-from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
+from xdm_ft.export.config import Expected, ModelConfig
 from xdm_ft.runtime.errors import plural, printable
 
 HUB = "hf-hub:"
@@ -51,10 +51,8 @@ def interval(metric: str, ends: tuple[float, float] | None) -> str:
 
 def ranks(expected: Expected) -> str:
     """Returns in words where a new site ranks among the held-out ones."""
-    metric, held_out = expected.metric, expected.held_out
-    return rank_words(
-        metric, [one.domains for one in held_out], [one.value for one in held_out], partial(shown, metric)
-    )
+    domains, values = [one.domains for one in expected.held_out], [one.value for one in expected.held_out]
+    return rank_words(expected.metric, domains, values, partial(shown, expected.metric))
 
 
 def held_words(config: ModelConfig, training_features: int) -> str:
@@ -82,60 +80,78 @@ def card(config: ModelConfig, encoder: Mapping[str, Any], training_features: int
     training images whose features the heads hold.
     """
     front = yaml.safe_dump(metadata(config, encoder), sort_keys=False, allow_unicode=True, width=float("inf"))
-    sections = [
-        ("Use", _use(config)),
-        ("Training", _training(config, training_features)),
-        ("What to expect at a new site", _expected(config)),
-        ("Calibration", _calibration(config)),
-        ("Limits", _limits(config, training_features)),
-        ("How to load it", _loading(config)),
-    ]
-    title = f"# {escaped(config.method['label'])}: {plural(len(config.class_names), 'class')} of images"
-    body = "\n\n".join(f"## {heading}\n\n" + "\n".join(lines) for heading, lines in sections)
-    return f"---\n{front}---\n\n{title}\n\n{body}\n"
+    classes, label = plural(len(config.class_names), "class"), escaped(config.method["label"])
+    use = f"""Assigns one of these {classes} to an image:
+{", ".join(escaped(name) for name in config.class_names)}.
+
+It is meant for images from sites (hospitals, regions, cameras, styles) that were not in its training data.
+Evaluate it on labelled images of your site before you rely on it (see the end of this page)."""
+    needs_file = config.encoder.file is None and "weights" not in config.encoder.settings
+    weights_argument = ', encoder_weights="FILE"' if needs_file else ""
+    which_file = f"""FILE has the encoder's weights, which are not in the directory (xxh3 {config.encoder.named_xxh3}).
+
+"""
+    loading = f"""```python
+import xdm_ft
+
+model = xdm_ft.load("DIRECTORY"{weights_argument})  # that of this page
+print(model.predict(["IMAGE"]), model.predict_proba(["IMAGE"]))
+```
+
+{which_file if needs_file else ""}\
+Labelled images of a new site, in folders `<class>/<image>`, show whether it keeps what this page promises:
+
+```
+xdm-ft evaluate DIRECTORY SITE{" --encoder-weights FILE" if needs_file else ""}
+```"""
+    expected = "Unknown: the run has no test result of this method."
+    if config.expected is not None:
+        expected = "\n".join(_expected(config, config.expected))
+    sections = {
+        "Use": use,
+        "Training": "\n".join(_training(config, training_features)),
+        "What to expect at a new site": expected,
+        "Calibration": "\n".join(_calibration(config)),
+        "Limits": "\n".join(_limits(config, training_features)),
+        "How to load it": loading,
+    }
+    body = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in sections.items())
+    return f"---\n{front}---\n\n# {label}: {classes} of images\n\n{body}\n"
 
 
 def metadata(config: ModelConfig, encoder: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the front matter."""
-    found: dict[str, Any] = {
+    front: dict[str, Any] = {
         "library_name": "xdm_ft",
         "pipeline_tag": "image-classification",
         "tags": ["xdm_ft", "domain-generalization", "image-classification", config.encoder.name],
     }
     sources = [str(encoder.get(key)) for key in ("weights", "model") if str(encoder.get(key)).startswith(HUB)]
     if sources:
-        found["base_model"] = sources[0].removeprefix(HUB).split("@")[0]
+        front["base_model"] = sources[0].removeprefix(HUB).split("@")[0]
     expected = config.expected
     if expected is None or expected.selection == "oracle":  # such numbers are no results
-        return found
-    if expected.metric in HUB_METRICS:
-        found["metrics"] = [HUB_METRICS[expected.metric]]
-    results = [_result(expected, f"{', '.join(one.domains)} held out", one.value) for one in expected.held_out]
-    if len(results) > 1:
-        results.insert(0, _result(expected, "mean over held-out domains", expected.mean))
-    return found | {"model-index": [{"name": html.escape(config.method["label"]), "results": results}]}
-
-
-def _result(expected: Expected, where: str, value: float) -> dict[str, Any]:
+        return front
     metric = {"type": HUB_METRICS.get(expected.metric, expected.metric), "name": WORDS[expected.metric]}
-    return {
-        "task": {"type": "image-classification", "name": "Image classification"},
-        # escaped, as a reader of the raw text may be a browser; the hub merges results whose type and config are equal
-        "dataset": {
-            "name": html.escape(f"{expected.data}, {where}"),
-            "type": html.escape(expected.data),
-            "config": html.escape(where),
-        },
-        "metrics": [metric | {"value": round(value, 6)}],
-    }
-
-
-def _use(config: ModelConfig) -> Iterator[str]:
-    yield f"Assigns one of these {plural(len(config.class_names), 'class')} to an image:"
-    yield ", ".join(escaped(name) for name in config.class_names) + "."
-    yield ""
-    yield "It is meant for images from sites (hospitals, regions, cameras, styles) that were not in its training data."
-    yield "Evaluate it on labelled images of your site before you rely on it (see the end of this page)."
+    if expected.metric in HUB_METRICS:
+        front["metrics"] = [metric["type"]]
+    values = [(f"{', '.join(one.domains)} held out", one.value) for one in expected.held_out]
+    if len(values) > 1:
+        values.insert(0, ("mean over held-out domains", expected.mean))
+    results = [
+        {
+            "task": {"type": "image-classification", "name": "Image classification"},
+            # escaped, as a reader of the raw text may be a browser; the hub merges results of equal type and config
+            "dataset": {
+                "name": html.escape(f"{expected.data}, {where}"),
+                "type": html.escape(expected.data),
+                "config": html.escape(where),
+            },
+            "metrics": [metric | {"value": round(value, 6)}],
+        }
+        for where, value in values
+    ]
+    return front | {"model-index": [{"name": html.escape(config.method["label"]), "results": results}]}
 
 
 def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
@@ -166,65 +182,50 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
         yield "  evaluate does."
 
 
-def _expected(config: ModelConfig) -> Iterator[str]:
-    expected = config.expected
-    if expected is None:
-        yield "Unknown: the run has no test result of this method."
-        return
-    metric = expected.metric
+def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
+    metric, held_out, site = expected.metric, expected.held_out, expected.at_new_site
+    is_final_fit = "images" in config.results
     if expected.selection == "oracle":
         yield "**CHEATING: steps and trials were picked by labels of the held-out domains (oracle). These numbers are"
-        yield "no results, and a new site will be worse.**"
-        yield ""
+        yield "no results, and a new site will be worse.**\n"
     else:
-        yield f"{ranks(expected).capitalize()}. This is exact if sites are exchangeable."
-        yield ""
+        yield f"{ranks(expected).capitalize()}. This is exact if sites are exchangeable.\n"
     spread = "" if expected.stderr is None else f" ± {shown(metric, expected.stderr)} (standard error over seeds)"
     seeds = f"{plural(expected.seeds, 'seed')}" if expected.seeds else "incomplete seeds"
     kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
-    yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}."
-    yield ""
-    if (site := expected.at_new_site) is not None:
+    yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}.\n"
+    if site is not None:
         likely, nearly_all = (interval(metric, site.between(metric, level)) for level in LEVELS)
         scale = "" if site.scale == "plain" else f", on the {site.scale} scale"
         yield f"At one new site, {WORDS[metric]} is expected in **{likely}** (80%) and in **{nearly_all}** (95%):"
         yield f"prediction intervals, t distribution with {site.freedom} degrees of freedom{scale}. They assume that"
-        yield f"the new site is like one more draw of the {len(expected.held_out)} held-out domains."
+        yield f"the new site is like one more draw of the {len(held_out)} held-out domains."
     else:
         yield "There is no interval for a new site: too few domains were held out to know how much sites differ."
     if expected.one_more_domain is not None:
-        yield ""
-        seen = "; this model has seen one more than those that were measured" * ("images" in config.results)
+        seen = "; this model has seen one more than those that were measured" * is_final_fit
         gain = gain_words(metric, expected.one_more_domain).capitalize()
-        yield f"{gain}, as models that left out two domains show{seen}."
-    yield ""
-    yield from _table(metric, expected.held_out)
-    yield ""
-    name, worst = expected.worst
-    of = "accuracy" if len(expected.held_out) == 1 and len(expected.held_out[0].domains) > 1 else WORDS[metric]
-    yield f"Worst: {escaped(name)}, {of} {shown('accuracy' if of == 'accuracy' else metric, worst)}. Intervals are 95%,"
-    yield f"over {'' if expected.seeds == 1 else 'seeds and '}groups of images."
-    others = [f"{WORDS[key]} {shown(key, value)}" for key, value in expected.others.items() if key not in CALIBRATION]
-    if others:
-        yield f"Other metrics (means): {', '.join(others)}."
-    yield from _not_of_this_model(config)
+        yield f"\n{gain}, as models that left out two domains show{seen}."
 
-
-def _table(metric: str, held_out: Sequence[AtHeldOut]) -> Iterator[str]:
-    yield f"| held out | {WORDS[metric]} | 95% interval | images | groups |"
+    yield f"\n| held out | {WORDS[metric]} | 95% interval | images | groups |"
     yield "|---|---:|---:|---:|---:|"
     for one in held_out:
         groups = "unknown" if one.groups is None else str(one.groups)
         name = escaped(", ".join(one.domains))
         yield f"| {name} | {shown(metric, one.value)} | {interval(metric, one.interval)} | {one.images} | {groups} |"
-        if len(one.domains) > 1:
-            for domain, accuracy in one.accuracies.items():
-                yield f"| – {escaped(domain)} (accuracy) | {shown('accuracy', accuracy)} | | | |"
+        for domain, accuracy in one.accuracies.items() if len(one.domains) > 1 else ():
+            yield f"| – {escaped(domain)} (accuracy) | {shown('accuracy', accuracy)} | | | |"
 
-
-def _not_of_this_model(config: ModelConfig) -> Iterator[str]:
+    name, value = expected.worst
+    # of several domains in one set only accuracies are known
+    of = "accuracy" if len(held_out) == 1 and len(held_out[0].domains) > 1 else metric
+    yield f"\nWorst: {escaped(name)}, {WORDS[of]} {shown(of, value)}. Intervals are 95%,"
+    yield f"over {'' if expected.seeds == 1 else 'seeds and '}groups of images."
+    others = [f"{WORDS[key]} {shown(key, value)}" for key, value in expected.others.items() if key not in CALIBRATION]
+    if others:
+        yield f"Other metrics (means): {', '.join(others)}."
     yield ""
-    if "images" in config.results:
+    if is_final_fit:
         yield "These numbers are of models that were trained without the domain they were tested on. This model was"
         yield "trained on all domains, so no images are left to test it on."
     else:
@@ -238,8 +239,8 @@ def _not_of_this_model(config: ModelConfig) -> Iterator[str]:
 
 def _calibration(config: ModelConfig) -> Iterator[str]:
     expected = config.expected
-    known = {} if expected is None else {expected.metric: expected.mean} | expected.others
-    lines = [f"{WORDS[key]} {shown(key, known[key])}" for key in CALIBRATION if key in known]
+    values = {} if expected is None else {expected.metric: expected.mean} | expected.others
+    lines = [f"{WORDS[key]} {shown(key, values[key])}" for key in CALIBRATION if key in values]
     if lines:
         yield f"On the held-out domains, without a temperature: {', '.join(lines)}."
     if expected is not None and expected.calibrated is not None:
@@ -261,28 +262,7 @@ def _limits(config: ModelConfig, training_features: int) -> Iterator[str]:
         yield f"* Few domains: {plural(domains, 'domain')} tested. Another kind of site can be worse than any of them."
         yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
     yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."
-    held = held_words(config, training_features)
-    if held:
+    if held := held_words(config, training_features):
         yield f"* Privacy: {escaped(held)}. Share this model only as you may share these images."
     yield "* Domains are unseen in fine-tuning, but possibly seen in the encoder's pre-training."
     yield "* Not for decisions on health, safety or rights of people without an evaluation for that purpose."
-
-
-def _loading(config: ModelConfig) -> Iterator[str]:
-    needs_file = config.encoder.file is None and "weights" not in config.encoder.settings
-    yield "```python"
-    yield "import xdm_ft"
-    yield ""
-    weights = ', encoder_weights="FILE"' if needs_file else ""
-    yield f'model = xdm_ft.load("DIRECTORY"{weights})  # that of this page'
-    yield 'print(model.predict(["IMAGE"]), model.predict_proba(["IMAGE"]))'
-    yield "```"
-    yield ""
-    if needs_file:
-        yield f"FILE has the encoder's weights, which are not in the directory (xxh3 {config.encoder.named_xxh3})."
-        yield ""
-    yield "Labelled images of a new site, in folders `<class>/<image>`, show whether it keeps what this page promises:"
-    yield ""
-    yield "```"
-    yield f"xdm-ft evaluate DIRECTORY SITE{' --encoder-weights FILE' if needs_file else ''}"
-    yield "```"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from xdm_ft.algorithms.wise_ft import interpolate
 from xdm_ft.cut.trainable import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.evaluation.distance import Reference
-from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
 from xdm_ft.experiment.plan import read_data
@@ -60,15 +59,6 @@ class Choice:
     trial: int | None = None  # of the model with `held_out`; None: the one that validation picked
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The weights of a model (one file per seed of an ensemble), and how it was chosen."""
-
-    files: Mapping[int, str]  # {seed: address of the weights}
-    how: str
-    final_fit: Mapping[str, Any] | None  # its entry in results.json; None: a model that was trained for the estimate
-
-
 def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
     methods = list(dict.fromkeys(record.method for record in run.records))
@@ -89,15 +79,25 @@ def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     raise UserError(f"{run.path}: no method has a value of {run.rule} in all of its runs; name one: --method")
 
 
+class Chosen(NamedTuple):
+    """The weights of a model (one file per seed of an ensemble), and how it was chosen."""
+
+    files: Mapping[int, str]  # {seed: address of the weights}
+    how: str
+    final_fit: Mapping[str, Any] | None  # its entry in results.json; None: a model that was trained for the estimate
+
+
 def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
     """Returns the model that `choice` means.
 
     With `held_out` it is a model of the estimate; else the final fit of the method, and on an official split without
     one the method's first seed. No test result is read. Raises `UserError` if the run has no such model.
     """
+    sets = dict.fromkeys(",".join(record.test_domains) for record in run.records)
+    held_out_options = " or ".join(f"--held-out {shlex.quote(name)}" for name in sets)
     if choice.held_out is None and (choice.seed is not None or choice.trial is not None):
         option = "--seed" if choice.seed is not None else "--trial"
-        raise UserError(f"{run.path}: {option} names a model that was trained without a domain; add {_held_out(run)}")
+        raise UserError(f"{run.path}: {option} names a model that was trained without a domain; add {held_out_options}")
     if ensemble and choice.seed is not None:
         raise UserError(f"{run.path}: --ensemble takes the heads of all seeds; leave --seed out")
     method, why = chosen_method(run, choice)
@@ -107,58 +107,43 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
         files = {int(seed): file for seed, file in seeds.items()} if ensemble else {final["seed"]: final["weights"]}
         return Chosen(files, f"final fit: {final['how']}", final)
     if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
-        raise UserError(_no_final_fit(run, method))
-    models = [record for record in _models(run, method, choice) if run.rule in record.selected]
+        command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
+        remedy = f"`{command}` trains it; or name another model of the run: "
+        if run.own_rule == ORACLE:
+            remedy = "selection: oracle gives no unbiased estimate of one; name a model of the run: "
+        others = [f"--method {shlex.quote(other)}" for other, fit in run.final_fits.items() if fit["status"] == "ok"]
+        options = " or ".join([*others, held_out_options])
+        raise UserError(f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}{options}")
+
+    # one model per seed, in the order of the recipe's seeds
+    records = [record for record in run.records if record.method == method]
+    wanted = None if choice.held_out is None else ",".join(choice.held_out)  # a domain's name may hold a comma
+    fitting = [
+        record
+        for record in records
+        if wanted in (None, ",".join(record.test_domains))
+        and choice.seed in (None, record.seed)
+        and choice.trial in (None, record.trial)
+    ]
+    order = {seed: position for position, seed in enumerate(run.results["recipe"]["protocol"]["seeds"])}
+    models = [record for record in picked_trials(fitting, run.rule, run.metric) if run.rule in record.selected]
+    models.sort(key=lambda record: order.get(record.seed, len(order)))
     if not models:
-        raise UserError(_no_such_model(run, method, choice))
+        for option, value, names in (
+            ("--held-out", wanted, [",".join(record.test_domains) for record in records]),
+            ("--seed", choice.seed, [str(record.seed) for record in records]),
+            ("--trial", choice.trial, [str(record.trial) for record in records]),
+        ):
+            if value is not None and str(value) not in names:
+                hint = did_you_mean(str(value), list(dict.fromkeys(names)))
+                raise UserError(f"{run.path}: {option}: no model {value}{hint}")
+        problem = f"no trained model of {method} fits all of the options"
+        raise UserError(f"{run.path}: {problem}; results.json lists the models")
     first, files = models[0], {record.seed: record.selected[run.rule].weights for record in models}
     how = f"trained without {', '.join(first.test_domains)} (held out), seed {first.seed}, trial {first.trial}; {why}"
     if ensemble:
         return Chosen(files, f"the heads of {len(files)} seeds; {how}", None)
     return Chosen({first.seed: files[first.seed]}, how, None)
-
-
-def _models(run: Run, method: str, choice: Choice) -> list[Record]:
-    """Returns the models of a method without these domains, one per seed, in the order of the recipe's seeds."""
-    wanted = None if choice.held_out is None else ",".join(choice.held_out)  # a domain's name may hold a comma
-    fitting = [
-        record
-        for record in run.records
-        if record.method == method
-        and wanted in (None, ",".join(record.test_domains))
-        and choice.seed in (None, record.seed)
-        and choice.trial in (None, record.trial)
-    ]
-    order = {seed: position for position, seed in enumerate(run.results["recipe"]["protocol"]["seeds"])}
-    return sorted(picked_trials(fitting, run.rule, run.metric), key=lambda record: order.get(record.seed, len(order)))
-
-
-def _held_out(run: Run) -> str:
-    sets = dict.fromkeys(",".join(record.test_domains) for record in run.records)
-    return " or ".join(f"--held-out {shlex.quote(name)}" for name in sets)
-
-
-def _no_final_fit(run: Run, method: str) -> str:
-    command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
-    remedy = f"`{command}` trains it; or name another model of the run: "
-    if run.own_rule == ORACLE:
-        remedy = "selection: oracle gives no unbiased estimate of one; name a model of the run: "
-    others = [f"--method {shlex.quote(other)}" for other, fit in run.final_fits.items() if fit["status"] == "ok"]
-    options = " or ".join([*others, _held_out(run)])
-    return f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}{options}"
-
-
-def _no_such_model(run: Run, method: str, choice: Choice) -> str:
-    records = [record for record in run.records if record.method == method]
-    held_out = None if choice.held_out is None else ",".join(choice.held_out)
-    for option, wanted, names in (
-        ("--held-out", held_out, [",".join(record.test_domains) for record in records]),
-        ("--seed", choice.seed, [str(record.seed) for record in records]),
-        ("--trial", choice.trial, [str(record.trial) for record in records]),
-    ):
-        if wanted is not None and str(wanted) not in names:
-            return f"{run.path}: {option}: no model {wanted}{did_you_mean(str(wanted), list(dict.fromkeys(names)))}"
-    return f"{run.path}: no trained model of {method} fits all of the options; results.json lists the models"
 
 
 def read_parts(
@@ -181,21 +166,40 @@ def read_parts(
         )
     files = {seed: _read_file(run, file) for seed, file in sorted(chosen.files.items())}
     (state, about), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
-    trains_encoder = bool(about["encoder"]["in_this_file"])
+    described, trains_encoder = about["encoder"], bool(about["encoder"]["in_this_file"])
     if ensemble and trains_encoder:
         raise UserError(f"{run.path}: an ensemble needs one encoder, but each of these models has trained its own")
-    trained = with_prefix(state, "encoder")
-    encoder = _encoder(run.path, about, trained if wise_ft is None else None)
-    heads = {seed: _head(run, about, state) for seed, (state, _) in files.items()}
+
+    settings: Any = {
+        key: value
+        for key, value in described["settings"].items()
+        if key not in {*ListedEncoder.model_fields, "preprocessing"}
+    }
+    preprocessing, trained_tensors = Preprocessing(**about["preprocessing"]), with_prefix(state, "encoder")
+    encoder = build_encoder(described["settings"]["name"], settings, preprocessing, described["seed"])
+    if described["xxh3"] is not None:
+        check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), run.path)
+    try:
+        if trained_tensors and wise_ft is None:
+            load_trained(encoder, trained_tensors, complete=described["xxh3"] is None)
+    except ValueError as error:
+        raise UserError(f"{run.path}: the encoder's trained weights do not fit it ({error}); train again") from error
+    try:
+        heads = {seed: _build_head(about, with_prefix(state, "head")) for seed, (state, _) in files.items()}
+    except ValueError as error:
+        raise UserError(f"{run.path}: the weights do not fit their description ({error}); train again") from error
     named: dict[str, Head] = {SINGLE: next(iter(heads.values()))}
+    how = chosen.how
     if wise_ft is not None:
         named[SINGLE] = _towards_zero_shot(run.path, about, encoder, state, named[SINGLE], wise_ft)
+        how = f"{how}; WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
     if len(heads) > 1:
         named = {f"members.{seed}": head for seed, head in heads.items()}
         if about["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
             states = [head.state_dict() for head in heads.values()]
             mean = {name: torch.stack([of_seed[name] for of_seed in states]).mean(0) for name in states[0]}
-            named[SINGLE] = _built_head(about, mean)
+            named[SINGLE] = _build_head(about, mean)
+
     temperatures = [value for _, metadata in files.values() if (value := metadata.get("temperature")) is not None]
     fitted = median(temperatures) if temperatures and wise_ft is None else None
     if temperature and fitted is None:
@@ -203,22 +207,51 @@ def read_parts(
             f"{run.path}: no temperature was fitted for this model: its run is of an earlier version, or has no "
             "validation parts of training domains, or they are separated perfectly; leave --temperature out"
         )
-    reference = _reference(run, about, chosen) if wise_ft is None or not trains_encoder else None
-    how = chosen.how
-    if wise_ft is not None:
-        how = f"{how}; WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
+    reference = _read_reference(run, about, chosen) if wise_ft is None or not trains_encoder else None
+    part, trained = (
+        None,
+        TypeAdapter(Trainable).validate_python(
+            # earlier versions trained all of the encoder or nothing
+            described.get("trainable", True) if trains_encoder else False
+        ),
+    )
+    if not isinstance(trained, bool):
+        weights = encoder.state_dict()
+        part = PartConfig(
+            xxh3=digest_of({name: weights[name] for name in trained_tensors}), named_xxh3=described["xxh3"]
+        )
+    names, results = run.results["recipe"]["data"]["class_names"], about["results"]
+    if chosen.final_fit is not None:
+        results = {key: chosen.final_fit[key] for key in ("images", "chosen_by", "estimate")}
     config = ModelConfig(
         xdm_ft=__version__,
-        encoder=_encoder_config(about, encoder, tuple(trained)),
+        encoder=EncoderConfig(
+            name=described["settings"]["name"],
+            settings=settings,
+            seed=described["seed"],
+            file=None,
+            part=part,
+            xxh3=weights_digest(encoder),
+            width=described["width"],
+            trained=trained,
+            precision="fp32" if described["precision"] in ("no", None) else described["precision"],
+            pretraining=described["pretraining"],
+            identity=described["identity"] if trained is False else None,
+        ),
         members=tuple(heads) if len(heads) > 1 else (),
         chosen=how,
         wise_ft=wise_ft,
         temperature=fitted if temperature and fitted is not None else 1.0,
         fitted_temperature=fitted,
         reference_xxh3=None if reference is None else digest_of(tensors_of(reference.arrays())),
-        **_described(run, about, chosen.final_fit),
+        results=results,
+        few_images=about.get("few_images", {}),  # earlier versions did not write it
+        class_means=about.get("class_means", False),
+        renamed={name: words for name, words in names.items() if name != words},
+        expected=expected_performance(run.path, run.results, run.records, run.rule, about["method"]["label"]),
+        **{key: about[key] for key in COPIED},
     )
-    return Parts(config, encoder, named, reference, trained_names=tuple(trained))
+    return Parts(config, encoder, named, reference, trained_names=tuple(trained_tensors))
 
 
 def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -234,36 +267,7 @@ def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
 
 
-def _settings(about: Mapping[str, Any]) -> Any:
-    left_out = {*ListedEncoder.model_fields, "preprocessing"}
-    return {key: value for key, value in about["encoder"]["settings"].items() if key not in left_out}
-
-
-def _encoder(path: Path, about: Mapping[str, Any], trained: Mapping[str, Tensor] | None) -> Encoder:
-    """Builds the encoder of a run, with the weights that were `trained`; None: as it was before training.
-
-    Raises `UserError` if the other weights are not those of the run, or if a trained one does not fit.
-    """
-    described, preprocessing = about["encoder"], Preprocessing(**about["preprocessing"])
-    encoder = build_encoder(described["settings"]["name"], _settings(about), preprocessing, described["seed"])
-    if described["xxh3"] is not None:
-        check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), path)
-    if trained:
-        try:
-            load_trained(encoder, trained, complete=described["xxh3"] is None)
-        except ValueError as error:
-            raise UserError(f"{path}: the encoder's trained weights do not fit it ({error}); train again") from error
-    return encoder
-
-
-def _head(run: Run, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
-    try:
-        return _built_head(about, with_prefix(state, "head"))
-    except ValueError as error:
-        raise UserError(f"{run.path}: the weights do not fit their description ({error}); train again") from error
-
-
-def _built_head(about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
+def _build_head(about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
     return build_head(HeadConfig(**about["head"]), about["encoder"]["width"], len(about["class_names"]), state)
 
 
@@ -287,49 +291,14 @@ def _towards_zero_shot(
     if not trains_encoder and about["step"] == 0:
         raise UserError(f"{path}: {label} is zero-shot itself; choose a model that was trained")
     text = encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
-    zero_shot, trained = _built_head(about, head.state_dict()), head.state_dict()
+    zero_shot, trained = _build_head(about, head.state_dict()), head.state_dict()
     zero_shot.start_from_text(text)
     if trains_encoder:
         load_trained(encoder, interpolate(encoder.state_dict(), with_prefix(state, "encoder"), alpha))
-    return _built_head(about, interpolate(zero_shot.state_dict(), trained, alpha))
+    return _build_head(about, interpolate(zero_shot.state_dict(), trained, alpha))
 
 
-def _encoder_config(about: Mapping[str, Any], encoder: Encoder, trained_names: Sequence[str]) -> EncoderConfig:
-    described, state, part = about["encoder"], encoder.state_dict(), None
-    trained: Trainable = False
-    if described["in_this_file"]:  # earlier versions trained all of the encoder or nothing
-        trained = TypeAdapter(Trainable).validate_python(described.get("trainable", True))
-    if not isinstance(trained, bool):
-        part = PartConfig(xxh3=digest_of({name: state[name] for name in trained_names}), named_xxh3=described["xxh3"])
-    return EncoderConfig(
-        name=described["settings"]["name"],
-        settings=_settings(about),
-        seed=described["seed"],
-        file=None,
-        part=part,
-        xxh3=weights_digest(encoder),
-        width=described["width"],
-        trained=trained,
-        precision="fp32" if described["precision"] in ("no", None) else described["precision"],
-        pretraining=described["pretraining"],
-        identity=described["identity"] if trained is False else None,
-    )
-
-
-def _described(run: Run, about: Mapping[str, Any], final: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the fields of `ModelConfig` that repeat what the run has written."""
-    names = run.results["recipe"]["data"]["class_names"]
-    results = about["results"] if final is None else {key: final[key] for key in ("images", "chosen_by", "estimate")}
-    return {key: about[key] for key in COPIED} | {
-        "results": results,
-        "few_images": about.get("few_images", {}),  # earlier versions did not write it
-        "class_means": about.get("class_means", False),
-        "renamed": {name: words for name, words in names.items() if name != words},
-        "expected": expected_performance(run.path, run.results, run.records, run.rule, about["method"]["label"]),
-    }
-
-
-def _reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
+def _read_reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
     """Returns the reference in the run directory; None, with a warning if it is damaged, without one."""
     if about["encoder"]["in_this_file"]:
         file = reference_beside(*chosen.files.values())

@@ -142,7 +142,7 @@ class AtHeldOut(Block):
 
 
 class Expected(Block):
-    """What to expect of a model at a new site, see `export/promise.py`. No number is of this model itself."""
+    """What to expect of a model at a new site, see `export/expected.py`. No number is of this model itself."""
 
     source: Literal["leave one domain out", "official test"]
     data: str  # name of the data set in the recipe

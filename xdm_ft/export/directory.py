@@ -141,22 +141,12 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     if identity is not None and identity["model"].startswith(LOCAL_FOLDER):
         identity = None
     update = {"settings": settings, "file": ENCODER if with_encoder else None, "part": part, "identity": identity}
-    written = _without_local_names(
-        config.model_copy(update={"encoder": config.encoder.model_copy(update=update)}), str(weights), model
-    )
-    document = {**written.model_dump(mode="json"), "weights_xxh3": digest_of(heads)}
-    document["checksum"] = json_digest(document)
-    replace_text(folder / "example.py", EXAMPLE)
-    replace_text(folder / "README.md", card(written, config.encoder.settings, parts.training_features))
-    replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    return written
+    written = config.model_copy(update={"encoder": config.encoder.model_copy(update=update)})
 
-
-def _without_local_names(config: ModelConfig, weights: str, model: str) -> ModelConfig:
-    """Replaces the names of a weights file and of a local folder in the texts that describe the pre-training."""
-    name = Path(weights).name if is_file_name(weights) else ""
+    # the texts that describe the pre-training name a weights file and a local folder
+    file_name = Path(str(weights)).name if is_file_name(str(weights)) else ""
     words = "a file" if config.encoder.trained else f"a file (xxh3 {config.encoder.xxh3})"
-    replacements = {f"the file {text}": words for text in (name, " ".join(name.split())) if name}
+    replacements = {f"the file {text}": words for text in (file_name, " ".join(file_name.split())) if file_name}
     if model.startswith(LOCAL_FOLDER):
         replacements |= dict.fromkeys((model, " ".join(model.split())), "a local folder")
 
@@ -169,7 +159,13 @@ def _without_local_names(config: ModelConfig, weights: str, model: str) -> Model
             value = value.replace(old, new)
         return value
 
-    return ModelConfig.model_validate(replaced(config.model_dump(mode="json"))) if replacements else config
+    written = ModelConfig.model_validate(replaced(written.model_dump(mode="json")))
+    document = {**written.model_dump(mode="json"), "weights_xxh3": digest_of(heads)}
+    document["checksum"] = json_digest(document)
+    replace_text(folder / "example.py", EXAMPLE)
+    replace_text(folder / "README.md", card(written, config.encoder.settings, parts.training_features))
+    replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    return written
 
 
 def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -210,14 +206,24 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
     # `head` of head.weight, `members.0` of members.0.weight
     prefixes = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("members.")]) for name in state)
     try:
-        heads = {one: build_head(config.head, width, classes, with_prefix(state, one)) for one in prefixes}
+        heads = {name: build_head(config.head, width, classes, with_prefix(state, name)) for name in prefixes}
     except ValueError as error:
         raise UserError(f"{folder / WEIGHTS}: does not fit config.json ({error}); {AGAIN}") from error
-    reference = _read_reference(folder / REFERENCE, config)
+    reference = images = None
+    if config.reference_xxh3 is not None:
+        try:
+            reference = reference_from(_read_tensors(folder / REFERENCE, config.reference_xxh3), width)
+        except Damaged as error:
+            raise UserError(f"{folder / REFERENCE}: is damaged ({error}); {AGAIN}") from error
     encoder = _read_encoder(folder, config, encoder_weights)
     if encoder.width != width:
         raise UserError(f"{folder / CONFIG}: encoder.width: {width} is not that of the encoder, {encoder.width}")
-    return Parts(config, encoder, heads, reference, _read_training_images(folder / TRAINING_IMAGES, config))
+    path = folder / TRAINING_IMAGES
+    if config.training_images_xxh3 is not None and path.exists():  # it stays at home when a model is uploaded
+        images = _read_tensors(path, config.training_images_xxh3).get(CHECKSUMS)
+        if images is None or images.dtype != torch.uint8 or images.ndim != 2 or images.shape[1] != 16:
+            raise UserError(f"{path}: holds no checksums of images; {AGAIN}")
+    return Parts(config, encoder, heads, reference, None if images is None else images.numpy())
 
 
 def _read_tensors(path: Path, xxh3: str) -> dict[str, Tensor]:
@@ -232,26 +238,6 @@ def _read_tensors(path: Path, xxh3: str) -> dict[str, Tensor]:
         raise UserError(f"{path}: {problem}; {AGAIN}") from error
 
 
-def _read_reference(path: Path, config: ModelConfig) -> Reference | None:
-    if config.reference_xxh3 is None:
-        return None
-    tensors = _read_tensors(path, config.reference_xxh3)
-    try:
-        return reference_from(tensors, config.encoder.width)
-    except Damaged as error:
-        raise UserError(f"{path}: is damaged ({error}); {AGAIN}") from error
-
-
-def _read_training_images(path: Path, config: ModelConfig) -> np.ndarray | None:
-    """Returns the checksums, uint8 [n,16]; None without the file, which stays at home when a model is uploaded."""
-    if config.training_images_xxh3 is None or not path.exists():
-        return None
-    images = _read_tensors(path, config.training_images_xxh3).get(CHECKSUMS)
-    if images is None or images.dtype != torch.uint8 or images.ndim != 2 or images.shape[1] != 16:
-        raise UserError(f"{path}: holds no checksums of images; {AGAIN}")
-    return images.numpy()
-
-
 def training_images_digest(images: np.ndarray) -> str:
     """Returns `training_images_xxh3` of the config."""
     return digest_of(tensors_of({CHECKSUMS: images}))
@@ -259,10 +245,21 @@ def training_images_digest(images: np.ndarray) -> str:
 
 def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encoder:
     """Builds the encoder. Raises `UserError` unless its weights are those that config.json names by their hash."""
-    expected, settings = config.encoder, _checked_settings(folder, config, given)
+    expected = config.encoder
+    settings: dict[str, Any] = {**expected.settings, **_sources(folder, config, given)}
     weights = settings["weights"]
     file = Path(weights) if isinstance(weights, str) and is_file_name(weights) else None
-    _check_architecture(folder, config, file if file is not None and file.is_file() else None)
+    # nothing that describes the encoder may ask for code, name another source, or be far larger than the weights
+    described: list[tuple[str, Any]] = [(f"{folder / CONFIG}: encoder.settings.kwargs", settings.get("kwargs", {}))]
+    for path in (folder / str(expected.settings["model"]), folder / TEXT_CONFIG):
+        if path.suffix == ".json" and path.is_file():
+            try:
+                described.append((str(path), json_object(path.read_bytes())))
+            except (Damaged, OSError) as error:
+                raise UserError(f"{path}: can not be read ({error}); {AGAIN}") from error
+    for where, document in described:
+        refuse_sources(document, where)
+        check_sizes(document, where, file if file is not None and file.is_file() else None)
     try:
         encoder = build_encoder(expected.name, settings, config.preprocessing, expected.seed)
     except UserError as error:
@@ -280,42 +277,25 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
     return encoder
 
 
-def _checked_settings(folder: Path, config: ModelConfig, given: str | None) -> dict[str, Any]:
-    """Returns the encoder's settings with the place of its weights. Raises `UserError` if they lead elsewhere."""
-    settings, where = dict(config.encoder.settings), f"{folder / CONFIG}: encoder.settings"
-    model = str(settings["model"])
+def _sources(folder: Path, config: ModelConfig, given: str | None) -> dict[str, str | None]:
+    """Returns the encoder's model and the place of its weights. Raises `UserError` if they lead elsewhere."""
+    settings, where = config.encoder.settings, f"{folder / CONFIG}: encoder.settings"
+    model, weights = settings["model"], settings.get("weights")
     if model.endswith(".json"):
         if Path(model).name != model:
             raise UserError(f"{where}.model: {model} is not a file of this directory")
-        settings["model"] = str(folder / model)
+        model = str(folder / model)
     if model.startswith(LOCAL_FOLDER):
         raise UserError(f"{where}.model: a folder outside of this directory; export again")
     if given is not None:
-        settings["weights"] = given if is_file_name(given) else f"./{given}"
+        weights = given if is_file_name(given) else f"./{given}"
     elif config.encoder.file is not None:
-        settings["weights"] = str(folder / config.encoder.file)
+        weights = str(folder / config.encoder.file)
     elif "weights" not in settings:
         raise UserError(
             f"{folder}: the encoder's weights are not in it, and come from a file (xxh3 {config.encoder.named_xxh3}); "
             "give it (encoder_weights, --encoder-weights), or export with --with-encoder"
         )
-    elif isinstance(settings["weights"], str) and is_file_name(settings["weights"]):
+    elif isinstance(weights, str) and is_file_name(weights):
         raise UserError(f"{where}.weights: a file outside of this directory; export again")
-    return settings
-
-
-def _check_architecture(folder: Path, config: ModelConfig, weights: Path | None) -> None:
-    """Raises `UserError` if the description of the encoder in this directory asks for code, names another source, or is
-    far larger than the file `weights`.
-    """
-    settings = config.encoder.settings
-    described: list[tuple[str, Any]] = [(f"{folder / CONFIG}: encoder.settings.kwargs", settings.get("kwargs", {}))]
-    for path in (folder / str(settings["model"]), folder / TEXT_CONFIG):
-        if path.suffix == ".json" and path.is_file():
-            try:
-                described.append((str(path), json_object(path.read_bytes())))
-            except (Damaged, OSError) as error:
-                raise UserError(f"{path}: can not be read ({error}); {AGAIN}") from error
-    for where, document in described:
-        refuse_sources(document, where)
-        check_sizes(document, where, weights)
+    return {"model": model, "weights": weights}

@@ -7,10 +7,9 @@ are of models that were trained and tested in the run, not of the final fit, an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,9 +55,32 @@ def expected_performance(
     seeds, values, by_set = runs.complete_seeds, runs.values, values_by_set(runs)
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
-    stored = [_read_stored(path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
-    at = [_at_held_out(runs, by_set[one.held_out], one) for one in stored]
     site = new_site_of(runs)
+    stored = [_read_stored(path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
+    at = [_at_held_out(runs, held, by_set[held], one.predictions) for held, one in zip(by_set, stored, strict=True)]
+    if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
+        worst = min(at[0].accuracies.items(), key=lambda item: item[1])
+    else:
+        sign = 1 if HIGHER_IS_BETTER[metric] else -1
+        worst = min(((", ".join(one.domains), one.value) for one in at), key=lambda item: sign * item[1])
+
+    notes = list[str]()  # what limits the numbers
+    if lacking := [", ".join(held) for held in planned if held not in tested]:
+        notes.append(f"no result with {'; '.join(lacking)} held out")
+    if not all(one.predictions for one in stored):
+        notes.append("stored predictions are missing or damaged, so that some intervals are unknown")
+    if any(one.groups is None for one in at):
+        earlier = " (the run is of an earlier version, which did not store them)"
+        of_earlier = earlier if any(one.of_earlier_version for one in stored) else ""
+        notes.append(f"images assumed independent: patients, slides or sequences are unknown{of_earlier}")
+    if any(one.seeds == 1 for one in at):
+        notes.append("one seed: intervals are over images alone")
+    if len(at) == 1:
+        notes.append("one held-out set: how much sites differ is unknown, so there is no interval for a new site")
+    elif len(at) < FEWEST_SETS:
+        sets = plural(len(at), "held-out domain")
+        notes.append(f"{sets}: too few to know how much sites differ, so there is no interval")
+
     return Expected(
         source="official test" if protocol["name"] == "official" else "leave one domain out",
         data=str(results["recipe"]["data"]["name"]),
@@ -70,21 +92,19 @@ def expected_performance(
         stderr=None if std is None else std / len(means) ** 0.5,
         seeds=len(means),
         held_out=tuple(at),
-        worst=_worst(metric, at),
+        worst=worst,
         others=_others(runs),
         calibrated=_calibrated(stored),
         new_site=None if site is None else site.between(metric),
         one_more_domain=one_more_domain(runs, results.get("data", {}).get("images", ())),
         **({} if site is None else site._asdict()),
-        notes=tuple(_notes([held for held in planned if held not in tested], at, stored)),
+        notes=tuple(notes),
     )
 
 
-@dataclass(frozen=True)
-class _Stored:
+class _Stored(NamedTuple):
     """The stored test predictions of one held-out set, with the temperature that was fitted for each model."""
 
-    held_out: Held
     predictions: list[Prediction]  # in the order of the seeds; empty if one can not be read
     temperatures: list[float | None]
     of_earlier_version: bool  # groups were not stored yet
@@ -103,23 +123,23 @@ def _read_stored(path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _S
     except (UserError, KeyError):  # without them the estimate has no intervals, and its notes say so
         predictions = []
     temperatures = [by_seed[seed].selected[runs.rule].temperature for seed in seeds]
-    return _Stored(held, predictions, temperatures, bool(stored) and "worst_of" not in stored)
+    return _Stored(predictions, temperatures, bool(stored) and "worst_of" not in stored)
 
 
-def _at_held_out(runs: Runs, by_seed: np.ndarray, stored: _Stored) -> AtHeldOut:
-    records = (record for record in runs.records if record.test_domains == stored.held_out)
+def _at_held_out(runs: Runs, held: Held, by_seed: np.ndarray, predictions: Sequence[Prediction]) -> AtHeldOut:
+    records = (record for record in runs.records if record.test_domains == held)
     scores = [score for record in records if (score := runs.score(record)) is not None]
     interval, groups = None, None
-    if stored.predictions:
-        images = stored.predictions[0].images
+    if predictions:
+        images = predictions[0].images
         groups = None if images.groups is None else len(images.sizes)
         effective = effective_number(images.sizes)
-        interval = interval_of(runs.metric, error_at(runs.metric, by_seed, stored.predictions, effective), effective)
+        interval = interval_of(runs.metric, error_at(runs.metric, by_seed, predictions, effective), effective)
     accuracies = {
         name: float(np.mean([score.per_domain[name]["accuracy"] for score in scores])) for name in scores[0].per_domain
     }
     return AtHeldOut(
-        domains=stored.held_out,
+        domains=held,
         value=float(by_seed.mean()),
         interval=interval,
         seeds=len(by_seed),
@@ -140,14 +160,6 @@ def error_at(metric: str, by_seed: np.ndarray, predictions: Sequence[Prediction]
     return over_seeds_and_groups([HeldOut(by_seed, jackknife_variance(without.mean(0)), groups)])
 
 
-def _worst(metric: str, at: Sequence[AtHeldOut]) -> tuple[str, float]:
-    if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
-        return min(at[0].accuracies.items(), key=lambda item: item[1])
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    worst = min(at, key=lambda held_out: sign * held_out.value)
-    return ", ".join(worst.domains), worst.value
-
-
 def _others(runs: Runs) -> dict[str, float]:
     """{other metric: mean over held-out sets of the means over seeds}; left out where it is not defined."""
     scores = {(record.test_domains, record.seed): runs.score(record) for record in runs.records}
@@ -162,43 +174,23 @@ def _others(runs: Runs) -> dict[str, float]:
 
 
 def _calibrated(stored: Sequence[_Stored]) -> dict[str, float] | None:
-    """Means of ECE and NLL after the logits of every model are divided by its own fitted temperature."""
+    """Means of ECE and NLL after the logits of every model are divided by its own fitted temperature.
+
+    None if a temperature or some probabilities are unknown.
+    """
     by_set = []
-    for one in stored:
-        found = [_tempered(*pair) for pair in zip(one.predictions, one.temperatures, strict=False)]
-        pairs = [pair for pair in found if pair is not None]
-        if not pairs or len(pairs) < len(found):
+    for predictions, temperatures, _ in stored:
+        pairs = []
+        for prediction, temperature in zip(predictions, temperatures, strict=False):
+            if temperature is None or prediction.probabilities is None or prediction.probabilities.ndim == 1:
+                return None
+            # probabilities are float32: the smallest of them are 0, and a logarithm must be finite
+            p = torch.from_numpy(prediction.probabilities).double().clamp_min(torch.finfo(torch.float32).tiny)
+            logits, labels = p.log() / temperature, prediction.images.labels
+            nll = float(per_image_nll(logits, torch.from_numpy(labels)).mean())
+            pairs.append((expected_calibration_error(confidences(logits), prediction.predicted == labels), nll))
+        if not pairs:
             return None
         by_set.append([np.mean(values) for values in zip(*pairs, strict=True)])
     ece, nll = (float(np.mean(values)) for values in zip(*by_set, strict=True))
     return {"nll": nll, "ece": ece}
-
-
-def _tempered(prediction: Prediction, temperature: float | None) -> tuple[float, float] | None:
-    """ECE and NLL of a model with its temperature; None if its temperature or some probabilities are unknown."""
-    if temperature is None or prediction.probabilities is None or prediction.probabilities.ndim == 1:
-        return None
-    # probabilities are float32: the smallest of them are 0, and a logarithm must be finite
-    stored = torch.from_numpy(prediction.probabilities).double().clamp_min(torch.finfo(torch.float32).tiny)
-    logits, labels = stored.log() / temperature, prediction.images.labels
-    nll = float(per_image_nll(logits, torch.from_numpy(labels)).mean())
-    return expected_calibration_error(confidences(logits), prediction.predicted == labels), nll
-
-
-def _notes(lacking: Sequence[Held], at: Sequence[AtHeldOut], stored: Sequence[_Stored]) -> Iterator[str]:
-    """Yields what limits the numbers."""
-    if lacking:
-        yield f"no result with {'; '.join(', '.join(held) for held in lacking)} held out"
-    if not all(one.predictions for one in stored):
-        yield "stored predictions are missing or damaged, so that some intervals are unknown"
-    if any(held_out.groups is None for held_out in at):
-        earlier = any(one.of_earlier_version for one in stored)
-        yield "images assumed independent: patients, slides or sequences are unknown" + (
-            " (the run is of an earlier version, which did not store them)" if earlier else ""
-        )
-    if any(held_out.seeds == 1 for held_out in at):
-        yield "one seed: intervals are over images alone"
-    if len(at) == 1:
-        yield "one held-out set: how much sites differ is unknown, so there is no interval for a new site"
-    elif len(at) < FEWEST_SETS:
-        yield f"{plural(len(at), 'held-out domain')}: too few to know how much sites differ, so there is no interval"
