@@ -15,7 +15,7 @@ from test_contract import ALGORITHMS, METHODS
 from torch import Tensor
 from torch.func import vmap
 
-from xdm_ft.algorithms import Algorithm, LossAverage, Setup, domain_means, mean_loss
+from xdm_ft.algorithms import Algorithm, LossAverage, Setup, domain_means, normalised_sample_weight
 from xdm_ft.algorithms.coral import CORAL, mean_distance
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.groupdro import GroupDRO
@@ -51,13 +51,17 @@ def irm_penalty(algorithm: IRM, given: Batch, weight: Tensor | None = None) -> T
     return torch.stack(penalties).mean()
 
 
+def mean_loss(values: Tensor, domain: Tensor, average: LossAverage, weight: Tensor | None = None) -> Tensor:
+    return values @ normalised_sample_weight(domain, 3, average, weight)
+
+
 def test_means_of_a_loss_by_hand_and_stacked() -> None:
     per_sample, domain = torch.tensor([1.0, 2.0, 6.0, 10.0]), torch.tensor([0, 0, 0, 2])  # nothing of domain 1
-    assert mean_loss(per_sample, domain, 3, "domain") == (3 + 10) / 2
-    assert mean_loss(per_sample, domain, 3, "sample") == 19 / 4
+    assert mean_loss(per_sample, domain, "domain") == (3 + 10) / 2
+    assert mean_loss(per_sample, domain, "sample") == 19 / 4
     many, domains = torch.rand(4, 6), torch.tensor([[0, 0, 1, 1, 1, 2]] * 4)
-    alone = torch.stack([mean_loss(p, d, 3, "domain") for p, d in zip(many, domains, strict=True)])
-    torch.testing.assert_close(vmap(lambda p, d: mean_loss(p, d, 3, "domain"))(many, domains), alone)
+    alone = torch.stack([mean_loss(p, d, "domain") for p, d in zip(many, domains, strict=True)])
+    torch.testing.assert_close(vmap(lambda p, d: mean_loss(p, d, "domain"))(many, domains), alone)
 
 
 def test_weighted_means_by_hand() -> None:
@@ -66,8 +70,8 @@ def test_weighted_means_by_hand() -> None:
     means, present = domain_means(values, domain, 3, weight)
     torch.testing.assert_close(means, torch.tensor([(1 + 6 + 3) / 4.5, 0.0, 10.0]))
     assert present.tolist() == [True, False, True]
-    torch.testing.assert_close(mean_loss(values, domain, 3, "domain", weight), torch.tensor((10 / 4.5 + 10) / 2))
-    torch.testing.assert_close(mean_loss(values, domain, 3, "sample", weight), torch.tensor((1 + 6 + 3 + 20) / 6.5))
+    torch.testing.assert_close(mean_loss(values, domain, "domain", weight), torch.tensor((10 / 4.5 + 10) / 2))
+    torch.testing.assert_close(mean_loss(values, domain, "sample", weight), torch.tensor((1 + 6 + 3 + 20) / 6.5))
     assert not domain_means(values, domain, 3, weight * (domain == 0))[1][2]  # weights of 0: no sample
 
 

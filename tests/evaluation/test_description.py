@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t
 
-from xdm_ft.evaluation.intervals import interval_of, over_seeds_and_groups
-from xdm_ft.evaluation.verdicts import HeldOut
+from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
 
 
 def test_several_sets_by_hand() -> None:

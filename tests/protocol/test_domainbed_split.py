@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from made_up import MadeUp
 
-from xdm_ft.protocol.splits import Protocol, official, seed_hash, split_keys, splits
+from xdm_ft.protocol.splits import Protocol, seed_hash, splits
 from xdm_ft.runtime.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).resolve().parents[1] / "golden" / "seeds_splits_hparams.json").read_text())
@@ -20,12 +20,6 @@ def numbers(key):
 def test_seeds():
     assert len(GOLDEN["seed_hash"]) == 18
     assert {key: seed_hash(*numbers(key)) for key in GOLDEN["seed_hash"]} == GOLDEN["seed_hash"]
-
-
-def test_keys_in_their_order():
-    assert len(GOLDEN["split_n20_first4"]) == 6
-    for key, expected in GOLDEN["split_n20_first4"].items():
-        assert list(split_keys(20, 4, seed_hash(*numbers(key)))) == expected
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -63,5 +57,3 @@ def test_it_refuses_groups_and_the_datas_own_split():
     with_splits = MadeUp(labels, domains, splits=["train", "train", "val", "val"] * 2)
     with pytest.raises(UserError, match="would ignore the split that the data comes with"):
         splits(with_splits, Protocol(**rule), 0)
-    with pytest.raises(UserError, match=r"protocol.split_rule: the official split"):
-        official(with_splits, Protocol(name="official", **rule), 0)

@@ -237,7 +237,6 @@ def test_every_fault_is_one_clear_line() -> None:
     assert "val_domain needs val_domain images" in fault(dataset, Protocol(selection="val_domain"))
     assert "possible here: train_val, oracle" in fault(dataset, Protocol(selection="val_domain"))
     assert "comes with a split" in fault(dataset, Protocol(name="official"))
-    assert "official split decides" in fault(wilds_like(), Protocol(name="official", test_domains=("d3",)))
     assert "is the only domain" in fault(MadeUp([0, 1], [0, 0]), Protocol())
 
 

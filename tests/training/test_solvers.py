@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from bank_problems import CLASSES, WIDTH, digits, head_logits, job_of, split_of, spoiled
 from torch import Tensor
 
-from xdm_ft.algorithms import LossAverage, Setup, mean_loss
+from xdm_ft.algorithms import LossAverage, Setup, normalised_sample_weight
 from xdm_ft.algorithms.linear_probe import Candidate, LinearProbe
 from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.runtime.progress import pulse
@@ -58,14 +58,16 @@ def gradient_norm(candidate: Candidate, z: Tensor, batch: Batch, average: LossAv
     """Of the penalised loss as it is written down, in float64."""
     weight, bias = (candidate.head[name].double().requires_grad_() for name in ("weight", "bias"))
     per_sample = F.cross_entropy(z.double() @ weight.T + bias, batch.y, reduction="none")
-    loss = mean_loss(per_sample, batch.domain, 3, average) + candidate.hparams["l2"] / 2 * weight.square().sum()
+    factor = normalised_sample_weight(batch.domain, 3, average, dtype=per_sample.dtype)
+    loss = per_sample @ factor + candidate.hparams["l2"] / 2 * weight.square().sum()
     return max(float(g.abs().max()) for g in torch.autograd.grad(loss, [weight, bias]))
 
 
 @pytest.mark.parametrize("average", ["domain", "sample"])
 def test_every_candidate_is_an_optimum(average: LossAverage) -> None:
     _, z, batch = problem(average)
-    unit = float(mean_loss(z.square().mean(1), batch.domain, 3, average))  # the mean square, averaged as the loss is
+    factor = normalised_sample_weight(batch.domain, 3, average, dtype=z.dtype)
+    unit = float(z.square().mean(1) @ factor)  # the mean square, averaged as the loss is
     assert [c.hparams["strength"] for c in optima(average)] == list(STRENGTHS)
     assert [c.hparams["l2"] for c in optima(average)] == pytest.approx([strength * unit for strength in STRENGTHS])
     assert [c.step for c in optima(average)] == [0, 1, 2]

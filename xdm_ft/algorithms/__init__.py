@@ -64,13 +64,6 @@ def normalised_sample_weight(
     return members @ torch.where(present, count, 1).reciprocal() / present.sum()
 
 
-def mean_loss(
-    per_sample: Tensor, domain: Tensor, num_domains: int, loss_average: LossAverage, weight: Tensor | None = None
-) -> Tensor:
-    """Returns the mean of per-sample losses [B], with the factors of `normalised_sample_weight`."""
-    return per_sample @ normalised_sample_weight(domain, num_domains, loss_average, weight, per_sample.dtype)
-
-
 def domain_means(
     per_sample: Tensor, domain: Tensor, num_domains: int, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -332,6 +325,14 @@ class Solver(Method):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.setup = setup
+
+    def image_weight(self, batch: Batch) -> Tensor:
+        """Returns each image's factor in a mean over all, float64 [n], by `loss_average` and `class_weights`."""
+        of_class, setup = self.setup.class_weight, self.setup
+        weight = None if of_class is None else of_class.to(batch.y.device).double()[batch.y]
+        return normalised_sample_weight(
+            batch.domain, setup.task.num_domains, setup.loss_average, weight, dtype=torch.float64
+        )
 
     @abstractmethod
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:

@@ -65,8 +65,7 @@ class IRM(AnnealedPenalty):
     Σ_c p_c v_c − v_y, where v are the logits and p their softmax. The mean leaves out domains with fewer than two
     samples in the batch; without any other domain the penalty is 0.
 
-    The weight is 1 for the first `anneal_steps` steps, then λ; the optimizer resets its moments at the change. λ = 100,
-    the two halves and the weight of 1 are DomainBed's, which anneals for 500 steps, a tenth of its usual 5,000.
+    λ = 100, the two halves and the weight of 1 are DomainBed's.
     """
 
     source = "Arjovsky et al. 2019, Invariant Risk Minimization (IRMv1), as DomainBed estimates and anneals it"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Candidate, Setup, Solver, mean_loss
+from xdm_ft.algorithms import Candidate, Setup, Solver
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.settings import OneOrMany
 from xdm_ft.runtime.tensors import Batch
@@ -58,7 +58,7 @@ class LinearProbe(Solver):
 
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
         dtype = torch.float32 if self.tolerance >= FINEST_IN_FLOAT32 else torch.float64
-        y, weight = batch.y.to(z.device), self._sample_weight(batch).to(z.device)
+        y, weight = batch.y.to(z.device), self.image_weight(batch).to(z.device)
         images = _Images(z, y, weight, self.setup.task.num_classes, dtype)
         gram = _gram(images)
         unit = float(gram.diagonal()[:-1].mean())  # the features' mean square
@@ -69,14 +69,6 @@ class LinearProbe(Solver):
             head = path[-1].float().cpu()
             hparams = {"strength": strength, "l2": strength * unit}
             yield Candidate.linear(place, head[:, :-1].clone(), head[:, -1].clone(), hparams)
-
-    def _sample_weight(self, batch: Batch) -> Tensor:
-        """Returns each image's factor in the mean loss, float64 [n]: the derivative of the mean by the image's loss."""
-        per_sample = torch.zeros(len(batch.y), dtype=torch.float64, device=batch.y.device, requires_grad=True)
-        of_class = self.setup.class_weight
-        weight = None if of_class is None else of_class.to(per_sample)[batch.y]
-        loss = mean_loss(per_sample, batch.domain, self.setup.task.num_domains, self.setup.loss_average, weight)
-        return torch.autograd.grad(loss, per_sample)[0]
 
     def _start(self, path: list[Tensor], gram: Tensor) -> Tensor:
         """Returns a guess of the next optimum, [C,K+1]: the last two, extrapolated linearly in log l2."""

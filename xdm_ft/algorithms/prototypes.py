@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Candidate, LossAverage, Setup, Solver, normalised_sample_weight
+from xdm_ft.algorithms import Candidate, LossAverage, Setup, Solver
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.tensors import Batch
 
@@ -90,9 +90,6 @@ class Prototypes(Solver):
         missing = y.bincount(minlength=task.num_classes) == 0
         scale = self.scale
         if scale is None:
-            of_class = None if setup.class_weight is None else setup.class_weight.to(z.device).double()[y]
-            weight = normalised_sample_weight(
-                batch.domain, task.num_domains, setup.loss_average, of_class, torch.float64
-            )
+            weight = self.image_weight(batch)
             scale = best_scale((z @ prototypes.T).masked_fill(missing, -1.0), y, weight)
         yield Candidate.linear(0, scale * prototypes, torch.where(missing, -scale, 0.0), {"scale": scale})

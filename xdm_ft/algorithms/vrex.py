@@ -15,11 +15,8 @@ from xdm_ft.runtime.tensors import Batch
 class VREx(AnnealedPenalty):
     """loss = R + β · 1/N Σ_d (R_d − R̄)², R_d the mean cross-entropy of domain d, R̄ the mean over the N domains.
 
-    N counts the domains in the batch; with one domain the penalty is 0.
-
-    The weight is 1 for the first `anneal_steps` steps, then β; the optimizer resets its moments at the change. β = 10,
-    the weight of 1 and the mean R (the paper sums the risks) are DomainBed's, which anneals for 500 steps, a tenth of
-    its usual 5,000.
+    N counts the domains in the batch; with one domain the penalty is 0. β = 10, the weight of 1 and the mean R (the
+    paper sums the risks) are DomainBed's.
     """
 
     source = "Krueger et al. 2021, Out-of-Distribution Generalization via Risk Extrapolation (ICML), V-REx"

@@ -94,39 +94,33 @@ def read_autoencoder(folder: Path) -> Autoencoder:
     The files are vgg_normalised and decoder, each as .safetensors or .pth. Raises `UserError` if one is missing or
     damaged, holds code, or is of another model.
     """
-    files = {name: _file(folder, name) for name in (ENCODER, DECODER)}
+    models = {ENCODER: vgg_encoder(), DECODER: decoder()}
+    paths = {name: [folder / f"{name}{ending}" for ending in ENDINGS] for name in models}
+    files = {name: next(filter(Path.exists, several), None) for name, several in paths.items()}
     if missing := [f"{name}.pth" for name, file in files.items() if file is None]:
         raise UserError(
             f"{OPTION}: {folder} lacks {' and '.join(missing)}, AdaIN's weights; download vgg_normalised.pth and "
             "decoder.pth of github.com/naoto0804/pytorch-AdaIN into one folder, and type "
             f"xdm-ft analyse RUN_DIR {OPTION} FOLDER"
         )
-    found = Autoencoder(vgg_encoder(), decoder())
-    for model, file in zip((found.encoder, found.decoder), files.values(), strict=True):
+    for name, model in models.items():
+        file, expected = files[name], model.state_dict()
         assert file is not None
-        _load(model, file)
+        state = read_weights(file, _tensors, OPTION)
+        faults = [f"{key} is missing" for key in expected if key not in state]
+        faults += [
+            f"{key} has shape {list(state[key].shape)}, not {list(value.shape)}"
+            for key, value in expected.items()
+            if key in state and state[key].shape != value.shape
+        ]
+        if faults:
+            more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+            raise UserError(
+                f"{OPTION}: {file} is not AdaIN's {name} ({faults[0]}{more}); copy the file of pytorch-AdaIN again"
+            )
+        model.load_state_dict({key: state[key].float() for key in expected})
         model.eval().requires_grad_(False)
-    return found
-
-
-def _file(folder: Path, name: str) -> Path | None:
-    return next((file for ending in ENDINGS if (file := folder / f"{name}{ending}").exists()), None)
-
-
-def _load(model: nn.Sequential, file: Path) -> None:
-    state, wanted = read_weights(file, _tensors, OPTION), model.state_dict()
-    faults = [f"{name} is missing" for name in wanted if name not in state]
-    faults += [
-        f"{name} has shape {list(state[name].shape)}, not {list(value.shape)}"
-        for name, value in wanted.items()
-        if name in state and state[name].shape != value.shape
-    ]
-    if faults:
-        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise UserError(
-            f"{OPTION}: {file} is not AdaIN's {file.stem} ({faults[0]}{more}); copy the file of pytorch-AdaIN again"
-        )
-    model.load_state_dict({name: state[name].float() for name in wanted})
+    return Autoencoder(models[ENCODER], models[DECODER])
 
 
 def _tensors(path: str) -> Mapping[str, object]:
@@ -134,10 +128,10 @@ def _tensors(path: str) -> Mapping[str, object]:
         from safetensors.torch import load_file
 
         return load_file(path)
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, Mapping):
-        raise TypeError(f"it holds a {type(found).__name__}, not a state dict")
-    return found
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, Mapping):
+        raise TypeError(f"it holds a {type(state).__name__}, not a state dict")
+    return state
 
 
 def mixed_maps(
@@ -174,10 +168,19 @@ def reconstructions(
     `images`: row → image float32 [3,SIDE,SIDE] in 0…1. `training`: the images on whose features heads are fitted, in an
     order that mixes the domains (`z` is not read). Returns none with fewer than two domains or classes.
     """
-    pooled, maps, original = _encoded(autoencoder, images, training.rows, device, bar)
-    last = len(pooled) * 2 // 3  # the others pick the penalty
+    pooled, maps, original = list[Tensor](), Tensor(), Tensor()
+    for batch in training.rows.split(AT_ONCE):
+        x = torch.stack([images(row) for row in batch.tolist()])
+        encoded = autoencoder.encode(x.to(device)).cpu()
+        pooled.append(encoded.mean((2, 3)))
+        if len(maps) < MIXED:  # maps and pixels are large: those of the mixed images only
+            maps, original = torch.cat([maps, encoded])[:MIXED], torch.cat([original, x])[:MIXED]
+        bar.advance(len(x))
+        pulse.beat()
+    features = torch.cat(pooled)  # [n,512]
+    last = len(features) * 2 // 3  # the others pick the penalty
     class_head, domain_head = (
-        fitted_domain_head(names, (pooled[:last], labels[:last]), (pooled[last:], labels[last:]))
+        fitted_domain_head(names, (features[:last], labels[:last]), (features[last:], labels[last:]))
         for names, labels in ((classes, training.y), (domains, training.domain))
     )
     if class_head is None or domain_head is None:
@@ -193,23 +196,6 @@ def reconstructions(
         decoded = [autoencoder.decode(some.to(device)).cpu() for some in level[shown].split(AT_ONCE)]
         columns.append(torch.cat(decoded))
     return torch.stack(columns, 1)
-
-
-def _encoded(
-    autoencoder: Autoencoder, images: Callable[[int], Tensor], rows: Tensor, device: torch.device, bar: Progress
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns pooled features [n,512] of all images, and maps and pixels of the first `MIXED`."""
-    pooled, maps, original = [], list[Tensor](), list[Tensor]()
-    for batch in rows.split(AT_ONCE):
-        x = torch.stack([images(row) for row in batch.tolist()])
-        encoded = autoencoder.encode(x.to(device)).cpu()
-        pooled.append(encoded.mean((2, 3)))
-        if len(maps) * AT_ONCE < MIXED:
-            maps.append(encoded)
-            original.append(x)
-        bar.advance(len(x))
-        pulse.beat()
-    return torch.cat(pooled), torch.cat(maps)[:MIXED], torch.cat(original)[:MIXED]
 
 
 def write_png(rows: Tensor, file: Path) -> None:

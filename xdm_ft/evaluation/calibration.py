@@ -47,9 +47,7 @@ def temperature(logits: Tensor, labels: Tensor) -> float | None:
         return float(((powers * margins).sum(0) / powers.sum(0)).mean())
 
     low, high = math.log(LOWEST), math.log(HIGHEST)
-    if slope(low) <= 0:  # the loss still falls at the largest β
-        return None
-    if slope(high) >= 0:
+    if slope(low) <= 0 or slope(high) >= 0:  # the loss still falls at the largest β, or at the smallest
         return None
     return math.exp(brentq(slope, low, high, xtol=1e-9))
 
@@ -82,17 +80,9 @@ class Bin:
 def reliability(logits: Tensor, labels: np.ndarray) -> list[Bin]:
     """The bins behind the ECE: confidences (0, 1/15], …, (14/15, 1]."""
     confidence, right = confidences(logits), logits.argmax(1).numpy() == labels
-    bins, found = confidence_bin(confidence), []
+    bins, diagram = confidence_bin(confidence), list[Bin]()
     for number in range(ECE_BINS):
         inside = bins == number
-        images = int(inside.sum())
-        found.append(
-            Bin(
-                low=number / ECE_BINS,
-                high=(number + 1) / ECE_BINS,
-                images=images,
-                confidence=float(confidence[inside].mean()) if images else None,
-                accuracy=float(right[inside].mean()) if images else None,
-            )
-        )
-    return found
+        means = (float(confidence[inside].mean()), float(right[inside].mean())) if inside.any() else (None, None)
+        diagram.append(Bin(number / ECE_BINS, (number + 1) / ECE_BINS, int(inside.sum()), *means))
+    return diagram

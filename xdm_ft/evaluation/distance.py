@@ -10,7 +10,7 @@ than features. The distance does not change if all features are scaled or shifte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -50,21 +50,15 @@ class Reference:
         return {"means": self.means, "whitening": packed, "quantiles": self.quantiles}
 
     @cached_property
-    def _centre(self) -> np.ndarray:
-        return self.means.mean(0, dtype=np.float64)  # [K]
-
-    def _whitened(self, z: np.ndarray) -> np.ndarray:
-        # centred first, as the products of far-off features would cancel
-        whitened: np.ndarray = (z - self._centre) @ self.whitening.T.astype(np.float64)
-        return whitened
-
-    @cached_property
-    def _whitened_means(self) -> np.ndarray:
-        return self._whitened(self.means)  # [P,K]
+    def _centre_and_means(self) -> tuple[np.ndarray, np.ndarray]:
+        """The mean of the class means, [K], and what is left of these, whitened, [P,K]: float64."""
+        centre = self.means.mean(0, dtype=np.float64)
+        return centre, (self.means - centre) @ self.whitening.T.astype(np.float64)
 
     def distance(self, z: np.ndarray) -> np.ndarray:
         """Returns the distances float32 [n] of features [n,K] to the nearest class mean."""
-        y, m = self._whitened(z), self._whitened_means
+        centre, m = self._centre_and_means
+        y = (z - centre) @ self.whitening.T.astype(np.float64)  # centred first: products of far-off features cancel
         squares = np.einsum("nk,nk->n", y, y)[:, None] - 2 * (y @ m.T) + (m**2).sum(1)  # [n,P]
         return np.sqrt(squares.min(1).clip(min=0)).astype(np.float32)
 
@@ -89,14 +83,12 @@ def fit(training: Blocks, validation: Blocks, classes: int) -> Reference:
         raise ValueError("there is no training image")
     covariance = within_class_covariance(training, means)
     whitening = solve_triangular(np.linalg.cholesky(covariance), np.eye(len(covariance)), lower=True)
-    reference = Reference(
-        means[counts > 0].astype(np.float32), whitening.astype(np.float32), np.zeros(len(LEVELS), np.float32)
-    )
+    unmeasured = np.zeros(len(LEVELS), np.float32)
+    reference = Reference(means[counts > 0].astype(np.float32), whitening.astype(np.float32), unmeasured)
     distances = np.concatenate([np.zeros(0, np.float32), *(reference.distance(z) for z, _ in validation())])
     if not len(distances):
         raise ValueError("there is no validation image")
-    quantiles = np.quantile(distances, LEVELS).astype(np.float32)
-    return Reference(reference.means, reference.whitening, quantiles)
+    return replace(reference, quantiles=np.quantile(distances, LEVELS).astype(np.float32))
 
 
 def class_means(blocks: Blocks, classes: int) -> tuple[np.ndarray, np.ndarray]:

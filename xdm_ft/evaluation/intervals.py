@@ -29,7 +29,7 @@ from scipy.stats import binomtest
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import Held, Runs
 from xdm_ft.evaluation.trials import selection_value
-from xdm_ft.evaluation.verdicts import ALPHA, FEWEST_SETS, Estimate, HeldOut, Interval
+from xdm_ft.evaluation.verdicts import ALPHA, FEWEST_SETS, Estimate, Interval, Term, welch
 
 LEVELS = (0.8, 1 - ALPHA)  # of the intervals that are printed
 Bounds = tuple[float, float]
@@ -89,7 +89,7 @@ def new_site_of(runs: Runs) -> NewSite | None:
     by_set = values_by_set(runs)
     if runs.metric != "accuracy":
         return new_site([*by_set.values()])
-    images = {one.test_domains: score.n for one in runs.records if (score := runs.score(one)) is not None}
+    images = {record.test_domains: score.n for record in runs.records if (score := runs.score(record)) is not None}
     return new_site([logit(smoothed(values, images[held])) for held, values in by_set.items()], "logit")
 
 
@@ -116,9 +116,9 @@ def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
     """
     if runs.rule != "cross_domain" or {*runs.held_out} != {(name,) for name in domains}:
         return None
-    selected = {one.key[1:3]: value for one in runs.records if (value := selection_value(one, runs.rule)) is not None}
-    seeds, values = runs.complete_seeds, runs.values
-    pairs = [(held, seed) for held in runs.held_out for seed in seeds]
+    selected = {r.key[1:3]: value for r in runs.records if (value := selection_value(r, runs.rule)) is not None}
+    values = runs.values
+    pairs = [(held, seed) for held in runs.held_out for seed in runs.complete_seeds]
     if not pairs or not selected.keys() >= {*pairs}:
         return None
     return float(np.mean([values[pair] - selected[pair] for pair in pairs]))
@@ -146,6 +146,14 @@ def seeds_by_set(runs: Runs) -> dict[Held, list[int]]:
     return {held: [s for s in seeds or runs.planned_seeds if (held, s) in values] for held in runs.held_out}
 
 
+class HeldOut(NamedTuple):
+    """The values of one method on one held-out set."""
+
+    by_seed: np.ndarray  # float64 [S]
+    variance: float | None  # of their mean, over groups of test images; None if it can not be estimated
+    groups: float  # effective number of groups
+
+
 def over_seeds_and_groups(sets: Sequence[HeldOut]) -> Estimate | None:
     """The mean over seeds and D held-out sets, with SE² = V_groups + V_seeds, as `verdicts` has it for differences.
 
@@ -154,17 +162,15 @@ def over_seeds_and_groups(sets: Sequence[HeldOut]) -> Estimate | None:
     smaller number that verdicts use would make this description as wide as 0% to 100% with two seeds. Returns None if
     the variance over images can not be estimated.
     """
-    terms = [(one.variance / len(sets) ** 2, one.groups - 1) for one in sets if one.variance is not None]
-    if not sets or len(terms) < len(sets) or any(freedom < 1 for _, freedom in terms):
+    terms = [Term(held.variance / len(sets) ** 2, held.groups - 1) for held in sets if held.variance is not None]
+    if not sets or len(terms) < len(sets) or any(term.freedom < 1 for term in terms):
         return None
-    seeds = np.mean([one.by_seed for one in sets], axis=0)  # [S]
+    seeds = np.mean([held.by_seed for held in sets], axis=0)  # [S]
     if len(seeds) > 1:
-        terms.append((float(seeds.var(ddof=1)) / len(seeds), len(seeds) - 1))
-    total = math.fsum(variance for variance, _ in terms)
-    if total == 0:
-        return Estimate(float(seeds.mean()), 0.0, min(freedom for _, freedom in terms))
-    freedom = total**2 / math.fsum(variance**2 / freedom for variance, freedom in terms)
-    return Estimate(float(seeds.mean()), total**0.5, freedom)
+        terms.append(Term(float(seeds.var(ddof=1)) / len(seeds), len(seeds) - 1))
+    total = welch(terms)
+    freedom = total.freedom if total.variance > 0 else min(term.freedom for term in terms)
+    return Estimate(float(seeds.mean()), total.variance**0.5, freedom)
 
 
 def interval_of(metric: str, estimate: Estimate | None, groups: float) -> Interval | None:

@@ -32,22 +32,24 @@ class Look:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def saw_the_same(self, other: Look) -> bool:
-        return (self.seeds, self.methods, self.missing) == (other.seeds, other.methods, other.missing)
-
     def with_found(self, rows: Iterable[Comparison], before: Sequence[Look] = ()) -> Look:
         """Returns the look with the verdicts of `rows` that none of the looks before it has found."""
+        earlier = [verdict for look in before for verdict in look.found]
         verdicts = [[r.selection, r.first, r.second, r.here, r.elsewhere] for r in rows if r.is_found]
-        return replace(self, found=[one for one in verdicts if all(one not in look.found for look in before)])
+        return replace(self, found=[verdict for verdict in verdicts if verdict not in earlier])
 
 
 def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> Look:
     """Returns a look at these methods; its α is that of a first one."""
-    complete = {one.method: (one.complete_seeds, one.deterministic) for one in runs if one.complete_seeds}
-    seeds = sorted({seed for own, fixed in complete.values() if not fixed for seed in own})
-    missing = {m: [s for s in seeds if s not in own] for m, (own, fixed) in complete.items() if not fixed}
-    missing = {method: lacks for method, lacks in missing.items() if lacks}
-    return Look(seeds, sorted(complete), missing, ALPHA, [list(pair) for pair in compare])
+    varying, methods = dict[str, list[int]](), list[str]()
+    for own in runs:
+        if complete := own.complete_seeds:
+            methods.append(own.method)
+            if not own.deterministic:
+                varying[own.method] = complete
+    seeds = sorted({seed for complete in varying.values() for seed in complete})
+    missing = {method: lacking for method, complete in varying.items() if (lacking := sorted({*seeds} - {*complete}))}
+    return Look(seeds, sorted(methods), missing, ALPHA, [list(pair) for pair in compare])
 
 
 def place_of(now: Look, before: Sequence[Look], planned: bool) -> tuple[int, Look]:
@@ -55,32 +57,32 @@ def place_of(now: Look, before: Sequence[Look], planned: bool) -> tuple[int, Loo
 
     A summary of what the last look saw is that look again. `planned`: whether the recipe plans its looks.
     """
-    if before and before[-1].saw_the_same(now):
+    if before and all(getattr(before[-1], name) == getattr(now, name) for name in ("seeds", "methods", "missing")):
         return len(before), before[-1]
     number = len(before) + 1
-    if planned and len(now.seeds) in PLANNED and all(one.methods == now.methods for one in before):
+    if planned and len(now.seeds) in PLANNED and all(look.methods == now.methods for look in before):
         now = replace(now, alpha=PLANNED[len(now.seeds)])
-        if [(len(one.seeds), one.alpha) for one in (*before, now)] == [*PLANNED.items()][:number]:
+        if [(len(look.seeds), look.alpha) for look in (*before, now)] == [*PLANNED.items()][:number]:
             return number, now
     return number, replace(now, alpha=ALPHA if number == 1 else ALPHA / 2**number)
 
 
 def with_earlier_verdicts(rows: Iterable[Comparison], before: Sequence[Look]) -> list[Comparison]:
     """Returns the comparisons with what earlier looks have found."""
-    known: dict[tuple[str, ...], tuple[int, str]] = {}
+    here: dict[tuple[str, ...], tuple[int, str]] = {}
     elsewhere: dict[tuple[str, ...], str] = {}
     for number, look in enumerate(before, 1):
-        for selection, first, second, here, there in look.found:
-            known.setdefault((selection, first, second), (number, here))
-            if there != UNKNOWN:
-                elsewhere.setdefault((selection, first, second), there)
+        for selection, first, second, word, word_elsewhere in look.found:
+            here.setdefault((selection, first, second), (number, word))
+            if word_elsewhere != UNKNOWN:
+                elsewhere.setdefault((selection, first, second), word_elsewhere)
     kept = []
     for row in rows:
         key = (row.selection, row.first, row.second)
-        if key in known:
-            number, here = known[key]
+        if key in here:
+            number, word = here[key]
             note = "; ".join(note for note in row.note.split("; ") if not note.startswith(NO_VERDICT))
-            row = replace(row, here=here, look=number, elsewhere=elsewhere.get(key, row.elsewhere), note=note)
+            row = replace(row, here=word, look=number, elsewhere=elsewhere.get(key, row.elsewhere), note=note)
         kept.append(row)
     return kept
 
@@ -99,6 +101,6 @@ def looks_of(results: Mapping[str, Any], comparisons: Iterable[Comparison]) -> l
     labels = [row["method"] for row in results["summary"] if row["selection"] == rule]
     runs = runs_by_method(picked_trials(results["runs"], rule, metric), labels, rule, metric)
     # a method that had one seed beside others with several was deterministic
-    most = max((len(one.planned_seeds) for one in runs.values()), default=1)
-    seen = [replace(one, deterministic=len(one.planned_seeds) == 1 < most) for one in runs.values()]
+    most = max((len(own.planned_seeds) for own in runs.values()), default=1)
+    seen = [replace(own, deterministic=len(own.planned_seeds) == 1 < most) for own in runs.values()]
     return [look_at(seen).with_found(judged)]

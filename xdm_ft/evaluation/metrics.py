@@ -80,7 +80,7 @@ def per_image_nll(logits: Tensor, labels: Tensor, normalizer: Tensor | None = No
 
 
 def confidences(logits: Tensor, normalizer: Tensor | None = None) -> np.ndarray:
-    """Probability of the predicted class, float64 [n]. `normalizer`: `log_normalizer(logits)`, if it is known."""
+    """Probability of the predicted class, float64 [n]. `normalizer`: as in `per_image_nll`."""
     normalizer = log_normalizer(logits) if normalizer is None else normalizer
     return (logits.cpu().amax(1).double() - normalizer).exp().numpy()
 
@@ -190,18 +190,19 @@ def metric(name: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float
 
     `worst_of` int64 [n] is the domain of each image, or its group where the worst group is reported (−1: in no group).
     """
-    if name == "accuracy":
-        return float(accuracy(logits, labels))
-    if name == "nll":
-        return float(per_image_nll(logits, labels).mean())
-    if name == "auroc":
-        area = auroc(logits, labels)
-        return float("nan") if area is None else area
     predicted = logits.argmax(1)
-    if name == "ece":
-        return expected_calibration_error(confidences(logits), (predicted == labels).cpu().numpy())
-    if name == "worst_domain_accuracy":
-        return worst_accuracy(predicted, labels, worst_of)
+    match name:
+        case "accuracy":
+            return float(accuracy(logits, labels))
+        case "nll":
+            return float(per_image_nll(logits, labels).mean())
+        case "auroc":
+            area = auroc(logits, labels)
+            return float("nan") if area is None else area
+        case "ece":
+            return expected_calibration_error(confidences(logits), (predicted == labels).cpu().numpy())
+        case "worst_domain_accuracy":
+            return worst_accuracy(predicted, labels, worst_of)
     by_confusion = {"balanced_accuracy": balanced_accuracy, "macro_f1": macro_f1}
     return by_confusion[name](confusion(predicted, labels, logits.shape[1]))
 

@@ -88,14 +88,12 @@ class Prediction:
     ) -> Prediction:
         """Returns the predictions under `rule` on the test images, from the arrays that `arrays_of` made."""
         return cls(
-            method=key[0],
-            test_domains=key[1],
-            seed=key[2],
-            rule=rule,
-            images=images,
-            predicted=arrays[f"{rule}.predicted"],
-            per_image=arrays.get(f"{rule}.per_image"),
-            probabilities=arrays.get(f"{rule}.probabilities"),
+            *key[:3],
+            rule,
+            images,
+            arrays[f"{rule}.predicted"],
+            arrays.get(f"{rule}.per_image"),
+            arrays.get(f"{rule}.probabilities"),
         )
 
 
@@ -103,11 +101,11 @@ def arrays_of(predictions: Iterable[Prediction]) -> dict[str, np.ndarray]:
     """Returns the arrays to store of one model: `<rule>.predicted`, int32 [n], and for some rules `<rule>.per_image`
     and `<rule>.probabilities`. `test_images` returns the images, which models with the same test domains share."""
     arrays = {}
-    for one in predictions:
-        arrays[f"{one.rule}.predicted"] = one.predicted.astype(np.int32)
+    for prediction in predictions:
+        arrays[f"{prediction.rule}.predicted"] = prediction.predicted.astype(np.int32)
         for name in ("per_image", "probabilities"):
-            if (array := getattr(one, name)) is not None:
-                arrays[f"{one.rule}.{name}"] = array
+            if (array := getattr(prediction, name)) is not None:
+                arrays[f"{prediction.rule}.{name}"] = array
     return arrays
 
 
@@ -117,13 +115,9 @@ def test_images(dataset: ImageDataset, rows: np.ndarray) -> dict[str, np.ndarray
     `rows` int64 [n]; `labels` and `worst_of` int32 [n]; `groups` int32 [n] if the data set knows them; and `names`,
     uint8: the UTF-8 text of one name per line.
     """
-    names = "\n".join(dataset.name_in_data(int(row)) for row in rows)
     images = HeldOutImages.of(dataset, rows)
-    groups = {} if images.groups is None else {"groups": images.groups.astype(np.int32)}
-    return {
-        "rows": rows,
-        "labels": images.labels.astype(np.int32),
-        "worst_of": images.worst_of.astype(np.int32),
-        **groups,
-        "names": np.frombuffer(names.encode(), np.uint8),
-    }
+    arrays = {"rows": rows, "labels": images.labels.astype(np.int32), "worst_of": images.worst_of.astype(np.int32)}
+    if images.groups is not None:
+        arrays["groups"] = images.groups.astype(np.int32)
+    names = "\n".join(dataset.name_in_data(int(row)) for row in rows)
+    return arrays | {"names": np.frombuffer(names.encode(), np.uint8)}

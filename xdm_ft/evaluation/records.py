@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Score
@@ -51,18 +51,23 @@ class Pick:
 
     def to_json(self) -> dict[str, Any]:
         metrics = {split: dict(vars(score)) for split, score in self.metrics.items()}
-        start = {"step": self.step, **self.hparams, "weights": self.weights, "metrics": metrics}
-        calibration = {"temperature": self.temperature, "validation_nll": self.validation_nll}
-        return start | _present(curve=self.curve, flags=self.flags, value=self.value, **calibration)
+        optional = "curve", "flags", "value", "temperature", "validation_nll"
+        return {
+            "step": self.step,
+            **self.hparams,
+            "weights": self.weights,
+            "metrics": metrics,
+            **_present(self, optional),
+        }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], metrics: dict[str, Score] | None = None) -> Pick:
-        """`metrics`: those in `found`, if they are known."""
-        own = {one.name for one in dataclasses.fields(cls)} - {"hparams"}
-        hparams = {key: value for key, value in found.items() if key not in own}
-        metrics = {split: _score(values) for split, values in found["metrics"].items()} if metrics is None else metrics
-        rest = {key: value for key, value in found.items() if key in own}
-        return cls(**(rest | {"metrics": metrics, "hparams": hparams}))
+    def from_json(cls, entry: Mapping[str, Any], metrics: dict[str, Score] | None = None) -> Pick:
+        """`metrics`: those in `entry`, if an equal object exists already."""
+        names = {field.name for field in dataclasses.fields(cls)} - {"hparams"}
+        values = {name: value for name, value in entry.items() if name in names}
+        values["hparams"] = {name: value for name, value in entry.items() if name not in names}
+        values["metrics"] = metrics or {split: _score(score) for split, score in entry["metrics"].items()}
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -109,28 +114,36 @@ class Record:
         return folder_of(*self.key, [pick.weights for pick in self.selected.values()])
 
     def to_json(self) -> dict[str, Any]:
-        start = {name: getattr(self, name) for name in ("method", "seed", "trial", "hparams", "status")}
-        of_row = {"method": self.method} | _present(encoder=self.encoder, trainable=self.trainable)
-        start = of_row | {"test_domains": list(self.test_domains)} | start
-        reason, selected = _present(reason=self.reason), {rule: pick.to_json() for rule, pick in self.selected.items()}
+        entry = {
+            "method": self.method,
+            **_present(self, ("encoder", "trainable")),
+            "test_domains": list(self.test_domains),
+            "seed": self.seed,
+            "trial": self.trial,
+            "hparams": self.hparams,
+            "status": self.status,
+        }
+        selected = {"selected": {rule: pick.to_json() for rule, pick in self.selected.items()}}
         if self.status == "skipped":
-            return start | _present(deterministic=self.deterministic) | reason | {"selected": selected}
+            return entry | _present(self, ("deterministic", "reason")) | selected
         measured = (
             "mixed_steps", "deterministic", "gradient_evaluations", "stopped_at", "train_seconds",
-            "trained_parameters", "tuned_settings", "training_features", "peak_memory", "restarted",
+            "trained_parameters", "tuned_settings", "training_features", "peak_memory", "restarted", "reason",
         )  # fmt: skip
-        return start | {"selected": selected} | _present(**{n: getattr(self, n) for n in measured}) | reason
+        return entry | selected | _present(self, measured)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Record:
-        picks, selected = found["selected"], dict[str, Pick]()
-        for rule, pick in picks.items():
-            # rules often pick the same weights
-            same = (one.metrics for name, one in selected.items() if picks[name]["metrics"] == pick["metrics"])
+    def from_json(cls, entry: Mapping[str, Any]) -> Record:
+        selected = dict[str, Pick]()
+        for rule, pick in entry["selected"].items():
+            # rules often pick the same weights, and then share their metrics
+            same = (
+                selected[other].metrics for other in selected if entry["selected"][other]["metrics"] == pick["metrics"]
+            )
             selected[rule] = Pick.from_json(pick, next(same, None))
-        rest = {name: value for name, value in found.items() if name not in ModelKey._fields}
-        key = ModelKey(found["method"], tuple(found["test_domains"]), found["seed"], found["trial"])
-        return cls(key, **rest | {"selected": selected})
+        values = {name: value for name, value in entry.items() if name not in ModelKey._fields}
+        key = ModelKey(entry["method"], tuple(entry["test_domains"]), entry["seed"], entry["trial"])
+        return cls(key, **values | {"selected": selected})
 
 
 class Entries(Sequence[dict[str, Any]]):
@@ -142,15 +155,10 @@ class Entries(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.records)
 
-    @overload
-    def __getitem__(self, place: int) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Entries: ...
-
-    def __getitem__(self, place: int | slice) -> dict[str, Any] | Entries:
-        found = self.records[place]
-        return found.to_json() if isinstance(found, Record) else Entries(found)
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the entry of a record; of a slice, several."""
+        records = self.records[index]
+        return records.to_json() if isinstance(records, Record) else Entries(records)
 
 
 @dataclass(frozen=True)
@@ -187,24 +195,20 @@ class SummaryRow:
     trainable: Any = None  # how much of the encoder trains, as in a recipe; None: an earlier version wrote it
 
     def to_json(self) -> dict[str, Any]:
-        first = "method", "encoder", "trainable"
-        names = *first, *(one.name for one in dataclasses.fields(self) if one.name not in first)
-        row = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in row.items() if value is not None or name not in self._OPTIONAL}
+        first = {"method": self.method, "encoder": self.encoder, "trainable": self.trainable}
+        return {name: v for name, v in (first | vars(self)).items() if v is not None or name not in self._OPTIONAL}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> SummaryRow:
-        return cls(**({"spread_as_published": None} | dict(found)))
+    def from_json(cls, entry: Mapping[str, Any]) -> SummaryRow:
+        return cls(**{"spread_as_published": None} | dict(entry))
 
     def flat(self) -> dict[str, Any]:
         """Returns the row as a flat dict; nested values get keys such as `mean:DOMAIN` and `versus_erm:p`."""
         row = {name: value for name, value in self.to_json().items() if not isinstance(value, dict | list)}
         for domain, values in self.per_test_domain.items():
             row |= {f"{name}:{domain}": value for name, value in values.items()}
-        versus = self.versus_erm or {}
-        row |= {
-            f"versus_erm:{name}": versus.get(name) for name in ("reference", "difference", "p", "p_holm", "verdict")
-        }
+        versus, names = self.versus_erm or {}, ("reference", "difference", "p", "p_holm", "verdict")
+        row |= {f"versus_erm:{name}": versus.get(name) for name in names}
         return row | {"draws": self.budget["draws"], "flags": "; ".join(self.flags or ())}
 
 
@@ -225,13 +229,15 @@ def record_in(path: Path) -> Callable[[Any], Record]:
 
 def _score(values: Mapping[str, Any]) -> Score:
     """Names of classes and domains are kept in memory once for all models."""
-    by_name = ("per_class_recall", "per_domain")
-    named = {key: {sys.intern(name): of for name, of in values[key].items()} for key in by_name}
-    return Score(**{**values, **named})
+    interned = {
+        key: {sys.intern(name): value for name, value in values[key].items()}
+        for key in ("per_class_recall", "per_domain")
+    }
+    return Score(**{**values, **interned})
 
 
-def _present(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def _present(entry: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(entry, name)) is not None}
 
 
 SPLIT = "test"
@@ -266,20 +272,13 @@ class Runs:
     @property
     def values(self) -> dict[tuple[Held, int], float]:
         """{(held-out domains, seed): metric} of the records that have a value."""
-        pairs = ((r.test_domains, r.seed, self.value(r)) for r in self.records)
-        return {(held, seed): value for held, seed, value in pairs if value is not None}
+        return {(r.test_domains, r.seed): value for r in self.records if (value := self.value(r)) is not None}
 
     @property
     def complete_seeds(self) -> list[int]:
         """The seeds that have a value for every held-out set; only they enter means."""
         values = self.values
         return [seed for seed in self.planned_seeds if all((held, seed) in values for held in self.held_out)]
-
-    @property
-    def by_seed(self) -> list[list[float]]:
-        """The values of each complete seed, in the order of the held-out sets."""
-        values = self.values
-        return [[values[held, seed] for held in self.held_out] for seed in self.complete_seeds]
 
 
 def set_name(held: Held) -> str:
@@ -292,8 +291,8 @@ def runs_by_method(
 ) -> dict[str, Runs]:
     """Returns {method: its records}, in the order of `methods`; methods without a record are left out."""
     held_out = tuple(dict.fromkeys(record.test_domains for record in records))
-    by_method = {m: tuple(r for r in records if r.method == m) for m in methods}
-    return {m: Runs(m, rule, metric, held_out, own, m in deterministic) for m, own in by_method.items() if own}
+    by_method = {method: tuple(record for record in records if record.method == method) for method in methods}
+    return {m: Runs(m, rule, metric, held_out, of_m, m in deterministic) for m, of_m in by_method.items() if of_m}
 
 
 SEPARATOR = " @ "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +13,10 @@ from xdm_ft.evaluation.looks import Look, with_earlier_verdicts
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import (
     SPLIT,
-    Held,
     Point,
     Record,
     Runs,
+    Status,
     SummaryRow,
     runs_by_method,
     set_name,
@@ -35,25 +36,13 @@ _PICKED_ON = {
 
 
 def protocol_line(
-    *,
-    data: str,
-    split: str,
-    notes: Iterable[str],
-    selection: str,
-    metric: str,
-    augmentation: str,
-    draws: int,
+    *, data: str, split: str, notes: Iterable[str], selection: str, metric: str, augmentation: str, draws: int
 ) -> str:
     """Returns the line above a table. Numbers under different lines are not comparable.
 
-    Args:
-        data: name and size of the data set.
-        split: how test and validation images were split off.
-        notes: sentences on groups, encoder and loss; duplicates are dropped.
-        selection: the selection rule.
-        metric: the metric of selection and of the table.
-        augmentation: of the training images; "none" for none.
-        draws: draws of hyper-parameters per method, held-out domain and seed.
+    `data` is name and size of the data set, `split` how test and validation images were split off, `notes` are
+    sentences on groups, encoder and loss, whose duplicates are dropped, and `draws` counts draws of hyper-parameters
+    per method, held-out domain and seed.
     """
     words = metric.replace("_", " ")
     parts = [
@@ -118,47 +107,49 @@ def summarise(
         before: the looks before it, whose verdicts stay.
         margin: half of the range in which rows are equal, in the metric's unit.
     """
-    _refuse_duplicates(records)
+    for model, count in Counter(record.key[:3] for record in records).items():
+        if count > 1:
+            raise ValueError(f"two records of {model}: a summary needs one per method, held-out domains and seed")
     runs_of = runs_by_method(records, methods, rule, metric, deterministic)
     plain = [(method, other) for method, other in references.items() if (other, method) not in compare]
-    wanted: dict[tuple[str, str], None] = dict.fromkeys([*compare, *plain])
-    wanted |= dict.fromkeys(pair.rows for pair in encoder_pairs([*runs_of], encoders))
+    wanted = dict.fromkeys([*compare, *plain, *encoder_pairs([*runs_of], encoders)])
     pairs = {names: Pair(*(runs_of[name] for name in names)) for names in wanted if {*names} <= runs_of.keys()}
     without = WithoutGroups(metric, pairs.values(), predictions)
     cheats = "oracle reads labels of the test domains" if rule == ORACLE else ""
-    measured = {names: compared(pair, without, cheats) for names, pair in pairs.items()}
-    known = {names: row for names, row in measured.items() if row is not None}
-    family = [names in compare if compare else True for names in known]
-    judged = judge(metric, [*known.values()], family, alpha=look[1], look=look[0], margin=margin)
+    comparisons = {names: made for names, pair in pairs.items() if (made := compared(pair, without, cheats))}
+    family = [names in compare if compare else True for names in comparisons]
+    judged = judge(metric, [*comparisons.values()], family, alpha=look[1], look=look[0], margin=margin)
     judged = with_earlier_verdicts(judged, before)
-    by_pair = dict(zip(known, judged, strict=True))
-    rows = [
-        SummaryRow(
-            method=runs.method,
+    by_pair = dict(zip(comparisons, judged, strict=True))
+
+    rows = []
+    for method, runs in runs_of.items():
+        values = runs.values
+        means = [float(np.mean([values[held, seed] for held in runs.held_out])) for seed in runs.complete_seeds]
+        gradients = [r.gradient_evaluations for r in runs.records if r.gradient_evaluations is not None]
+        versus = by_pair.get((method, references.get(method, "")))
+        row = SummaryRow(
+            method=method,
             encoder=runs.records[0].encoder,
             trainable=runs.records[0].trainable,
             selection=rule,
             metric=metric,
             split=SPLIT,
-            **_mean(runs, convention),
+            **Spread.of(means)._asdict(),
+            spread_as_published=convention and {"kind": convention.kind, "value": convention.value(means)},
             per_test_domain=_per_test_domain(runs),
-            versus_erm=one.versus_erm() if (one := by_pair.get((method, references.get(method, "")))) else None,
+            versus_erm=None if versus is None else versus.versus_erm(),
             protocol=protocol,
-            budget=_budget(runs),
-            **_failures_and_gaps(runs),
+            budget={
+                "draws": len({record.trial for record in runs.records}),
+                "gradient_evaluations": {"low": min(gradients), "high": max(gradients)} if gradients else None,
+            },
+            failed=_count(runs, "failed") or None,
+            skipped=_count(runs, "skipped") or None,
+            reason="; ".join(_gaps(runs)) or None,
         )
-        for method, runs in runs_of.items()
-    ]
+        rows.append(row)
     return Summary(rows, judged)
-
-
-def _refuse_duplicates(records: Sequence[Record]) -> None:
-    seen: set[tuple[str, Held, int]] = set()
-    for record in records:
-        key = record.key[:3]
-        if key in seen:
-            raise ValueError(f"two records of {key}: a summary needs one per method, held-out domains and seed")
-        seen.add(key)
 
 
 class Spread(NamedTuple):
@@ -176,75 +167,51 @@ class Spread(NamedTuple):
         return cls(float(np.mean(values)) if values else None, std, stderr, len(values))
 
 
-def _mean(runs: Runs, convention: Convention | None) -> dict[str, Any]:
-    """Averages the held-out domains within a seed, then takes mean and spread over seeds."""
-    means = [float(np.mean(values)) for values in runs.by_seed]
-    published = None if convention is None else {"kind": convention.kind, "value": convention.value(means)}
-    return Spread.of(means)._asdict() | {"spread_as_published": published}
-
-
-def _budget(runs: Runs) -> dict[str, Any]:
-    """Draws of hyper-parameters, and the range of gradient evaluations per model."""
-    counts = [r.gradient_evaluations for r in runs.records if r.gradient_evaluations is not None]
-    return {
-        "draws": len({r.trial for r in runs.records}),
-        "gradient_evaluations": {"low": min(counts), "high": max(counts)} if counts else None,
-    }
-
-
 def _per_test_domain(runs: Runs) -> dict[str, Point]:
     """Mean and std of each held-out domain, over all seeds that have it.
 
     If one model is tested on several domains (official split), each domain has its accuracy. Other metrics are known
     only for all test images together.
     """
-    found: dict[str, list[float]] = {}
-    for record in sorted(runs.records, key=lambda r: runs.held_out.index(r.test_domains)):
+    by_domain: dict[str, list[float]] = {}
+    for record in sorted(runs.records, key=lambda record: runs.held_out.index(record.test_domains)):
         score, value, held = runs.score(record), runs.value(record), record.test_domains
         if score is None or value is None:
             continue
+        columns = {set_name(held): value}
         if len(held) > 1 and runs.metric in ("accuracy", "worst_domain_accuracy"):
             # for worst_domain_accuracy the columns show the accuracies whose minimum it is
             columns = {domain: entry["accuracy"] for domain, entry in score.per_domain.items()}
-        else:
-            columns = {set_name(held): value}
         for domain, of_domain in columns.items():
-            found.setdefault(domain, []).append(of_domain)
-    return {
-        domain: {"mean": float(np.mean(v)), "std": float(np.std(v, ddof=1)) if len(v) > 1 else None}
-        for domain, v in found.items()
-    }
+            by_domain.setdefault(domain, []).append(of_domain)
+    spreads = {domain: Spread.of(values) for domain, values in by_domain.items()}
+    return {domain: {"mean": spread.mean, "std": spread.std} for domain, spread in spreads.items()}
 
 
-def _failures_and_gaps(runs: Runs) -> dict[str, Any]:
-    """Counts of failed and skipped models, and one line of reasons for missing values; empty if nothing is missing."""
-    failed = [r for r in runs.records if r.status == "failed"]
-    skipped = [r for r in runs.records if r.status == "skipped"]
+def _count(runs: Runs, status: Status) -> int:
+    return sum(record.status == status for record in runs.records)
+
+
+def _gaps(runs: Runs) -> Iterator[str]:
+    """Yields the reasons for missing values; nothing if none is missing."""
     planned, done = len(runs.held_out) * len(runs.planned_seeds), len(runs.values)
-    found: dict[str, Any] = {"failed": len(failed)} if failed else {}
-    if skipped:
-        found["skipped"] = len(skipped)
-    reasons = [
-        f"{len(records)} of {planned} runs {status}: " + "; ".join(dict.fromkeys(str(r.reason) for r in records))
-        for status, records in (("failed", failed), ("skipped", skipped))
-        if records
-    ]
+    failed, skipped = _count(runs, "failed"), _count(runs, "skipped")
     undefined = sum(runs.value(r) is None and runs.score(r) is not None for r in runs.records)
-    if undefined:
-        reasons.append(f"{runs.metric} is not defined on the test images of {undefined} of {planned} runs")
     unpicked = sum(r.status == "ok" and runs.rule not in r.selected for r in runs.records)
+    for status, count in (("failed", failed), ("skipped", skipped)):
+        if count:
+            why = dict.fromkeys(str(record.reason) for record in runs.records if record.status == status)
+            yield f"{count} of {planned} runs {status}: {'; '.join(why)}"
+    if undefined:
+        yield f"{runs.metric} is not defined on the test images of {undefined} of {planned} runs"
     if unpicked:
-        reasons.append(f"{runs.rule} could pick no step of {unpicked} of {planned} runs: {runs.metric} is not defined")
+        yield f"{runs.rule} could pick no step of {unpicked} of {planned} runs: {runs.metric} is not defined"
     # the rest has no record: runs of an interrupted experiment
-    missing = planned - done - len(failed) - len(skipped) - undefined - unpicked
-    if missing:
-        reasons.append(f"{missing} of {planned} runs are missing")
-    seeds = len(runs.complete_seeds)
-    if reasons and done:
-        reasons.append(
-            f"the mean counts the {seeds} of {len(runs.planned_seeds)} seeds that have every held-out domain"
-        )
-    return found | ({"reason": "; ".join(reasons)} if reasons else {})
+    if missing := planned - done - failed - skipped - undefined - unpicked:
+        yield f"{missing} of {planned} runs are missing"
+    if done and done < planned:
+        seeds = f"{len(runs.complete_seeds)} of {len(runs.planned_seeds)} seeds"
+        yield f"the mean counts the {seeds} that have every held-out domain"
 
 
 class Convention(NamedTuple):
@@ -289,33 +256,24 @@ def erm_of_each(rows: Sequence[Compared]) -> dict[str, str]:
     linear head on the frozen encoder, which says what more training gains; if there is none, with the first of a linear
     head. A row is left out if the recipe has no such ERM.
     """
-    found = {}
+    references = {}
     for row in rows:
-        head = LINEAR if row.is_plain_erm else row.head
-        erms = [one for one in rows if one.is_plain_erm and (one.encoder, one.head) == (row.encoder, head)]
-        cut = False if row.is_plain_erm else row.cut
-        alike = [one for one in erms if not row.is_plain_erm and one.augmentation == row.augmentation]
-        reference = next(iter([*(one for one in erms if one.cut == cut), *alike, *erms]), row)
-        if reference.label != row.label:
-            found[row.label] = reference.label
-    return found
+        head, cut = (LINEAR, False) if row.is_plain_erm else (row.head, row.cut)
+        erms = [erm for erm in rows if erm.is_plain_erm and (erm.encoder, erm.head) == (row.encoder, head)]
+        same_cut = [erm for erm in erms if erm.cut == cut]
+        alike = [erm for erm in erms if not row.is_plain_erm and erm.augmentation == row.augmentation]
+        best_first = [*same_cut, *alike, *erms]
+        if best_first and best_first[0].label != row.label:
+            references[row.label] = best_first[0].label
+    return references
 
 
-class EncoderPair(NamedTuple):
-    """One method under two encoders."""
-
-    method: str  # without the encoder
-    first: str  # label of an encoder; its models are compared with …
-    second: str  # … those of this one
-
-    @property
-    def rows(self) -> tuple[str, str]:
-        """The labels of the rows of both encoders."""
-        return with_encoder(self.method, self.first), with_encoder(self.method, self.second)
-
-
-def encoder_pairs(labels: Sequence[str], encoders: Sequence[str]) -> list[EncoderPair]:
-    """Returns all pairs of encoders under each method, in the order of both; pairs that lack a row are left out."""
+def encoder_pairs(labels: Sequence[str], encoders: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the rows (labels) of each method under each two encoders, in the order of both, if both are there."""
     methods = dict.fromkeys(method for method, encoder in (split_label(one, encoders) for one in labels) if encoder)
-    pairs = [EncoderPair(method, *two) for method in methods for two in combinations(encoders, 2)]
-    return [pair for pair in pairs if all(row in labels for row in pair.rows)]
+    pairs = [
+        (with_encoder(method, first), with_encoder(method, second))
+        for method in methods
+        for first, second in combinations(encoders, 2)
+    ]
+    return [pair for pair in pairs if {*pair} <= {*labels}]

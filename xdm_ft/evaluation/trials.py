@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,20 +43,15 @@ def picked_trials(records: Iterable[Record], rule: str, metric: str) -> list[Rec
 
 
 def _best_record(records: Sequence[Record], rule: str, metric: str) -> Record | None:
-    """Returns the record with the best selection value, the first one of several; None if none has a value.
-
-    Of several, `oracle` returns the one that the `honest_rule` picks, if it is among them.
-    """
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    values = {place: selection_value(record, rule) for place, record in enumerate(records)}
-    known = {place: value for place, value in values.items() if value is not None}
-    if not known:
+    """Returns the record with the best selection value, as `picked_trials` has it; None if none has a value."""
+    pairs = [(record, value) for record in records if (value := selection_value(record, rule)) is not None]
+    if not pairs:
         return None
-    best_value = max(known.values(), key=lambda value: sign * value)
-    tied = [records[place] for place, value in known.items() if value == best_value]
-    followed = honest_rule(name for record in records for name in record.selected) if rule == ORACLE else None
-    picked = None if followed is None else _best_record(records, followed, metric)
-    return next((record for record in tied if record is picked), tied[0])
+    best = (max if HIGHER_IS_BETTER[metric] else min)(value for _, value in pairs)
+    tied = [record for record, value in pairs if value == best]
+    honest = honest_rule(name for record in records for name in record.selected) if rule == ORACLE else None
+    preferred = None if honest is None else _best_record(records, honest, metric)
+    return next((record for record in tied if record is preferred), tied[0])
 
 
 def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str) -> dict[str, float]:
@@ -66,16 +60,16 @@ def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule
     Test images do not enter these values. A method is left out if one of its runs has no such value, or if `rows`
     (those of the same rule) hold no estimate for it.
     """
-    picked: dict[str, list[Record]] = {}
+    by_method: dict[str, list[float | None]] = {}
     for record in picked_trials(records, rule, metric):
-        picked.setdefault(record.method, []).append(record)
-    found = {}
+        by_method.setdefault(record.method, []).append(selection_value(record, rule))
+    means = {}
     for row in rows:
-        seen = [selection_value(record, rule) for record in picked.get(row.method, ())]
-        known = [value for value in seen if value is not None]
-        if known and len(known) == len(seen) and row.mean is not None and row.reason is None:
-            found[row.method] = math.fsum(known) / len(known)
-    return found
+        values = [value for value in by_method.get(row.method, ()) if value is not None]
+        complete = values and len(values) == len(by_method[row.method])
+        if complete and row.mean is not None and row.reason is None:
+            means[row.method] = math.fsum(values) / len(values)
+    return means
 
 
 @dataclass(frozen=True)
@@ -93,12 +87,15 @@ class MethodChoice:
 
     def to_json(self) -> dict[str, Any]:
         """Returns `chosen_by` of results.json."""
-        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "method"}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        del values["method"]
+        return values
 
     def __str__(self) -> str:
         """One line: the values, who else was within reach, and why this one."""
-        values = ", ".join(f"{method} {_shown(self.metric, value)}" for method, value in self.values.items())
+        shown = "{:.3f}" if self.metric == "nll" else "{:.1f}"
+        unit = 1 if self.metric == "nll" else 100
+        values = ", ".join(f"{method} {shown.format(unit * value)}" for method, value in self.values.items())
         if len(self.values) == 1:
             return f"{self.method} is the only method with a value of {self.selection} ({values})"
         parts = [
@@ -132,59 +129,50 @@ def choose_method(records: Sequence[Record], rows: Sequence[SummaryRow], rule: s
     for record in picked_trials(records, rule, metric):
         if record.method in picked:
             picked[record.method].append(record)
-    holding = [method for method, own in picked.items() if any(one.training_features for one in own)]
+    holding = [method for method in values if any(record.training_features for record in picked[method])]
     by_name_only = tuple(holding) if len(holding) < len(values) else ()
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
     eligible = [method for method in values if method not in by_name_only]
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
     best = max(eligible, key=lambda method: sign * values[method])
-    within = [
-        method
-        for method in eligible
-        if sign * (values[best] - values[method]) <= _standard_error(picked[best], picked[method], rule)
-    ]
+
+    of_best = {record.key[1:3]: selection_value(record, rule) for record in picked[best]}
+    within = []
+    for method in eligible:
+        pairs = [(of_best.get(record.key[1:3]), selection_value(record, rule)) for record in picked[method]]
+        differences = [a - b for a, b in pairs if a is not None and b is not None]
+        error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+        if sign * (values[best] - values[method]) <= error:
+            within.append(method)
     chosen, reason = _preferred(records, {method: picked[method] for method in within}, rule)
     return MethodChoice(chosen, rule, metric, values, tuple(within), best, reason, by_name_only)
 
 
-def _standard_error(first: Sequence[Record], second: Sequence[Record], rule: str) -> float:
-    """Returns s/√n of the differences of selection values in the n pairs of held-out set and seed; 0 for n < 2."""
-    of_first = {one.key[1:3]: selection_value(one, rule) for one in first}
-    pairs = [(of_first.get(one.key[1:3]), selection_value(one, rule)) for one in second]
-    differences = [a - b for a, b in pairs if a is not None and b is not None]
-    return stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-
-
 def _preferred(records: Sequence[Record], picked: Mapping[str, Sequence[Record]], rule: str) -> tuple[str, str]:
     """Returns one of the methods within reach, and what it has that the others have not, with the numbers of all."""
-    nll = {method: [one.selected[rule].validation_nll for one in own] for method, own in picked.items()}
-    criteria: list[tuple[str, dict[str, float]]] = []
+    nll = {method: [record.selected[rule].validation_nll for record in own] for method, own in picked.items()}
+    # how many settings were compared on the validation images of one held-out set and seed
+    tuned = {method: Counter[tuple[Any, ...]]() for method in picked}
+    for record in records:
+        if record.method in tuned:
+            tuned[record.method][record.key[1:3]] += record.tuned_settings or 1
+    criteria: dict[str, dict[str, float]] = {
+        "the fewest tuned settings": {method: max(counts.values()) for method, counts in tuned.items()},
+        "the fewest trained parameters": {
+            method: max(record.trained_parameters or 0 for record in own) for method, own in picked.items()
+        },
+    }
     if all(value is not None for values in nll.values() for value in values):
         means = {method: fmean(value for value in values if value is not None) for method, values in nll.items()}
-        criteria.append(("the lowest validation NLL", means))
-    tuned = {method: float(_tuned_settings(records, method)) for method in picked}
-    criteria.append(("the fewest tuned settings", tuned))
-    parameters = {method: float(max(one.trained_parameters or 0 for one in own)) for method, own in picked.items()}
-    criteria.append(("the fewest trained parameters", parameters))
+        criteria = {"the lowest validation NLL": means} | criteria
+
     left, reason = list(picked), "the first place in the recipe"
-    for name, measured in criteria:
+    for name, measured in criteria.items():
         least = min(measured[method] for method in left)
         lowest = [method for method in left if measured[method] == least]
         if len(lowest) < len(left):
-            others = [measured[method] for method in left if method not in lowest]
-            digits = next(n for n in range(4, 18) if f"{least:.{n}g}" not in {f"{one:.{n}g}" for one in others})
+            others = [float(measured[method]) for method in left if method not in lowest]
+            # as many digits as tell the lowest from the others
+            digits = next(n for n in range(4, 18) if f"{least:.{n}g}" not in {f"{other:.{n}g}" for other in others})
             numbers = ", ".join(f"{method} {measured[method]:.{digits}g}" for method in left)
             left, reason = lowest, f"{name} ({numbers})"
     return left[0], reason
-
-
-def _tuned_settings(records: Sequence[Record], method: str) -> int:
-    """Returns how many settings were compared on the validation images of one held-out set and seed."""
-    found = Counter[tuple[Any, ...]]()
-    for record in records:
-        if record.method == method:
-            found[record.key[1:3]] += record.tuned_settings or 1
-    return max(found.values())
-
-
-def _shown(metric: str, value: float) -> str:
-    return f"{value:.3f}" if metric == "nll" else f"{100 * value:.1f}"

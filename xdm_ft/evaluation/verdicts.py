@@ -12,7 +12,7 @@ Satterthwaite's: these are too liberal with ten slides, or with three paired see
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long f
 
 from xdm_ft.evaluation.jackknife import check_same_images, effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Held, Runs
 
 ALPHA = 0.05  # significance level of verdicts; intervals are 95%
@@ -32,7 +32,6 @@ BETTER, WORSE = "better", "worse"
 EQUAL, NO_VERDICT = "no clear difference", "no verdict"  # here
 UNKNOWN = "unknown"  # elsewhere
 UNDECLARED = f"{NO_VERDICT}: report.compare does not declare it"
-_OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
 
 class Interval(NamedTuple):
@@ -60,14 +59,6 @@ class Estimate(NamedTuple):
         return float(2 * stdtr(self.freedom, -abs(self.value) / self.error))
 
 
-class HeldOut(NamedTuple):
-    """The values of one method on one held-out set."""
-
-    by_seed: np.ndarray  # float64 [S]
-    variance: float | None  # of their mean, over groups of test images; None if it can not be estimated
-    groups: float  # effective number of groups
-
-
 class Term(NamedTuple):
     """The variance of a mean, and its degrees of freedom."""
 
@@ -77,16 +68,18 @@ class Term(NamedTuple):
 
 def welch(terms: Sequence[Term]) -> Term:
     """Returns the sum with Welch and Satterthwaite's degrees of freedom, V² / Σ V_i²/f_i."""
-    kept = [one for one in terms if one.variance > 0]
-    total = math.fsum(one.variance for one in kept)
-    return Term(total, total**2 / math.fsum(v**2 / f for v, f in kept) if kept else math.inf)
+    return _sum(terms, 2)
 
 
 def harmonic(terms: Sequence[Term]) -> Term:
     """Returns the sum with fewer degrees of freedom than `welch`, V / Σ V_i/f_i."""
-    kept = [one for one in terms if one.variance > 0]
-    total = math.fsum(one.variance for one in kept)
-    return Term(total, total / math.fsum(v / f for v, f in kept) if kept else math.inf)
+    return _sum(terms, 1)
+
+
+def _sum(terms: Sequence[Term], power: int) -> Term:
+    varying = [term for term in terms if term.variance > 0]
+    total = math.fsum(term.variance for term in varying)
+    return Term(total, total**power / math.fsum(v**power / f for v, f in varying) if varying else math.inf)
 
 
 def over_images(variances: Sequence[float], groups: Sequence[float]) -> Term:
@@ -143,10 +136,11 @@ def here(difference: float, seeds: Term, images: Term, *, sets: int, paired: boo
     by 0.5 between four domains.
     """
     both = harmonic([seeds, images])
-    if seeds.variance == 0:
-        return Estimate(difference, both.variance**0.5, both.freedom)
-    slack = (both.variance / seeds.variance) ** 0.5 if sets == 1 and not paired else 1.0
-    return Estimate(difference, both.variance**0.5, min(both.freedom, seeds.freedom * slack))
+    limit = math.inf
+    if seeds.variance > 0:
+        slack = (both.variance / seeds.variance) ** 0.5 if sets == 1 and not paired else 1.0
+        limit = seeds.freedom * slack
+    return Estimate(difference, both.variance**0.5, min(both.freedom, limit))
 
 
 def over_sets(differences: Sequence[float] | np.ndarray) -> Estimate | None:
@@ -181,7 +175,7 @@ class PValue(NamedTuple):
     holm: float | None  # corrected for all comparisons of the family; None: it is not in the family
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """How one row of the summary compares with another: an entry of `comparisons` in results.json.
 
@@ -193,20 +187,20 @@ class Comparison:
     second: str  # label of the row that it is compared with
     sets: int  # D, held-out sets
     domains: int  # in these sets
-    seeds: int | None  # the smaller number of complete seeds of the sides that vary; None: none does
+    seeds: int | None = None  # the smaller number of complete seeds of the sides that vary; None: none does
     paired: bool  # by seed
     difference: float  # first − second
-    error: float | None  # √V, V = V_S + V_I
-    freedom: float | None  # of V; None if V is 0
-    share_seeds: float | None  # V_S / V
-    share_images: float | None  # V_I / V
-    freedom_seeds: float | None  # of V_S; None: V_S is 0
-    freedom_images: float | None  # of V_I; None: V_I is 0
-    other_error: float | None  # √V in the other regime (paired or not); None unless there are 9 or 10 seeds
-    other_freedom: float | None
-    error_elsewhere: float | None  # s_D / √D, with D − 1 degrees of freedom; None: one set
-    p_here: PValue | None  # None: no verdict, and `note` says why
-    p_elsewhere: PValue | None  # `holm`: the larger of both Holm values
+    error: float | None = None  # √V, V = V_S + V_I
+    freedom: float | None = None  # of V; None if V is 0
+    share_seeds: float | None = None  # V_S / V
+    share_images: float | None = None  # V_I / V
+    freedom_seeds: float | None = None  # of V_S; None: V_S is 0
+    freedom_images: float | None = None  # of V_I; None: V_I is 0
+    other_error: float | None = None  # √V in the other regime (paired or not); None unless there are 9 or 10 seeds
+    other_freedom: float | None = None
+    error_elsewhere: float | None = None  # s_D / √D, with D − 1 degrees of freedom; None: one set
+    p_here: PValue | None = None  # None: no verdict, and `note` says why
+    p_elsewhere: PValue | None = None  # `holm`: the larger of both Holm values
     note: str
     here: str = NO_VERDICT  # BETTER, WORSE, EQUAL or NO_VERDICT
     elsewhere: str = UNKNOWN  # BETTER, WORSE or UNKNOWN
@@ -216,15 +210,14 @@ class Comparison:
     @property
     def on_these(self) -> Estimate | None:
         """The difference with its error on these domains."""
-        if self.error is None:
-            return None
-        return Estimate(self.difference, self.error, math.inf if self.freedom is None else self.freedom)
+        freedom = math.inf if self.freedom is None else self.freedom
+        return None if self.error is None else Estimate(self.difference, self.error, freedom)
 
     @property
     def on_others(self) -> Estimate | None:
         """The difference with its error on new domains."""
-        known = self.error_elsewhere
-        return None if known is None else Estimate(self.difference, known, self.sets - 1)
+        error = self.error_elsewhere
+        return None if error is None else Estimate(self.difference, error, self.sets - 1)
 
     @property
     def where(self) -> str:
@@ -237,32 +230,39 @@ class Comparison:
 
     def turned(self) -> Comparison:
         """Returns the same comparison as second − first."""
-        here, elsewhere = (_OPPOSITE.get(word, word) for word in (self.here, self.elsewhere))
-        sides = {"first": self.second, "second": self.first, "difference": -self.difference}
-        return replace(self, **sides, here=here, elsewhere=elsewhere)  # type: ignore[arg-type]
+        opposite = {BETTER: WORSE, WORSE: BETTER}
+        return replace(
+            self,
+            first=self.second,
+            second=self.first,
+            difference=-self.difference,
+            here=opposite.get(self.here, self.here),
+            elsewhere=opposite.get(self.elsewhere, self.elsewhere),
+        )
 
     def versus_erm(self) -> dict[str, Any]:
         """Returns `versus_erm` of a row of the summary: what it was before there were two verdicts."""
-        p, estimates = self.p_here, {"domains": self.on_others, "seeds_and_images": self.on_these}
+        estimates = {"domains": self.on_others, "seeds_and_images": self.on_these}
         return {
             "difference": self.difference,
-            **{name: one and one.interval()._asdict() for name, one in estimates.items()},
-            "p": p and p.plain,
-            "p_holm": p and p.holm,
+            **{name: estimate and estimate.interval()._asdict() for name, estimate in estimates.items()},
+            "p": self.p_here and self.p_here.plain,
+            "p_holm": self.p_here and self.p_here.holm,
             "verdict": f"{self.here} {self.where}" if self.is_found else self.here,
             "note": self.note,
             "reference": self.second,
         }
 
     def to_json(self) -> dict[str, Any]:
-        p_values = {name: p and p._asdict() for name, p in (("p_here", self.p_here), ("p_elsewhere", self.p_elsewhere))}
-        return asdict(self) | p_values
+        p_values = {"p_here": self.p_here, "p_elsewhere": self.p_elsewhere}
+        return asdict(self) | {name: p and p._asdict() for name, p in p_values.items()}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Comparison:
+    def from_json(cls, entry: dict[str, Any]) -> Comparison:
         """Returns the comparison of an entry; keys of later versions are left out."""
-        known = {one.name: found[one.name] for one in fields(cls) if one.name in found}
-        return cls(**known | {name: p and PValue(**p) for name in ("p_here", "p_elsewhere") for p in [found[name]]})
+        values = {field.name: entry[field.name] for field in fields(cls) if field.name in entry}
+        p_values = {name: entry[name] and PValue(**entry[name]) for name in ("p_here", "p_elsewhere")}
+        return cls(**values | p_values)
 
 
 def judge(
@@ -287,14 +287,17 @@ def judge(
         margin: rows whose two-sided interval at level 1 − 2α/M lies within ±margin are equal within it (two one-sided
             tests).
     """
-    tested = [i for i, row in enumerate(rows) if family[i] and row.p_here is not None]
+    judged = [replace(row, look=look) for row in rows]
+    tested = list[int]()
+    for i, row in enumerate(rows):
+        if row.p_here is not None and family[i]:
+            tested.append(i)
+        elif row.p_here is not None:
+            judged[i] = replace(judged[i], note="; ".join(filter(None, [UNDECLARED, row.note])))
     of_here = holm([rows[i].p_here.plain for i in tested])  # type: ignore[union-attr]
     # a row without a p of elsewhere counts as one that can not be shown
     of_elsewhere = holm([1.0 if (p := rows[i].p_elsewhere) is None else p.plain for i in tested])
-    judged = [replace(row, look=look) for row in rows]
-    for i, row in enumerate(rows):
-        if not family[i] and row.p_here is not None:
-            judged[i] = replace(judged[i], note="; ".join(filter(None, [UNDECLARED, row.note])))
+
     for i, p_here, p_elsewhere in zip(tested, of_here, of_elsewhere, strict=True):
         row, both = rows[i], max(p_here, p_elsewhere)
         assert row.p_here is not None
@@ -319,14 +322,6 @@ FEW_GROUPS = 10  # below this effective number the note reports how many groups 
 FEWEST_SETS = 3  # held-out sets of a verdict on new domains
 
 
-class Groups(NamedTuple):
-    """The groups of one held-out set's test images."""
-
-    number: int
-    effective: float
-    known: bool  # False: each image counts as one group
-
-
 class Pair(NamedTuple):
     """A row and what it is compared with."""
 
@@ -334,16 +329,11 @@ class Pair(NamedTuple):
     second: Runs
 
     @property
-    def deterministic(self) -> tuple[bool, bool]:
-        return self.first.deterministic, self.second.deterministic
-
-    @property
     def common(self) -> list[int]:
         """The complete seeds that both have; none if one of them is deterministic."""
-        if any(self.deterministic):
+        if self.first.deterministic or self.second.deterministic:
             return []
-        theirs = self.second.complete_seeds
-        return [seed for seed in self.first.complete_seeds if seed in theirs]
+        return [seed for seed in self.first.complete_seeds if seed in self.second.complete_seeds]
 
     @property
     def seeds(self) -> tuple[list[int], list[int]]:
@@ -362,29 +352,25 @@ class WithoutGroups:
 
     def __init__(self, metric: str, pairs: Iterable[Pair], predictions: Iterable[Prediction]) -> None:
         """`predictions` of a method and held-out set come in the order of the seeds, which decides the rounding."""
-        self.groups: dict[Held, Groups] = {}
-        wanted: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+        self.images: dict[Held, HeldOutImages] = {}
+        sides: dict[tuple[str, str], set[tuple[int, ...]]] = {}  # (rule, method) → the seeds of each comparison
         for pair in pairs:
             for runs, seeds in zip(pair, pair.seeds, strict=True):
-                wanted.setdefault((runs.rule, runs.method), set()).add(tuple(seeds))
+                sides.setdefault((runs.rule, runs.method), set()).add(tuple(seeds))
         self._sums: dict[tuple[str, str, Held, tuple[int, ...]], tuple[np.ndarray, int]] = {}
         first: dict[Held, Prediction] = {}
-        for one in predictions:
-            if metric == "auroc" and one.per_image is None:  # the AUROC is not defined
+        for prediction in predictions:
+            if metric == "auroc" and prediction.per_image is None:  # the AUROC is not defined
                 continue
-            held, images = tuple(one.test_domains), one.images
-            if held not in first:
-                first[held] = one
-                self.groups[held] = Groups(len(images.sizes), effective_number(images.sizes), images.groups is not None)
-            check_same_images(first[held], one)
-            sides = [seeds for seeds in wanted.get((one.rule, one.method), ()) if one.seed in seeds]
-            if not sides:
-                continue
-            without = without_each_group(metric, one)
-            for side in sides:
-                total, count = self._sums.get((one.rule, one.method, held, side), (np.zeros_like(without), 0))
-                total += without
-                self._sums[one.rule, one.method, held, side] = total, count + 1
+            held, rule, method = tuple(prediction.test_domains), prediction.rule, prediction.method
+            check_same_images(first.setdefault(held, prediction), prediction)
+            self.images[held] = first[held].images
+            counted_in = [seeds for seeds in sides.get((rule, method), ()) if prediction.seed in seeds]
+            if counted_in:
+                without = without_each_group(metric, prediction)
+                for side in counted_in:
+                    total, count = self._sums.get((rule, method, held, side), (np.zeros_like(without), 0))
+                    self._sums[rule, method, held, side] = total + without, count + 1
 
     def mean(self, runs: Runs, held: Held, seeds: Sequence[int]) -> np.ndarray | None:
         """The mean over these seeds, [groups]; None if a prediction is missing."""
@@ -397,77 +383,78 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
 
     `no_verdict`: why it has no p in any case; "": it may have one.
     """
-    (first, second), held_out = pair, pair.first.held_out
-    seeds = pair.seeds
+    held_out, seeds, common = pair.first.held_out, pair.seeds, pair.common
     if not all(seeds):
         return None
-    paired = len(pair.common) >= PAIRED_SEEDS
-    values = [_values(runs, own) for runs, own in zip(pair, seeds, strict=True)]  # [D,S] each
+    sets, paired = len(held_out), len(common) >= PAIRED_SEEDS
+    values = [
+        np.array([[runs.values[held, seed] for seed in side] for held in held_out])  # [D,S]
+        for runs, side in zip(pair, seeds, strict=True)
+    ]
     by_set = values[0].mean(1) - values[1].mean(1)  # [D]
-    varying = [len(own) for own, fixed in zip(seeds, pair.deterministic, strict=True) if not fixed]
-    fewest = min(varying, default=None)
+    difference = float(by_set.mean())
+    fewest = min((len(side) for runs, side in zip(pair, seeds, strict=True) if not runs.deterministic), default=None)
+
+    def v_seeds(paired: bool) -> Term:
+        if paired:
+            return over_paired_seeds(values[0] - values[1])
+        first, second = (v[:, :0] if runs.deterministic else v for runs, v in zip(pair, values, strict=True))
+        return over_seeds(first, second)
+
+    images, lacking = _over_images(pair, seeds, without)
+    of_seeds = None if fewest == 1 else v_seeds(paired)
     reasons = [no_verdict] if no_verdict else []
     if fewest is not None and fewest < SEEDS:
-        few = "is" if fewest == 1 else "are"
-        reasons.append(f"it needs {SEEDS} seeds, and {fewest} {few} complete")
-    images, lacks = _over_images(pair, seeds, without)
-    reasons += [lacks] if lacks else []
-    of_seeds = None if fewest == 1 else _over_seeds(pair, values, paired)
-    on_these, sets = None, len(held_out)
+        reasons.append(f"it needs {SEEDS} seeds, and {fewest} {'is' if fewest == 1 else 'are'} complete")
+    if lacking:
+        reasons.append(lacking)
+
+    on_these = on_these_otherwise = share = None
     if of_seeds is not None and images is not None:
-        on_these = here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
+        on_these = here(difference, of_seeds, images, sets=sets, paired=paired)
+        if total := of_seeds.variance + images.variance:
+            share = of_seeds.variance / total
+    at_the_border = fewest in (PAIRED_SEEDS - 1, PAIRED_SEEDS)
+    if images is not None and at_the_border and len(common) == len(seeds[0]) == len(seeds[1]):
+        on_these_otherwise = here(difference, v_seeds(not paired), images, sets=sets, paired=not paired)
     on_others = over_sets(by_set)
-    p_here = None if on_these is None or reasons else on_these.p()
-    if on_these is not None and p_here is None and not reasons:
+    p_here = on_these.p() if on_these and not reasons else None
+    if on_these and p_here is None and not reasons:
         reasons.append("nothing varies, so there is no error to compare with")
     p_elsewhere = None
     if p_here is not None and on_others is not None and sets >= FEWEST_SETS and on_others.error > 0:
         p_elsewhere = on_others.p()
-    shown = [f"no verdict: {reason}" for reason in reasons]
+
+    notes = [f"no verdict: {reason}" for reason in reasons]
     if not reasons and sets == FEWEST_SETS - 1:
-        shown.append("new domains: two held-out domains are too few")
-    shown += _about_groups([without.groups[held] for held in held_out if held in without.groups])
-    other = None
-    at_the_border = fewest in (PAIRED_SEEDS - 1, PAIRED_SEEDS)
-    if images is not None and at_the_border and len(pair.common) == len(seeds[0]) == len(seeds[1]):
-        other = here(0.0, _over_seeds(pair, values, not paired), images, sets=sets, paired=not paired)
-    share = None
-    if of_seeds is not None and images is not None and (total := of_seeds.variance + images.variance):
-        share = of_seeds.variance / total
+        notes.append("new domains: two held-out domains are too few")
+    notes += _about_groups([without.images[held] for held in held_out if held in without.images])
     return Comparison(
-        selection=first.rule,
-        first=first.method,
-        second=second.method,
+        selection=pair.first.rule,
+        first=pair.first.method,
+        second=pair.second.method,
         sets=sets,
         domains=sum(map(len, held_out)),
         seeds=fewest,
         paired=paired,
-        difference=float(by_set.mean()),
-        error=None if on_these is None else on_these.error,
-        freedom=None if on_these is None else _finite(on_these.freedom),
+        difference=difference,
+        error=on_these and on_these.error,
+        freedom=_finite_freedom(on_these),
         share_seeds=share,
         share_images=None if share is None else 1 - share,
-        freedom_seeds=None if of_seeds is None else _finite(of_seeds.freedom),
-        freedom_images=None if images is None else _finite(images.freedom),
-        other_error=None if other is None else other.error,
-        other_freedom=None if other is None else _finite(other.freedom),
-        error_elsewhere=None if on_others is None else on_others.error,
+        freedom_seeds=_finite_freedom(of_seeds),
+        freedom_images=_finite_freedom(images),
+        other_error=on_these_otherwise and on_these_otherwise.error,
+        other_freedom=_finite_freedom(on_these_otherwise),
+        error_elsewhere=on_others and on_others.error,
         p_here=None if p_here is None else PValue(p_here, None),
         p_elsewhere=None if p_elsewhere is None else PValue(p_elsewhere, None),
-        note="; ".join(shown),
+        note="; ".join(notes),
     )
 
 
-def _values(runs: Runs, seeds: Sequence[int]) -> np.ndarray:
-    values = runs.values
-    return np.array([[values[held, seed] for seed in seeds] for held in runs.held_out])
-
-
-def _over_seeds(pair: Pair, values: Sequence[np.ndarray], paired: bool) -> Term:
-    if paired:
-        return over_paired_seeds(values[0] - values[1])
-    varying = [v[:, :0] if fixed else v for v, fixed in zip(values, pair.deterministic, strict=True)]
-    return over_seeds(varying[0], varying[1])
+def _finite_freedom(of: Term | Estimate | None) -> float | None:
+    return of.freedom if of is not None and math.isfinite(of.freedom) else None
 
 
 def _over_images(
@@ -476,16 +463,16 @@ def _over_images(
     """Returns V_I, or None and the reason why it can not be estimated."""
     variances, numbers = list[float](), list[float]()
     for held in pair.first.held_out:
-        sides = [without.mean(runs, held, own) for runs, own in zip(pair, seeds, strict=True)]
-        if sides[0] is None or sides[1] is None:
+        first, second = (without.mean(runs, held, side) for runs, side in zip(pair, seeds, strict=True))
+        if first is None or second is None:
             return None, "predictions are missing"
-        difference = sides[0] - sides[1]
+        images, difference = without.images[held], first - second
         # a metric that needs many images is jackknifed over blocks, which may be fewer than the groups
-        groups = min(without.groups[held].effective, len(difference))
-        variance = jackknife_variance(difference)
+        groups = min(effective_number(images.sizes), len(difference))
         if groups < 2:
-            what = "groups" if without.groups[held].known else "images"
+            what = "images" if images.groups is None else "groups"
             return None, f"a test domain has effectively {groups:.1f} {what}, and it needs 2"
+        variance = jackknife_variance(difference)
         if variance is None:
             return None, "the metric is not defined without one of the groups of test images"
         variances.append(variance)
@@ -493,16 +480,13 @@ def _over_images(
     return over_images(variances, numbers), ""
 
 
-def _finite(freedom: float) -> float | None:
-    return freedom if math.isfinite(freedom) else None
-
-
-def _about_groups(sets: Collection[Groups]) -> list[str]:
-    notes = [] if all(groups.known for groups in sets) else ["images assumed independent"]
-    few = min(sets, key=lambda groups: groups.effective, default=None)
-    if few is not None and few.effective < FEW_GROUPS:
-        what = "groups" if few.known else "images"
-        notes.append(f"only {few.number} {what} in a test domain, effectively {few.effective:.1f}")
+def _about_groups(sets: Sequence[HeldOutImages]) -> list[str]:
+    notes = ["images assumed independent"] if any(images.groups is None for images in sets) else []
+    few = min(sets, key=lambda images: effective_number(images.sizes), default=None)
+    if few is not None and effective_number(few.sizes) < FEW_GROUPS:
+        what = "images" if few.groups is None else "groups"
+        number = effective_number(few.sizes)
+        notes.append(f"only {len(few.sizes)} {what} in a test domain, effectively {number:.1f}")
     return notes
 
 
@@ -546,10 +530,25 @@ class Family:
         return median(row.share_images or 0.0 for row in self.rows) > 0.5
 
     def here(self, seeds: int | None = None) -> float:
-        """Returns the smallest difference here, at the median error; with another number of seeds, a forecast."""
-        if seeds is None:
-            return self._smallest([Term((row.error or 0.0) ** 2, row.freedom or 0.0) for row in self.rows])
-        return self._smallest([_with_seeds(row, seeds) for row in self.rows])
+        """Returns the smallest difference here, at the median error.
+
+        With another number of seeds S' it is a forecast, with V_S·S/S' + V_I and f_S·(S' − 1)/(S − 1) degrees of
+        freedom of the first part. From below ten seeds to above, the rows count as not paired.
+        """
+        terms = list[Term]()
+        for row in self.rows:
+            v = (row.error or 0.0) ** 2
+            term = Term(v, row.freedom or 0.0)
+            if seeds is not None:
+                of_seeds = Term(0.0, 0.0)
+                if row.seeds is not None and row.freedom_seeds is not None:
+                    freedom = row.freedom_seeds * (seeds - 1) / (row.seeds - 1)
+                    of_seeds = Term(v * (row.share_seeds or 0.0) * row.seeds / seeds, freedom)
+                of_images = Term(v * (row.share_images or 0.0), row.freedom_images or 0.0)
+                forecast = here(0.0, of_seeds, of_images, sets=row.sets, paired=row.paired)
+                term = Term(forecast.error**2, forecast.freedom)
+            terms.append(term)
+        return self._smallest(terms)
 
     @property
     def other(self) -> float | None:
@@ -570,20 +569,6 @@ class Family:
     def _smallest(self, terms: Sequence[Term]) -> float:
         freedom, variance = median(f for _, f in terms), median(v for v, _ in terms)
         return smallest(self.alpha, self.count, freedom, variance**0.5)
-
-
-def _with_seeds(row: Comparison, seeds: int) -> Term:
-    """Returns V and its degrees of freedom with another number of seeds: V_S·S/S' + V_I, and f_S·(S' − 1)/(S − 1).
-
-    From below ten seeds to above, the rows count as not paired.
-    """
-    total = (row.error or 0.0) ** 2
-    of_seeds, of_images = Term(0.0, 0.0), Term(total * (row.share_images or 0.0), row.freedom_images or 0.0)
-    if row.seeds is not None and row.freedom_seeds is not None:
-        freedom = row.freedom_seeds * (seeds - 1) / (row.seeds - 1)
-        of_seeds = Term(total * (row.share_seeds or 0.0) * row.seeds / seeds, freedom)
-    _, error, freedom = here(0.0, of_seeds, of_images, sets=row.sets, paired=row.paired)
-    return Term(error**2, freedom)
 
 
 def more_seeds(seeds: int) -> int:

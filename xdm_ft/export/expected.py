@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from xdm_ft.evaluation.intervals import (
+    HeldOut,
     interval_of,
     new_site_of,
     one_more_domain,
@@ -27,7 +28,7 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, confidences, expected_ca
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Held, Record, Runs
 from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate, HeldOut
+from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.run_directory import RunDirectory

@@ -24,8 +24,11 @@ class BatchSampler(ABC):
     It draws on the device of its pools: the same rows on every kind of device.
     """
 
-    batch: int  # rows per step
-    rows: Tensor  # all rows, int64
+    def __init__(self, pools: Sequence[Tensor], batch: int, seed: int) -> None:
+        if not pools or any(len(pool) == 0 for pool in pools):
+            raise ValueError("a sampler needs at least one pool, and at least one row in each")
+        self.batch, self.seed = batch, seed  # `batch`: rows per step
+        self.rows = torch.cat(list(pools))  # all rows, int64
 
     @abstractmethod
     def indices(self, first: int, last: int) -> Tensor:
@@ -44,9 +47,7 @@ class PerDomainSampler(BatchSampler):
     """
 
     def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int) -> None:
-        _refuse_empty(pools)
-        self.batch, self.seed = batch_size * len(pools), seed
-        self.rows = torch.cat(list(pools))
+        super().__init__(pools, batch_size * len(pools), seed)
         sizes = torch.tensor([len(pool) for pool in pools], device=self.rows.device)
         self.size = sizes.repeat_interleave(batch_size)  # [batch]: size of the pool that each position draws from
         # [batch]: where that pool begins in `rows`
@@ -61,16 +62,13 @@ class ClassBalancedSampler(BatchSampler):
     """`batch_size` rows from each of D pools at every step, domain after domain; classes are equally likely.
 
     A row is drawn in two steps, with replacement: first one of the classes in the pool, then one of its rows, both
-    uniformly.
+    uniformly. `labels` int64 [N] are the labels of all rows of the data set.
     """
 
     def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> None:
-        """`labels` int64 [N] are the labels of all rows of the data set."""
-        _refuse_empty(pools)
-        self.batch, self.seed = batch_size * len(pools), seed
-        ordered = [pool[labels[pool].argsort(stable=True)] for pool in pools]
-        self.rows = torch.cat(ordered)
-        sizes = [labels[rows].unique_consecutive(return_counts=True)[1] for rows in ordered]
+        by_class = [pool[labels[pool].argsort(stable=True)] for pool in pools]
+        super().__init__(by_class, batch_size * len(pools), seed)
+        sizes = [labels[rows].unique_consecutive(return_counts=True)[1] for rows in by_class]
         self.size = torch.cat(sizes)  # rows of every class of every pool, pool after pool
         self.start = self.size.cumsum(0) - self.size  # where that class begins in `rows`
         classes = torch.tensor([len(of_pool) for of_pool in sizes], device=self.rows.device)
@@ -91,29 +89,20 @@ class PooledSampler(BatchSampler):
     """
 
     def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int) -> None:
-        _refuse_empty(pools)
-        self.batch, self.seed = batch_size, seed
-        self.rows = torch.cat(list(pools))
-        # a cache, not state: neighbouring steps share an epoch, and a batch may contain rows of two
-        self._order = lru_cache(maxsize=2)(self._permutation)
+        super().__init__(pools, batch_size, seed)
 
-    def _permutation(self, epoch: int) -> Tensor:
-        order = self.rows[permutation(self.seed, epoch, Stream.PERMUTATION, len(self.rows), self.rows.device)]
-        return order.int() if int(order.max()) < 1 << 31 else order  # half the memory
+        @lru_cache(maxsize=2)  # not state: neighbouring steps share an epoch, and a batch may contain rows of two
+        def order(epoch: int) -> Tensor:
+            rows = self.rows[permutation(seed, epoch, Stream.PERMUTATION, len(self.rows), self.rows.device)]
+            return rows.int() if int(rows.max()) < 1 << 31 else rows  # half the memory
+
+        self._order = order
 
     def indices(self, first: int, last: int) -> Tensor:
         n, begin, end = len(self.rows), first * self.batch, last * self.batch
-        pieces = [
-            self._order(epoch)[max(begin - epoch * n, 0) : end - epoch * n]
-            for epoch in range(begin // n, -(-end // n))
-        ]  # fmt: skip
-        rows = torch.cat([self.rows[:0], *(piece.long() for piece in pieces)])
-        return rows.view(last - first, self.batch)  # [S,batch]
-
-
-def _refuse_empty(pools: Sequence[Tensor]) -> None:
-    if not pools or any(len(pool) == 0 for pool in pools):
-        raise ValueError("a sampler needs at least one pool, and at least one row in each")
+        epochs = range(begin // n, -(-end // n))
+        pieces = [self._order(epoch)[max(begin - epoch * n, 0) : end - epoch * n].long() for epoch in epochs]
+        return torch.cat([self.rows[:0], *pieces]).view(last - first, self.batch)  # [S,batch]
 
 
 def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> BatchSampler:
@@ -123,7 +112,7 @@ def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: i
     """
     if name == "class_balanced":
         return ClassBalancedSampler(pools, batch_size, seed, labels)
-    return {"per_domain": PerDomainSampler, "pooled": PooledSampler}[name](pools, batch_size, seed)
+    return (PerDomainSampler if name == "per_domain" else PooledSampler)(pools, batch_size, seed)
 
 
 def steps_of(steps: int | None, epochs: float | None, rows: int, batch: int) -> int:

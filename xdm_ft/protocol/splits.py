@@ -144,7 +144,11 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
     held_out = protocol.test_domains or dataset.domain_names
     if len(set(held_out)) < len(held_out):
         raise UserError(f"protocol.test_domains: {', '.join(held_out)}: a domain appears twice; remove one of the two")
-    drawn = _draw_validation_of_all(dataset, protocol, seed, unreadable)
+    drawn = None
+    if dataset.groups is None and protocol.split_rule == "stratified" and _validation_of_data(dataset) is None:
+        # drawn once for all: a domain's part does not depend on which one is held out, unless groups span domains
+        readable = np.delete(np.arange(len(dataset)), list(unreadable))
+        drawn = stratified_part(dataset, readable, protocol.val_fraction, seed)
     return [leave_one_domain_out(dataset, protocol, name, seed, unreadable, drawn) for name in held_out]
 
 
@@ -197,19 +201,6 @@ def leave_one_domain_out(
     }
     train = np.flatnonzero(~is_val & is_source)
     return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
-
-
-def _draw_validation_of_all(
-    dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int]
-) -> np.ndarray | None:
-    """Returns the rows of the stratified validation parts of all domains, int64.
-
-    None if they may depend on which domain is held out, because groups may span domains, or if there are none.
-    """
-    if dataset.groups is not None or protocol.split_rule != "stratified" or _validation_of_data(dataset) is not None:
-        return None
-    readable = np.delete(np.arange(len(dataset)), list(unreadable))
-    return stratified_part(dataset, readable, protocol.val_fraction, seed)
 
 
 def _draw_validation(
@@ -269,31 +260,23 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
     """Returns the data's own split. Rows of "val" are `train_val` if their domain also trains, else `val_domain`.
 
     Rows of "train_val" and "val_domain" keep these names. `test_val`, on which only the rule `oracle` selects, is a
-    stratified part of the test rows, drawn with `seed`. Raises `UserError` if the data has no split of its own, or
-    `protocol` has keys that only leave_one_domain_out uses.
+    stratified part of the test rows, drawn with `seed`. Raises `UserError` if the data has no split of its own.
     """
     if dataset.splits is None:
         raise UserError(
             "protocol.name: official needs data that comes with a split (in a table: the column split); add one, or "
             "use leave_one_domain_out"
         )
-    if protocol.test_domains is not None:
-        raise UserError("protocol.test_domains: the official split decides what is tested; remove this key")
-    if protocol.split_rule != "stratified":
-        raise UserError("protocol.split_rule: the official split decides what validates; remove this key")
     readable = usable(dataset, unreadable)
     train, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "test"))
     for part, rows in (("train", train), ("test", test)):
         if len(rows) == 0:
             raise UserError(f'protocol.name: official needs images whose split is "{part}"; the data has none')
     trains = np.isin(np.arange(len(dataset.domain_names)), dataset.domains[train])  # bool [domains]
-    of_training_domain = trains[dataset.domains]  # bool [N]
-    is_val, is_train_val, is_val_domain = (
-        readable & (dataset.splits == part) for part in ("val", "train_val", "val_domain")
-    )
+    is_val = readable & (dataset.splits == "val")
     evaluation = {
-        "train_val": np.flatnonzero(is_train_val | (is_val & of_training_domain)),
-        "val_domain": np.flatnonzero(is_val_domain | (is_val & ~of_training_domain)),
+        "train_val": np.flatnonzero(readable & (dataset.splits == "train_val") | is_val & trains[dataset.domains]),
+        "val_domain": np.flatnonzero(readable & (dataset.splits == "val_domain") | is_val & ~trains[dataset.domains]),
         "test": test,
         "test_val": stratified_part(dataset, test, protocol.val_fraction, seed),
     }
@@ -441,9 +424,9 @@ def with_validation(dataset: ImageDataset, split: Split, fraction: float, seed: 
 
 def mean_course(courses: Iterable[Mapping[int, float]]) -> dict[int, float]:
     """Returns {step: mean over the left-out domains} for the steps at which all of them were measured."""
-    listed = list(courses)
-    steps = [step for step in listed[0] if all(step in course for course in listed)]
-    return {step: float(np.mean([course[step] for course in listed])) for step in steps}
+    first, *others = list(courses)
+    steps = [step for step in first if all(step in course for course in others)]
+    return {step: float(np.mean([course[step] for course in (first, *others)])) for step in steps}
 
 
 def note_groups(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
@@ -494,13 +477,6 @@ def seed_hash(*numbers: int) -> int:
     return int(hashlib.md5(str(numbers).encode(), usedforsecurity=False).hexdigest(), 16) % 2**31
 
 
-def split_keys(images: int, validation: int, seed: int) -> tuple[list[int], list[int]]:
-    """Returns 0…images−1, shuffled with `seed`, in two lists: the first `validation` of them, and the rest."""
-    keys = list(range(images))  # a list, as DomainBed shuffles one
-    np.random.RandomState(seed).shuffle(keys)
-    return keys[:validation], keys[validation:]
-
-
 def domainbed_validation(domains: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Returns DomainBed's validation rows of all domains, sorted. `domains` int64 [N] are numbered in its order.
 
@@ -509,6 +485,7 @@ def domainbed_validation(domains: np.ndarray, fraction: float, seed: int) -> np.
     parts = []
     for number in range(int(domains.max()) + 1):
         rows = np.flatnonzero(domains == number)
-        keys, _ = split_keys(len(rows), int(len(rows) * fraction), seed_hash(seed, number))
-        parts.append(rows[keys])
+        keys = list(range(len(rows)))  # a list, as DomainBed shuffles one
+        np.random.RandomState(seed_hash(seed, number)).shuffle(keys)
+        parts.append(rows[keys[: int(len(rows) * fraction)]])
     return np.sort(np.concatenate(parts))

@@ -11,7 +11,6 @@ from scipy.special import stdtrit
 
 from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.records import split_label, with_encoder
-from xdm_ft.evaluation.summary import EncoderPair
 from xdm_ft.evaluation.verdicts import (
     ALPHA,
     BETTER,
@@ -225,10 +224,11 @@ def _rows_of_earlier_versions(results: Results) -> list[Comparison]:
 
 
 def _pairs_of_earlier_versions(results: Results) -> list[Comparison]:
-    return [
-        _earlier(results, one["selection"], *EncoderPair(one["method"], one["first"], one["second"]).rows, one)
-        for one in results.get("encoder_pairs", ())
-    ]
+    pairs = list[Comparison]()
+    for pair in results.get("encoder_pairs", ()):
+        first, second = (with_encoder(pair["method"], pair[side]) for side in ("first", "second"))
+        pairs.append(_earlier(results, pair["selection"], first, second, pair))
+    return pairs
 
 
 def _earlier(results: Results, rule: str, first: str, second: str, versus: Mapping[str, Any]) -> Comparison:
@@ -251,17 +251,9 @@ def _earlier(results: Results, rule: str, first: str, second: str, versus: Mappi
         second=second,
         sets=len(held_out),
         domains=sum(map(len, held_out)),
-        seeds=None,
         paired=True,
         difference=versus["difference"],
         error=None if images is None else images / NORMAL,
-        freedom=None,
-        share_seeds=None,
-        share_images=None,
-        freedom_seeds=None,
-        freedom_images=None,
-        other_error=None,
-        other_freedom=None,
         error_elsewhere=None if domains is None else domains / float(stdtrit(len(held_out) - 1, 0.975)),
         p_here=p,
         p_elsewhere=p if len(held_out) > 1 else None,

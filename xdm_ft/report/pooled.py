@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xdm_ft.evaluation.intervals import interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import SPLIT, Held, ModelKey, Record
-from xdm_ft.evaluation.verdicts import HeldOut, Interval
+from xdm_ft.evaluation.verdicts import Interval
 
 LEVELS = 4000  # steps of confidence that risk and coverage distinguish
 LOGITS = (
