@@ -5,20 +5,28 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdm_ft.cli.answer import Answer, columns
 from xdm_ft.runtime.errors import UserError, plural
 
-if TYPE_CHECKING:
-    from xdm_ft.report.finished import Run
-
 HELP = "measure the models of a finished run as the paper does: invariance, divergence, importance, calibration"
 EXAMPLES = ("xdm-ft analyse output/demo", "xdm-ft analyse output/demo --json")
 REMEDY = "analyse it with the data and weights that it was trained on"
+COLUMNS = {
+    "covariances": "covariance_distance",
+    "risk variance": "risk_variance",
+    "ECE": "test_ece",
+    "scaled": "test_ece_scaled",
+    "MMD²": "unbiased_mmd2",
+    "removal": "random_removal_area",
+}
+"""{title of a column: key of its measure in the JSON document}"""
 logger = logging.getLogger("xdm_ft")
+Model = dict[str, Any]  # an entry of analysis.json
+Spread = dict[str, float | None]  # mean, std
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
@@ -34,31 +42,41 @@ def main(arguments: argparse.Namespace) -> Answer:
     run.
     """
     from xdm_ft.analysis.reconstruction import OPTION, read_autoencoder
-    from xdm_ft.experiment.analyse import analyse, write_reconstructions
+    from xdm_ft.experiment.analyse import KIND, analyse, write_reconstructions
     from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, prepare
     from xdm_ft.experiment.results import inputs
-    from xdm_ft.experiment.resume import written_recipe
+    from xdm_ft.experiment.resume import Earlier, written_recipe
     from xdm_ft.recipe.check import check
     from xdm_ft.report.finished import read_run
     from xdm_ft.report.written import write_reports
     from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
     from xdm_ft.storage.names import expand_user
-    from xdm_ft.storage.run_directory import ANALYSIS, PAGE, RunDirectory
+    from xdm_ft.storage.run_directory import ANALYSIS, FINISHED, PAGE, TAKEN, RunDirectory
 
     folder = Path(arguments.run_dir)
-    run = read_run(folder)
-    _refuse_unfinished(folder)
+    run, state = read_run(folder), folder / "state"
+    unfinished = {path.name for path in state.iterdir()} if state.is_dir() else set()
+    if unfinished - {KIND, FINISHED, TAKEN}:  # the analysis would remove the state from which the run resumes
+        raise UserError(f"{folder}: the run has not finished; run its recipe again to finish it, then analyse it")
     weights = arguments.reconstruct
     autoencoder = None if weights is None else read_autoencoder(expand_user(weights, OPTION))
     recipe = check(written_recipe(folder, run.results))
-    images = None
+    images, notes = None, []
     with launched(recipe) as accelerator, heartbeat(accelerator):
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
-        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, run.results["environment"])
-        notes = _compare_inputs(run, inputs(dataset, prepared))
+        before = dict(run.results["environment"])
+        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, before)
+
+        now, features = inputs(dataset, prepared), before.pop("features", None)
+        Earlier(environment=before).refuse_other_inputs(run.path, now, REMEDY)
+        if features is not None and features != now.get("features", features):
+            note = "the features were computed by other libraries, or on another device, than those of the run"
+            logger.warning("%s; they differ by rounding", note)
+            notes.append(note)
+
         if accelerator.is_main_process:
             with RunDirectory(folder, str(accelerator.process_index), True) as directory:
                 directory.lock()
@@ -78,126 +96,75 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 def _answer(path: Path, page: Path | None, analysis: dict[str, Any], images: dict[str, Any] | None) -> Answer:
     models = analysis["models"]
-    means = {method: _means(group) for method, group in _by_method(models).items()}
+    methods = dict.fromkeys(model["method"] for model in models)
+    means = {method: _means([model for model in models if model["method"] == method]) for method in methods}
     common = {key: analysis[key] for key in ("selection", "images", "notes")}
     document = {"path": path, "page": page, "models": len(models), **common, "means": means}
+    if not models:
+        lines = [f"no trained model to measure; written to {path}"]
+    else:
+        over = "means over held-out domains"
+        over += " ± standard deviation over seeds" if len({model["seed"] for model in models}) > 1 else ""
+        rows = [(method, *map(_cell, values.values())) for method, values in means.items()]
+        lines = [*columns([("", *COLUMNS), *rows]), "", f"{over}; what the columns mean: xdm-ft explain analysis"]
+        calibration = [(spreads["test_ece"], spreads["test_ece_scaled"]) for spreads in means.values()]
+        lower = [scaled["mean"] < plain["mean"] for plain, scaled in calibration if plain and scaled]  # type: ignore[operator]
+        if lower:
+            of_methods = f"{sum(lower)} of {plural(len(lower), 'method')}"
+            lines.append(f"temperature scaling lowers the ECE on held-out domains for {of_methods}")
+        lines += [f"all measures: {path}", *([f"the page: {page}"] if page is not None else [])]
     if images is not None:
         document["reconstruction"] = images
-    image_lines = [] if images is None else list(_image_lines(images))
-    if not models:
-        return Answer(document, [f"no trained model to measure; written to {path}", *image_lines])
-    header = ("", *(title for title, _, _ in COLUMNS))
-    rows = [(method, *map(_cell, values.values())) for method, values in means.items()]
-    over = "means over held-out domains"
-    over += " ± standard deviation over seeds" if len({model["seed"] for model in models}) > 1 else ""
-    lines = [*columns([header, *rows]), "", f"{over}; what the columns mean: xdm-ft explain analysis"]
-    lines += [*_effect_of_temperatures(list(means.values())), f"all measures: {path}"]
-    lines += [f"the page: {page}"] if page is not None else []
-    return Answer(document, [*lines, *image_lines])
+        lines += _image_lines(images)
+    return Answer(document, lines)
 
 
 def _image_lines(images: dict[str, Any]) -> Iterator[str]:
-    if count := sum(1 for one in images["sets"] if one["file"]):
+    if count := sum(1 for group in images["sets"] if group["file"]):
         yield f"reconstructed images: {plural(count, 'file')} in {images['folder']}"
         yield f"  columns: {', '.join(images['columns'])}"
-    for one in images["sets"]:
-        if not one["file"]:
-            held_out = ", ".join(one["test_domains"])
+    for group in images["sets"]:
+        if not group["file"]:
+            held_out = ", ".join(group["test_domains"])
             yield f"no images for {held_out}: XDomainMix needs two training domains and classes, with partners"
 
 
-def _refuse_unfinished(folder: Path) -> None:
-    """Raises `UserError` if the run was interrupted: its state would be lost."""
-    from xdm_ft.experiment.analyse import KIND
-    from xdm_ft.storage.run_directory import FINISHED, TAKEN
-
-    state = folder / "state"
-    left = {path.name for path in state.iterdir()} if state.is_dir() else set()
-    if left - {KIND, FINISHED, TAKEN}:
-        raise UserError(f"{folder}: the run has not finished; run its recipe again to finish it, then analyse it")
-
-
-def _compare_inputs(run: Run, now: dict[str, Any]) -> list[str]:
-    """Returns a note if features are computed by other libraries or on another device than the run's.
-
-    Raises `UserError` if data or weights are not those of the run.
-    """
-    from xdm_ft.experiment.resume import Earlier
-
-    before = dict(run.results["environment"])
-    features = before.pop("features", None)
-    Earlier(environment=before).refuse_other_inputs(run.path, now, REMEDY)
-    if features is None or "features" not in now or features == now["features"]:
-        return []
-    note = "the features were computed by other libraries, or on another device, than those of the run"
-    logger.warning("%s; they differ by rounding", note)
-    return [note]
-
-
-Model = dict[str, Any]  # an entry of analysis.json
-Spread = dict[str, float | None]  # mean, std
-
-
-def _test_calibration(name: str) -> Callable[[Model], float | None]:
-    """Returns the function model → mean of a value of its calibration over the domains that test."""
-
-    def value(model: Model) -> float | None:
-        values = [one[name] for one in model["calibration"]["domains"].values() if one["role"] == "test"]
-        return None if not values or None in values else statistics.fmean(values)
-
-    return value
-
-
-def _mmd(model: Model) -> float | None:
-    """Returns the mean over the levels of τ_d."""
-    levels = model["divergence"]
-    return statistics.fmean(level["unbiased_mmd2"] for level in levels) if levels else None
-
-
-def _random_removal(model: Model) -> float | None:
-    """Returns the area under the class accuracy while features are removed at random: at most 0.9."""
-    return None if model["importance"] is None else float(model["importance"]["area"]["class"]["random"])
-
-
-COLUMNS: tuple[tuple[str, str, Callable[[Model], float | None]], ...] = (
-    ("covariances", "covariance_distance", lambda model: model["representation_invariance"]["paper"]),
-    ("risk variance", "risk_variance", lambda model: model["prediction_invariance"]["risk_variance"]),
-    ("ECE", "test_ece", _test_calibration("ece")),
-    ("scaled", "test_ece_scaled", _test_calibration("ece_scaled")),
-    ("MMD²", "unbiased_mmd2", _mmd),
-    ("removal", "random_removal_area", _random_removal),
-)
-"""Title of a column, its key in the JSON document, and the value of a model."""
-
-
-def _by_method(models: Sequence[Model]) -> dict[str, list[Model]]:
-    methods = dict.fromkeys(model["method"] for model in models)
-    return {method: [model for model in models if model["method"] == method] for method in methods}
-
-
-def _means(models: Sequence[Model]) -> dict[str, Spread | None]:
+def _means(models: list[Model]) -> dict[str, Spread | None]:
     """Returns {measure: mean and standard deviation over seeds}; None where no seed has a value of every model.
 
     Held-out domains are averaged within a seed first.
     """
+    seeds: dict[int, list[dict[str, float | None]]] = {}
+    for model in models:
+        seeds.setdefault(model["seed"], []).append(_measures(model))
     means: dict[str, Spread | None] = {}
-    for _, key, value in COLUMNS:
-        seeds = dict.fromkeys(model["seed"] for model in models)
-        values = [[value(model) for model in models if model["seed"] == seed] for seed in seeds]
-        known = [[one for one in of_seed if one is not None] for of_seed in values]
-        complete = [statistics.fmean(one) for one, every in zip(known, values, strict=True) if len(one) == len(every)]
+    for key in COLUMNS.values():
+        values = [_mean([measures[key] for measures in of_seed]) for of_seed in seeds.values()]
+        complete = [value for value in values if value is not None]
         std = statistics.stdev(complete) if len(complete) > 1 else None
         means[key] = {"mean": statistics.fmean(complete), "std": std} if complete else None
     return means
 
 
-def _effect_of_temperatures(means: Sequence[dict[str, Spread | None]]) -> Iterator[str]:
-    """Yields what temperature scaling does to the calibration on held-out domains, if it is known."""
-    pairs = [(one["test_ece"], one["test_ece_scaled"]) for one in means]
-    known = [(plain["mean"], scaled["mean"]) for plain, scaled in pairs if plain and scaled]
-    if known:
-        lower = sum(after < before for before, after in known)  # type: ignore[operator]
-        yield f"temperature scaling lowers the ECE on held-out domains for {lower} of {plural(len(known), 'method')}"
+def _measures(model: Model) -> dict[str, float | None]:
+    tests = [domain for domain in model["calibration"]["domains"].values() if domain["role"] == "test"]
+    importance = model["importance"]
+    return {
+        "covariance_distance": model["representation_invariance"]["paper"],
+        "risk_variance": model["prediction_invariance"]["risk_variance"],
+        "test_ece": _mean([domain["ece"] for domain in tests]),
+        "test_ece_scaled": _mean([domain["ece_scaled"] for domain in tests]),
+        # over the levels of τ_d
+        "unbiased_mmd2": _mean([level["unbiased_mmd2"] for level in model["divergence"] or ()]),
+        # area under the class accuracy while features are removed at random: at most 0.9
+        "random_removal_area": None if importance is None else float(importance["area"]["class"]["random"]),
+    }
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Returns the mean of the values; None if there are none, or one of them is None."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
 def _cell(value: Spread | None) -> str:

@@ -34,29 +34,17 @@ def add_recipe(verb: argparse.ArgumentParser, nargs: str | None = None) -> None:
 
 def load_recipe(arguments: argparse.Namespace) -> Recipe:
     """Returns the checked recipe, and leaves its keys for the Tab key. Raises `UserError`."""
-    from xdm_ft.recipe.check import load
-
-    recipe = load(arguments.recipe, arguments.overrides)
-    with suppress(UserError, OSError):  # without a cache folder that can be written, Tab offers no keys
-        _keep_keys()
-    return recipe
-
-
-def _keep_keys() -> None:
-    from xdm_ft.recipe.check import known_keys
+    from xdm_ft.recipe.check import known_keys, load
     from xdm_ft.storage.atomic import replace_text
     from xdm_ft.storage.cache_root import cache_root
 
-    path, text = cache_root() / KEYS, json.dumps(known_keys())
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_text(path, text)
-
-
-def _read_keys() -> dict[str, list[str]]:
-    folder = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"  # `cache_root`, whose import takes seconds
-    keys: dict[str, list[str]] = json.loads((Path(folder).expanduser() / KEYS).read_text(encoding="utf-8"))
-    return keys
+    recipe = load(arguments.recipe, arguments.overrides)
+    with suppress(UserError, OSError):  # without a cache folder that can be written, Tab offers no keys
+        path, text = cache_root() / KEYS, json.dumps(known_keys())
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_text(path, text)
+    return recipe
 
 
 def recipe_names(prefix: str, **_: Any) -> Iterable[str]:
@@ -72,8 +60,10 @@ def override_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
     """Returns `key.sub=` for all keys of the recipe before, once a first verb has left them in the cache folder."""
     from xdm_ft.recipe.text import read_recipe, recipe_keys
 
+    folder = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"  # `cache_root`, whose import takes seconds
     try:
-        return [f"{key}=" for key in recipe_keys(read_recipe(parsed_args.recipe, []).values, _read_keys())]
+        keys = json.loads((Path(folder).expanduser() / KEYS).read_text(encoding="utf-8"))
+        return [f"{key}=" for key in recipe_keys(read_recipe(parsed_args.recipe, []).values, keys)]
     except (OSError, ValueError, RuntimeError, UserError):  # the verb itself says what is wrong with the recipe
         return []
 
@@ -118,17 +108,10 @@ def add_model_options(verb: argparse.ArgumentParser) -> None:
 
 
 def load_model(arguments: argparse.Namespace) -> Model:
+    """Returns the model of the options of `add_model_options`. Raises `UserError`."""
     from xdm_ft.export.predictor import load
 
-    return load(
-        arguments.model,
-        device=arguments.device,
-        precision=arguments.precision,
-        encoder_weights=arguments.encoder_weights,
-        choice=choice_of(arguments),
-    )
-
-
-def refuse_batch_size(arguments: argparse.Namespace) -> None:
     if arguments.batch_size is not None and arguments.batch_size < 1:
         raise UserError(f"--batch-size: {arguments.batch_size} is not positive")
+    where = {"device": arguments.device, "precision": arguments.precision}
+    return load(arguments.model, **where, encoder_weights=arguments.encoder_weights, choice=choice_of(arguments))

@@ -6,8 +6,8 @@ import argparse
 import datetime
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +74,8 @@ class Entry:
 def list_cache(folder: str | None) -> Answer:
     """Returns the stores, last used first."""
     cache, stores = _stores(folder)
-    entries = [_entry(store) for store in stores]
-    lines = [entry.line() for entry in entries] or [f"{cache}: nothing is cached"]
-    return Answer({"folder": cache, "entries": entries}, lines)
+    lines = [entry.line() for _, entry in stores] or [f"{cache}: nothing is cached"]
+    return Answer({"folder": cache, "entries": [entry for _, entry in stores]}, lines)
 
 
 def verify_cache(folder: str | None) -> Answer:
@@ -84,14 +83,14 @@ def verify_cache(folder: str | None) -> Answer:
     from xdm_ft.features.maintenance import verify
 
     cache, stores = _stores(folder)
-    entries = [_entry(store, () if store.is_outdated else verify(store)) for store in stores]
-    faults = [f"{entry.path}: {fault}" for entry in entries for fault in entry.faults]
+    entries = []
+    for store, entry in stores:
+        faults = () if store.is_outdated else tuple(verify(store))
+        entries.append(replace(entry, state="damaged", faults=faults) if faults else entry)
+    problems = [f"{entry.path}: {fault}" for entry in entries for fault in entry.faults]
     remedy = "the next run that uses these computes the damaged parts again"
-    error = UserError(*faults, remedy) if faults else None
-    return Answer({"folder": cache, "entries": entries}, [f"{cache}: {_counts(entries)}"], error)
+    error = UserError(*problems, remedy) if problems else None
 
-
-def _counts(entries: Sequence[Entry]) -> str:
     current = [entry.encoder for entry in entries if entry.state != "outdated"]
     checks = current.count(None)
     cuts = sum("cut" in encoder for encoder in current if encoder is not None)
@@ -99,7 +98,8 @@ def _counts(entries: Sequence[Entry]) -> str:
     text += f" and activations ({cuts} of activations)" if cuts else ""
     text += f", {plural(checks, 'list')} of decoded images" if checks else ""
     outdated = len(entries) - len(current)
-    return f"{text}, none damaged" + (f"; {outdated} of an earlier version, which nothing reads" if outdated else "")
+    text += ", none damaged" + (f"; {outdated} of an earlier version, which nothing reads" if outdated else "")
+    return Answer({"folder": cache, "entries": entries}, [f"{cache}: {text}"], error)
 
 
 def prune_cache(
@@ -118,8 +118,7 @@ def prune_cache(
             raise UserError(f"cache prune: {name} {value}: must be a number of at least 0")
     max_bytes = None if max_gigabytes is None else int(max_gigabytes * GIGABYTE)
     referenced = referenced_by(runs) if runs else None
-    cache, stores = _stores(folder)
-    before = [(store, _entry(store)) for store in stores]
+    cache, before = _stores(folder)
     files = prune(cache, unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
     removed, lines = list[dict[str, Any]](), []
     for store, entry in before:
@@ -128,8 +127,8 @@ def prune_cache(
             count, count_before = len(sizes), len(store.files)
             removed.append({"entry": entry, "files": count, "files_before": count_before, "bytes": sum(sizes)})
             lines.append(entry.line() + ("" if count == count_before else f", {count} of {count_before} files"))
-    freed = sum(one["bytes"] for one in removed) / GIGABYTE
-    lines.append(f"{plural(sum(one['files'] for one in removed), 'file')} removed, {freed:.3f} GB freed")
+    freed = sum(part["bytes"] for part in removed) / GIGABYTE
+    lines.append(f"{plural(sum(part['files'] for part in removed), 'file')} removed, {freed:.3f} GB freed")
     return Answer({"folder": cache, "removed": removed}, lines)
 
 
@@ -141,7 +140,7 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
     from xdm_ft.storage.lines import Damaged
     from xdm_ft.storage.results_file import read_results
 
-    keys = set()
+    keys: set[str] = set()
     for folder in folders:
         walk = os.walk(folder, onerror=_refuse_unreadable)
         paths = sorted(Path(parent, "results.json") for parent, _, files in walk if "results.json" in files)
@@ -152,17 +151,14 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
                 features = read_results(path, lambda run: None)["environment"].get("features")
             except Damaged as error:
                 raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
-            keys |= set(_feature_keys(features or {}))  # a run end to end has no cached features
+            # keys of stores: of features and of activations, under every encoder; a run end to end has none
+            nested = [features]
+            for value in nested:
+                if isinstance(value, dict):
+                    nested += value.values()
+                elif value is not None:
+                    keys.add(value)
     return keys
-
-
-def _feature_keys(features: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the keys of stores in `environment.features`: of features and of activations, under every encoder."""
-    for value in features.values():
-        if isinstance(value, Mapping):
-            yield from _feature_keys(value)
-        elif value is not None:
-            yield value
 
 
 def _refuse_unreadable(error: OSError) -> None:
@@ -171,26 +167,26 @@ def _refuse_unreadable(error: OSError) -> None:
         raise UserError(f"cache prune: {error.filename}: {problem}")
 
 
-def _stores(folder: str | None) -> tuple[Path, list[Cached]]:
+def _stores(folder: str | None) -> tuple[Path, list[tuple[Cached, Entry]]]:
     from xdm_ft.features import FeatureSettings
     from xdm_ft.features.cache import cache_folder
     from xdm_ft.features.maintenance import stores
 
     cache = cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
-    return cache, stores(cache)
-
-
-def _entry(store: Cached, faults: Sequence[str] = ()) -> Entry:
-    manifest = store.manifest
-    return Entry(
-        store.key,
-        store.folder,
-        store.bytes,
-        store.images(),
-        datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds"),
-        "damaged" if faults else "outdated" if store.is_outdated else "current",
-        manifest.get("encoder"),
-        manifest.get("precision"),
-        manifest.get("view"),
-        tuple(faults),
-    )
+    return cache, [
+        (
+            store,
+            Entry(
+                store.key,
+                store.folder,
+                store.bytes,
+                store.images(),
+                datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds"),
+                "outdated" if store.is_outdated else "current",
+                store.manifest.get("encoder"),
+                store.manifest.get("precision"),
+                store.manifest.get("view"),
+            ),
+        )
+        for store in stores(cache)
+    ]

@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,7 @@ from xdm_ft.cli.arguments import add_recipe, load_recipe
 from xdm_ft.runtime.errors import UserError, plural
 
 if TYPE_CHECKING:
-    import torch
-
     from xdm_ft.encoders import Encoder
-    from xdm_ft.experiment.estimate import Encoders
     from xdm_ft.experiment.faults import Finding
     from xdm_ft.experiment.plan import Plan
     from xdm_ft.features import FeatureSettings
@@ -41,15 +38,13 @@ def main(arguments: argparse.Namespace) -> Answer:
     """Prints every finding when it is made: some checks take minutes."""
     from xdm_ft.runtime.terminal import show
 
-    findings = []
+    checks = []
     for finding in _findings(arguments):
         if not arguments.json:
             show(finding)
-        findings.append(finding)
-    faults = sum(finding.remedy is not None for finding in findings)
-    checks = [
-        {"check": one.what, "ok": one.remedy is None, "found": one.found, "remedy": one.remedy} for one in findings
-    ]
+        ok = finding.remedy is None
+        checks.append({"check": finding.what, "ok": ok, "found": finding.found, "remedy": finding.remedy})
+    faults = sum(not check["ok"] for check in checks)
     line = f"{plural(faults, 'fault')}, each followed by its remedy (→)" if faults else "no faults"
     return Answer({"ok": not faults, "faults": faults, "checks": checks}, [line], status=2 if faults else 0)
 
@@ -63,8 +58,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from installation()
     yield from devices()
     if arguments.recipe is None:
-        yield from _guarded("cache", lambda: cache_disk(FeatureSettings()))
-        yield from _guarded("cluster", lambda: ray_cluster(Cluster()))
+        yield from _guarded("cache", cache_disk(FeatureSettings()))
+        yield from _guarded("cluster", ray_cluster(Cluster()))
         return
     try:
         recipe = keeping_choices(load_recipe(arguments))
@@ -72,18 +67,18 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield from fault("recipe", error)
         return
     yield Finding("recipe", f"{recipe.name}, {plural(len(recipe.methods), 'method')}")
-    yield from _guarded("precision", lambda: precision(recipe))
-    yield from _guarded("cache", lambda: cache_disk(recipe.features))
-    yield from _guarded("cluster", lambda: ray_cluster(recipe.cluster))
-    yield from _guarded("recipe's own", lambda: weights_and_data(recipe))
+    yield from _guarded("precision", precision(recipe))
+    yield from _guarded("cache", cache_disk(recipe.features))
+    yield from _guarded("cluster", ray_cluster(recipe.cluster))
+    yield from _guarded("recipe's own", weights_and_data(recipe))
 
 
-def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yields the findings of a check. A `UserError` that stops it becomes a fault, and the next checks still run."""
     from xdm_ft.experiment.faults import fault
 
     try:
-        yield from check()
+        yield from findings
     except UserError as error:
         yield from fault(what, error)
 
@@ -95,7 +90,7 @@ def installation() -> Iterator[Finding]:
     from xdm_ft.experiment.faults import Finding
 
     yield Finding("python", sys.version.split()[0])
-    installed, wrong = [], 0
+    installed, all_fit = [], True
     for line in importlib.metadata.requires("xdm_ft") or []:
         needed = Requirement(line)
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
@@ -105,10 +100,10 @@ def installation() -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             version = "missing"
         if version == "missing" or not needed.specifier.contains(version, prereleases=True):
-            wrong += 1
+            all_fit = False
             yield Finding("library", f"{needed.name} is {version}", f"pip install '{needed.name}{needed.specifier}'")
         installed.append(f"{needed.name} {version}")
-    if not wrong:
+    if all_fit:
         yield Finding("libraries", ", ".join(installed))
     for module in MODULES:
         try:
@@ -185,8 +180,10 @@ def ray_cluster(settings: Cluster) -> Iterator[Finding]:
 
 
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
-    """Checks the encoder's weights, the data, and the disk space that the features need."""
+    """Checks the encoders' weights, the data, the disk space that the features need, and the time of the run."""
+    from xdm_ft.experiment.estimate import estimate
     from xdm_ft.experiment.faults import Finding, fault
+    from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.prepare import build_encoder, by_label, with_text
     from xdm_ft.features.key import weights_digest
 
@@ -198,38 +195,30 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         except UserError as error:
             yield from fault(what, error)
             continue
-        size = sum(tensor.nbytes for tensor in encoder.state_dict().values())
-        number = sum(tensor.numel() for tensor in encoder.state_dict().values())
+        tensors = encoder.state_dict().values()
+        number, size = sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
         values = f"{number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
         yield Finding(what, f"{encoder.pretraining}; {values}; {encoder.width} features")
         encoders[label] = encoder
     all_built = encoders.keys() == by_label(recipe).keys()
     if all_built:
         recipe = with_text(recipe, encoders)
-    preprocessing = next((one.preprocessing for label, one in encoders.items() if _reads_cache(recipe, label)), None)
-    checked = yield from check_data(recipe, preprocessing)
-    if checked is None:
+    cached = {item.encoder_label for item in recipe.served if not recipe.trains_on_images(item)}
+    preprocessing = next((encoder.preprocessing for label, encoder in encoders.items() if label in cached), None)
+    data = yield from check_data(recipe, preprocessing)
+    if data is None:
         return
-    dataset, hashes, plan = checked
+    dataset, hashes, plan = data
     for label, encoder in encoders.items():
-        yield from _guarded("cache", partial(cache_space, recipe, label, encoder, dataset, hashes))
-    if plan is not None and all_built:
-        yield from _guarded("time", partial(time_of, plan, encoders))
-
-
-def _reads_cache(recipe: Recipe, label: str | None) -> bool:
-    return any(item.encoder_label == label and not recipe.trains_on_images(item) for item in recipe.served)
-
-
-def time_of(plan: Plan, encoders: Encoders) -> Iterator[Finding]:
-    """Reports how long the run will take, and what would make it faster."""
-    from xdm_ft.experiment.estimate import estimate
-    from xdm_ft.experiment.faults import Finding
-    from xdm_ft.experiment.machine import launched
-
-    with launched(plan.recipe) as accelerator:
-        time = estimate(plan, encoders, accelerator)
-    yield Finding("time", f"{time.text()} on {time.device}, if nothing is trained yet")
+        yield from _guarded("cache", cache_space(recipe, label, encoder, dataset, hashes))
+    if plan is None or not all_built:
+        return
+    try:
+        with launched(plan.recipe) as accelerator:
+            time = estimate(plan, encoders, accelerator)
+        yield Finding("time", f"{time.text()} on {time.device}, if nothing is trained yet")
+    except UserError as error:
+        yield from fault("time", error)
 
 
 def cache_space(
@@ -239,12 +228,16 @@ def cache_space(
 
     Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
     """
+    from accelerate import PartialState
+
+    from xdm_ft.experiment.cluster import device_of
     from xdm_ft.experiment.faults import Finding
     from xdm_ft.experiment.prepare import counted, cuts_of
     from xdm_ft.experiment.summary import trained_words
     from xdm_ft.features.extract import cached_views
 
-    items, device = [item for item in recipe.served if item.encoder_label == label], _device(recipe)
+    items = [item for item in recipe.served if item.encoder_label == label]
+    device = device_of(recipe.cluster, PartialState().device)  # on which the run computes features
     cached: list[tuple[str, Encoder]] = []
     if any(item.trainable is False for item in items):
         cached.append(("features", encoder))
@@ -266,15 +259,6 @@ def cache_space(
         yield Finding(what, f"{count - missing} of {count} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
 
 
-def _device(recipe: Recipe) -> torch.device:
-    """Returns the device on which a run computes features: the cluster's, or the one that Accelerate chooses."""
-    from accelerate import PartialState
-
-    from xdm_ft.experiment.cluster import device_of
-
-    return device_of(recipe.cluster, PartialState().device)
-
-
 def check_data(
     recipe: Recipe, preprocessing: Preprocessing | None
 ) -> Generator[Finding, None, tuple[ImageDataset, FileHashes, Plan | None] | None]:
@@ -282,74 +266,51 @@ def check_data(
 
     `preprocessing` is the encoder's; None if the encoder can not be built.
     """
-    from xdm_ft.experiment.faults import Finding, data_faults, fault, plan_faults
-    from xdm_ft.experiment.plan import read_data
+    from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
+    from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.features.cache import cache_folder
     from xdm_ft.features.hashes import hash_files
     from xdm_ft.images.decode import scan
     from xdm_ft.images.transforms import NotAStrip
     from xdm_ft.runtime.machine import cores
 
-    dataset: ImageDataset | None
     try:
         dataset = read_data(recipe)
     except UserError as error:
         yield from fault("data", error)
-        dataset = _with_any_counts(recipe)
-    if dataset is None:
-        return None
-    yield from _counts(dataset)
-    unreadable = scan(dataset, cores(), None if preprocessing is None else NotAStrip(preprocessing))
-    if not unreadable:
-        yield Finding("images", "all decode")
-    for row, reason in unreadable.items():
-        remedy = "repair or remove it, or set data.on_bad_image: skip"
-        yield Finding("image", f"{dataset.name(row)} does not decode: {reason}", remedy)
-    plan = yield from _plan(recipe, dataset)
-    if plan is not None and unreadable:
-        # a run with data.on_bad_image: skip leaves these images out, and what remains may be too little for a split
-        yield from _plan(recipe, dataset, unreadable)
-    hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
-    faults = list(data_faults(dataset, hashes, plan.splits_of_all_seeds if plan else ()))
-    faults += plan_faults(plan) if plan is not None else ()
-    yield from faults or [Finding("images and groups", "no image occurs twice, no group is in both training and test")]
-    return dataset, hashes, plan
-
-
-def _with_any_counts(recipe: Recipe) -> ImageDataset | None:
-    """Returns a benchmark whose image counts are wrong, so that its other faults are found too; else None."""
-    settings = recipe.data.kwargs()
-    if settings.get("counts") != "published":
-        return None
-    try:
-        dataset: ImageDataset = recipe.data.cls(**(settings | {"counts": "any"}))
-    except UserError:  # the stricter check has reported this fault already
-        return None
-    return dataset
-
-
-def _counts(dataset: ImageDataset) -> Iterator[Finding]:
-    """Yields the number of images of each domain, then those of each class by domain."""
-    from xdm_ft.experiment.faults import Finding, images_of
+        settings = recipe.data.kwargs()
+        if settings.get("counts") != "published":
+            return None
+        try:  # a benchmark whose image counts are wrong is read, so that its other faults are found too
+            dataset = recipe.data.cls(**(settings | {"counts": "any"}))
+        except UserError:  # the stricter check has reported this fault already
+            return None
 
     count = f"{plural(len(dataset), 'image')}, {plural(len(dataset.domain_names), 'domain')}"
     yield Finding("data", f"{count}, images per class and domain:")
     images = images_of(dataset)
     domains = zip(dataset.domain_names, images.sum(0), strict=True)
     yield Finding("domains", ", ".join(f"{domain} {number}" for domain, number in domains))
-    for name, row in zip(dataset.class_names, images, strict=True):
-        yield Finding(f"class {name}", " ".join(map(str, row)))
+    for name, row_of_domains in zip(dataset.class_names, images, strict=True):
+        yield Finding(f"class {name}", " ".join(map(str, row_of_domains)))
 
+    unreadable = scan(dataset, cores(), None if preprocessing is None else NotAStrip(preprocessing))
+    if not unreadable:
+        yield Finding("images", "all decode")
+    for row, reason in unreadable.items():
+        remedy = "repair or remove it, or set data.on_bad_image: skip"
+        yield Finding("image", f"{dataset.name(row)} does not decode: {reason}", remedy)
 
-def _plan(
-    recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()
-) -> Generator[Finding, None, Plan | None]:
-    """Returns the plan. If data and recipe do not fit, yields the fault and returns None."""
-    from xdm_ft.experiment.faults import fault
-    from xdm_ft.experiment.plan import make_plan
-
+    plan = None
     try:
-        return make_plan(recipe, dataset, unreadable)
+        plan = make_plan(recipe, dataset)
+        if unreadable:
+            # a run with data.on_bad_image: skip leaves these images out, and what remains may be too little for a split
+            make_plan(recipe, dataset, unreadable)
     except UserError as error:
         yield from fault("plan", error)
-        return None
+    hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
+    faults = list(data_faults(dataset, hashes, plan.splits_of_all_seeds if plan else ()))
+    faults += plan_faults(plan) if plan is not None else ()
+    yield from faults or [Finding("images and groups", "no image occurs twice, no group is in both training and test")]
+    return dataset, hashes, plan

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xdm_ft.cli.answer import Answer, columns
-from xdm_ft.cli.arguments import add_model_options, load_model, refuse_batch_size
+from xdm_ft.cli.arguments import add_model_options, load_model
 from xdm_ft.runtime.errors import UserError, plural
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from xdm_ft.export.evaluate import AtSite, Labelled, Versus
+    from xdm_ft.export.evaluate import AtSite, Labelled
     from xdm_ft.export.predictor import Model
     from xdm_ft.export.sources import Site
 
@@ -30,13 +30,6 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
     verb.add_argument("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
     add_model_options(verb)
-
-
-def main(arguments: argparse.Namespace) -> Answer:
-    refuse_batch_size(arguments)
-    model, name, size = load_model(arguments), arguments.model, arguments.batch_size
-    found = evaluate(model, name, arguments.site, group=arguments.group, domains=arguments.domain, batch_size=size)
-    return Answer(found, list(found.lines()))
 
 
 @dataclass(frozen=True)
@@ -56,24 +49,46 @@ class Evaluation:
     domains: dict[str, AtSite]  # each of several domains; empty for one
 
     def lines(self) -> Iterator[str]:
+        from xdm_ft.export.card import WORDS, interval, shown
+
         whole = self.whole
         groups = "images assumed independent" if whole.groups is None else plural(whole.groups, "group")
         yield from (f"{self.method}, {plural(whole.images, 'image')}, {groups}", "")
-        over = f"95% over {'images' if whole.groups is None else 'groups'}"
-        yield from (*columns([("", "value", over), *_metric_rows(whole)]), "")
+
+        table = [("", "value", f"95% over {'images' if whole.groups is None else 'groups'}")]
+        for name, measured in whole.metrics.items():
+            table.append((WORDS[name], shown(name, measured.value), interval(name, measured.interval)))
+        yield from (*columns(table), "")
         if self.domains:
-            yield from (*columns([("domain", "images", "accuracy", "95%"), *_domain_rows(self.domains)]), "")
-        yield from (*columns([("class", "images", "recall"), *_class_rows(whole)]), "")
+            rows = [("domain", "images", "accuracy", "95%")]
+            for name, site in self.domains.items():
+                accuracy = site.metrics["accuracy"]
+                ends = interval("accuracy", accuracy.interval)
+                rows.append((name, str(site.images), shown("accuracy", accuracy.value), ends))
+            yield from (*columns(rows), "")
+        table = [("class", "images", "recall")]
+        for name, of_class in whole.classes.items():
+            recall = "–" if of_class.recall is None else shown("accuracy", of_class.recall)
+            table.append((name, str(of_class.images), recall))
+        yield from (*columns(table), "")
+
         if self.ranks is not None:
             yield f"The card: {self.ranks}"
         promises = {name: site.versus for name, site in (self.domains or {"": whole}).items() if site.versus}
-        yield from (_promise(name, versus) for name, versus in promises.items())
+        for name, versus in promises.items():
+            at, metric = f"{name}: " if name else "", versus.metric
+            value, promised = shown(metric, versus.value), shown(metric, versus.promised)
+            text = f"{at}{WORDS[metric]} {value}; the card's mean is {promised}"
+            if versus.interval is not None:
+                text += f", 95% for such a sample of a like site {interval(metric, versus.interval)}"
+            domain, worst = versus.worst
+            yield f"{text}, and of its worst held-out domain, {domain}, {shown(metric, worst)}: {versus.verdict}"
         if not promises:
             yield "The model's card promises nothing about these images."
-        yield from self._left_out()
-        yield f"{self._copies()}; {self._trained()}"
+        yield from self._reservations()
 
-    def _left_out(self) -> Iterator[str]:
+    def _reservations(self) -> Iterator[str]:
+        """Yields which images do not count, or may not, as images of a new site."""
         if self.seen_domains:
             yield f"Domains of this name trained the model, so they are no new sites: {', '.join(self.seen_domains)}"
         if self.absent_classes:
@@ -82,66 +97,27 @@ class Evaluation:
         if self.unreadable:
             name, reason = next(iter(self.unreadable.items()))
             yield f"{plural(len(self.unreadable), 'unreadable image')} left out, the first: {name}: {reason}"
-
-    def _copies(self) -> str:
-        if not self.copies:
-            return "no copies"
-        contrary = self.copies_with_another_label
-        other = f", {contrary} of them with another label" if contrary else ""
-        return f"{self.copies} {'copy' if self.copies == 1 else 'copies'} left out, as an image counts once{other}"
-
-    def _trained(self) -> str:
+        copies = "no copies"
+        if self.copies:
+            contrary = self.copies_with_another_label
+            other = f", {contrary} of them with another label" if contrary else ""
+            word = "copy" if self.copies == 1 else "copies"
+            copies = f"{self.copies} {word} left out, as an image counts once{other}"
         if self.training_images is None:
-            return "whether any image trained the model is unknown, as there are no checksums of its training images"
-        if not self.training_images:
-            return "none of these images trained the model"
-        share = f"{self.training_images} of {plural(self.whole.images, 'image')}"
-        return f"{share} trained the model: what is measured on them does not hold for new ones"
+            trained = "whether any image trained the model is unknown, as there are no checksums of its training images"
+        elif not self.training_images:
+            trained = "none of these images trained the model"
+        else:
+            share = f"{self.training_images} of {plural(self.whole.images, 'image')}"
+            trained = f"{share} trained the model: what is measured on them does not hold for new ones"
+        yield f"{copies}; {trained}"
 
 
-def _metric_rows(site: AtSite) -> Iterator[tuple[str, ...]]:
-    from xdm_ft.export.card import WORDS, interval, shown
+def main(arguments: argparse.Namespace) -> Answer:
+    """Measures a model on the labelled images of a folder or table, of all domains or of `--domain` alone.
 
-    for name, measured in site.metrics.items():
-        yield WORDS[name], shown(name, measured.value), interval(name, measured.interval)
-
-
-def _domain_rows(domains: dict[str, AtSite]) -> Iterator[tuple[str, ...]]:
-    from xdm_ft.export.card import interval, shown
-
-    for name, site in domains.items():
-        accuracy = site.metrics["accuracy"]
-        ends = interval("accuracy", accuracy.interval)
-        yield name, str(site.images), shown("accuracy", accuracy.value), ends
-
-
-def _class_rows(site: AtSite) -> Iterator[tuple[str, ...]]:
-    from xdm_ft.export.card import shown
-
-    for name, one in site.classes.items():
-        yield name, str(one.images), "–" if one.recall is None else shown("accuracy", one.recall)
-
-
-def _promise(name: str, versus: Versus) -> str:
-    from xdm_ft.export.card import WORDS, interval, shown
-
-    at, metric = f"{name}: " if name else "", versus.metric
-    text = f"{at}{WORDS[metric]} {shown(metric, versus.value)}; the card's mean is {shown(metric, versus.promised)}"
-    if versus.interval is not None:
-        text += f", 95% for such a sample of a like site {interval(metric, versus.interval)}"
-    domain, worst = versus.worst
-    return f"{text}, and of its worst held-out domain, {domain}, {shown(metric, worst)}: {versus.verdict}"
-
-
-def evaluate(
-    model: Model, name: str, path: str, *, group: str | None, domains: Sequence[str] | None, batch_size: int | None
-) -> Evaluation:
-    """Returns the metrics of a model on the labelled images of a folder or table.
-
-    `name` is the model's directory as the user wrote it. `group`: regular expression for the images' paths. `domains`:
-    those to evaluate; None: all. Of images with the same bytes, the first one counts. Images that trained the model
-    count, are counted, and leave no verdict. Raises `UserError` for a site that can not be read or a label that the
-    model lacks.
+    Of images with the same bytes, the first one counts. Images that trained the model count, are counted, and leave no
+    verdict. Raises `UserError` for a site that can not be read or a label that the model lacks.
     """
     from xdm_ft.evaluation.trials import ORACLE
     from xdm_ft.export.card import ranks
@@ -151,17 +127,19 @@ def evaluate(
     from xdm_ft.export.sources import read_site
     from xdm_ft.report.finished import is_run, read_run
 
-    config = model.config
-    site = read_site(path, config.class_names, config.renamed, group)
-    if domains is not None:
-        site = site.only(domains)
+    model, path = load_model(arguments), arguments.site
+    config, card = model.config, model.config.expected
+    site = read_site(path, config.class_names, config.renamed, arguments.group)
+    if arguments.domain is not None:
+        site = site.only(arguments.domain)
     content = checksums(site.items)
     rows, first = first_of_each(content)
-    known = model.training_images
-    if known is None and is_run(run := Path(name).expanduser()):
-        known = training_images(read_run(run), config)
-    trained = None if known is None else are_among(content[rows], known)
-    images, unreadable = _predict(model, site.rows(rows), trained, batch_size, cache_of(name))
+    of_training = model.training_images
+    if of_training is None and is_run(run := Path(arguments.model).expanduser()):
+        of_training = training_images(read_run(run), config)
+    trained = None if of_training is None else are_among(content[rows], of_training)
+    cache = cache_of(arguments.model)
+    images, unreadable = _predict(model, site.rows(rows), trained, arguments.batch_size, cache)
     if not images.site.items:
         image, reason = next(iter(unreadable.items()))
         raise UserError(f"{path}: no image can be read, the first: {image}: {reason}")
@@ -171,15 +149,14 @@ def evaluate(
         if (images.site.domains == number).any()
     }
     several = len(by_domain) > 1
-    card = config.expected
     whole = at_site(images, config.class_names, None if several else card, config.temperature)
-    return Evaluation(
-        model=name,
+    evaluation = Evaluation(
+        model=arguments.model,
         site=path,
         method=config.method["label"],
         temperature=config.temperature,
         unreadable=unreadable,
-        absent_classes=tuple(name for name, one in whole.classes.items() if not one.images),
+        absent_classes=tuple(name for name, of_class in whole.classes.items() if not of_class.images),
         seen_domains=tuple(name for name in by_domain if name in config.method["train_domains"]),
         copies=len(content) - len(rows),
         copies_with_another_label=int((site.labels != site.labels[first]).sum()),
@@ -191,6 +168,7 @@ def evaluate(
             for name, of_domain in (by_domain.items() if several else ())
         },
     )
+    return Answer(evaluation, list(evaluation.lines()))
 
 
 def _predict(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from xdm_ft.export.choose import Choice
-    from xdm_ft.export.config import Expected, ModelConfig
+    from xdm_ft.export.config import ModelConfig
     from xdm_ft.export.hub import Pushed
     from xdm_ft.export.onnx import OnnxFile
     from xdm_ft.export.parts import Parts
@@ -61,8 +61,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> Answer:
-    own = ("run_dir", "dir", "method", "held_out", "seed", "trial", "verb", "json", "quiet")
-    options = {name: value for name, value in vars(arguments).items() if name not in own}
+    others = ("run_dir", "dir", "method", "held_out", "seed", "trial", "verb", "json", "quiet")
+    options = {name: value for name, value in vars(arguments).items() if name not in others}
     return export_model(arguments.run_dir, arguments.dir, choice_of(arguments), **options)
 
 
@@ -137,14 +137,17 @@ def export_model(
 def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None, pushed: Pushed | None) -> Answer:
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     needs_weights = config.encoder.file is None and "weights" not in config.encoder.settings
-    nll = _nll(config.expected)
+    expected, nll = config.expected, None
+    if expected is not None and expected.calibrated is not None:
+        plain = expected.mean if expected.metric == "nll" else expected.others.get("nll")
+        nll = None if plain is None else (plain, expected.calibrated["nll"])
     document: dict[str, Any] = {
         "directory": folder,
         "model": config.chosen,  # one line: which model, and how it was chosen
         "files": files,
         "temperature": config.temperature,  # by which the logits are divided
         "fitted_temperature": config.fitted_temperature,
-        "nll": nll,
+        "nll": nll,  # of the run's models on held-out domains, without and with their temperatures
         "holds": holds,  # what of the training images is in the model; "": weights, and means of many images
         "needs_encoder_weights": needs_weights,  # neither the directory nor a public name gives the encoder's weights
         "onnx": onnx,
@@ -169,14 +172,6 @@ def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None
     if pushed is not None:
         lines.append(f"on the hub: {pushed.url}{' (private)' if pushed.private else ''}")
     return Answer(document, lines)
-
-
-def _nll(expected: Expected | None) -> tuple[float, float] | None:
-    """Returns the nll of the run's models on held-out domains, without and with their temperatures."""
-    if expected is None or expected.calibrated is None:
-        return None
-    plain = expected.mean if expected.metric == "nll" else expected.others.get("nll")
-    return None if plain is None else (plain, expected.calibrated["nll"])
 
 
 def _images(run: Run) -> list[Image.Image]:

@@ -51,15 +51,13 @@ def fill_cache(recipe: Recipe) -> Answer:
                 computed = tensors.extracted  # by this process or its tasks, in all views; equal images count once
                 sets.append({"what": name, "key": tensors.key, "width": tensors.width, "computed": computed})
     images = plural(len(dataset), "image")
-    lines = [
-        f"{one['what']}: {images} of width {one['width']}, {one['computed']} of them extracted now" for one in sets
-    ]
+    lines = [f"{s['what']}: {images} of width {s['width']}, {s['computed']} of them extracted now" for s in sets]
     document = {
         "sets": sets,
         "folder": cache_folder(recipe.features),
         "images": len(dataset),
         "views": recipe.features.views,
         "unreadable": {dataset.name(row): reason for row, reason in prepared.unreadable.items()},
-        "computed": sum(one["computed"] for one in sets),
+        "computed": sum(part["computed"] for part in sets),
     }
     return Answer(document, lines)

@@ -7,12 +7,9 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdm_ft.cli.answer import Answer, columns
-
-if TYPE_CHECKING:
-    from xdm_ft.algorithms import Method
 
 HELP = "list recipes, methods, heads, data sets or encoders, one per line"
 EXAMPLES = ("xdm-ft ls methods", "xdm-ft ls methods --json")
@@ -45,85 +42,65 @@ class Entry:
 
 
 def listing(what: str) -> Answer:
-    entries = list(_recipes() if what == "recipes" else _methods() if what == "methods" else _components(what))
-    rows = [tuple(cell for cell in _cells(what, entry) if cell is not None) for entry in entries]
+    from xdm_ft.recipe.components import names
+    from xdm_ft.recipe.text import in_yaml, recipe_folder
+
+    if what == "recipes":
+        paths = sorted(recipe_folder().glob("*.yaml"))
+        comments = [path.read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip() for path in paths]
+        entries = [Entry(path.stem, comment) for path, comment in zip(paths, comments, strict=True)]
+        return Answer(entries, columns([(entry.name, entry.about) for entry in entries], numbers=False))
+    if what == "methods":
+        entries = list(_methods())
+    else:
+        entries = [_entry(what, name, prefix=f"{name}." if what == "heads" else "") for name in names(what)]
+    rows = []
+    for entry in entries:
+        settings = [
+            f"{setting.key}{'' if setting.required else f'={in_yaml(setting.default)}'} ({setting.meaning})"
+            for setting in entry.settings
+        ]
+        about = None if what == "methods" else entry.about  # for which their lines have no room
+        works_on = "; ".join(filter(None, (entry.works_on, entry.holds))) or None
+        cells = entry.name, about, entry.source, works_on, "; ".join(settings)
+        rows.append(tuple(cell for cell in cells if cell is not None))
     return Answer(entries, columns(rows, numbers=False))
 
 
-def _recipes() -> Iterator[Entry]:
-    from xdm_ft.recipe.text import recipe_folder
-
-    for path in sorted(recipe_folder().glob("*.yaml")):
-        first_comment = path.read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip()
-        yield Entry(path.stem, first_comment)
-
-
-def _components(folder: str) -> Iterator[Entry]:
-    from xdm_ft.recipe import components
-
-    for name in components.names(folder):
-        yield _entry(folder, name, prefix=f"{name}." if folder == "heads" else "")
-
-
 def _methods() -> Iterator[Entry]:
-    from xdm_ft.algorithms import Algorithm
-    from xdm_ft.recipe import components
+    from xdm_ft.algorithms import Algorithm, Solver
+    from xdm_ft.recipe.components import ADD_ONS, find, names
 
-    for name in components.names("algorithms"):
-        cls = components.find("algorithms", name)
-        works_on = "cached"
+    for name in names("algorithms"):
+        cls, works_on, holds = find("algorithms", name), "cached", None
         if issubclass(cls, Algorithm):
             works_on = "end to end" if cls.frozen_reason else "cached / end to end"
-        yield replace(_entry("algorithms", name), works_on=works_on, holds=_holds(cls))
-    for folder in components.ADD_ONS:
-        for name in components.names(folder):
+        elif issubclass(cls, Solver):
+            if find("heads", cls.head_kind).training_features:
+                holds = "its head holds the features of all training images"
+            elif cls.class_means:
+                holds = "its head holds the mean feature of each class"
+        yield replace(_entry("algorithms", name), works_on=works_on, holds=holds)
+    for folder in ADD_ONS:
+        for name in names(folder):
             entry = _entry(folder, name, prefix=f"{name}.")
             yield replace(entry, name=f"…+{name}", works_on="cached / end to end")
 
 
-def _holds(cls: type[Method]) -> str | None:
-    from xdm_ft.algorithms import Solver
-    from xdm_ft.recipe import components
-
-    if not issubclass(cls, Solver):
-        return None
-    if components.find("heads", cls.head_kind).training_features:
-        return "its head holds the features of all training images"
-    return "its head holds the mean feature of each class" if cls.class_means else None
-
-
 def _entry(folder: str, name: str, prefix: str = "") -> Entry:
-    from xdm_ft.recipe import components
-
-    cls = components.find(folder, name)
-    settings = tuple(
-        Setting(key, field.description or "", required, None if required else _plain(field.default))
-        for key, field in components.settings_model(cls, prefix=prefix).model_fields.items()
-        for required in [field.is_required()]
-    )
-    summary = (inspect.getdoc(cls) or "").split("\n")[0]
-    return Entry(name, summary, getattr(cls, "source", None), settings=settings)
-
-
-def _plain(default: object) -> object:
+    from xdm_ft.recipe.components import find, settings_model
     from xdm_ft.runtime.settings import Block
 
-    if isinstance(default, Block):
-        return default.model_dump(mode="json", exclude_defaults=True)
-    if isinstance(default, Path):
-        return str(default)
-    return list(default) if isinstance(default, tuple) else default
-
-
-def _cells(what: str, entry: Entry) -> tuple[str | None, ...]:
-    """Returns the cells of a line. Methods have no room for `about`."""
-    from xdm_ft.recipe.text import in_yaml
-
-    if what == "recipes":
-        return entry.name, entry.about
-    about = None if what == "methods" else entry.about
-    works_on = "; ".join(filter(None, (entry.works_on, entry.holds))) or None
-    settings = (
-        f"{one.key}{'' if one.required else f'={in_yaml(one.default)}'} ({one.meaning})" for one in entry.settings
-    )
-    return entry.name, about, entry.source, works_on, "; ".join(settings)
+    cls, settings = find(folder, name), []
+    for key, field in settings_model(cls, prefix=prefix).model_fields.items():
+        required = field.is_required()
+        default = None if required else field.default
+        if isinstance(default, Block):
+            default = default.model_dump(mode="json", exclude_defaults=True)
+        elif isinstance(default, Path):
+            default = str(default)
+        elif isinstance(default, tuple):
+            default = list(default)
+        settings.append(Setting(key, field.description or "", required, default))
+    summary = (inspect.getdoc(cls) or "").split("\n")[0]
+    return Entry(name, summary, getattr(cls, "source", None), settings=tuple(settings))

@@ -6,17 +6,15 @@ import argparse
 import dataclasses
 import logging
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import add_model_options, load_model, refuse_batch_size
+from xdm_ft.cli.arguments import add_model_options, load_model
 from xdm_ft.runtime.errors import UserError, plural
 
 if TYPE_CHECKING:
-    from xdm_ft.export.predict import Format, Predictions, Tally
-    from xdm_ft.export.predictor import Batch, Model
-    from xdm_ft.export.sources import Sources
+    from xdm_ft.export.predict import Format
+    from xdm_ft.export.predictor import Batch
 
 HELP = "predict the classes of images: a table with a row per image"
 EXAMPLES = (
@@ -58,15 +56,28 @@ def main(arguments: argparse.Namespace) -> Answer:
     """
     from xdm_ft.export.predict import Columns, Predictions, Tally, open_unfinished, refuse_taken
     from xdm_ft.export.predictor import cache_of, stream
-    from xdm_ft.export.sources import Sources
+    from xdm_ft.export.sources import Sources, counted
     from xdm_ft.features import fast_batch_size
     from xdm_ft.runtime import interrupt
     from xdm_ft.runtime.progress import progress
     from xdm_ft.runtime.terminal import write_data
+    from xdm_ft.storage.digests import digest, json_digest, tensors_digest
+    from xdm_ft.storage.names import expand_user
+    from xdm_ft.version import __version__
 
-    out, format_ = _output(arguments)
+    if arguments.json and arguments.out is None:
+        problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
+        raise UserError(f"{problem} --format jsonl instead")
+    out = None if arguments.out is None else expand_user(arguments.out, "--out")
+    formats: dict[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
+    format_: Format | None = arguments.format or formats.get(".csv" if out is None else out.suffix.lower())
+    if format_ is None:
+        remedy = "end it in .csv, .jsonl or .parquet, or add --format"
+        raise UserError(f"--out {out}: the name asks for no known format; {remedy}")
+    if out is None and (format_ == "parquet" or arguments.resume):
+        option = "--format parquet" if format_ == "parquet" else "--resume"
+        raise UserError(f"{option}: needs a file; add --out FILE")
     sources = Sources(arguments.paths, arguments.group_by)
-    refuse_batch_size(arguments)
     if out is not None:
         refuse_taken(out, arguments.resume)
     total, model = sources.count(), load_model(arguments)
@@ -74,7 +85,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     grouped = arguments.group_by is not None
     table = Predictions(model, Columns(*flags, arguments.abstain_below), format_, grouped)
     size = arguments.batch_size or fast_batch_size(model.device.type)
-    items = iter(sources)
+    items, resumed = iter(sources), 0
     with progress("predicting", total, "images") as bar:
 
         def batches() -> Iterator[Batch]:
@@ -94,68 +105,36 @@ def main(arguments: argparse.Namespace) -> Answer:
                 else:
                     write_data(header + b"".join(map(table.line, rows)))
                     header = b""
-            if lines := [*map(table.line, table.group_rows())]:
-                write_data(header + b"".join(lines))
-            return _answer(arguments, out, table, tally, sources)
-        options = dataclasses.asdict(table.columns) | {"group_by": arguments.group_by, "batch_size": size}
-        with (
-            open_unfinished(out, _identity(model, options), arguments.resume) as unfinished,
-            interrupt.resumed_by(WITH_RESUME),
-        ):
-            unfinished.skip_done(items)
-            resumed = unfinished.tally.images
-            bar.skip(resumed)
-            for batch in batches():
-                unfinished.add(table.rows_of(batch))
-            unfinished.flush()
-            if grouped:
-                table.add_to_groups(unfinished.rows())
-            rows_of_table = table.group_rows() if grouped else unfinished.rows()
-            if unfinished.tally.images:
-                unfinished.complete(lambda path: table.write(path, rows_of_table))
-            return _answer(arguments, out, table, unfinished.tally, sources, resumed)
-
-
-def _output(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
-    """Returns the file, None for standard output, and the format. Raises `UserError` for options that do not fit."""
-    from xdm_ft.storage.names import expand_user
-
-    if arguments.json and arguments.out is None:
-        problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
-        raise UserError(f"{problem} --format jsonl instead")
-    out = None if arguments.out is None else expand_user(arguments.out, "--out")
-    formats: dict[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
-    format_: Format | None = arguments.format or formats.get(".csv" if out is None else out.suffix.lower())
-    if format_ is None:
-        remedy = "end it in .csv, .jsonl or .parquet, or add --format"
-        raise UserError(f"--out {out}: the name asks for no known format; {remedy}")
-    if out is None and (format_ == "parquet" or arguments.resume):
-        raise UserError(f"{'--format parquet' if format_ == 'parquet' else '--resume'}: needs a file; add --out FILE")
-    return out, format_
-
-
-def _identity(model: Model, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns what must not change when predictions are resumed."""
-    from xdm_ft.storage.digests import digest, json_digest, tensors_digest
-    from xdm_ft.version import __version__
-
-    # the checksum of the encoder's tensors is in the config
-    heads = {name: tensor for name, tensor in model.module.state_dict().items() if not name.startswith("encoder.")}
-    checksum = digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads))
-    machine = {"device": model.device.type, "precision": model.module.precision}
-    # earlier versions had no column "error"
-    return {"xdm_ft": __version__, "model": checksum, "error": True, **machine, **options}
-
-
-def _answer(
-    arguments: argparse.Namespace,
-    out: Path | None,
-    table: Predictions,
-    tally: Tally,
-    sources: Sources,
-    resumed: int = 0,
-) -> Answer:
-    from xdm_ft.export.sources import counted
+            if rows_of_groups := [*map(table.line, table.group_rows())]:
+                write_data(header + b"".join(rows_of_groups))
+        else:
+            # the checksum of the encoder's tensors is in the config
+            heads = {name: t for name, t in model.module.state_dict().items() if not name.startswith("encoder.")}
+            must_not_change = {
+                "xdm_ft": __version__,
+                "model": digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads)),
+                "error": True,  # earlier versions had no such column
+                "device": model.device.type,
+                "precision": model.module.precision,
+                **dataclasses.asdict(table.columns),
+                "group_by": arguments.group_by,
+                "batch_size": size,
+            }
+            with (
+                open_unfinished(out, must_not_change, arguments.resume) as unfinished,
+                interrupt.resumed_by(WITH_RESUME),
+            ):
+                unfinished.skip_done(items)
+                tally, resumed = unfinished.tally, unfinished.tally.images
+                bar.skip(resumed)
+                for batch in batches():
+                    unfinished.add(table.rows_of(batch))
+                unfinished.flush()
+                if grouped:
+                    table.add_to_groups(unfinished.rows())
+                rows_of_table = table.group_rows() if grouped else unfinished.rows()
+                if tally.images:
+                    unfinished.complete(lambda path: table.write(path, rows_of_table))
 
     predicted, groups = tally.images - tally.unreadable, table.groups
     document = {
@@ -169,22 +148,21 @@ def _answer(
         "resumed": resumed,
         "strict": arguments.strict,
     }
-    faults = [_unreadable(tally)] if tally.unreadable else []
-    faults += [counted(sources.others)] if sources.others else []
+    faults = []
+    if tally.unreadable:
+        named = [f"{path} ({reason})" for path, reason in tally.named.items()]
+        more = f", {tally.unreadable - len(named)} more" if tally.unreadable > len(named) else ""
+        faults.append(f"{plural(tally.unreadable, 'image')} can not be read: {', '.join(named)}{more}")
+    if sources.others:
+        faults.append(counted(sources.others))
     status, error = 2 if arguments.strict and faults else 0, None
     if predicted:
         for line in faults:
             logger.warning("%s", line)
     else:
-        first, *more = faults if tally.unreadable else ["none is listed", *faults]
+        first, *others = faults if tally.unreadable else ["none is listed", *faults]
         table_of_faults = f"; {out} has a row of each" if tally.unreadable and out is not None else ""
-        error = UserError(f"no image was predicted: {first}{table_of_faults}", *more)
+        error = UserError(f"no image was predicted: {first}{table_of_faults}", *others)
     in_groups = "" if groups is None else f" in {plural(groups, 'group')}"
     lines = [] if out is None else [f"wrote {out}: predictions of {plural(predicted, 'image')}{in_groups}"]
     return Answer(document, lines, error, status)
-
-
-def _unreadable(tally: Tally) -> str:
-    named = [f"{path} ({reason})" for path, reason in tally.named.items()]
-    more = f", {tally.unreadable - len(named)} more" if tally.unreadable > len(named) else ""
-    return f"{plural(tally.unreadable, 'image')} can not be read: {', '.join(named)}{more}"

@@ -6,8 +6,8 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,7 @@ from xdm_ft.cli.arguments import complete_with, recorded_values
 from xdm_ft.runtime.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from xdm_ft.evaluation.records import ModelKey, Record
-    from xdm_ft.experiment.pieces import RunContext
-    from xdm_ft.experiment.results import ResultsFile
+    from xdm_ft.evaluation.records import Record
 
 HELP = "train one model of a run again and compare it with the recorded one"
 EXAMPLES = (
@@ -50,19 +48,26 @@ def main(arguments: argparse.Namespace) -> Answer:
     """
     from xdm_ft.experiment.faults import faults
     from xdm_ft.experiment.machine import launched
-    from xdm_ft.experiment.models import keep_references, keep_test_images
-    from xdm_ft.experiment.pieces import RunContext
+    from xdm_ft.experiment.models import keep_references, keep_test_images, measure, planned_pieces
+    from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, prepare
     from xdm_ft.experiment.results import ResultsFile, about, environment, inputs
-    from xdm_ft.experiment.resume import Earlier, grown_from, opened, written_recipe
+    from xdm_ft.experiment.resume import Earlier, grown_from, opened, recorded, written_recipe
     from xdm_ft.recipe.check import check
     from xdm_ft.recipe.settings import Cluster, Output
     from xdm_ft.recipe.text import apply_override
     from xdm_ft.report.finished import read_run
     from xdm_ft.storage.atomic import disk_errors
+    from xdm_ft.storage.names import expand_user
 
-    folder, keep = Path(arguments.run_dir), None if arguments.keep is None else _new_folder(arguments.keep)
+    folder, keep = Path(arguments.run_dir), None
+    if arguments.keep is not None:
+        path = expand_user(arguments.keep, "--keep")
+        with disk_errors(path):
+            keep = path.resolve()
+            if keep.exists() and not (keep.is_dir() and not any(keep.iterdir())):
+                raise UserError(f"--keep {keep}: exists and is not an empty folder; name a new one")
     run = read_run(folder)
     before = _recorded_model(folder, run.every, arguments)
     text = written_recipe(folder, run.results)
@@ -71,7 +76,13 @@ def main(arguments: argparse.Namespace) -> Answer:
         for name, value in (("name", keep.name), ("output.dir", str(keep.parent))):
             apply_override(text, f"{name}={json.dumps(value)}")
     recipe = replace(check(text), cluster=Cluster())  # this machine is asked whether it agrees
-    with _scratch_folder(keep) as scratch, launched(recipe) as accelerator:
+    parent = None if keep is None else keep.parent  # so that a finished run directory can be renamed to `keep`
+    with ExitStack() as stack:
+        with disk_errors(parent or Path(tempfile.gettempdir())):
+            if parent is not None:
+                parent.mkdir(parents=True, exist_ok=True)
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=parent, prefix=".xdm-ft-retrain-"))
+        accelerator = stack.enter_context(launched(recipe))
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
         prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, run.results["environment"])
@@ -80,7 +91,13 @@ def main(arguments: argparse.Namespace) -> Answer:
             earlier = Earlier(generations=grown_from(run.results, recipe.resolved()))  # nothing counts as trained yet
             trained_on = environment(accelerator) | inputs(dataset, prepared)
             results = ResultsFile(recipe, directory, earlier, trained_on, about(plan, faults(plan, show=True)))
-            now = _train(RunContext(plan, prepared, directory, accelerator), before.key, arguments.alone, results)
+            context = RunContext(plan, prepared, directory, accelerator)
+            group = results.chunk_group(before.key)  # heads of one group share a chunk
+            of_group = [m.key for m in plan.models if results.chunk_group(m.key) == group and not m.skipped]
+            keys = [before.key] if arguments.alone else of_group
+            pieces = planned_pieces(context, keys, {before.key}, results)
+            do_pieces(context, pieces, measure, results, what="training")
+            now = recorded(directory)[before.key]
             rules = _compare(folder, before, directory.path, now)
             if keep is not None and now.status == "ok":
                 splits = [split for split in plan.splits if split.test_domains == before.test_domains]
@@ -110,47 +127,6 @@ def _answer(now: Record, rules: dict[str, Any], kept: Path | None) -> Answer:
             old, new = 100 * accuracy["before"], 100 * accuracy["now"]
             lines.append(f"  {split} accuracy {old:.2f}, now {new:.2f} ({new - old:+.2f})")
     return Answer(document, [*lines, *([] if kept is None else [f"kept in {kept}"])])
-
-
-def _new_folder(keep: str) -> Path:
-    """Returns the absolute path of `--keep`. Raises `UserError` if it is a file, or a folder that is not empty."""
-    from xdm_ft.storage.atomic import disk_errors
-    from xdm_ft.storage.names import expand_user
-
-    path = expand_user(keep, "--keep")
-    with disk_errors(path):
-        path = path.resolve()
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"--keep {path}: exists and is not an empty folder; name a new one")
-    return path
-
-
-@contextmanager
-def _scratch_folder(keep: Path | None) -> Iterator[str]:
-    """Yields a temporary folder; beside `keep`, so that a finished run directory can be renamed to it."""
-    from xdm_ft.storage.atomic import disk_errors
-
-    parent = None if keep is None else keep.parent
-    with ExitStack() as stack:
-        with disk_errors(parent or Path(tempfile.gettempdir())):
-            if parent is not None:
-                parent.mkdir(parents=True, exist_ok=True)
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(dir=parent, prefix=".xdm-ft-retrain-"))
-        yield scratch
-
-
-def _train(context: RunContext, key: ModelKey, alone: bool, results: ResultsFile) -> Record:
-    """Trains the model, with the heads of its chunk unless `alone`, and returns its record."""
-    from xdm_ft.experiment.models import measure, planned_pieces
-    from xdm_ft.experiment.pieces import do_pieces
-    from xdm_ft.experiment.resume import recorded
-
-    # those that determine which heads share a chunk
-    group = results.chunk_group(key)
-    keys = [one.key for one in context.plan.models if results.chunk_group(one.key) == group and not one.skipped]
-    pieces = planned_pieces(context, [key] if alone else keys, {key}, results)
-    do_pieces(context, pieces, measure, results, what="training")
-    return recorded(context.directory)[key]
 
 
 def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse.Namespace) -> Record:

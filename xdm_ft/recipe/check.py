@@ -76,12 +76,17 @@ def check(text: RecipeText) -> Recipe:
     values = text.values | ({} if items is None else {"methods": items})
     for key in dict.fromkeys([*(key for key in values if key not in KEYS), *unknown]):
         faults.add((key,), f"unknown key{_keys_meant(key, text.values)}")
-    if problem := _name_problem(values):
-        faults.add("name", problem)
+    name = values.get("name")
+    if "name" not in values:
+        faults.add("name", "is missing; it names the run and its directory")
+    elif not isinstance(name, str) or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
+        faults.add("name", "must be a text without slashes or control characters, the name of the run directory")
+    elif (length := len(name.encode())) > MAX_NAME:
+        faults.add("name", f"takes {length} bytes as a folder's name; at most {MAX_NAME}")
     encoders = _encoders(faults, values)
     blocks: dict[str, Any] = {"data": _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))}
-    for name, model in BLOCKS.items():
-        blocks[name] = _block(faults, (name,), model, values.get(name, {}))
+    for key, model in BLOCKS.items():
+        blocks[key] = _block(faults, (key,), model, values.get(key, {}))
     written = _methods(faults, values.get("methods"), encoders[0] if encoders else FAULTY)
     analyse = values.get("analyse", False)
     if not isinstance(analyse, bool):
@@ -91,12 +96,15 @@ def check(text: RecipeText) -> Recipe:
     blocks["search"] = blocks["search"].for_data(blocks["data"].name)
     methods = tuple(_under_encoder(item, encoder) for encoder in encoders for item in written)
     auto_seeds = values.get("protocol", {}).get("seeds") == AUTO
-    recipe = Recipe(
-        str(values["name"]), encoders=encoders, methods=methods, analyse=analyse, auto_seeds=auto_seeds, **blocks
-    )
+    recipe = Recipe(str(name), encoders=encoders, methods=methods, analyse=analyse, auto_seeds=auto_seeds, **blocks)
     if "seeds" not in recipe.protocol.model_fields_set:
         recipe = recipe.with_seeds(LOOKS[0] if recipe.trains_encoders else LOOKS[1])
-    recipe = _without_stale_pairs(text, recipe)
+    complete = all({*pair} <= {*recipe.labels} for pair in recipe.report.compare)
+    rows_changed = text.overridden & {("methods",), ("encoders",)}
+    if rows_changed and not complete and not text.is_overridden(("report", "compare")):
+        # all pairs: those that are left would keep other rows from a verdict
+        logger.info("%s: report.compare is ignored, as it names rows that there are no more", text.origin)
+        recipe = replace(recipe, report=recipe.report.model_copy(update={"compare": ()}))
     _check_together(faults, recipe)
     faults.raise_if_any()
     if recipe.data_common.train_augmentation is None:
@@ -104,17 +112,6 @@ def check(text: RecipeText) -> Recipe:
         # resolved here, so that recipe.yaml and results.json contain it; null where the methods differ
         recipe = recipe.with_augmentation(defaults.pop() if len(defaults) == 1 else None)
     return recipe
-
-
-def _name_problem(values: Mapping[str, Any]) -> str:
-    """Returns why the recipe's name can not be the name of a run directory; "" if it can."""
-    if "name" not in values:
-        return "is missing; it names the run and its directory"
-    name = values["name"]
-    if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/\\") or name in (".", ".."):
-        return "must be a text without slashes or control characters, the name of the run directory"
-    length = len(name.encode())
-    return "" if length <= MAX_NAME else f"takes {length} bytes as a folder's name; at most {MAX_NAME}"
 
 
 def known_keys() -> dict[str, list[str]]:
@@ -160,22 +157,20 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
         for fault in error.errors():
             # pydantic adds the names of validator functions and the tags of alternatives to a fault's location
             inner = tuple(part for part in fault["loc"] if not str(part).startswith(("function-", "tag-")))
-            faults.add((*key, *inner), _pydantic_problem(dict(fault), inner, list(model.model_fields)))
+            message = fault["msg"].removeprefix("Value error, ")
+            problem = f"{message[0].lower()}{message[1:]}, given {_shown(fault['input'])}"
+            if fault["type"] == "extra_forbidden":
+                problem = "unknown key"
+                if len(inner) == 1:
+                    prefixed = [name for name in model.model_fields if name.endswith(f".{inner[0]}")]
+                    meant = did_you_mean(str(inner[0]), list(model.model_fields))
+                    problem += f"; write {' or '.join(prefixed)}" if prefixed else meant
+            elif fault["type"] == "missing":
+                problem = "is needed"
+            elif fault["type"] == "model_type":
+                problem = f"must be a block of keys, given {_shown(fault['input'])}"
+            faults.add((*key, *inner), problem)
         return None
-
-
-def _pydantic_problem(fault: dict[str, Any], key: Key, known: list[str]) -> str:
-    if fault["type"] == "extra_forbidden":
-        if len(key) > 1:
-            return "unknown key"
-        prefixed = [name for name in known if name.endswith(f".{key[0]}")]
-        return "unknown key" + (f"; write {' or '.join(prefixed)}" if prefixed else did_you_mean(str(key[0]), known))
-    if fault["type"] == "missing":
-        return "is needed"
-    if fault["type"] == "model_type":
-        return f"must be a block of keys, given {_shown(fault['input'])}"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{message[0].lower()}{message[1:]}, given {_shown(fault['input'])}"
 
 
 def _shown(value: Any) -> str:
@@ -199,8 +194,12 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
     cls = _find(faults, (*key, "name"), folder, values["name"])
     if cls is None:
         return None
-    model = components.settings_model(cls, common)
-    block = _block(faults, key, model, _without_stale_keys(faults.text, key, model, values))
+    model, text = components.settings_model(cls, common), faults.text
+    if (*key, "name") in text.overridden:  # another component, which may lack keys of the file's
+        for stale in [k for k in values if k not in model.model_fields and (*key, k) not in text.overridden]:
+            logger.info("%s: %s.%s is ignored, %s has no such key", text.origin, dotted(key), stale, values["name"])
+            values = {k: value for k, value in values.items() if k != stale}
+    block = _block(faults, key, model, values)
     own = tuple(field for field in model.model_fields if field not in common.model_fields)
     return Component(values["name"], cls, block, own) if block is not None else None
 
@@ -246,29 +245,6 @@ def _under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
     return replace(item, skipped=f"{what}needs an encoder with a text side")
 
 
-def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:
-    """If an override names another component, removes the file's keys that this component does not have."""
-    if (*key, "name") not in text.overridden:
-        return values
-    kept = {k: v for k, v in values.items() if k in model.model_fields or (*key, k) in text.overridden}
-    for dropped in values.keys() - kept.keys():
-        logger.info("%s: %s.%s is ignored, %s has no such key", text.origin, dotted(key), dropped, values["name"])
-    return kept
-
-
-def _without_stale_pairs(text: RecipeText, recipe: Recipe) -> Recipe:
-    """If an override of methods or encoders leaves a pair of `report.compare` without a row, removes all pairs.
-
-    The pairs that are left would keep other rows from a verdict.
-    """
-    complete = all({*pair} <= {*recipe.labels} for pair in recipe.report.compare)
-    rows_changed = text.overridden & {("methods",), ("encoders",)}
-    if complete or not rows_changed or text.is_overridden(("report", "compare")):
-        return recipe
-    logger.info("%s: report.compare is ignored, as it names rows that there are no more", text.origin)
-    return replace(recipe, report=recipe.report.model_copy(update={"compare": ()}))
-
-
 def _methods(faults: Faults, values: Any, encoder: Component) -> tuple[MethodItem, ...]:
     """Returns the entries of `methods`, under this encoder."""
     if not isinstance(values, list) or not values:
@@ -289,13 +265,33 @@ def _method(faults: Faults, place: int, value: Any, encoder: Component) -> Metho
         faults.add(key, "must be the name of a method, or a block with a name and settings")
         return None
     algorithm, names = split_name(values["name"])
-    cls = _find_algorithm(faults, (*key, "name"), algorithm)
-    add_ons = _find_add_ons(faults, (*key, "name"), names)
+    algorithms = components.names("algorithms")
+    folders = {name: folder for folder in ADD_ONS for name in components.names(folder)}
+    cls, add_ons = None, dict[str, tuple[str, type[Any]]]()
+    complete = algorithm in algorithms
+    if complete:
+        cls = components.find("algorithms", algorithm)
+    else:  # an add-on alone, sam, means erm+sam
+        several = f"; several are a list: [{algorithm}]"
+        remedy = several if "," in algorithm else did_you_mean(algorithm, [*algorithms, *folders])
+        faults.add((*key, "name"), f'no "{algorithm}" in algorithms{remedy}')
+    for name in names:
+        problem = ""
+        if name not in folders:
+            problem = f'no "{name}" in {" or ".join(ADD_ONS)}{did_you_mean(name, list(folders))}'
+        elif folders[name] in add_ons:
+            problem = f"+{add_ons[folders[name]][0]} and +{name} can not be combined; keep one"
+        else:
+            add_ons[folders[name]] = (name, components.find(folders[name], name))
+        if problem:
+            faults.add((*key, "name"), problem)
+            complete = False
+            break
     if cls is not None and issubclass(cls, Solver):
         values = {"head": cls.head_kind, **values}
     head_name = str(values.get("head", MethodCommon.model_fields["head"].default))
     head = _find(faults, (*key, "head"), "heads", head_name)
-    if cls is None or add_ons is None or head is None:
+    if cls is None or head is None or not complete:
         return None
     if add_ons and not issubclass(cls, Algorithm):
         problem = f"{algorithm} takes no gradient steps, so +{names[0]} has no effect; leave +{names[0]} out"
@@ -327,33 +323,6 @@ def _method(faults: Faults, place: int, value: Any, encoder: Component) -> Metho
     )
 
 
-def _find_algorithm(faults: Faults, key: Key, name: str) -> type[Any] | None:
-    """Returns the class of the algorithm `name`, written at `key`. If it is unknown, adds a fault and returns None."""
-    algorithms = components.names("algorithms")
-    if name in algorithms:
-        return components.find("algorithms", name)
-    alone = [add_on for folder in ADD_ONS for add_on in components.names(folder)]  # sam means erm+sam
-    remedy = f"; several are a list: [{name}]" if "," in name else did_you_mean(name, [*algorithms, *alone])
-    faults.add(key, f'no "{name}" in algorithms{remedy}')
-    return None
-
-
-def _find_add_ons(faults: Faults, key: Key, names: list[str]) -> dict[str, tuple[str, type[Any]]] | None:
-    """Returns {folder: (name, class)} of the add-ons at `key`. If one is wrong, adds a fault and returns None."""
-    folders = {name: folder for folder in ADD_ONS for name in components.names(folder)}
-    add_ons: dict[str, tuple[str, type[Any]]] = {}
-    for name in names:
-        folder = folders.get(name)
-        if folder is None:
-            faults.add(key, f'no "{name}" in {" or ".join(ADD_ONS)}{did_you_mean(name, list(folders))}')
-            return None
-        if folder in add_ons:
-            faults.add(key, f"+{add_ons[folder][0]} and +{name} can not be combined; keep one")
-            return None
-        add_ons[folder] = (name, components.find(folder, name))
-    return add_ons
-
-
 def _check_together(faults: Faults, recipe: Recipe) -> None:
     """Adds the faults of keys that depend on each other. Those inside one block stand in that block."""
     training = recipe.training
@@ -363,14 +332,23 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
     for label, count in Counter(item.label for item in recipe.methods).items():
         if count > 1:
             faults.add("encoders", f'two rows of results have the name "{label}"; change a label')
-    if training.compile and all(item.trainable is False and _has_no_compiled_step(item) for item in recipe.methods):
+    uncompiled = [item.is_solver or item.algorithm.cls.has_kernels for item in recipe.methods]
+    if training.compile and not recipe.trains_encoders and all(uncompiled):
         problem = "has no effect on these methods, which have kernels of their own or take no steps; leave it out"
         faults.add("training.compile", problem)
     if recipe.features.cut != "auto" and not any(item.is_cut for item in recipe.methods):
         problem = "is for a partly trained encoder; leave it out, or set trainable: {blocks: k}"
         faults.add("features.cut", problem, "encoder.trainable")
     _check_compared_rows(faults, recipe)
-    _check_encoders(faults, recipe)
+    for i, encoder in enumerate(recipe.encoders):
+        under = [item.trainable for item in recipe.methods if item.encoder is encoder]
+        place: Key = ("encoders", i) if recipe.several_encoders else ("encoder",)
+        unfreeze_at = encoder_common(encoder).unfreeze_at
+        if unfreeze_at and all(trainable is False for trainable in under):
+            problem = "has no effect with a frozen encoder; leave it out, or set trainable: true"
+            faults.add((*place, "unfreeze_at"), problem, "encoder.trainable")
+        elif training.steps is not None and unfreeze_at >= training.steps:
+            faults.add((*place, "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), "training.steps")
     _check_views(faults, recipe)
     _check_space(faults, recipe)
     _check_draws(faults, recipe)
@@ -378,10 +356,6 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
         _check_entry(faults, item, recipe)
     for item in recipe.methods:
         _check_method(faults, item, recipe)
-
-
-def _has_no_compiled_step(item: MethodItem) -> bool:
-    return item.is_solver or item.algorithm.cls.has_kernels
 
 
 def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
@@ -405,19 +379,6 @@ def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
         if frozenset((first, second)) in seen:
             faults.add("report.compare", f"{first} and {second} are compared twice; keep one of the pairs")
         seen.add(frozenset((first, second)))
-
-
-def _check_encoders(faults: Faults, recipe: Recipe) -> None:
-    """Adds the faults of `unfreeze_at`."""
-    steps = recipe.training.steps
-    for i, encoder in enumerate(recipe.encoders):
-        key: Key = (*(("encoders", i) if recipe.several_encoders else ("encoder",)), "unfreeze_at")
-        unfreeze_at = encoder_common(encoder).unfreeze_at
-        if unfreeze_at and all(item.trainable is False for item in recipe.methods if item.encoder is encoder):
-            problem = "has no effect with a frozen encoder; leave it out, or set trainable: true"
-            faults.add(key, problem, "encoder.trainable")
-        elif steps is not None and unfreeze_at >= steps:
-            faults.add(key, unfreeze_problem(unfreeze_at, steps), "training.steps")
 
 
 def _check_views(faults: Faults, recipe: Recipe) -> None:
@@ -539,8 +500,20 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
         except UserError as error:
             faults.add(key, str(error), key, "training.steps", "training.loss_average")
         else:
-            for reason, *causes in _algorithm_reasons(algorithm, item, recipe):
-                faults.add(key, f"{item.label}: {reason}", *causes)
+            frozen_or_cut = algorithm.cut_reason if item.is_cut else ""
+            if item.trainable is False:
+                frozen_or_cut = algorithm.frozen_reason
+            fixed_head = not any(p.requires_grad for p in algorithm.parameters())
+            no_effect = "its class head is fixed, so that no step can train the head alone; leave unfreeze_at out"
+            reasons: dict[tuple[Key | str, ...], str] = {
+                ("encoder.trainable",): frozen_or_cut,
+                ("encoder.unfreeze_at",): no_effect if fixed_head and item.encoder_common.unfreeze_at else "",
+                ("training.sampler",): algorithm.pooled_reason if recipe.training.sampler == "pooled" else "",
+                (key, *WHOLE_BATCH): _parts_reason(algorithm, item, recipe),
+            }
+            for causes, reason in reasons.items():
+                if reason:
+                    faults.add(key, f"{item.label}: {reason}", *causes)
     if item.block.normalize and item.trainable is not False:
         problem = "is for cached features, but this method trains its encoder; set encoder.normalize: true"
         faults.add((*key, "normalize"), problem, "encoder.trainable")
@@ -551,20 +524,3 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
     elsewhere = outside_text_space(getattr(item.encoder.block, "pooling", None))
     if item.reads_text and elsewhere:
         faults.add(key, f"{item.label} needs class embeddings, but {elsewhere}", "encoder.pooling")
-
-
-def _algorithm_reasons(
-    algorithm: Algorithm, item: MethodItem, recipe: Recipe
-) -> Iterator[tuple[str, *tuple[Key | str, ...]]]:
-    """Yields why the algorithm can not train as the recipe says, and the keys that this depends on."""
-    if item.trainable is False and algorithm.frozen_reason:
-        yield algorithm.frozen_reason, "encoder.trainable"
-    if encoder_common(item.encoder).unfreeze_at and not any(p.requires_grad for p in algorithm.parameters()):
-        problem = "its class head is fixed, so that no step can train the head alone; leave unfreeze_at out"
-        yield problem, "encoder.unfreeze_at"
-    if item.is_cut and algorithm.cut_reason:
-        yield algorithm.cut_reason, "encoder.trainable"
-    if recipe.training.sampler == "pooled" and algorithm.pooled_reason:
-        yield algorithm.pooled_reason, "training.sampler"
-    if reason := _parts_reason(algorithm, item, recipe):
-        yield reason, ("methods", item.place), *WHOLE_BATCH
