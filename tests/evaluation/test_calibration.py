@@ -13,7 +13,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from torch import Tensor
 
 from xdm_ft.evaluation import calibration
-from xdm_ft.evaluation.calibration import HIGHEST, LOWEST, temperature, validation_nll
+from xdm_ft.evaluation.calibration import HIGHEST, LOWEST, reliability, temperature, validation_nll
 from xdm_ft.evaluation.metrics import expected_calibration_error, per_image_nll
 
 
@@ -59,15 +59,20 @@ def test_it_is_the_minimum_that_scikit_learn_and_a_plain_search_find(classes: in
     assert found == pytest.approx(1 / theirs.calibrated_classifiers_[0].calibrators[0].beta_, rel=1e-5)
 
 
-@pytest.mark.parametrize("classes", [2, 7, 100])
-@pytest.mark.parametrize("true", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize(("classes", "true"), [(2, 0.3), (7, 4.0), (100, 1.0)])
 def test_a_known_temperature_is_recovered_and_calibrates(classes: int, true: float) -> None:
     logits, labels = drawn(8000, classes, true)
-    found = temperature(logits, labels)
-    assert found is not None and found == pytest.approx(true, rel=0.06)
+    t = temperature(logits, labels)
+    assert t is not None and t == pytest.approx(true, rel=0.06)
     right = (logits.argmax(1) == labels).numpy()
-    confidence = (logits / found).softmax(1).amax(1).double().numpy()
+    confidence = (logits / t).softmax(1).amax(1).double().numpy()
     assert expected_calibration_error(confidence, right) < 0.03
+    bins = reliability(logits / t, labels.numpy())
+    assert [b.images for b in bins] == [((confidence > b.low) & (confidence <= b.high)).sum() for b in bins]
+    for b in bins:
+        inside = (confidence > b.low) & (confidence <= b.high)
+        expected = (confidence[inside].mean(), right[inside].mean()) if inside.any() else (None, None)
+        assert (b.confidence, b.accuracy) == pytest.approx(expected, abs=1e-6)
 
 
 @given(
@@ -101,39 +106,25 @@ def least_nll(logits: Tensor, labels: Tensor) -> float:
     return min(nll(logits, labels, float(t)) for t in np.geomspace(LOWEST, HIGHEST, 400))
 
 
-def test_logits_without_a_finite_minimum_get_none() -> None:
+def test_logits_without_a_minimum_inside_get_none() -> None:
     labels = torch.arange(49) % 7
-    perfect = 10 * torch.eye(7)[labels]
-    assert temperature(perfect, labels) is None and temperature(-perfect, labels) is None
-    assert temperature(perfect[:1], labels[:1]) is None, "one image"
-    same = torch.full((49,), 3)
-    assert temperature(perfect, same) is None, "one class, mostly not predicted"
-    assert temperature(perfect[same], same) is None, "one class, always predicted"
+    perfect, same = 10 * torch.eye(7)[labels], torch.full((49,), 3)
+    extreme = torch.tensor([[1e30, 0.0], [0.0, 1e30], [1e30, 0.0]])
+    for logits, given_labels in (
+        (perfect, labels), (-perfect, labels), (perfect[:1], labels[:1]), (perfect[:0], labels[:0]),
+        (perfect, same), (perfect[same], same), (torch.randn(49, 1).expand(49, 7), labels),
+        (extreme, torch.tensor([0, 1, 1])),
+    ):  # fmt: skip
+        assert temperature(logits, given_labels) is None
 
 
-def test_without_information_there_is_none() -> None:
-    labels = torch.arange(10) % 3
-    assert temperature(torch.randn(10, 1).expand(10, 3), labels) is None
-    assert temperature(torch.empty(0, 3), labels[:0]) is None
-
-
-def test_classes_that_no_image_has_stay_in_the_softmax() -> None:
+def test_classes_that_no_image_has_and_logits_that_look_like_probabilities() -> None:
     logits, labels = drawn(4000, 7, 2.0)
     two = (labels == 2) | (labels == 5)
-    plain = minimize_scalar(lambda t: nll(logits[two], labels[two], t), bounds=(0.02, 50), method="bounded")
-    assert temperature(logits[two], labels[two]) == pytest.approx(plain.x, rel=1e-3)
-
-
-def test_logits_that_look_like_probabilities_are_logits() -> None:
-    logits = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
-    labels = torch.tensor([0, 1, 1])
-    plain = minimize_scalar(lambda t: nll(logits, labels, t), bounds=(0.02, 50), method="bounded")
-    assert temperature(logits, labels) == pytest.approx(plain.x, rel=1e-3)
-
-
-def test_extreme_logits_overflow_nowhere() -> None:
-    logits = torch.tensor([[1e30, 0.0], [0.0, 1e30], [1e30, 0.0]])
-    assert temperature(logits, torch.tensor([0, 1, 1])) is None
+    likely = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]]), torch.tensor([0, 1, 1])
+    for x, y in ((logits[two], labels[two]), likely):
+        plain = minimize_scalar(lambda t, x=x, y=y: nll(x, y, t), bounds=(0.02, 50), method="bounded")
+        assert temperature(x, y) == pytest.approx(plain.x, rel=1e-3)
 
 
 def test_many_images_are_sampled_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

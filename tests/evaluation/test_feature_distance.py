@@ -55,14 +55,13 @@ def test_the_covariance_is_scikit_learns_in_any_blocks(seed: int, n: int, width:
     np.testing.assert_allclose(found, ledoit_wolf(x, assume_centered=True)[0], rtol=1e-7, atol=1e-9)
 
 
-def test_class_means_are_those_of_any_blocks() -> None:
+@pytest.mark.parametrize("size", [1, 7, 50])
+def test_class_means_are_those_of_any_blocks(size: int) -> None:
     z, labels = drawn(50, 4)
-    for size in (1, 7, 50):
-        counts, means = class_means(blocks(z, labels, size), 4)
-        np.testing.assert_array_equal(counts, np.bincount(labels, minlength=4))
-        for c in range(3):
-            np.testing.assert_allclose(means[c], z[labels == c].mean(0), rtol=1e-5)
-        assert not means[3].any()
+    counts, means = class_means(blocks(z, labels, size), 4)
+    np.testing.assert_array_equal(counts, np.bincount(labels, minlength=4))
+    np.testing.assert_allclose(means[:3], [z[labels == c].mean(0) for c in range(3)], rtol=1e-5)
+    assert not means[3].any()
 
 
 @settings(max_examples=40)
@@ -78,13 +77,6 @@ def test_scaling_and_shifting_all_features_changes_nothing(seed: int) -> None:
 
     found = fitted(moved(z), labels).distance(moved(new))
     np.testing.assert_allclose(found, fitted(z, labels).distance(new), rtol=2e-3, atol=1e-3)
-
-
-def test_any_invertible_map_changes_nothing_where_nothing_is_shrunk() -> None:
-    z, labels = drawn(60_000, 4)  # shrinkage, which sees the scale of each feature, vanishes with the images
-    new, turned = drawn(50, 4, seed=1)[0], np.random.default_rng(2).normal(size=(4, 4)) + 3 * np.eye(4)
-    found = fitted((z @ turned).astype(np.float32), labels).distance((new @ turned).astype(np.float32))
-    np.testing.assert_allclose(found, fitted(z, labels).distance(new), rtol=1e-2)
 
 
 @settings(max_examples=40)
@@ -119,10 +111,9 @@ def test_features_that_never_differ(value: float) -> None:
 def test_a_feature_that_never_differs_in_training_is_far_when_it_does() -> None:
     z, labels = drawn(500, 4)
     z[:, 2] = 0
-    new = z[:50].copy()
-    reference, near = fitted(z, labels), np.median(fitted(z, labels).distance(z))
+    reference, new = fitted(z, labels), z[:50].copy()
     new[:, 2] = 100
-    assert reference.distance(new).min() > 10 * near
+    assert reference.distance(new).min() > 10 * np.median(reference.distance(z))
 
 
 def test_percentiles_are_shares_of_the_validation_images_that_are_nearer() -> None:
@@ -143,24 +134,17 @@ def test_percentiles_where_distances_are_equal() -> None:
     assert reference.percentile(np.array([0.5, 1.0, 1.5, 2.0, 2.5])).tolist() == [0, 0, 50.5, 51, 100]
 
 
-@given(SEEDS)
-def test_percentiles_increase_with_the_distance(seed: int) -> None:
-    source = np.random.default_rng(seed)
-    quantiles = np.sort(source.integers(0, 30, 101)).astype(np.float32)
-    reference = Reference(np.zeros((1, 1), np.float32), np.eye(1, dtype=np.float32), quantiles)
-    found = reference.percentile(np.sort(source.uniform(-1, 32, 200)))
-    assert (np.diff(found) >= 0).all() and found.min() >= 0 and found.max() <= 100
-
-
 def test_what_is_stored_gives_the_same_distances() -> None:
     z, labels = drawn(40, 9)
+    with pytest.raises(ValueError, match="there is no validation image"):
+        fitted(z, labels, z[:0])
+    with pytest.raises(ValueError, match="there is no training image"):
+        fitted(z[:0], labels[:0])
     reference = fitted(z, labels)
     arrays = reference.arrays()
-    assert {name: (one.shape, one.dtype.name) for name, one in arrays.items()} == {
-        "means": ((3, 9), "float32"),
-        "whitening": ((45,), "float32"),
-        "quantiles": ((101,), "float32"),
-    }
+    stored = {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+    shapes = {"means": (3, 9), "whitening": (45,), "quantiles": (101,)}
+    assert stored == {name: (shape, "float32") for name, shape in shapes.items()}
     again = Reference.from_arrays(arrays)
     np.testing.assert_array_equal(again.distance(z), reference.distance(z))
     with pytest.raises(ValueError, match="do not fit"):

@@ -34,8 +34,15 @@ def run(
     return prediction, tensor
 
 
-def with_images(prediction: Prediction, **changes: np.ndarray) -> Prediction:
-    return dataclasses.replace(prediction, images=dataclasses.replace(prediction.images, **changes))
+def left_out(name: str, prediction: Prediction, logits: torch.Tensor) -> np.ndarray:
+    """The metric without each group, computed anew."""
+    images, values = prediction.images, []
+    members = images.rows if images.groups is None else images.groups
+    for g in np.unique(members):
+        left = torch.from_numpy(np.flatnonzero(members != g))
+        labels, worst_of = (torch.from_numpy(of_all)[left] for of_all in (images.labels, images.worst_of))
+        values.append(metric(name, logits[left], labels, worst_of))
+    return np.array(values)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -43,33 +50,17 @@ def with_images(prediction: Prediction, **changes: np.ndarray) -> Prediction:
 @pytest.mark.parametrize("name", [m for m in HIGHER_IS_BETTER if m != "auroc"])
 def test_it_is_the_metric_of_the_other_images(name: str, num_classes: int, grouped: bool) -> None:
     prediction, logits = run(name, 3, num_classes, grouped)
-    members = prediction.images.groups if prediction.images.groups is not None else prediction.images.rows
-    found = without_each_group(name, prediction)
-    assert len(found) == len(np.unique(members)) == len(prediction.images.sizes)
-    for g, value in zip(np.unique(members), found, strict=True):
-        left = torch.from_numpy(np.flatnonzero(members != g))
-        labels, worst_of = (
-            torch.from_numpy(prediction.images.labels)[left],
-            torch.from_numpy(prediction.images.worst_of)[left],
-        )
-        assert value == pytest.approx(metric(name, logits[left], labels, worst_of), abs=1e-9)
+    values = without_each_group(name, prediction)
+    assert len(values) == len(prediction.images.sizes)
+    np.testing.assert_allclose(values, left_out(name, prediction, logits), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])
 def test_linearised_auroc_follows_the_real_one(num_classes: int) -> None:
     prediction, logits = run("auroc", 0, num_classes, grouped=True, n=600)
-    assert prediction.images.groups is not None
-    exact = []
-    for g in np.unique(prediction.images.groups):
-        left = torch.from_numpy(np.flatnonzero(prediction.images.groups != g))
-        labels, worst_of = (
-            torch.from_numpy(prediction.images.labels)[left],
-            torch.from_numpy(prediction.images.worst_of)[left],
-        )
-        exact.append(metric("auroc", logits[left], labels, worst_of))
-    found = without_each_group("auroc", prediction)
-    assert np.corrcoef(found, exact)[0, 1] > 0.99
-    assert jackknife_variance(found) == pytest.approx(jackknife_variance(np.array(exact)), rel=0.2)
+    values, exact = without_each_group("auroc", prediction), left_out("auroc", prediction, logits)
+    assert np.corrcoef(values, exact)[0, 1] > 0.99
+    assert jackknife_variance(values) == pytest.approx(jackknife_variance(exact), rel=0.2)
 
 
 def test_of_a_mean_over_images_it_is_the_textbook_variance() -> None:
@@ -85,7 +76,7 @@ def test_blocks_of_many_images_estimate_the_same_variance(name: str, monkeypatch
     found = [without_each_group(name, prediction) for prediction in pair]
     assert [len(values) for values in found] == [1000, 1000]
     monkeypatch.setattr(predictions, "BLOCKS", 3000)
-    each = [without_each_group(name, with_images(prediction)) for prediction in pair]
+    each = [without_each_group(name, dataclasses.replace(p, images=dataclasses.replace(p.images))) for p in pair]
     assert [len(values) for values in each] == [3000, 3000]
     blocks, exact = jackknife_variance(found[1] - found[0]), jackknife_variance(each[1] - each[0])
     assert blocks == pytest.approx(exact, rel=0.2)
@@ -97,39 +88,36 @@ def test_100_000_images_take_a_moment() -> None:
     assert len(without_each_group("accuracy", prediction)) == 100_000
 
 
-def test_effective_number_of_groups() -> None:
+@pytest.mark.parametrize(
+    ("groups", "number"),
+    [
+        (None, 100),
+        (np.arange(100) % 4, 4),
+        (np.repeat([5, 7, 9], [80, 10, 10]), 100**2 / 6600),
+        (np.zeros(100, int), 1),
+    ],
+)
+def test_effective_number_of_groups(groups: np.ndarray | None, number: float) -> None:
     prediction, _ = run("accuracy", 0, 3, grouped=False, n=100)
-    assert effective_number(prediction.images.sizes) == 100
-    equal = with_images(prediction, groups=np.arange(100) % 4)
-    assert effective_number(equal.images.sizes) == 4
-    unequal = with_images(prediction, groups=np.repeat([5, 7, 9], [80, 10, 10]))
-    assert unequal.images.sizes.tolist() == [80, 10, 10]
-    assert effective_number(unequal.images.sizes) == pytest.approx(100**2 / 6600)
+    images = dataclasses.replace(prediction.images, groups=groups)
+    assert effective_number(images.sizes) == pytest.approx(number)
+    variance = jackknife_variance(without_each_group("accuracy", dataclasses.replace(prediction, images=images)))
+    assert (variance is None) == (number == 1)
 
 
-def test_one_group_tells_no_variance() -> None:
-    prediction, _ = run("accuracy", 0, 3, grouped=False, n=100)
-    one = with_images(prediction, groups=np.zeros(100, dtype=np.int64))
-    assert effective_number(one.images.sizes) == 1
-    assert jackknife_variance(without_each_group("accuracy", one)) is None
-
-
-def test_a_metric_that_needs_a_group_tells_no_variance() -> None:
+def test_a_metric_that_needs_a_group_has_no_variance() -> None:
     prediction, _ = run("worst_domain_accuracy", 0, 3, grouped=False, n=100)
     only = np.where(np.arange(100) < 20, 0, -1)  # all that have a domain are in one group
-    one = with_images(prediction, worst_of=only, groups=np.arange(100) // 20)
-    assert jackknife_variance(without_each_group("worst_domain_accuracy", one)) is None
-    none = with_images(prediction, worst_of=np.full(100, -1))
-    assert jackknife_variance(without_each_group("worst_domain_accuracy", none)) is None
+    for worst_of, groups in ((only, np.arange(100) // 20), (np.full(100, -1), None)):
+        images = dataclasses.replace(prediction.images, worst_of=worst_of, groups=groups)
+        values = without_each_group("worst_domain_accuracy", dataclasses.replace(prediction, images=images))
+        assert jackknife_variance(values) is None
 
 
-def test_runs_on_other_images_are_refused() -> None:
+def test_what_is_refused() -> None:
     one, _ = run("accuracy", 0, 3, grouped=False, n=50)
     other, _ = run("accuracy", 0, 3, grouped=False, n=40, method="sam")
     with pytest.raises(ValueError, match="sam and erm were not tested on the same images"):
         check_same_images(one, other)
-
-
-def test_a_metric_that_lacks_its_values_is_refused() -> None:
     with pytest.raises(ValueError, match="erm: its predictions have no values per image"):
-        without_each_group("nll", run("accuracy", 0, 3, grouped=False)[0])
+        without_each_group("nll", one)

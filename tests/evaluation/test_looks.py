@@ -10,10 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 from example_runs import comparison, earlier, results_of, two_sets, with_comparisons
-from test_encoder_pairs import PAIRS
 from test_results_schema import SCHEMA
+from test_summary import PAIRS, grid, record, trouble
 from test_summary import found as summarised
-from test_summary import grid, record, trouble
 
 from xdm_ft.evaluation.looks import Look, look_at, looks_of, place_of, with_earlier_verdicts
 from xdm_ft.evaluation.records import Entries, Record, runs_by_method

@@ -1,3 +1,5 @@
+"""The rows of a summary, their comparisons and families of verdicts, also between encoders; the protocol line."""
+
 from __future__ import annotations
 
 import json
@@ -12,8 +14,19 @@ from scipy import stats
 
 from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import ModelKey, Pick, Record, Status
-from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Summary, protocol_line, summarise
+from xdm_ft.evaluation.records import ModelKey, Pick, Record, Status, split_label
+from xdm_ft.evaluation.summary import (
+    DOMAINBED,
+    LINEAR,
+    WILDS,
+    Compared,
+    Convention,
+    Summary,
+    encoder_pairs,
+    erm_of_each,
+    protocol_line,
+    summarise,
+)
 from xdm_ft.evaluation.verdicts import holm
 from xdm_ft.runtime.tensors import Score
 
@@ -74,42 +87,35 @@ def both(runs: list[Run], **changes: Any) -> Summary:
     return found([record(*r) for r in runs], [prediction(*r) for r in runs], **changes)
 
 
-def test_spread_by_hand() -> None:
-    erm, sam = summary([record(*r) for r in grid()], [prediction(*r) for r in grid()])
-    assert (erm["method"], erm["selection"], erm["metric"], erm["split"]) == ("erm", "train_val", "accuracy", "test")
-    assert erm["protocol"] == "a line"
-    means = [(0.8 + 0.64) / 2, (0.84 + 0.68) / 2, (0.88 + 0.72) / 2]  # sam, one per seed
-    assert sam["mean"] == pytest.approx(np.mean(means))
-    assert sam["std"] == pytest.approx(np.std(means, ddof=1))
-    assert sam["stderr"] == pytest.approx(np.std(means, ddof=1) / 3**0.5)
-    assert sam["n"] == 3
-    assert sam["per_test_domain"]["a"] == {"mean": pytest.approx(0.84), "std": pytest.approx(0.04)}
-    assert erm["versus_erm"] is None
-    assert not {"failed", "skipped", "reason"} & set(sam)
-
-
-def test_spread_as_benchmarks_print_it_by_hand() -> None:
+def test_rows_by_hand() -> None:
     """Seeds 0, 1, 2 of sam are at 0.72, 0.76, 0.80."""
-    records = [record(*r) for r in grid()]
-    for convention, value in ((DOMAINBED, (0.0032 / 3) ** 0.5 / 3**0.5), (WILDS, (0.0032 / 2) ** 0.5)):
-        row = summary(records, [], convention=convention)[1]
-        assert row["spread_as_published"] == {"kind": convention.kind, "value": pytest.approx(value)}
-        assert row["stderr"] == pytest.approx((0.0032 / 2) ** 0.5 / 3**0.5)  # ours stays what it is
-    one_seed = summary([record(*r) for r in grid(1)], [], convention=WILDS)[1]
-    assert one_seed["spread_as_published"] == {"kind": WILDS.kind, "value": None}
-    assert "spread_as_published" not in summary(records, [])[1]
-
-
-def test_budgets() -> None:
     records = [
         replace(one, gradient_evaluations={"erm": 300, "sam": 600 if one.test_domains == ("a",) else 640}[one.method])
         for one in (record(*r) for r in grid())
     ]
-    erm, sam = summary(records, [])
+    skipped = trouble("zero_shot", ("a",), 0, "skipped", "why")
+    zero_shot, erm, sam = summary([*records, skipped], [prediction(*r) for r in grid()])
+    assert [erm[name] for name in ("method", "selection", "metric", "split", "protocol", "versus_erm")] == [
+        "erm", "train_val", "accuracy", "test", "a line", None
+    ]  # fmt: skip
+    assert sam["n"] == 3 and sam["mean"] == pytest.approx(0.76) and sam["std"] == pytest.approx(0.04)
+    assert sam["stderr"] == pytest.approx(0.04 / 3**0.5)
+    assert sam["per_test_domain"]["a"] == {"mean": pytest.approx(0.84), "std": pytest.approx(0.04)}
+    assert not {"failed", "skipped", "reason", "spread_as_published"} & set(sam)
     assert erm["budget"] == {"draws": 1, "gradient_evaluations": {"low": 300, "high": 300}}
     assert sam["budget"] == {"draws": 1, "gradient_evaluations": {"low": 600, "high": 640}}
-    skipped = summary([*records, trouble("zero_shot", ("a",), 0, "skipped", "why")], [])[0]
-    assert skipped["budget"] == {"draws": 1, "gradient_evaluations": None}
+    assert zero_shot["budget"] == {"draws": 1, "gradient_evaluations": None}
+
+
+@pytest.mark.parametrize(
+    ("convention", "value"), [(DOMAINBED, (0.0032 / 3) ** 0.5 / 3**0.5), (WILDS, (0.0032 / 2) ** 0.5)]
+)
+def test_spread_as_benchmarks_print_it(convention: Convention, value: float) -> None:
+    row = summary([record(*r) for r in grid()], [], convention=convention)[1]
+    assert row["spread_as_published"] == {"kind": convention.kind, "value": pytest.approx(value)}
+    assert row["stderr"] == pytest.approx((0.0032 / 2) ** 0.5 / 3**0.5)  # ours stays what it is
+    one_seed = summary([record(*r) for r in grid(1)], [], convention=convention)[1]
+    assert one_seed["spread_as_published"] == {"kind": convention.kind, "value": None}
 
 
 def test_versus_erm_by_hand() -> None:
@@ -206,19 +212,15 @@ def test_the_oracle_has_no_verdicts() -> None:
         assert row.note.startswith("no verdict: oracle reads labels of the test domains")
 
 
-def test_look_and_margin_reach_the_verdicts() -> None:
+def test_looks_and_margin_reach_the_verdicts() -> None:
     [row] = both(grid(), look=(3, 1e-9), margin=0.9).comparisons
     assert (row.look, row.here, row.equal_within) == (3, "no clear difference", None)
     assert [row.equal_within for row in both(grid(), margin=0.9).comparisons] == [0.9]
-
-
-def test_what_an_earlier_look_found_is_in_the_row_too() -> None:
     equal = [(m, ("a",), s, 30 + s) for m in ("erm", "sam") for s in range(3)]
     before = [Look([0, 1, 2], ["erm", "sam"], {}, 0.05, [], [["train_val", "sam", "erm", "better", "unknown"]])]
     rows, [comparison], *_ = both(equal, look=(2, 0.0125), before=before)
-    assert (comparison.here, comparison.look) == ("better", 1)
-    assert rows[1].versus_erm is not None
-    assert rows[1].versus_erm["verdict"] == "better on this domain"
+    assert (comparison.here, comparison.look) == ("better", 1), "what an earlier look has found stays"
+    assert rows[1].versus_erm is not None and rows[1].versus_erm["verdict"] == "better on this domain"
 
 
 def test_a_deterministic_method_has_no_variance_over_seeds() -> None:
@@ -261,27 +263,18 @@ def test_skipped_and_missing_runs() -> None:
     assert erm["reason"].startswith("1 of 6 runs are missing; the mean counts the 2 of 3 seeds")
 
 
-def test_without_erm_nothing_is_compared() -> None:
-    runs = [record(*r) for r in grid() if r[0] == "sam"]
-    (sam,) = summary(runs, [])
-    assert sam["versus_erm"] is None
-    assert "reason" not in sam
-
-
-def test_a_labelled_reference() -> None:
-    runs = [record(*r) for r in grid()]
-    erm, sam = summary(runs, [], references={"erm": "sam"})
-    assert sam["versus_erm"] is None
-    assert erm["versus_erm"]["difference"] < 0
-
-
 def test_each_row_names_its_reference() -> None:
     runs = [record(*r) for r in grid()]
     runs += [replace(one, key=one.key._replace(method="deep")) for one in runs if one.method == "sam"]
-    rows = summary(runs, [], methods=["erm", "sam", "deep"], references={"sam": "deep", "deep": "erm"})
-    assert [row["versus_erm"] and row["versus_erm"]["reference"] for row in rows] == [None, "deep", "erm"]
-    alone = summary(runs, [], methods=["erm", "sam", "deep"])
-    assert [row["versus_erm"]["reference"] for row in alone[1:]] == ["erm", "erm"]
+    for methods, references, expected in (
+        (["sam"], {"sam": "erm"}, [None]),
+        (["erm", "sam"], {"erm": "sam"}, ["sam", None]),
+        (["erm", "sam", "deep"], {"sam": "deep", "deep": "erm"}, [None, "deep", "erm"]),
+        (["erm", "sam", "deep"], {"sam": "erm", "deep": "erm"}, [None, "erm", "erm"]),
+    ):
+        rows = summary([one for one in runs if one.method in methods], [], methods=methods, references=references)
+        assert [row["versus_erm"] and row["versus_erm"]["reference"] for row in rows] == expected
+        assert not any("reason" in row for row in rows)
 
 
 def test_a_lower_loss_is_better() -> None:
@@ -341,12 +334,8 @@ def test_protocol_line() -> None:
         "accuracy; no augmentation; 1 hyper-parameter draw; ± is the standard error over seeds (ddof 1), held-out "
         "domains averaged within a seed"
     )
-
-
-def test_protocol_line_marks_the_oracle_and_stays_one_line() -> None:
     line = protocol_line(**LINE | {"selection": "oracle", "data": "my\ndata", "augmentation": "domainbed", "draws": 20})
-    assert "(oracle: picked on the test domain)" in line
-    assert line.startswith("my data; ")
+    assert "(oracle: picked on the test domain)" in line and line.startswith("my data; ")
     assert "; augmentation domainbed; 20 hyper-parameter draws; " in line
 
 
@@ -363,3 +352,104 @@ def test_predictions_are_read_one_at_a_time() -> None:
 
     read = summary([record(*r) for r in grid()], one_by_one())
     assert len(alive) == 12 and read == summary([record(*r) for r in grid()], [prediction(*r) for r in grid()])
+
+
+ENCODERS = ("small", "large")
+
+
+def test_a_label_is_split_at_its_encoder() -> None:
+    assert split_label("erm @ small", ENCODERS) == ("erm", "small")
+    assert split_label("erm", ENCODERS) == ("erm", None)
+    assert split_label("erm @ small", ())[1] is None, "in a run of one encoder this is a label like others"
+    assert split_label("a @ b @ large", ENCODERS) == ("a @ b", "large")
+    assert split_label("erm @ x @ small", [*ENCODERS, "x @ small"]) == ("erm", "x @ small")
+
+
+def test_pairs_are_of_one_method_in_the_order_of_the_recipe() -> None:
+    labels = [f"{method} @ {one}" for one in ("a", "b", "c") for method in ("erm", "mix")] + ["zero_shot @ b"]
+    pairs = encoder_pairs(labels, ["a", "b", "c"])
+    assert pairs == [
+        (f"{m} @ {first}", f"{m} @ {second}") for m in ("erm", "mix") for first, second in ("ab", "ac", "bc")
+    ]
+    assert encoder_pairs(["erm", "mix"], []) == []
+
+
+def under_encoders(right: dict[str, int], **changes: Any) -> Summary:
+    """ERM and SAM under both encoders; `right`: by how many more images of 50 an encoder is right."""
+    made = [(f"{m} @ {one}", held, seed, n + right[one]) for one in ENCODERS for m, held, seed, n in grid()]
+    return both(
+        made,
+        methods=list(dict.fromkeys(one[0] for one in made)),
+        references={f"sam @ {one}": f"erm @ {one}" for one in ENCODERS},
+        encoders=ENCODERS,
+        **changes,
+    )
+
+
+PAIRS = [(f"{method} @ small", f"{method} @ large") for method in ("erm", "sam")]
+
+
+def test_the_difference_is_first_less_second() -> None:
+    made = under_encoders({"small": 0, "large": 5})
+    *_, erm, sam = made.comparisons
+    assert [(row.first, row.second) for row in (erm, sam)] == PAIRS
+    assert [row.difference for row in (erm, sam)] == pytest.approx([-0.1, -0.1])
+    assert [row.versus_erm is None for row in made.rows] == [True, False, True, False]
+    assert [row.versus_erm["reference"] for row in made.rows if row.versus_erm] == ["erm @ small", "erm @ large"]
+
+
+def test_one_family_for_erm_and_encoders() -> None:
+    """Holm's p of all four comparisons together, worked out from their own p."""
+    rows = under_encoders({"small": 0, "large": 3}).comparisons
+    p_values = [row.p_here for row in rows if row.p_here]
+    assert len(p_values) == 4
+    assert [p.holm for p in p_values] == pytest.approx(holm([p.plain for p in p_values]))
+    [alone] = both(grid()).comparisons
+    assert alone.p_here is not None and p_values[0].plain == pytest.approx(alone.p_here.plain)
+    declared = under_encoders({"small": 0, "large": 3}, compare=PAIRS[:1]).comparisons
+    assert [(row.first, row.second) for row in declared if row.p_here and row.p_here.holm] == PAIRS[:1]
+    assert len(declared) == 4
+
+
+COSINE = ("cosine", ("scale", 10.0))
+
+
+def row(label: str, cut: object = False, encoder: str | None = None, head: tuple[object, ...] = LINEAR) -> Compared:
+    return Compared(label, label.startswith("erm"), encoder, head, cut)  # type: ignore[arg-type]
+
+
+def test_the_erm_of_each_row_by_hand() -> None:
+    heads = [row("erm"), row("erm cosine", head=COSINE), row("mix"), row("mix cosine", head=COSINE)]
+    assert erm_of_each(heads) == {"erm cosine": "erm", "mix": "erm", "mix cosine": "erm cosine"}
+    assert erm_of_each([row("mix"), row("sam")]) == {}
+    assert erm_of_each([row("mix cosine", head=COSINE), row("erm")]) == {}, "no ERM has this head"
+    assert erm_of_each([row("mix"), row("erm 2"), row("erm 1")]) == {"mix": "erm 2", "erm 1": "erm 2"}, "the first"
+
+
+def test_a_method_has_the_erm_at_its_cut_and_erm_the_first_one() -> None:
+    rows = [row("zero_shot"), row("erm"), row("erm 2", 2), row("mix", False), row("mix 2", 2), row("mix 4", 4)]
+    assert erm_of_each(rows) == {"zero_shot": "erm", "erm 2": "erm", "mix": "erm", "mix 2": "erm 2", "mix 4": "erm"}
+
+
+def test_without_an_erm_at_its_cut_a_method_has_the_one_of_its_augmentation() -> None:
+    crops = [one._replace(augmentation="crops") for one in (row("erm all", True), row("mix 4", 4))]
+    rows = [crops[0], row("erm"), row("erm 2", 2), crops[1], row("mix 3", 3), row("probe")]
+    assert erm_of_each(rows) == {
+        "erm all": "erm", "erm 2": "erm", "mix 4": "erm all", "mix 3": "erm", "probe": "erm",
+    }  # fmt: skip
+    viewed = row("erm")._replace(augmentation="crops")
+    assert erm_of_each([row("erm 2", 2), viewed, row("probe")]) == {"erm 2": "erm", "probe": "erm"}, "the cut is first"
+
+
+def test_erm_is_compared_with_the_one_on_the_frozen_encoder_wherever_it_stands() -> None:
+    rows = [row("erm all", True), row("erm 2", 2), row("erm"), row("mix 4", 4)]
+    assert erm_of_each(rows) == {"erm all": "erm", "erm 2": "erm", "mix 4": "erm all"}
+    assert erm_of_each(rows[:2]) == {"erm 2": "erm all"}, "without one, the first"
+
+
+def test_no_reference_is_of_another_encoder() -> None:
+    rows = [row(f"{name} @ {own}", encoder=own) for own in ("small", "large") for name in ("erm", "mix")]
+    assert erm_of_each(rows) == {"mix @ small": "erm @ small", "mix @ large": "erm @ large"}
+    assert erm_of_each([row("erm @ a", encoder="a"), row("mix @ b", encoder="b"), row("mix @ a", encoder="a")]) == {
+        "mix @ a": "erm @ a"
+    }

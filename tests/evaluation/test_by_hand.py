@@ -1,4 +1,4 @@
-"""The smallest difference that a table finds, and its forecasts, by hand."""
+"""By hand: the smallest difference that a table finds, its forecasts, and the error of a method's own mean."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 from example_runs import comparison
 from scipy import stats
 
+from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.verdicts import Comparison, Family, PValue, judge, more_seeds, smallest
 
 
@@ -26,12 +28,6 @@ def family(*rows: Comparison, alpha: float = 0.05) -> Family:
 
 def of(*changes: dict[str, Any], **common: Any) -> Family:
     return family(*(comparison(f"m{i}", **common | own) for i, own in enumerate(changes)))
-
-
-def test_by_hand() -> None:
-    assert smallest(0.05, 13, 4.5, 0.01) == pytest.approx(by_hand(0.05, 13, 4.5, 0.01))
-    # a normal test of one comparison at 5% finds 2.8 errors in four of five cases
-    assert smallest(0.05, 1, 1e9, 1.0) == pytest.approx(1.959964 + 0.841621, abs=1e-4)
 
 
 def test_medians_of_variance_and_freedom_count() -> None:
@@ -52,35 +48,24 @@ def test_only_tested_rows_of_the_family_count() -> None:
     assert Family.of(rows[1:], 0.05) is None and Family.of([], 0.05) is None
 
 
-def forecast(row: Comparison, seeds: int) -> tuple[float, float]:
-    """V_S·S/S' + V_I; its degrees of freedom from f_S·(S' − 1)/(S − 1), which are the most that it has on two sets."""
-    assert row.error is not None and row.share_seeds is not None and row.seeds is not None
-    assert row.freedom_seeds is not None and row.freedom_images is not None
-    of_seeds = row.error**2 * row.share_seeds * row.seeds / seeds
-    of_images = row.error**2 * (1 - row.share_seeds)
-    f_seeds = row.freedom_seeds * (seeds - 1) / (row.seeds - 1)
+@pytest.mark.parametrize(
+    ("before", "seeds", "sets"),
+    [(3, 3, 1), (3, 5, 2), (3, 10, 1), (3, 20, 2), (10, 20, 1)],
+    ids=lambda number: str(number),
+)
+def test_a_forecast_by_hand(before: int, seeds: int, sets: int) -> None:
+    """V_S·S/S' + V_I with f_S·(S' − 1)/(S − 1); from below ten seeds to above, rows are not paired."""
+    paired, v, f_seeds, f_images = before >= 10, 0.02**2, 9.0 if before >= 10 else 4.0, 500.0
+    row = comparison(
+        "m", seeds=before, sets=sets, paired=paired, share_seeds=0.4, share_images=0.6, freedom_seeds=f_seeds,
+        freedom_images=f_images,
+    )  # fmt: skip
+    of_seeds, of_images, f_seeds = v * 0.4 * before / seeds, v * 0.6, f_seeds * (seeds - 1) / (before - 1)
     total = of_seeds + of_images
-    slack = (total / of_seeds) ** 0.5 if row.sets == 1 and not row.paired else 1
-    return total, min(total / (of_seeds / f_seeds + of_images / row.freedom_images), f_seeds * slack)
-
-
-@pytest.mark.parametrize("sets", [1, 2])
-@pytest.mark.parametrize("seeds", [3, 5, 10, 20])
-def test_a_forecast_below_ten_seeds_is_not_paired(seeds: int, sets: int) -> None:
-    """Also to ten seeds and above."""
-    one = comparison("m", seeds=3, sets=sets, share_seeds=0.9, share_images=0.1, freedom_seeds=4.0, freedom_images=30.0)
-    variance, freedom = forecast(one, seeds)
-    assert freedom > seeds - 1, "paired, it would be less"
-    assert family(one).here(seeds) == pytest.approx(by_hand(0.05, 1, freedom, variance**0.5))
-
-
-def test_a_forecast_of_paired_seeds() -> None:
-    shares = {"share_seeds": 0.4, "share_images": 0.6, "freedom_seeds": 9.0, "freedom_images": 500.0}
-    one = comparison("m", seeds=10, sets=1, paired=True, **shares)
-    variance, freedom = forecast(one, 20)
-    assert freedom == 19, "the seeds' own"
-    assert family(one).here(20) == pytest.approx(by_hand(0.05, 1, 19, variance**0.5))
-    assert forecast(replace(one, paired=False), 20)[1] > 19
+    slack = (total / of_seeds) ** 0.5 if sets == 1 and not paired else 1
+    freedom = min(total / (of_seeds / f_seeds + of_images / f_images), f_seeds * slack)
+    assert (freedom == 19) == paired, "the paired seeds' own"
+    assert family(row).here(seeds) == pytest.approx(by_hand(0.05, 1, freedom, total**0.5))
 
 
 def test_deterministic_sides_gain_nothing_from_seeds() -> None:
@@ -111,6 +96,8 @@ def test_the_other_regime() -> None:
 
 def test_it_is_what_holm_finds() -> None:
     """A difference that is larger by t of 80% than Holm's first step needs has a p at the level of its look."""
+    # a normal test of one comparison at 5% finds 2.8 errors in four of five cases
+    assert smallest(0.05, 1, 1e9, 1.0) == pytest.approx(1.959964 + 0.841621, abs=1e-4)
     row = comparison("m", error=0.01, freedom=6.0)
     needed = family(*[row] * 4).here() - float(stats.t.ppf(0.8, 6)) * 0.01
     rows = [
@@ -119,7 +106,34 @@ def test_it_is_what_holm_finds() -> None:
     ]
     others = [comparison("o", p_here=PValue(0.9, None))] * 3
     assert [judge("accuracy", [own, *others], [True] * 4)[0].here for own in rows] == ["no clear difference", "better"]
-
-
-def test_how_many_seeds_are_forecast() -> None:
     assert [more_seeds(seeds) for seeds in (3, 9, 10, 20)] == [10, 10, 20, 40]
+
+
+def test_several_sets_by_hand() -> None:
+    sets = [HeldOut(np.array([0.5, 0.6, 0.7]), 0.0004, 50.0), HeldOut(np.array([0.9, 0.8, 0.85]), 0.0009, 20.0)]
+    found = over_seeds_and_groups(sets)
+    of_seeds = np.array([0.7, 0.7, 0.775]).var(ddof=1) / 3
+    total = 0.0001 + 0.000225 + of_seeds
+    freedom = total**2 / (0.0001**2 / 49 + 0.000225**2 / 19 + of_seeds**2 / 2)
+    assert found is not None and found.value == pytest.approx(0.725)
+    assert found.error == pytest.approx(total**0.5) and found.freedom == pytest.approx(freedom)
+    half = stats.t.ppf(0.975, freedom) * total**0.5
+    assert interval_of("accuracy", found, 70.0) == pytest.approx((0.725 - half, 0.725 + half))
+
+
+def test_one_seed_leaves_the_images() -> None:
+    found = over_seeds_and_groups([HeldOut(np.array([0.5]), 0.0004, 50.0)])
+    assert found is not None and tuple(found) == pytest.approx((0.5, 0.02, 49))
+
+
+@pytest.mark.parametrize("unknown", [HeldOut(np.array([0.5]), None, 50.0), HeldOut(np.array([0.5]), 0.1, 1.5)])
+def test_without_a_variance_over_images_there_is_none(unknown: HeldOut) -> None:
+    assert over_seeds_and_groups([HeldOut(np.array([0.5]), 0.0004, 50.0), unknown]) is None
+    assert over_seeds_and_groups([]) is None and interval_of("accuracy", None, 10.0) is None
+
+
+def test_all_images_right_is_no_certainty() -> None:
+    every = over_seeds_and_groups([HeldOut(np.ones(3), 0.0, 20.0)])
+    found = interval_of("accuracy", every, 20.0)
+    assert found == pytest.approx(tuple(stats.binomtest(20, 20).proportion_ci(0.95)))
+    assert interval_of("nll", every, 20.0) is None
