@@ -261,9 +261,11 @@ def made_up_features(dataset: ImageDataset, settings: FeatureSettings) -> None:
     images = hash_files(dataset, cache_folder(settings), show=False).images
     (view,) = cached_views(Nothing(), dataset, images, settings, "none", torch.device("cpu"))
     features = torch.randn(SHARD, WIDTH)
-    while len(numbers := view.store.claim(SHARD)):
-        view.store.add(view.store.write(numbers, features[: len(numbers)], {}), numbers)
-    view.store.release()
+    with view.store.filling():
+        missing = view.store.missing()
+        for first in range(0, len(missing), SHARD):
+            numbers = missing[first : first + SHARD]
+            view.store.add(view.store.write(numbers, features[: len(numbers)], {}), numbers)
 
 
 class Timer:

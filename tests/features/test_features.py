@@ -260,11 +260,11 @@ def test_features_are_stored_as_computed_and_read_alike_wherever_they_fit(
     size = max(path.stat().st_size for path in (tmp_path / table.key).glob("shard-*"))
     assert 0 <= size - SHARD * (WIDTH * DTYPES[precision].itemsize + 16) < 500
     halves = 2 * N * WIDTH / cache.MEMORY_FRACTION  # bytes: room for two of each number
-    monkeypatch.setattr(cache, "_free_memory", lambda device: halves)
+    monkeypatch.setattr(cache, "_memory_for_features", lambda device: cache.MEMORY_FRACTION * halves)
     found = features_of(Pixels(N), tmp_path, precision=precision)
     assert found.in_memory == (precision != "fp32")
     assert found._table is None or found._table.dtype == DTYPES[precision]
-    monkeypatch.setattr(cache, "_free_memory", lambda device: halves - 1)
+    monkeypatch.setattr(cache, "_memory_for_features", lambda device: cache.MEMORY_FRACTION * (halves - 1))
     mapped = features_of(Pixels(N), tmp_path, precision=precision)
     assert not mapped.in_memory and table.normalized()._table is table._table, "it shares the memory"
     generator = torch.Generator().manual_seed(0)

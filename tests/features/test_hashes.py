@@ -23,7 +23,7 @@ from PIL import Image
 
 from xdm_ft.containers.files import ImageFiles, PathsBelow
 from xdm_ft.features import hashes as module
-from xdm_ft.features.hashes import FileHashes, FileStates, file_states, hash_files, undecodable
+from xdm_ft.features.hashes import FileHashes, file_states, hash_files, undecodable
 from xdm_ft.features.shards import ContentIndex, Contents, contents_of
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.errors import UserError
@@ -37,23 +37,23 @@ def images(tmp_path: Path) -> Path:
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were opened."""
-    return spied(monkeypatch, "hash_file", lambda path: Path(path).name)
+    return spied(monkeypatch, module, "hash_file", lambda path: Path(path).name)
 
 
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of files that were looked up one by one."""
-    return spied(monkeypatch, "_look_up", lambda index, hashes, rows: len(rows))
+    return spied(monkeypatch, module._Index, "find_files", lambda index, hashes, rows: len(rows))
 
 
-def spied(monkeypatch: pytest.MonkeyPatch, name: str, seen: Callable[..., object]) -> list:
-    calls, original = [], getattr(module, name)
+def spied(monkeypatch: pytest.MonkeyPatch, where: object, name: str, seen: Callable[..., object]) -> list:
+    calls, original = [], getattr(where, name)
 
-    def spy(*arguments: object, **named: object) -> object:
-        calls.append(seen(*arguments, **named))
-        return original(*arguments, **named)
+    def spy(*arguments: object) -> object:
+        calls.append(seen(*arguments))
+        return original(*arguments)
 
-    monkeypatch.setattr(module, name, spy)
+    monkeypatch.setattr(where, name, spy)
     return calls
 
 
@@ -183,7 +183,7 @@ def test_a_damaged_index_costs_a_look(damage: str, images: Path, hashed: list[st
     if damage in ("a list", "a checksum"):
         column = {"a list": "xxh3_128 = zeroblob(80)", "a checksum": "checksum = 'a'"}[damage]
         with closing(sqlite3.connect(path)) as index, index:
-            index.execute(f"UPDATE lists SET {column}")
+            index.execute(f"UPDATE contents SET {column}")
     elif damage == "other tables":
         path.unlink()
         with closing(sqlite3.connect(path)) as index:
@@ -201,14 +201,9 @@ def test_a_damaged_index_costs_a_look(damage: str, images: Path, hashed: list[st
 
 
 def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = module._insert_files
-
-    def insert_on_a_small_disk(index: sqlite3.Connection, entries: list) -> None:
-        index.execute("PRAGMA max_page_count = 2")  # SQLite then raises the error of a full disk
-        original(index, [(name * 100, *rest) for name, *rest in entries])
-
+    original = module._Index.tables
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_insert_files", insert_on_a_small_disk)
+        patch.setattr(module._Index, "tables", ("PRAGMA max_page_count = 2", *original))  # as on a full disk
         with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
             hashes_of(images)
     path = images.parent / "index.sqlite"
@@ -268,7 +263,7 @@ def test_states_are_those_of_the_files(rows_at_once: int, some: Some, monkeypatc
     monkeypatch.setattr(module, "own_cores", lambda: 2)
     original = module._StatesOf.__getitem__
 
-    def spy(self: module._StatesOf, rows: range) -> FileStates:
+    def spy(self: module._StatesOf, rows: range) -> FileHashes:
         found = original(self, rows)
         found.unreadable[1000 + rows.start] = str(os.getpid())  # the only way out of a process
         return found
@@ -280,7 +275,8 @@ def test_states_are_those_of_the_files(rows_at_once: int, some: Some, monkeypatc
     states = [os.stat(path) for path in some.paths[:8]]
     stamps = [[state.st_size, state.st_mtime_ns, state.st_ctime_ns] for state in states]
     assert found.stamps.tolist() == [*stamps, *[[-1] * 3] * 5]
-    assert {row: text for row, text in found.unreadable.items() if row < 1000} == UNREADABLE and not found.digests
+    assert {row: text for row, text in found.unreadable.items() if row < 1000} == UNREADABLE
+    assert not found.digests.any()
     swapped = Some(some.base, [some.paths.rest[0], "", *some.paths.rest[2:]])
     assert file_states(swapped).paths != found.paths, "paths are part of the state"
 
@@ -333,20 +329,13 @@ def by_hand(wanted: Contents, asked: Contents) -> list[int]:
 HALVES = [bytes([first]) * 8 + bytes([second]) * 8 for first in range(1, 4) for second in range(3)]  # some agree
 
 
-@given(
-    wanted=st.lists(st.sampled_from(HALVES), unique=True),
-    parts=st.lists(st.lists(st.sampled_from(HALVES), unique=True, max_size=4), max_size=4),
-    runs=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=4),
-)
-@example(wanted=HALVES, parts=[], runs=[(0, 4), (4, 8)])
-@example(wanted=HALVES[:3], parts=[HALVES[2:5]], runs=[(0, 2)])  # a part that goes on behind the last one
-@example(wanted=[b"a" * 15 + b"\0", b"a" * 16], parts=[[b"a" * 16, b"a" * 15 + b"\0"]], runs=[])
-@example(wanted=[], parts=[[], [b"a" * 16]], runs=[])
-def test_contents_are_found(wanted: list[bytes], parts: list[list[bytes]], runs: list[tuple[int, int]]) -> None:
+@given(wanted=st.lists(st.sampled_from(HALVES), unique=True), asked=st.lists(st.sampled_from(HALVES)))
+@example(wanted=HALVES, asked=HALVES[4:8])
+@example(wanted=[b"a" * 15 + b"\0", b"a" * 16], asked=[b"a" * 16, b"a" * 15 + b"\0"])
+@example(wanted=[], asked=[b"a" * 16])
+def test_contents_are_found(wanted: list[bytes], asked: list[bytes]) -> None:
     index = ContentIndex(contents(*wanted))
-    every = [contents(*part) for part in [*parts, *(wanted[first:end] for first, end in runs)]]
-    assert [found.tolist() for found in index.find_each(every)] == [by_hand(index.contents, part) for part in every]
-    assert all(index.find(part).tolist() == by_hand(index.contents, part) for part in every)
+    assert index.find(contents(*asked)).tolist() == by_hand(index.contents, contents(*asked))
 
 
 def test_many_contents_are_found() -> None:
@@ -433,7 +422,9 @@ def test_a_damaged_entry_is_decoded_again(column: str, broken: Path) -> None:
     cache = broken.parent / "cache"
     faults, _ = decoded(Counting(broken), cache)
     with closing(sqlite3.connect(cache / "index.sqlite")) as index, index:
-        index.execute(f"UPDATE decoded SET {column} WHERE rowid = 1")
+        index.execute(
+            f"UPDATE contents SET {column} WHERE rowid = (SELECT min(rowid) FROM contents WHERE used IS NULL)"
+        )
     assert decoded(Counting(broken), cache) == (faults, [0, 1, 2, 3])
 
 

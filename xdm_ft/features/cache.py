@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,10 +92,9 @@ class Store:
         self.shards: list[Shard] = []  # that hold some of the images
         self.shard_of = np.full(len(contents), -1, np.int32)  # [M], −1: not computed yet
         self.row_of = np.zeros(len(contents), np.int64)  # [M], row of the shard
-        cut = cut_in(parts)
+        cut = parts.get("encoder", {}).get("cut")  # the module above it
         self.what = "features" if cut is None else f"activations before {cut}"
         self.instead = "" if cut is None else ", or features.cut: compute in a new run"
-        self._wanted = ContentIndex(contents)
         self._seen: set[str] = set()  # names of shards that were opened, or are damaged
         self._damaged: dict[Path, Damaged] = {}
 
@@ -105,11 +105,6 @@ class Store:
     def part(self, numbers: np.ndarray) -> Store:
         """Returns the store of these images alone."""
         return Store(self.cache, self._parts, self.contents[numbers], self.width, self.dtype)
-
-    @property
-    def lock_file(self) -> Path:
-        """The file that exists while a run fills the store: a process that sees it sees this folder."""
-        return lock_file(self.folder)
 
     def missing(self) -> np.ndarray:
         """Returns the numbers (int64, in 0…M−1) of the images that are still to be computed. Opens new shards."""
@@ -122,35 +117,40 @@ class Store:
         unread = [path for path in paths if path.name not in self._seen or path in self._damaged]
         self._open([path for path in unread if path.exists()])
 
+    @cached_property
+    def _index(self) -> ContentIndex:
+        return ContentIndex(self.contents)
+
     def _open(self, paths: Sequence[Path]) -> None:
         """Takes the missing images from these shards. All are looked up at once, as one by one takes much longer."""
         shards = list[Shard]()
         for path in paths:
             self._seen.add(path.name)
             self._damaged.pop(path, None)
-            with suppress(FileNotFoundError):  # pruned since it was listed
-                try:
-                    shards.append(open_shard(path, self.key, self.width, self.dtype))
-                except Damaged as error:
-                    self._damaged[path] = error
-        for shard, numbers in zip(shards, self._wanted.find_each([shard.contents for shard in shards]), strict=True):
-            self._take(shard, numbers)
-
-    def _take(self, shard: Shard, numbers: np.ndarray) -> None:
-        """Takes the missing images from a shard; `numbers` [n] are its images' here, −1: not of this data set."""
-        rows = np.flatnonzero(numbers >= 0)
-        rows = rows[self.shard_of[numbers[rows]] < 0]
-        if not len(rows):
+            try:
+                shards.append(open_shard(path, self.key, self.width, self.dtype))
+            except FileNotFoundError:
+                continue  # pruned since it was listed
+            except Damaged as error:
+                self._damaged[path] = error
+        if not shards:
             return
-        try:
-            shard.check()
-        except Damaged as error:
-            self._damaged[shard.path] = error
-            return
-        self.shard_of[numbers[rows]], self.row_of[numbers[rows]] = len(self.shards), rows
-        self.shards.append(shard)
-        with suppress(OSError):  # `cache prune` goes by this time; another user's shard can not be touched
-            os.utime(shard.path)
+        numbers_of_all = self._index.find(np.concatenate([shard.contents for shard in shards]))
+        ends = np.cumsum([len(shard.contents) for shard in shards])
+        for shard, numbers in zip(shards, np.split(numbers_of_all, ends[:-1]), strict=True):
+            rows = np.flatnonzero(numbers >= 0)  # −1: not of this data set
+            rows = rows[self.shard_of[numbers[rows]] < 0]
+            if not len(rows):
+                continue
+            try:
+                shard.check()
+            except Damaged as error:
+                self._damaged[shard.path] = error
+                continue
+            self.shard_of[numbers[rows]], self.row_of[numbers[rows]] = len(self.shards), rows
+            self.shards.append(shard)
+            with suppress(OSError):  # `cache prune` goes by this time; another user's shard can not be touched
+                os.utime(shard.path)
 
     def unreadable(self) -> dict[int, str]:
         """Returns number of an image → why it does not decode."""
@@ -172,31 +172,27 @@ class Store:
                     self.folder.chmod(self.cache.stat().st_mode & 0o777)  # for whom the cache is
                 remove_unfinished(self.folder)  # of killed processes
                 self._write_manifest()
-            self._remove_damaged()
+            self.open([path.name for path in self._damaged])  # another run may have written them again
+            for path, error in self._damaged.items():
+                logger.warning("%s is damaged (%s): removing it, and computing its images again", path, error)
+                with disk_errors(path):
+                    path.unlink(missing_ok=True)
+                self._seen.discard(path.name)  # it may be written again
+            self._damaged = {}
             yield
 
     def _write_manifest(self) -> None:
-        described = {"what": WHAT, "key": self.key, **self._parts, "width": self.width}
+        manifest = {"what": WHAT, "key": self.key, **self._parts, "width": self.width}
         try:
-            manifest = read_manifest(self.folder)
-            if all(manifest.get(key) == value for key, value in json.loads(json.dumps(described)).items()):
+            written = read_manifest(self.folder)
+            if all(written.get(key) == value for key, value in json.loads(json.dumps(manifest)).items()):
                 return
             logger.warning("%s describes other features: writing it again", self.folder / MANIFEST)
         except FileNotFoundError:
             pass
         except Damaged as error:
             logger.warning("%s is damaged (%s): writing it again", self.folder / MANIFEST, error)
-        write_manifest(self.folder, {**described, "created": datetime.now(UTC).isoformat(timespec="seconds")})
-
-    def _remove_damaged(self) -> None:
-        """Removes shards that are damaged, unless another run has written them again while this one waited."""
-        self.open([path.name for path in self._damaged])
-        for path, error in self._damaged.items():
-            logger.warning("%s is damaged (%s): removing it, and computing its images again", path, error)
-            with disk_errors(path):
-                path.unlink(missing_ok=True)
-            self._seen.discard(path.name)  # it may be written again
-        self._damaged = {}
+        write_manifest(self.folder, {**manifest, "created": datetime.now(UTC).isoformat(timespec="seconds")})
 
     def write(self, numbers: np.ndarray, features: Tensor, unreadable: Mapping[int, str]) -> Path:
         """Writes a shard (features [n,K] in the stored precision) and returns its path. Another thread may call this.
@@ -218,18 +214,15 @@ class Store:
         """Bytes of the missing features."""
         return int((self.shard_of < 0).sum()) * self.width * self.dtype.itemsize
 
-    def require_space(self, extra_bytes: int = 0) -> None:
-        """Raises `UserError` if the missing features and `extra_bytes` do not fit on the disk."""
-        if self.bytes_needed + extra_bytes > shutil.disk_usage(self.cache).free:
-            raise self._disk_full(extra_bytes)
-
-    def _disk_full(self, extra_bytes: int = 0) -> UserError:
-        free = shutil.disk_usage(self.cache).free
-        return UserError(
-            f"{self.folder}: the disk is full: {(self.bytes_needed + extra_bytes) / 1e6:,.1f} MB more are needed for "
-            f"{self.what}, {free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to "
-            f"another disk{self.instead}, and run the same command again"
-        )
+    def require_space(self, extra_bytes: int = 0, is_full: bool = False) -> None:
+        """Raises `UserError` if the missing features and `extra_bytes` do not fit on the disk, or if it `is_full`."""
+        needed, free = self.bytes_needed + extra_bytes, shutil.disk_usage(self.cache).free
+        if is_full or needed > free:
+            raise UserError(
+                f"{self.folder}: the disk is full: {needed / 1e6:,.1f} MB more are needed for {self.what}, "
+                f"{free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to another "
+                f"disk{self.instead}, and run the same command again"
+            )
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -239,19 +232,13 @@ class Store:
                 yield
         except UserError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._disk_full() from error
+                self.require_space(is_full=True)
             raise
 
 
 def lock_file(folder: Path) -> Path:
     """Returns the lock of a store's folder, which prune removes with the folder locked: so the lock is beside it."""
     return folder.with_name(f"{folder.name}.lock")
-
-
-def cut_in(parts: Mapping[str, Any]) -> str | None:
-    """Returns the module above the cut whose activations the store of this key or manifest holds; None: features."""
-    cut: str | None = parts["encoder"].get("cut") if "encoder" in parts else None
-    return cut
 
 
 class Lookup:
@@ -263,7 +250,7 @@ class Lookup:
 
     def __init__(self, folder: Path, key: str, width: int, dtype: torch.dtype) -> None:
         self.shards: list[Shard] = []
-        self._checked: dict[int, bool] = {}  # number of a shard → whether its features are intact
+        self._intact: dict[int, bool] = {}  # by the number of the shard; its features are read once
         try:
             paths = sorted(folder.glob(SHARDS))
         except OSError:
@@ -285,26 +272,20 @@ class Lookup:
 
     def find(self, content: bytes) -> Tensor | str | None:
         """Returns the features [K] of the image with these bytes, why it does not decode, or None if it is unknown."""
-        digest = np.array(xxhash.xxh3_128_digest(content), "S16")
-        rank = int(np.searchsorted(self._contents, digest))
-        if rank == len(self) or self._contents[rank] != digest:
+        hashed = np.array(xxhash.xxh3_128_digest(content), "S16")
+        rank = int(np.searchsorted(self._contents, hashed))
+        if rank == len(self) or self._contents[rank] != hashed:
             return None
         position = int(self._order[rank])
         number = int(self._shard[position])
-        row = position - int(self._first[number])
-        if not self._is_intact(number):
-            return None
-        return self.shards[number].unreadable.get(row) or self.shards[number].features[row]
-
-    def _is_intact(self, number: int) -> bool:
-        """Whether the features of a shard have their checksum, which is read once."""
-        if number not in self._checked:
+        shard, row = self.shards[number], position - int(self._first[number])
+        if number not in self._intact:
             try:
-                self.shards[number].check()
-                self._checked[number] = True
+                shard.check()
+                self._intact[number] = True
             except Damaged:
-                self._checked[number] = False
-        return self._checked[number]
+                self._intact[number] = False
+        return (shard.unreadable.get(row) or shard.features[row]) if self._intact[number] else None
 
 
 class Features:
@@ -333,37 +314,36 @@ class Features:
         other; None: one view, in the order of the shards. `streamed`: leave them in their files, whatever fits."""
         self.key = key
         self.unreadable = dict(unreadable or {})  # row → why its image does not decode; its features are zero
-        self.extracted = extracted  # number of images that this process or its tasks computed, the others were cached
+        self.extracted = (
+            extracted  # number of images that the processes or tasks of this run computed; the others were cached
+        )
         self.device = torch.device(device)
         self.width = shards[0].shape[1]
         self._shards, self._files = shards, files
         self._ends = torch.tensor([len(shard) for shard in shards]).cumsum(0)
         places = torch.arange(int(self._ends[-1]))[None] if places is None else places
+        self._places, self._rows = places.contiguous(), places.shape[1]
         self.views = len(places) - 1  # number of augmented views
-        self._places, self._rows = places.flatten(), places.shape[1]
         self._normalized = False
         self._table: Tensor | None = None  # [(1 + views) · N, K]
-        fraction = MEMORY_FRACTION if self.device.type == "cpu" else GPU_FRACTION
-        room = 0.0 if streamed else fraction * _free_memory(self.device) / max(1, places.numel() * self.width)
+        room = 0.0 if streamed else _memory_for_features(self.device) / max(1, places.numel() * self.width)
         # float32 even where bfloat16 is stored, as then no read converts
         fitting = [dtype for dtype in (torch.float32, shards[0].dtype) if dtype.itemsize <= room]
         if fitting:
             table = torch.empty(places.numel(), self.width, dtype=fitting[0], device=self.device)
-            self._copy(self._places, table)
+            self._copy(places.reshape(-1), table)
             self._table = table
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled is where the features are. They are left in their files there, until `to` is called."""
         assert self._files is not None and not self._normalized, "features as `extract` returns them"
-        places = self._places.view(1 + self.views, self._rows)
-        return _reopened, (self._files, places, self.key, self.unreadable)
+        return _open_features, (self._files, self._places, self.key, self.unreadable)
 
     def to(self, device: torch.device) -> Features:
         """Returns the same features on a device; in its memory, if they fit."""
-        places = self._places.view(1 + self.views, self._rows)
         streamed = self._files is not None and self._files.streamed
         return Features(
-            self._shards, places, key=self.key, unreadable=self.unreadable, device=device, streamed=streamed,
+            self._shards, self._places, key=self.key, unreadable=self.unreadable, device=device, streamed=streamed,
             files=self._files,
         )  # fmt: skip
 
@@ -405,7 +385,7 @@ class Features:
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < end:
             raise IndexError(f"rows {int(positions.min())}…{int(positions.max())} are outside 0…{end - 1}")
         z = torch.empty(len(positions), self.width)
-        self._copy(self._places[positions], z)
+        self._copy(self._places.view(-1)[positions], z)
         return z.to(self.device)
 
     def _copy(self, places: Tensor, z: Tensor) -> None:
@@ -437,15 +417,15 @@ class ShardFiles(NamedTuple):
         return [torch.zeros(1, self.width, dtype=self.dtype), *of_files]
 
 
-def _reopened(files: ShardFiles, places: Tensor, key: str, unreadable: Mapping[int, str]) -> Features:
+def _open_features(files: ShardFiles, places: Tensor, key: str, unreadable: Mapping[int, str]) -> Features:
     """Returns unpickled features. Raises `UserError` if a file can not be read here."""
-    opened = []
-    for path, of_store in files.files:
+    features = []
+    for path, key_of_store in files.files:
         try:
-            opened.append(open_shard(path, of_store, files.width, files.dtype).features)
+            features.append(open_shard(path, key_of_store, files.width, files.dtype).features)
         except (Damaged, OSError) as error:
             raise UserError(f"features.dir: {path} can not be read ({error})") from error
-    return Features(files.shards(opened), places, key=key, unreadable=unreadable, streamed=True, files=files)
+    return Features(files.shards(features), places, key=key, unreadable=unreadable, streamed=True, files=files)
 
 
 def _is_range(numbers: Tensor) -> bool:
@@ -453,10 +433,10 @@ def _is_range(numbers: Tensor) -> bool:
     return bool((numbers.diff() == 1).all())
 
 
-def _free_memory(device: torch.device) -> float:
-    """Free bytes on the device; on a CPU this process's part of them, as ranks of one machine share its memory."""
+def _memory_for_features(device: torch.device) -> float:
+    """Bytes of the device's free memory; on a CPU of this process's part, as ranks of a machine share its memory."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        return GPU_FRACTION * torch.cuda.mem_get_info(device)[0]
     import psutil
 
-    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return MEMORY_FRACTION * psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -31,7 +31,6 @@ from xdm_ft.features.cache import Features, Lookup, ShardFiles, Store, cache_fol
 from xdm_ft.features.hashes import DistinctImages, FileHashes
 from xdm_ft.features.key import key_of, key_parts
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.shards import Shard
 from xdm_ft.features.views import View, all_views
 from xdm_ft.images.dataset import Augmentation, ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
@@ -90,10 +89,10 @@ def extract(
     computing = device if elsewhere is None else elsewhere.device
     views = cached_views(encoder, dataset, images, settings, augmentation, computing)
     missing = from_main(accelerator, [len(store.missing()) for _, store in views])
+    model = encoder
     if any(missing):
-        _require_writable(views, sum(missing))
-        _mention_outdated(views[0].store)
-    model = frozen_copy(encoder, settings.precision, device) if any(missing) and elsewhere is None else encoder
+        _require_room([store for _, store in views], sum(missing))
+        model = frozen_copy(encoder, settings.precision, device) if elsewhere is None else encoder
     extracted, unreadable = 0, dict[int, str]()  # a long strip may decode in augmented views, which see a part of it
     for (view, store), count in zip(views, missing, strict=True):
         if count:
@@ -103,16 +102,16 @@ def extract(
             extracted += _fill(extraction, run, what, show, accelerator)
         unreadable |= hashes.unreadable_rows(store.unreadable())
         refuse_unreadable(unreadable, dataset, on_bad_image)
-    shards, places, rows = list[Shard](), [], 1
+
+    paths, places, rows = list[tuple[Path, str]](), [], 1  # row 0: of zeros, for images without features
     for _, store in views:
         first = rows + np.cumsum([0, *(len(shard.contents) for shard in store.shards)])
         places.append(np.where(images.number_of < 0, 0, (first[store.shard_of] + store.row_of)[images.number_of]))
-        shards += store.shards
+        paths += [(shard.path, store.key) for shard in store.shards]
         rows = int(first[-1])
-    paths = tuple((shard.path, store.key) for _, store in views for shard in store.shards)
-    files = ShardFiles(paths, encoder.width, DTYPES[settings.precision], streamed)
+    files = ShardFiles(tuple(paths), encoder.width, DTYPES[settings.precision], streamed)
     return Features(
-        files.shards(shard.features for shard in shards),
+        files.shards(shard.features for _, store in views for shard in store.shards),
         torch.from_numpy(np.stack(places)),
         key=views[0].store.key,
         unreadable=unreadable,
@@ -123,6 +122,27 @@ def extract(
     )
 
 
+def _require_room(stores_of_views: Sequence[Store], missing: int) -> None:
+    """Raises `UserError` if the missing features can not be written, for lack of permission or of space.
+
+    Logs, once for a new store, that the cache has features of an earlier version: why all are computed again.
+    """
+    plain, *others = stores_of_views
+    if not is_writable(plain.cache):
+        raise UserError(
+            f"features.dir: {plain.cache} can not be written, and lacks {plain.what} of {plural(missing, 'image')}; "
+            f"set features.dir to a folder of your own{plain.instead}"
+        )
+    plain.require_space(sum(store.bytes_needed for store in others))
+    cached_stores = [] if plain.folder.exists() else stores(plain.cache)
+    outdated = [cached for cached in cached_stores if cached.is_outdated and cached.of_features]
+    if outdated:
+        logger.info(
+            "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
+            "`xdm-ft cache prune` can delete them", plain.cache, plural(len(outdated), "set"),
+        )  # fmt: skip
+
+
 def _fill(
     extraction: Extraction,
     run: Callable[[np.ndarray, int, Progress], int],
@@ -130,7 +150,7 @@ def _fill(
     show: bool,
     accelerator: Accelerator | None,
 ) -> int:
-    """Computes what the store lacks, and returns the number of images that this process computed.
+    """Computes what the store lacks, and returns the number of images that all processes computed.
 
     The main process holds the store's lock for all. Of W processes the one of rank r computes the shards r, r + W, ….
     """
@@ -142,7 +162,7 @@ def _fill(
         shards = [numbers[first : first + size] for first in range(0, len(numbers), size)]
         mine = np.concatenate([numbers[:0], *shards[rank::ranks]])
         with progress(what, len(mine), "images", show) as bar:
-            computed = run(mine, size, bar)
+            computed = gather(accelerator, [run(mine, size, bar)])
         store.open(gather(accelerator, [shard.path.name for shard in store.shards]))
     left = len(store.missing())
     if left:
@@ -150,7 +170,7 @@ def _fill(
             f"features.dir: {store.cache} lacks {store.what} of {plural(left, 'image')}, which another process has "
             "written; all processes must share this folder, and nothing may be deleted from it meanwhile"
         )
-    return computed
+    return sum(computed)
 
 
 class CachedView(NamedTuple):
@@ -176,28 +196,6 @@ def cached_views(
         of_view = {**parts, **view.key_parts(encoder.preprocessing)}
         views.append(CachedView(view, Store(cache, of_view, images.contents, encoder.width, dtype)))
     return views
-
-
-def _require_writable(views: Sequence[CachedView], missing: int) -> None:
-    """Raises `UserError` if the missing features can not be written, for lack of permission or of space."""
-    plain = views[0].store
-    if not is_writable(plain.cache):
-        raise UserError(
-            f"features.dir: {plain.cache} can not be written, and lacks {plain.what} of {plural(missing, 'image')}; "
-            f"set features.dir to a folder of your own{plain.instead}"
-        )
-    plain.require_space(sum(store.bytes_needed for _, store in views[1:]))
-
-
-def _mention_outdated(store: Store) -> None:
-    """Logs, once for a new store, that the cache has features of an earlier version: why all are computed again."""
-    cached_stores = [] if store.folder.exists() else stores(store.cache)
-    outdated = [cached for cached in cached_stores if cached.is_outdated and cached.of_features]
-    if outdated:
-        logger.info(
-            "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
-            "`xdm-ft cache prune` can delete them", store.cache, plural(len(outdated), "set"),
-        )  # fmt: skip
 
 
 def cached_images(
@@ -241,7 +239,7 @@ class UnfinishedShard(NamedTuple):
     """The images of a shard, and what is computed of them: batch after batch, in the order of `numbers`."""
 
     numbers: np.ndarray  # int64 [n], of the images
-    parts: list[Tensor]  # [B,K] each
+    parts: list[Tensor]  # [B,K] each, in the stored precision
     unreadable: dict[int, str]  # row of the shard → why its image does not decode
 
 
@@ -263,45 +261,6 @@ class Extraction:
         """Returns the extraction of these of the store's images alone."""
         return replace(self, store=self.store.part(numbers), rows=self.rows[numbers])
 
-    def run(self, images: np.ndarray, size: int, bar: Progress) -> int:
-        """Computes these images (int64 [n], all missing in the store), `size` in a shard, and returns their number.
-
-        Raises `UserError` for an image that does not decode (unless `on_bad_image` is "skip"), for features that are
-        not finite, for a file that has changed since it was hashed, and if memory or disk is full. Finished shards are
-        kept.
-        """
-        if not len(images):
-            return 0  # no workers are started for nothing
-        keep_freed_memory()
-        try:
-            with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes
-                writing = deque[tuple[np.ndarray, Future[Path]]]()
-                for numbers, features, unreadable in self._computed_shards(images, size, bar):
-                    self._add(writing)
-                    writing.append((numbers, writer.submit(self._write, numbers, features, unreadable)))
-                self._add(writing)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"features.batch_size: a batch of {plural(self.settings.batch_size, 'image')} needs more memory than "
-                f"{self.device} has; set a smaller one"
-            ) from error
-        return len(images)
-
-    def _write(self, numbers: np.ndarray, features: Tensor, unreadable: dict[int, str]) -> Path:
-        """Writes a shard, in the writer's thread."""
-        changed = self.hashes.changed_file(self.rows[numbers].tolist())
-        if changed is not None:
-            raise UserError(
-                f"{changed}: this file was changed while features were computed; run the same command again"
-            )
-        return self.store.write(numbers, features, unreadable)
-
-    def _add(self, writing: deque[tuple[np.ndarray, Future[Path]]]) -> None:
-        """Adds the written shards to the store, and raises what writing raised."""
-        while writing:
-            numbers, path = writing.popleft()
-            self.store.add(path.result(), numbers)
-
     def images_per_shard(self, images: int) -> int:
         """Returns the size of shards if so many images are computed.
 
@@ -312,41 +271,82 @@ class Extraction:
         fit = SHARD_BYTES // (batch * self.store.width * self.store.dtype.itemsize)
         return batch * max(1, min(batches, fit))
 
-    def _computed_shards(
-        self, numbers: np.ndarray, size: int, bar: Progress
-    ) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
-        """Yields shards: (numbers of the images, features [n,K] in the stored precision, row of the shard → why its
-        image does not decode). The bar advances with every batch."""
+    def run(self, images: np.ndarray, size: int, bar: Progress) -> int:
+        """Computes these images (int64 [n], all missing in the store), `size` in a shard, and returns their number.
+
+        Raises `UserError` for an image that does not decode (unless `on_bad_image` is "skip"), for features that are
+        not finite, for a file that has changed since it was hashed, and if memory or disk is full. Finished shards are
+        kept.
+        """
+        if not len(images):
+            return 0  # no workers are started for nothing
+
+        def write(shard: UnfinishedShard) -> Path:
+            changed = self.hashes.changed_file(self.rows[shard.numbers].tolist())
+            if changed is not None:
+                raise UserError(
+                    f"{changed}: this file was changed while features were computed; run the same command again"
+                )
+            return self.store.write(shard.numbers, torch.cat(shard.parts), shard.unreadable)
+
+        keep_freed_memory()
+        try:
+            with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes
+                writing: tuple[np.ndarray, Future[Path]] | None = None
+                for shard in itertools.chain(self._computed_shards(images, size, bar), [None]):
+                    if writing is not None:
+                        self.store.add(writing[1].result(), writing[0])
+                    if shard is not None:
+                        writing = shard.numbers, writer.submit(write, shard)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"features.batch_size: a batch of {plural(self.settings.batch_size, 'image')} needs more memory than "
+                f"{self.device} has; set a smaller one"
+            ) from error
+        return len(images)
+
+    def _computed_shards(self, numbers: np.ndarray, size: int, bar: Progress) -> Iterator[UnfinishedShard]:
+        """Yields the shards when they are complete. The bar advances with every batch."""
+        preprocessing, workers = self.encoder.preprocessing, worker_count(self.settings, self.hashes, self.device)
+        transform, side = self.view.transform(preprocessing), preprocessing.size
         requested = deque[UnfinishedShard]()  # the shard of each batch that was requested
         started, seconds_waited = time.perf_counter(), 0.0  # for decoded images
 
-        def timed(batches: Iterator[PixelBatch[int]]) -> Iterator[PixelBatch[int]]:
+        def read(row: int) -> Image.Image:
+            with memory_of(self.dataset.name(row)):
+                return transform(self.dataset.draft(row, preprocessing.least_side), self.hashes.digests[row])
+
+        def decoded() -> Iterator[PixelBatch[int]]:
             nonlocal seconds_waited
+            smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
+            rows, shape = self._batches(numbers, size, workers, requested), (self.settings.batch_size, side, side, 3)
             asked = time.perf_counter()
-            for images in batches:
+            for batch in pixel_batches(
+                rows, read, shape, self.device, workers, f"features.workers: {workers}", smaller
+            ):
                 seconds_waited += time.perf_counter() - asked
-                yield images
+                yield batch
                 asked = time.perf_counter()
 
-        for images, z in self._encoded(timed(self._load_images(self._batches(numbers, size, requested)))):
+        for batch, z in self._encoded(decoded()):
             shard = requested.popleft()
             first = sum(map(len, shard.parts))
             shard.parts.append(z)
+            shard.unreadable.update({first + position: reason for position, reason in batch.instead.items()})
             is_decoding = seconds_waited > (time.perf_counter() - started) / 2
-            bar.advance(len(images.items), f"limited by {'decoding' if is_decoding else 'the encoder'}")
-            shard.unreadable.update({first + position: reason for position, reason in images.instead.items()})
-            if first + len(images.items) == len(shard.numbers):
-                yield shard.numbers, torch.cat(shard.parts), shard.unreadable
-                shard.parts.clear()
+            bar.advance(len(batch.items), f"limited by {'decoding' if is_decoding else 'the encoder'}")
+            if first + len(batch.items) == len(shard.numbers):
+                yield shard
 
-    def _batches(self, images: np.ndarray, size: int, requested: deque[UnfinishedShard]) -> Iterator[list[int]]:
-        """Yields the rows of each batch, shard after shard.
+    def _batches(
+        self, images: np.ndarray, size: int, workers: int, requested: deque[UnfinishedShard]
+    ) -> Iterator[list[int]]:
+        """Yields the rows of each batch, shard after shard, and appends its shard to `requested`.
 
         A loader gives its workers batches in turn. Shards of images that lie in pieces of large files are interleaved,
         as many as there are workers, so that each worker has the batches of one shard, and reads its pieces alone.
         """
-        in_pieces = self.hashes.container is not None
-        at_once = size * (max(1, worker_count(self.settings, self.hashes, self.device)) if in_pieces else 1)
+        at_once = size if self.hashes.container is None else size * max(1, workers)
         for begin in range(0, len(images), at_once):
             numbers = images[begin : begin + at_once]
             batches = list[list[tuple[UnfinishedShard, list[int]]]]()
@@ -356,64 +356,43 @@ class Extraction:
                 starts = range(0, len(rows), self.settings.batch_size)
                 batches.append([(shard, rows[start : start + self.settings.batch_size]) for start in starts])
             for turn in itertools.zip_longest(*batches):
-                for batch in turn:
-                    if batch is not None:
-                        requested.append(batch[0])
-                        yield batch[1]
-
-    def _load_images(self, batches: Iterator[list[int]]) -> Iterator[PixelBatch[int]]:
-        """Yields the decoded and transformed images of each batch."""
-        preprocessing, workers = self.encoder.preprocessing, worker_count(self.settings, self.hashes, self.device)
-        transform, side = self.view.transform(preprocessing), preprocessing.size
-
-        def read(row: int) -> Image.Image:
-            with memory_of(self.dataset.name(row)):
-                return transform(self.dataset.draft(row, preprocessing.least_side), self.hashes.digests[row])
-
-        smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
-        shape = (self.settings.batch_size, side, side, 3)
-        yield from pixel_batches(batches, read, shape, self.device, workers, f"features.workers: {workers}", smaller)
+                for shard, rows in filter(None, turn):
+                    requested.append(shard)
+                    yield rows
 
     def _encoded(self, batches: Iterator[PixelBatch[int]]) -> Iterator[tuple[PixelBatch[int], Tensor]]:
-        """Yields batches with their features, float [B,K] in the stored precision, on the CPU.
+        """Yields batches with their checked features, float [B,K] in the stored precision, on the CPU; zeros for an
+        image that does not decode.
 
         A GPU computes a batch while the features of the one before are copied and checked.
         """
-        ahead = 0 if self.device.type == "cpu" else 1
+        stored, on_gpu = DTYPES[self.settings.precision], self.device.type == "cuda"
         computed = deque[tuple[PixelBatch[int], Tensor, torch.cuda.Event | None]]()
-        for images in batches:
-            computed.append((images, *self._begin(images)))
-            if len(computed) > ahead:
-                yield self._finish(*computed.popleft())
-        while computed:
-            yield self._finish(*computed.popleft())
+        for batch in itertools.chain(batches, [None]):
+            if batch is not None:
+                pixels = batch.pixels.to(self.device, non_blocking=True)
+                with torch.inference_mode():
+                    z = self.encoder(normalized(pixels, self.encoder.preprocessing).to(stored))[: len(batch.items)]
+                    z = z.to(stored).to("cpu", non_blocking=True)  # to pinned memory
+                event = torch.cuda.Event() if on_gpu else None
+                if event is not None:
+                    event.record()  # when it happens, z is filled
+                computed.append((batch, z, event))
+            while computed and (batch is None or not on_gpu or len(computed) > 1):
+                yield self._check(*computed.popleft())
 
-    def _begin(self, images: PixelBatch[int]) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Returns float [B,K] on the CPU, which is filled when the event has happened; None: it is filled."""
-        stored, n = DTYPES[self.settings.precision], len(images.items)
-        pixels = images.pixels.to(self.device, non_blocking=True)
-        with torch.inference_mode():
-            z = self.encoder(normalized(pixels, self.encoder.preprocessing).to(stored))[:n].to(stored)
-        if self.device.type != "cuda":
-            return z.cpu(), None
-        on_host = torch.empty(z.shape, dtype=stored, pin_memory=True)
-        on_host.copy_(z, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return on_host, event
-
-    def _finish(
-        self, images: PixelBatch[int], z: Tensor, event: torch.cuda.Event | None
+    def _check(
+        self, batch: PixelBatch[int], z: Tensor, event: torch.cuda.Event | None
     ) -> tuple[PixelBatch[int], Tensor]:
-        """Returns the batch with its checked features; a row of zeros for an image that does not decode."""
-        unreadable = {images.items[position]: reason for position, reason in images.instead.items()}
+        """Returns the batch with its features; a row of zeros for an image that does not decode."""
+        unreadable = {batch.items[position]: reason for position, reason in batch.instead.items()}
         refuse_unreadable(unreadable, self.dataset, self.on_bad_image)
         if event is not None:
             event.synchronize()
         broken = ~z.isfinite().all(1)
         if broken.any():
-            name = self.dataset.name(images.items[int(broken.nonzero()[0])])
+            name = self.dataset.name(batch.items[int(broken.nonzero()[0])])
             remedy = " or set features.precision: fp32" if self.settings.precision != "fp32" else ""
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
-        readable = torch.tensor([position not in images.instead for position in range(len(z))])
-        return images, z * readable[:, None]
+        readable = torch.tensor([position not in batch.instead for position in range(len(z))])
+        return batch, z * readable[:, None]

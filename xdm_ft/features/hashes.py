@@ -4,10 +4,9 @@ A file counts as unchanged if its path, size, time of modification and time of s
 not set back) equal those in the index. A file that was moved or touched is hashed again, with the same result. On a
 file system without ctime, a change that restores both size and time of modification is not noticed.
 
-`<cache>/index.sqlite` has four tables: `files`, one row per file; `lists`, all hashes of a data set under a hash of the
-paths and states of its files, so that an unchanged one is found without a look-up per image; `pieces`, those of a row
-group of a Parquet file or of a run of a tar's members, under the state of that file; and `decoded`, the images that
-were decoded, and why some of them do not decode, under the decoder and its limits.
+`<cache>/index.sqlite` has two tables: `files`, one row per file; and `contents`, lists of hashes under a key of what
+determines them: all files of a data set, so that an unchanged one is found without a look-up per image; a row group of
+a Parquet file or a run of a tar's members; and images that were decoded, with why some of them do not decode.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -61,18 +60,9 @@ READ_BYTES = 1 << 22
 ROWS_PER_COMMIT = 1024  # at most so many hashes (and a piece's) are lost when a process is killed
 ROWS_AT_ONCE = 1 << 14  # whose states a process looks at; the hash of the paths depends on it
 DECODED_PER_COMMIT = 256
-KEPT_LISTS = 32  # that were used last; 16 bytes per image each
+KEPT_LISTS = 32  # of whole data sets, that were used last; 16 bytes per image each
 SECONDS_FOR_INDEX = 60.0  # at most, for another process that writes to the index
-_NO_FILE = (-1, -1, -1)
 _EMPTY_FILE = xxhash.xxh3_128_digest(b"")
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}  # the last: it has other tables
-_TABLES = (
-    "CREATE TABLE IF NOT EXISTS files"
-    " (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID",
-    "CREATE TABLE IF NOT EXISTS pieces (key TEXT PRIMARY KEY, checksum TEXT, xxh3_128 BLOB) WITHOUT ROWID",
-    "CREATE TABLE IF NOT EXISTS lists (key TEXT PRIMARY KEY, used REAL, checksum TEXT, xxh3_128 BLOB)",
-    "CREATE TABLE IF NOT EXISTS decoded (key TEXT, checksum TEXT, xxh3_128 BLOB, reasons TEXT)",
-)
 
 
 class Stamp(NamedTuple):
@@ -85,6 +75,9 @@ class Stamp(NamedTuple):
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+_NO_FILE = Stamp(-1, -1, -1)
 
 
 class DistinctImages(NamedTuple):
@@ -124,12 +117,7 @@ class FileHashes:
         """The different images among those that were hashed."""
         halves = np.ascontiguousarray(self.digests).view(np.uint64)  # [N,2]
         hashed = np.flatnonzero(halves.any(1))
-        # sorted by the first half alone, as a sort of both takes several times as long; halves rarely agree by chance
-        order = hashed[np.argsort(halves[hashed, 0])]
-        same = np.append(False, np.diff(halves[order, 0]) == 0)
-        alike = np.flatnonzero(same | np.append(same[1:], False))  # places that share their first half with a neighbour
-        rows = order[alike]
-        order[alike] = rows[np.lexsort((rows, halves[rows, 1], halves[rows, 0]))]  # copies by the order of their rows
+        order = hashed[np.lexsort((halves[hashed, 1], halves[hashed, 0]))]  # stable: copies by the order of their rows
         is_first = np.append(True, (halves[order[1:]] != halves[order[:-1]]).any(1))[: len(order)]
         first = np.zeros(len(halves), bool)
         first[order[is_first]] = True
@@ -158,10 +146,11 @@ class FileHashes:
     def changed_file(self, rows: Iterable[int]) -> str | None:
         """Returns the first file of these rows that has changed since it was hashed; None if none has."""
         if self.container is not None and self.container.pieces is not None:
-            return _changed_container(self.container, self.container.pieces.of_row(np.fromiter(rows, np.int64)))
+            pieces = self.container.pieces
+            return _changed_container(self.container, pieces, pieces.of_row(np.fromiter(rows, np.int64)))
         for row in rows if len(self.stamps) else ():
             stamp = tuple(self.stamps[row].tolist())
-            if stamp[0] >= 0:
+            if stamp != _NO_FILE:
                 try:
                     if Stamp.of(os.stat(self.path(row))) != stamp:
                         return self.path(row)
@@ -184,113 +173,34 @@ def hash_files(
     `share` (i, n) skips all files but the i-th of every n; of a container, all pieces but those of the i-th of n parts.
     Raises `UserError` for a file that is being written, and for an index that can not be written.
     """
-    if cache is not None and not is_writable(cache):
-        cache = None
-    if dataset.container is not None and dataset.container.pieces is not None:
-        digests = _hash_pieces(dataset, dataset.container, cache, show, equal_sizes_only, share)
-        return FileHashes(digests, container=dataset.container)
+    index, container = _Index(cache), dataset.container
+    if container is not None and container.pieces is not None:
+        digests = _hash_pieces(dataset, container, container.pieces, index, show, equal_sizes_only, share)
+        return FileHashes(digests, container=container)
     table = _table_key(dataset)
-    if cache is not None and table is not None:
-        whole_list = run_on_index(cache, partial(_find_list, key=table))
-        if whole_list is not None:
-            return FileHashes(whole_list)
-    states = file_states(dataset)
-    digests = np.zeros((len(dataset), 16), np.uint8)
-    for row, content in states.digests.items():
-        digests[row] = np.frombuffer(content, np.uint8)
-    hashes = FileHashes(digests, states.unreadable, dataset, states.stamps, states.paths)
-    if len(hashes.files):
-        _hash_files(hashes, cache, show, equal_sizes_only, share)
-    elif cache is not None and table is not None and not hashes.unreadable and table == _table_key(dataset):
-        run_on_index(cache, partial(_insert_list, key=table, digests=hashes.digests))
-    return hashes
-
-
-# ---- Files
-
-
-def _hash_files(
-    hashes: FileHashes, cache: Path | None, show: bool, equal_sizes_only: bool, share: tuple[int, int]
-) -> None:
-    """Fills in the digests of files, from the index or from the files."""
+    if table is not None and (lists := index.find(table)):
+        return FileHashes(lists[0].digests)
+    hashes = file_states(dataset)
     rows = hashes.files
-    if cache is not None:
-        whole_list = run_on_index(cache, partial(_find_list, key=_files_key(hashes)))
-        if whole_list is not None:
-            hashes.digests[rows] = whole_list
-            return
+    if not len(rows):
+        if table is not None and not hashes.unreadable and table == _table_key(dataset):
+            index.add_whole(table, hashes.digests)
+        return hashes
+    if lists := index.find(_files_key(hashes)):
+        hashes.digests[rows] = lists[0].digests
+        return hashes
+
     wanted = rows[share[0] :: share[1]]
     if equal_sizes_only:
         _, size, files = np.unique(hashes.stamps[rows, 0], return_inverse=True, return_counts=True)
         wanted = rows[files[size] > 1]
-    known = {} if cache is None else run_on_index(cache, partial(_look_up, hashes=hashes, rows=wanted.tolist()))
-    for row, content in known.items():
+    indexed = index.find_files(hashes, wanted.tolist())
+    for row, content in indexed.items():
         hashes.digests[row] = np.frombuffer(content, np.uint8)
-    unknown = [row for row in wanted.tolist() if row not in known]
-    if unknown:
-        _hash_new_files(unknown, hashes, cache, show)
-    if cache is not None and len(wanted) == len(rows) == len(hashes.files):  # all were hashed, none proved unreadable
-        run_on_index(cache, partial(_insert_list, key=_files_key(hashes), digests=hashes.digests[rows]))
-
-
-def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, show: bool) -> None:
-    """Hashes the files of these rows into `hashes`, and adds every `ROWS_PER_COMMIT` of them to the index."""
-
-    def hash_row(row: int) -> tuple[Stamp, bytes] | str:
-        try:
-            return hash_file(hashes.path(row))
-        except OSError as error:
-            return _reason(error)
-
-    with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(rows), "images", show) as bar:
-        for first in range(0, len(rows), ROWS_PER_COMMIT):
-            some, entries = rows[first : first + ROWS_PER_COMMIT], []
-            for row, result in zip(some, pool.map(hash_row, some), strict=True):
-                if isinstance(result, str):
-                    hashes.stamps[row] = -1
-                    hashes.unreadable[row] = result
-                else:
-                    stamp, content = result
-                    hashes.stamps[row] = stamp
-                    hashes.digests[row] = np.frombuffer(content, np.uint8)
-                    entries.append((os.fsencode(hashes.path(row)), *stamp, content))
-                bar.advance()
-            if cache is not None:
-                run_on_index(cache, partial(_insert_files, entries=entries))
-
-
-def hash_file(path: str) -> tuple[Stamp, bytes]:
-    """Returns the state and the xxh3_128 of a file. Raises `UserError` if another program writes to it."""
-    hasher = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        before = Stamp.of(os.fstat(file.fileno()))
-        while chunk := file.read(READ_BYTES):
-            hasher.update(chunk)
-        if Stamp.of(os.fstat(file.fileno())) != before:
-            raise UserError(f"{path}: another program is writing to this file; run again when the data are complete")
-    return before, hasher.digest()
-
-
-def _look_up(index: sqlite3.Connection, hashes: FileHashes, rows: list[int]) -> dict[int, bytes]:
-    """Returns {row: hash} of the files of these rows whose state equals that in the index."""
-    index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
-    stamps = hashes.stamps[rows].tolist()
-    wanted = ((row, os.fsencode(hashes.path(row)), *stamp) for row, stamp in zip(rows, stamps, strict=True))
-    index.executemany("INSERT INTO wanted VALUES (?, ?, ?, ?, ?)", wanted)
-    # CROSS JOIN keeps SQLite from reordering the tables: it looks each wanted path up in the index by its key
-    return dict(
-        index.execute(
-            "SELECT row, xxh3_128 FROM wanted CROSS JOIN files USING (path, size, mtime_ns, ctime_ns)"
-            " WHERE length(xxh3_128) = 16"
-        )
-    )
-
-
-def _insert_files(index: sqlite3.Connection, entries: list[tuple[bytes, int, int, int, bytes]]) -> None:
-    index.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", entries)
-
-
-# ---- Whole lists
+    _hash_new_files([row for row in wanted.tolist() if row not in indexed], hashes, index, show)
+    if len(wanted) == len(rows) == len(hashes.files):  # all were hashed, none proved unreadable
+        index.add_whole(_files_key(hashes), hashes.digests[rows])
+    return hashes
 
 
 def _files_key(hashes: FileHashes) -> str:
@@ -309,22 +219,41 @@ def _table_key(dataset: ImageDataset) -> str | None:
     return xxhash.xxh3_128_hexdigest(json.dumps([files, dataset.container.column, len(dataset)]).encode())
 
 
-def _find_list(index: sqlite3.Connection, key: str) -> np.ndarray | None:
-    """Returns the digests of a list, uint8 [n,16], or None if the index does not have them undamaged."""
-    entry = index.execute("SELECT checksum, xxh3_128 FROM lists WHERE key = ?", (key,)).fetchone()
-    if entry is None or xxhash.xxh3_64_hexdigest(entry[1]) != entry[0]:
-        return None
-    index.execute("UPDATE lists SET used = ? WHERE key = ?", (time.time(), key))
-    return np.frombuffer(bytearray(entry[1]), np.uint8).reshape(-1, 16)
+def _hash_new_files(rows: list[int], hashes: FileHashes, index: _Index, show: bool) -> None:
+    """Hashes the files of these rows into `hashes`, and adds every `ROWS_PER_COMMIT` of them to the index."""
+
+    def hash_row(row: int) -> tuple[Stamp, bytes] | str:
+        try:
+            return hash_file(hashes.path(row))
+        except OSError as error:
+            return _reason(error)
+
+    with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(rows), "images", show) as bar:
+        for first in range(0, len(rows), ROWS_PER_COMMIT):
+            some, entries = rows[first : first + ROWS_PER_COMMIT], []
+            for row, result in zip(some, pool.map(hash_row, some), strict=True):
+                if isinstance(result, str):
+                    hashes.stamps[row] = _NO_FILE
+                    hashes.unreadable[row] = result
+                else:
+                    stamp, content = result
+                    hashes.stamps[row] = stamp
+                    hashes.digests[row] = np.frombuffer(content, np.uint8)
+                    entries.append((os.fsencode(hashes.path(row)), *stamp, content))
+                bar.advance()
+            index.add_files(entries)
 
 
-def _insert_list(index: sqlite3.Connection, key: str, digests: np.ndarray) -> None:
-    """Adds a list, and removes those that were not used for longest."""
-    content = digests.tobytes()
-    row = key, time.time(), xxhash.xxh3_64_hexdigest(content), content
-    index.execute("INSERT OR REPLACE INTO lists VALUES (?, ?, ?, ?)", row)
-    kept = "SELECT key FROM lists ORDER BY used DESC LIMIT ?"
-    index.execute(f"DELETE FROM lists WHERE key NOT IN ({kept})", (KEPT_LISTS,))
+def hash_file(path: str) -> tuple[Stamp, bytes]:
+    """Returns the state and the xxh3_128 of a file. Raises `UserError` if another program writes to it."""
+    hasher = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        before = Stamp.of(os.fstat(file.fileno()))
+        while chunk := file.read(READ_BYTES):
+            hasher.update(chunk)
+        if Stamp.of(os.fstat(file.fileno())) != before:
+            raise UserError(f"{path}: another program is writing to this file; run again when the data are complete")
+    return before, hasher.digest()
 
 
 # ---- Pieces of containers: row groups of Parquet files, runs of a tar's members
@@ -333,27 +262,35 @@ def _insert_list(index: sqlite3.Connection, key: str, digests: np.ndarray) -> No
 def _hash_pieces(
     dataset: ImageDataset,
     container: Container,
-    cache: Path | None,
+    pieces: Pieces,
+    index: _Index,
     show: bool,
-    known_only: bool,
+    indexed_only: bool,
     share: tuple[int, int],
 ) -> np.ndarray:
-    """Returns uint8 [N,16]; zeros where a hash is not known. `known_only`: reads no remote file.
+    """Returns uint8 [N,16]; zeros where a hash is not known. `indexed_only`: reads no remote file.
 
     Raises `UserError` for a file that can not be read, or has changed.
     """
-    pieces = container.pieces
-    assert pieces is not None
-    digests = np.zeros((len(dataset), 16), np.uint8)
-    known = set[int]()
-    if cache is not None:
-        known = run_on_index(cache, partial(_find_pieces, container=container, digests=digests))
+
+    def key(number: int) -> str:
+        """Returns what a piece is remembered under: it changes with the state of its file."""
+        file, size = int(pieces.file_of[number]), len(pieces.rows(number))
+        parts = [container.files[file], *pieces.states[file], container.column, pieces.in_file(number), size]
+        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
+
     count, (part, parts) = len(pieces.ends), share
-    mine = [n for n in range(count * part // parts, count * (part + 1) // parts) if n not in known]
-    if known_only:
-        mine = [n for n in mine if not is_remote(container.files[int(pieces.file_of[n])])]
+    digests, missing = np.zeros((len(dataset), 16), np.uint8), set[int]()
+    indexed = index.find_each([key(number) for number in range(count)])
+    for number, lists in enumerate(indexed):
+        rows = pieces.rows(number)
+        if lists and len(lists[0].digests) == len(rows):
+            digests[rows.start : rows.stop] = lists[0].digests
+        elif not (indexed_only and is_remote(container.files[int(pieces.file_of[number])])):
+            missing.add(number)
+    mine = [number for number in range(count * part // parts, count * (part + 1) // parts) if number in missing]
     uncommitted = list[int]()
-    with progress("hashing", sum(len(pieces.rows(n)) for n in mine), "images", show) as bar:
+    with progress("hashing", sum(len(pieces.rows(number)) for number in mine), "images", show) as bar:
         for number in mine:
             rows = pieces.rows(number)
             for row in rows:
@@ -363,59 +300,24 @@ def _hash_pieces(
             bar.advance(len(rows))
             uncommitted.append(number)
             if rows.stop - pieces.rows(uncommitted[0]).start >= ROWS_PER_COMMIT or number == mine[-1]:
-                changed = _changed_container(container, uncommitted)
+                changed = _changed_container(container, pieces, uncommitted)
                 if changed is not None:
                     raise UserError(
                         f"{changed}: another program is writing to this file; run again when the data are complete"
                     )
-                if cache is not None:
-                    run_on_index(
-                        cache, partial(_insert_pieces, container=container, digests=digests, numbers=uncommitted)
-                    )
+                runs = [pieces.rows(number) for number in uncommitted]
+                parts_of_digests = [digests[rows.start : rows.stop] for rows in runs]
+                index.add([*map(key, uncommitted)], parts_of_digests)
                 uncommitted = []
     return digests
 
 
-def _changed_container(container: Container, numbers: Sequence[int] | np.ndarray) -> str | None:
+def _changed_container(container: Container, pieces: Pieces, numbers: Sequence[int] | np.ndarray) -> str | None:
     """Returns the first file of these pieces that has changed since its pieces were counted; None if none has."""
-    pieces = container.pieces
-    assert pieces is not None
     for file in np.unique(pieces.file_of[np.asarray(numbers, np.int64)]).tolist():
         if state_of(container.files[file]) != pieces.states[file]:
             return container.files[file]
     return None
-
-
-def _piece_key(container: Container, pieces: Pieces, number: int) -> str:
-    """Returns what a piece is remembered under: it changes with the state of its file."""
-    file = int(pieces.file_of[number])
-    parts = [container.files[file], *pieces.states[file], container.column]
-    text = json.dumps([*parts, pieces.in_file(number), len(pieces.rows(number))])
-    return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def _find_pieces(index: sqlite3.Connection, container: Container, digests: np.ndarray) -> set[int]:
-    """Fills in the digests of the pieces in the index, and returns their numbers."""
-    pieces, known = container.pieces, set[int]()
-    assert pieces is not None
-    for number in range(len(pieces.ends)):
-        key = _piece_key(container, pieces, number)
-        entry = index.execute("SELECT checksum, xxh3_128 FROM pieces WHERE key = ?", (key,)).fetchone()
-        rows = pieces.rows(number)
-        if entry is not None and len(entry[1]) == 16 * len(rows) and xxhash.xxh3_64_hexdigest(entry[1]) == entry[0]:
-            digests[rows.start : rows.stop] = np.frombuffer(entry[1], np.uint8).reshape(-1, 16)
-            known.add(number)
-    return known
-
-
-def _insert_pieces(index: sqlite3.Connection, container: Container, digests: np.ndarray, numbers: list[int]) -> None:
-    pieces = container.pieces
-    assert pieces is not None
-    for number in numbers:
-        rows = pieces.rows(number)
-        content = digests[rows.start : rows.stop].tobytes()
-        row = _piece_key(container, pieces, number), xxhash.xxh3_64_hexdigest(content), content
-        index.execute("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?)", row)
 
 
 # ---- Which images decode
@@ -436,24 +338,27 @@ def undecodable(
     them. Nothing is remembered if `cache` is None or can not be written. Raises `UserError` for a file that changes
     meanwhile.
     """
-    check = NotAStrip(preprocessing)
-    if cache is None or not is_writable(cache):
-        return scan(dataset, threads, check, show)
-    parts = {
+    check, index, images = NotAStrip(preprocessing), _Index(cache), hashes.images
+    what = {
         "schema": SCHEMA,
         "decoder": dataset.decoder,
         "most_pixels": Image.MAX_IMAGE_PIXELS,
         "resize": [check.how, check.limit],
         "versions": {"xdm_ft": __version__, "pillow": PIL.__version__},
     }
-    images, key = hashes.images, digest(json.dumps(parts, sort_keys=True), bits=128)
+    key = digest(json.dumps(what, sort_keys=True), bits=128)
 
     def decode_missing(part: int = 0, parts: int = 1) -> dict[int, str]:
         """Returns {image: reason} of all, after decoding what the index lacks of one of the parts."""
-        known, reasons = run_on_index(cache, partial(_find_decoded, key=key, images=images))
-        count = len(known)
+        number_of, count = ContentIndex(images.contents), len(images.contents)
+        decoded, reasons = np.zeros(count, bool), dict[int, str]()
+        for entry in index.find(key):
+            numbers = number_of.find(contents_of(entry.digests))
+            decoded[numbers[numbers >= 0]] = True
+            reasons |= {int(numbers[position]): reason for position, reason in entry.reasons.items()}
+        reasons.pop(-1, None)  # of images that are not here
         begin, end = count * part // parts, count * (part + 1) // parts
-        mine = begin + np.flatnonzero(~known[begin:end])
+        mine = begin + np.flatnonzero(~decoded[begin:end])
         with progress("checking", len(mine), "images", show and len(mine) > 0) as bar:
             for first in range(0, len(mine), DECODED_PER_COMMIT):
                 numbers = mine[first : first + DECODED_PER_COMMIT]
@@ -463,140 +368,201 @@ def undecodable(
                 if changed is not None:
                     raise UserError(f"{changed}: this file was changed while images were checked; run again")
                 new = {rows.index(row): reason for row, reason in faults.items()}
-                run_on_index(cache, partial(_insert_decoded, key=key, contents=images.contents[numbers], reasons=new))
-                reasons |= {int(numbers[place]): reason for place, reason in new.items()}
+                index.add([key], [hashes.digests[rows]], reasons=new)
+                reasons |= {int(numbers[position]): reason for position, reason in new.items()}
                 bar.advance(len(numbers))
         return reasons
 
-    if accelerator is not None and accelerator.num_processes > 1:
+    if accelerator is not None and accelerator.num_processes > 1 and index.path is not None:
         decode_missing(accelerator.process_index, accelerator.num_processes)
         wait_for_everyone(accelerator)  # the others' parts are in the index now, if it is the same one
     return hashes.unreadable_rows(decode_missing())
 
 
-def _find_decoded(index: sqlite3.Connection, key: str, images: DistinctImages) -> tuple[np.ndarray, dict[int, str]]:
-    """Returns whether each image was decoded, bool [M], and {image: why it does not decode}."""
-    known, reasons = np.zeros(len(images.contents), bool), dict[int, str]()
-    contents_index = ContentIndex(images.contents)
-    query = "SELECT checksum, xxh3_128, reasons FROM decoded WHERE key = ?"
-    for checksum, content, reasons_text in index.execute(query, (key,)):
-        if xxhash.xxh3_64_hexdigest(content + reasons_text.encode()) == checksum:
-            numbers = contents_index.find(np.frombuffer(content, "S16"))
-            known[numbers[numbers >= 0]] = True
-            reasons |= {int(numbers[int(place)]): reason for place, reason in json.loads(reasons_text).items()}
-    reasons.pop(-1, None)  # of images that are not here
-    return known, reasons
-
-
-def _insert_decoded(index: sqlite3.Connection, key: str, contents: Contents, reasons: Mapping[int, str]) -> None:
-    content, reasons_text = contents.tobytes(), json.dumps(reasons)
-    checksum = xxhash.xxh3_64_hexdigest(content + reasons_text.encode())
-    index.execute("INSERT INTO decoded VALUES (?, ?, ?, ?)", (key, checksum, content, reasons_text))
-
-
 # ---- The index
 
 
-def run_on_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-    """Returns what `work` returns, run in one transaction on the index. Deletes a damaged index: it only saves time."""
-    path = cache / "index.sqlite"
-    try:
-        return _transaction(path, work)
-    except sqlite3.DatabaseError as error:
-        # the low byte is the primary code; the rest says more than is needed here
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        if code == sqlite3.SQLITE_FULL:
-            raise UserError(f"{path}: the disk is full; make room, or set features.dir to another disk") from error
-        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-            raise UserError(
-                f"{path}: can not be written ({error}); allow writing to it, or set features.dir to another folder"
-            ) from error
-        if code not in _DAMAGED:
-            raise
-        logger.warning("%s is damaged (%s): hashing the images again", path, error)
-        for suffix in ("", "-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-        return _transaction(path, work)
+class _List(NamedTuple):
+    """Hashes of images that were found or decoded together."""
+
+    digests: np.ndarray  # uint8 [n,16]
+    reasons: dict[int, str]  # position → why the image does not decode
+
+
+class _Index:
+    """The index in the folder of the cache. Without a folder that can be written it stays empty.
+
+    A damaged index is deleted, as it only saves time. Raises `UserError` if it can not be written.
+    """
+
+    tables = (
+        "CREATE TABLE IF NOT EXISTS files"
+        " (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID",
+        # used: seconds since 1970, of the lists of whole data sets, of which KEPT_LISTS are kept
+        "CREATE TABLE IF NOT EXISTS contents (key TEXT, used REAL, checksum TEXT, xxh3_128 BLOB, reasons TEXT)",
+        "CREATE INDEX IF NOT EXISTS contents_by_key ON contents (key)",
+    )
+
+    def __init__(self, cache: Path | None) -> None:
+        self.path = cache / "index.sqlite" if cache is not None and is_writable(cache) else None
+
+    def find(self, key: str) -> list[_List]:
+        return self.find_each([key])[0]
+
+    def find_each(self, keys: Sequence[str]) -> list[list[_List]]:
+        """Returns the undamaged lists of each key."""
+
+        def work(index: sqlite3.Connection) -> list[list[_List]]:
+            lists = []
+            for key in keys:
+                query = "SELECT checksum, xxh3_128, reasons FROM contents WHERE key = ?"
+                lists.append([_List(*read) for row in index.execute(query, (key,)) if (read := _read(*row))])
+            index.executemany(
+                "UPDATE contents SET used = ? WHERE key = ? AND used IS NOT NULL", ((time.time(), key) for key in keys)
+            )
+            return lists
+
+        return self._run(work, [[] for _ in keys])
+
+    def add(
+        self,
+        keys: Sequence[str],
+        digests: Sequence[np.ndarray],
+        reasons: Mapping[int, str] | None = None,
+        used: float | None = None,
+    ) -> None:
+        """Adds a list for each key. `used`: it is that of a whole data set."""
+        text = json.dumps(reasons or {})
+
+        def work(index: sqlite3.Connection) -> None:
+            for key, of_key in zip(keys, digests, strict=True):
+                content = of_key.tobytes()
+                row = key, used, xxhash.xxh3_64_hexdigest(content + text.encode()), content, text
+                index.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?)", row)
+            if used is not None:
+                kept = "SELECT rowid FROM contents WHERE used IS NOT NULL ORDER BY used DESC LIMIT ?"
+                index.execute(f"DELETE FROM contents WHERE used NOT NULL AND rowid NOT IN ({kept})", (KEPT_LISTS,))
+
+        self._run(work, None)
+
+    def add_whole(self, key: str, digests: np.ndarray) -> None:
+        """Adds the list of a whole data set, and removes those that were not used for longest."""
+        self.add([key], [digests], used=time.time())
+
+    def find_files(self, hashes: FileHashes, rows: list[int]) -> dict[int, bytes]:
+        """Returns {row: hash} of the files of these rows whose state equals that in the index."""
+
+        def work(index: sqlite3.Connection) -> dict[int, bytes]:
+            index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
+            stamps = hashes.stamps[rows].tolist()
+            wanted = ((row, os.fsencode(hashes.path(row)), *stamp) for row, stamp in zip(rows, stamps, strict=True))
+            index.executemany("INSERT INTO wanted VALUES (?, ?, ?, ?, ?)", wanted)
+            # CROSS JOIN keeps SQLite from reordering the tables: it looks each path up in the index by its key
+            columns = "SELECT row, xxh3_128 FROM wanted CROSS JOIN files USING (path, size, mtime_ns, ctime_ns)"
+            return dict(index.execute(f"{columns} WHERE length(xxh3_128) = 16"))
+
+        return self._run(work, {})
+
+    def add_files(self, entries: list[tuple[bytes, int, int, int, bytes]]) -> None:
+        self._run(lambda index: index.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", entries), None)
+
+    def _run(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+        """Returns what `work` returns, run in one transaction; `otherwise` if there is no index."""
+        if self.path is None:
+            return otherwise
+        path, full = self.path, "set features.dir to another"
+        try:
+            return _transaction(path, work)
+        except sqlite3.DatabaseError as error:
+            # the low byte is the primary code; the rest says more than is needed here
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+            if code == sqlite3.SQLITE_FULL:
+                raise UserError(f"{path}: the disk is full; make room, or {full} disk") from error
+            if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+                problem = f"can not be written ({error}); allow writing to it"
+                raise UserError(f"{path}: {problem}, or {full} folder") from error
+            # SQLITE_ERROR: it has other tables
+            if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
+                raise
+            logger.warning("%s is damaged (%s): hashing the images again", path, error)
+            for suffix in ("", "-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            return _transaction(path, work)
+
+
+def _read(checksum: str, content: bytes, reasons: str) -> tuple[np.ndarray, dict[int, str]] | None:
+    """Returns the fields of a `_List`; None if the row is damaged."""
+    if xxhash.xxh3_64_hexdigest(content + reasons.encode()) != checksum:
+        return None
+    digests = np.frombuffer(bytearray(content), np.uint8).reshape(-1, 16)
+    return digests, {int(position): reason for position, reason in json.loads(reasons).items()}
 
 
 def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
     if not path.exists():
         with one_at_a_time(path.with_suffix(".lock")):
             if not path.exists():
-                _create_index(path)
+                # under another name, and renamed: a change of the journal does not wait for other processes
+                unfinished = path.with_name(f".{path.name}{UNFINISHED}")
+                with disk_errors(path):
+                    unfinished.unlink(missing_ok=True)  # of a killed process
+                    unfinished.touch(mode=0o600)
+                    with closing(sqlite3.connect(unfinished)) as index:
+                        index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
+                    unfinished.chmod(file_mode(path.parent))
+                    unfinished.replace(path)
     # opened for each transaction: SQLite forbids using a connection in a forked process, such as a DataLoader worker
     with closing(sqlite3.connect(path, timeout=SECONDS_FOR_INDEX)) as index:
         index.execute("PRAGMA temp_store = MEMORY")
         with index:
-            for table in _TABLES:
+            for table in _Index.tables:
                 index.execute(table)  # an empty file is a database without tables
             return work(index)
-
-
-def _create_index(path: Path) -> None:
-    """Makes an empty index under another name, and renames it: a change of the journal does not wait for others."""
-    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-    with disk_errors(path):
-        unfinished.unlink(missing_ok=True)  # of a killed process
-        unfinished.touch(mode=0o600)
-        with closing(sqlite3.connect(unfinished)) as index:
-            index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
-        unfinished.chmod(file_mode(path.parent))
-        unfinished.replace(path)
 
 
 # ---- The states of files
 
 
-@dataclass(frozen=True)
-class FileStates:
-    """The states of N images that are files, and the hashes of those that are none."""
+def file_states(dataset: ImageDataset) -> FileHashes:
+    """Returns the states of all images that are files, and the hashes of those that are none.
 
-    stamps: np.ndarray  # int64 [N,3], the `Stamp` of each file; −1 for an image that is none, or has no state
-    digests: dict[int, bytes]  # row → xxh3_128 of an image that is no file
-    unreadable: dict[int, str]  # row → why its file has no state
-    paths: bytes  # hash of the paths of all files
-
-
-def file_states(dataset: ImageDataset) -> FileStates:
-    """Returns the states of all images. Most of that time is spent in Python, so processes divide a long list."""
+    Most of that time is spent in Python, so processes divide a long list.
+    """
     blocks = [range(first, min(first + ROWS_AT_ONCE, len(dataset))) for first in range(0, len(dataset), ROWS_AT_ONCE)]
     workers = min(own_cores(), len(blocks)) if len(blocks) > 1 and isinstance(dataset, ImageFiles) else 0
     loader = image_loader(_StatesOf(dataset), workers, torch.device("cpu"), batch_size=None, sampler=blocks)
-    stamps, digests, unreadable = np.empty((len(dataset), 3), np.int64), dict[int, bytes](), dict[int, str]()
-    paths = xxhash.xxh3_128()
+    digests, stamps = np.zeros((len(dataset), 16), np.uint8), np.empty((len(dataset), 3), np.int64)
+    unreadable, paths = dict[int, str](), xxhash.xxh3_128()
     for rows, block in zip(blocks, loaded(loader, "image files", "run the same command again"), strict=True):
-        stamps[rows.start : rows.stop] = block.stamps
-        digests |= block.digests
+        digests[rows.start : rows.stop], stamps[rows.start : rows.stop] = block.digests, block.stamps
         unreadable |= block.unreadable
         paths.update(block.paths)
         pulse.beat()
-    return FileStates(stamps, digests, unreadable, paths.digest())
+    return FileHashes(digests, unreadable, dataset, stamps, paths.digest())
 
 
 @dataclass(frozen=True)
-class _StatesOf(Dataset[FileStates]):
-    """Item `rows` is the states of these images."""
+class _StatesOf(Dataset[FileHashes]):
+    """Item `rows` is `file_states` of these images."""
 
     dataset: ImageDataset
 
-    def __getitem__(self, rows: range) -> FileStates:
-        stamps, paths = list[int](), list[str]()
-        digests, unreadable = dict[int, bytes](), dict[int, str]()
-        for row in rows:
-            content = self.dataset.content(row)
+    def __getitem__(self, rows: range) -> FileHashes:
+        digests, stamps = np.zeros((len(rows), 16), np.uint8), list[Stamp]()
+        paths, unreadable = list[str](), dict[int, str]()
+        for position, row in enumerate(rows):
+            content, stamp = self.dataset.content(row), _NO_FILE
             if isinstance(content, bytes):
-                digests[row] = xxhash.xxh3_128_digest(content)
-                stamps += _NO_FILE
-                continue
-            try:
-                stamps += Stamp.of(regular_file(content))
-                paths.append(_absolute(content))
-            except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-                unreadable[row] = _reason(error)
-                stamps += _NO_FILE
+                digests[position] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
+            else:
+                try:
+                    stamp = Stamp.of(regular_file(content))
+                    paths.append(_absolute(content))
+                except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+                    unreadable[row] = _reason(error)
+            stamps.append(stamp)
         hashed = xxhash.xxh3_128_digest(os.fsencode("\0".join(paths)))  # \0 is in no path
-        return FileStates(np.array(stamps, np.int64).reshape(-1, 3), digests, unreadable, hashed)
+        return FileHashes(digests, unreadable, None, np.array(stamps, np.int64).reshape(-1, 3), hashed)
 
 
 def _absolute(path: str) -> str:

@@ -40,13 +40,17 @@ def key_parts_of(
     device: torch.device,
 ) -> dict[str, object]:
     """`key_parts` of an encoder with this `identity()` and this digest of its weights."""
+    # torch's settings of float32 arithmetic: it may round products to TF32 or bfloat16
+    arithmetic: dict[str, object] = {"matmul": torch.get_float32_matmul_precision()}
+    if device.type == "cuda":
+        arithmetic["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
     return {
         "schema": SCHEMA,
         "encoder": dict(identity),
         "weights": weights,
         "preprocessing": preprocessing.model_dump(mode="json"),
         "precision": precision,
-        "device": {"type": device.type, **_float32_arithmetic(device)},
+        "device": {"type": device.type, **arithmetic},
         "decoder": decoder,
         "versions": {  # the version of the encoder's own library is in its identity
             "xdm_ft": __version__,
@@ -69,9 +73,3 @@ def weights_digest(module: nn.Module) -> str:
     for name, tensor in module.state_dict().items():
         parts += [json.dumps([name, str(tensor.dtype), list(tensor.shape)]), tensor]
     return digest(*parts, bits=128)
-
-
-def _float32_arithmetic(device: torch.device) -> dict[str, object]:
-    """torch's settings of float32 arithmetic: it may round products to TF32 or bfloat16."""
-    matmul: dict[str, object] = {"matmul": torch.get_float32_matmul_precision()}
-    return {**matmul, "cudnn_tf32": torch.backends.cudnn.allow_tf32} if device.type == "cuda" else matmul

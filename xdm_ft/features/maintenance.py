@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,12 +50,6 @@ class Cached:
         return self.folder.name
 
     @property
-    def plain_key(self) -> str:
-        """The key of the plain view of the same features: runs refer to all views by it."""
-        others = ("what", "key", "width", "created", "view")  # as `Store` writes it
-        return key_of({name: part for name, part in self.manifest.items() if name not in others})
-
-    @property
     def of_features(self) -> bool:
         return "encoder" in self.manifest
 
@@ -74,38 +68,31 @@ class Cached:
 
     def images(self) -> int:
         """Reads the header of every shard; a damaged one counts nothing."""
-        return sum(map(_rows, (file.path for file in self.files)))
-
-
-def _rows(path: Path) -> int:
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return int(file.get_slice("features").get_shape()[0])
-    except (SafetensorError, OSError):
-        return 0
+        count = 0
+        for file in self.files:
+            with suppress(SafetensorError, OSError), safe_open(file.path, framework="numpy") as shard:
+                count += shard.get_slice("features").get_shape()[0]
+        return count
 
 
 def stores(cache: Path) -> list[Cached]:
     """The stores of the cache, last used first; none if the folder does not exist."""
     cached_stores = []
-    for folder in (folder for parent in (cache, cache / DECODED) if parent.is_dir() for folder in parent.iterdir()):
-        if folder.is_dir() and not folder.is_symlink():
-            try:
-                manifest = read_manifest(folder)
-            except (FileNotFoundError, Damaged):
-                continue  # of another program; or one of ours, which the next run that uses it repairs
-            if manifest.get("what") == WHAT:
-                cached_stores.append(Cached(folder, manifest, list(_files(folder))))
-    return sorted(cached_stores, key=lambda store: -store.last_used)
-
-
-def _files(folder: Path) -> Iterator[File]:
-    for path in folder.glob(SHARDS):
+    folders = [folder for parent in (cache, cache / DECODED) if parent.is_dir() for folder in parent.iterdir()]
+    for folder in folders:
         try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue  # pruned since it was listed
-        yield File(path, status.st_size, status.st_mtime, status.st_uid == os.getuid())
+            manifest = read_manifest(folder) if folder.is_dir() and not folder.is_symlink() else {}
+        except (FileNotFoundError, Damaged):
+            continue  # of another program; or one of ours, which the next run that uses it repairs
+        if manifest.get("what") != WHAT:
+            continue
+        files = []
+        for path in folder.glob(SHARDS):
+            with suppress(FileNotFoundError):  # pruned since it was listed
+                status = path.lstat()
+                files.append(File(path, status.st_size, status.st_mtime, status.st_uid == os.getuid()))
+        cached_stores.append(Cached(folder, manifest, files))
+    return sorted(cached_stores, key=lambda store: -store.last_used)
 
 
 def verify(store: Cached) -> list[str]:
@@ -149,13 +136,11 @@ def prune(
             for store in unlocked
             for file in store.files
             if (unused_days is not None and time.time() - file.last_used > unused_days * SECONDS_PER_DAY)
-            or (store.of_features and referenced is not None and referenced.isdisjoint((store.key, store.plain_key)))
+            or (referenced is not None and not _is_referenced(store, referenced))
         }
-        files = sorted(
-            (file for store in unlocked for file in store.files if file.is_own), key=lambda file: file.last_used
-        )
+        files = [file for store in unlocked for file in store.files if file.is_own]
         kept = sum(store.bytes for store in stores(cache))
-        for file in sorted(files, key=lambda file: file.path not in unwanted):  # stable: the longest unused ones first
+        for file in sorted(files, key=lambda file: (file.path not in unwanted, file.last_used)):
             if file.path in unwanted or (max_bytes is not None and kept > max_bytes):
                 with disk_errors(file.path):
                     file.path.unlink(missing_ok=True)
@@ -164,6 +149,13 @@ def prune(
         for store in unlocked:
             _remove_if_empty(store.folder)
     return removed
+
+
+def _is_referenced(store: Cached, referenced: Set[str]) -> bool:
+    """Whether a run may need a store: runs refer to all views of features by the key of the plain one."""
+    others = ("what", "key", "width", "created", "view")  # as `Store` writes it
+    plain_key = key_of({name: part for name, part in store.manifest.items() if name not in others})
+    return not store.of_features or not referenced.isdisjoint((store.key, plain_key))
 
 
 def _remove_if_empty(folder: Path) -> None:

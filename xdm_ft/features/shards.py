@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,63 +54,20 @@ class ContentIndex:
     """Finds contents among M different ones, by the first half of their hashes."""
 
     def __init__(self, contents: Contents) -> None:
-        self.contents, self._halves = np.ascontiguousarray(contents), _halves(contents)
-
-    @cached_property
-    def _order(self) -> np.ndarray:
-        """The numbers of the contents in the order of their first halves."""
-        return np.argsort(self._halves)
-
-    @cached_property
-    def _sorted(self) -> np.ndarray:
-        return self._halves[self._order]
-
-    @cached_property
-    def _alike(self) -> int:
-        """How many contents share their first half at most: nearly always 1."""
+        halves = _halves(contents)
+        self.contents, self._order = contents, np.argsort(halves)
+        self._sorted = halves[self._order]
         begins = np.flatnonzero(np.diff(self._sorted, prepend=~self._sorted[:1]))
-        return int(np.diff(begins, append=len(self.contents)).max(initial=0))
-
-    def find_each(self, parts: Sequence[Contents]) -> list[np.ndarray]:
-        """Returns what `find` returns for each part.
-
-        The images of a shard mostly follow each other here, too. Then the first one is looked up, and the others are
-        compared with those behind it: that takes a tenth of the time.
-        """
-        begins = self._begins(parts)
-        runs = [self._is_run(begin, part) for begin, part in zip(begins, parts, strict=True)]
-        others = [part for part, is_run in zip(parts, runs, strict=True) if not is_run]
-        ends = np.cumsum([len(part) for part in others])
-        numbers_of_others = iter(np.split(self.find(np.concatenate(others)), ends[:-1]) if others else ())
-        return [
-            np.arange(begin, begin + len(part)) if is_run else next(numbers_of_others)
-            for begin, part, is_run in zip(begins, parts, runs, strict=True)
-        ]
-
-    def _begins(self, parts: Sequence[Contents]) -> list[int]:
-        """Returns the number of a content that has the first half of the first one of each part; −1: none known."""
-        firsts = np.concatenate([np.empty(0, np.uint64), *(_halves(part[:1]) for part in parts)])
-        begins, order = np.full(len(parts), -1), np.argsort(firsts)
-        if len(firsts) == len(parts) > 0:
-            places = np.minimum(np.searchsorted(firsts[order], self._halves), len(firsts) - 1)
-            numbers = np.flatnonzero(firsts[order][places] == self._halves)
-            begins[order[places[numbers]]] = numbers
-        return begins.tolist()
-
-    def _is_run(self, begin: int, part: Contents) -> bool:
-        """Whether the contents from the number `begin` on are those of a part."""
-        behind = self.contents[begin : begin + len(part)]
-        return begin >= 0 and np.array_equal(behind.view(np.uint64), np.ascontiguousarray(part).view(np.uint64))
+        # how many contents share their first half at most: nearly always 1
+        self._alike = int(np.diff(begins, append=len(contents)).max(initial=0))
 
     def find(self, contents: Contents) -> np.ndarray:
         """Returns the number of each content, int64 [n]; −1 where it is none of the M."""
-        numbers = np.full(len(contents), -1)
-        if not len(self.contents):
-            return numbers
-        order = np.argsort(_halves(contents))  # sorted requests find their places without waiting for memory
-        places = np.searchsorted(self._sorted, _halves(contents)[order])
+        numbers, halves = np.full(len(contents), -1), _halves(contents)
+        order = np.argsort(halves)  # sorted requests find their positions without waiting for memory
+        positions = np.searchsorted(self._sorted, halves[order])
         for beyond in range(self._alike):
-            candidates = self._order[np.minimum(places + beyond, len(self._order) - 1)]
+            candidates = self._order[np.minimum(positions + beyond, len(self._order) - 1)]
             equal = self.contents[candidates] == contents[order]
             numbers[order[equal]] = candidates[equal]
         return numbers
@@ -173,15 +129,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise
     except OSError as error:
         raise Damaged(error.strerror or str(error)) from error
-    if manifest.pop("checksum", None) != _manifest_checksum(manifest):
+    if manifest.pop("checksum", None) != digest(json.dumps(manifest, sort_keys=True), bits=128):
         raise Damaged("its checksum differs")
     return manifest
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    complete = {**manifest, "checksum": _manifest_checksum(manifest)}
-    replace_text(folder / MANIFEST, json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
-
-
-def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
-    return digest(json.dumps(manifest, sort_keys=True), bits=128)
+    checksum = digest(json.dumps(manifest, sort_keys=True), bits=128)
+    text = json.dumps({**manifest, "checksum": checksum}, indent=2, ensure_ascii=False)
+    replace_text(folder / MANIFEST, text + "\n")

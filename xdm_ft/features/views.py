@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +28,21 @@ class View:
     number: int = 0  # 0: the plain one; 1, 2, …: augmented
     augmentation: Augmentation = "none"
 
-    def transform(self, preprocessing: Preprocessing) -> ViewTransform:
-        return ViewTransform(self, preprocessing)
+    def transform(self, preprocessing: Preprocessing) -> Callable[[Image.Image, np.ndarray], Image.Image]:
+        """Returns a transform: RGB image, hash of its content (uint8 [16]) → RGB image of size × size.
+
+        Its random draws depend on view and hash alone.
+        """
+        resize, augment = resizing_transform(preprocessing), augmenting_transform(preprocessing, self.augmentation)
+
+        def transform(image: Image.Image, content: np.ndarray) -> Image.Image:
+            if self.number == 0:
+                return resize(image)
+            index = int.from_bytes(content[:8].tobytes(), "little", signed=True)
+            with drawing_from(int(bits(SEED, self.number, Stream.VIEW_IMAGE, index))):
+                return augment(image)
+
+        return transform
 
     def key_parts(self, preprocessing: Preprocessing) -> dict[str, object]:
         """The parts of the cache key that an augmented view adds to those of the plain view."""
@@ -36,25 +50,6 @@ class View:
             return {}
         steps = repr(training_transform(preprocessing, self.augmentation))  # every transform with its parameters
         return {"view": {"number": self.number, "augmentation": self.augmentation, "transform": steps, "seed": SEED}}
-
-
-class ViewTransform:
-    """(RGB image, hash of its content) → RGB image of size × size. Random draws depend on view and hash alone."""
-
-    def __init__(self, view: View, preprocessing: Preprocessing) -> None:
-        self.view = view
-        if view.number == 0:
-            self._transform = resizing_transform(preprocessing)
-        else:
-            self._transform = augmenting_transform(preprocessing, view.augmentation)
-
-    def __call__(self, image: Image.Image, content: np.ndarray) -> Image.Image:
-        """`content`: uint8 [16]."""
-        if self.view.number == 0:
-            return self._transform(image)
-        index = int.from_bytes(content[:8].tobytes(), "little", signed=True)
-        with drawing_from(int(bits(SEED, self.view.number, Stream.VIEW_IMAGE, index))):
-            return self._transform(image)
 
 
 def all_views(augmentation: Augmentation, count: int) -> list[View]:
