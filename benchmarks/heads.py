@@ -56,10 +56,9 @@ from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.data import CachedData, batches
-from xdm_ft.training.bank.step import stack, step
+from xdm_ft.training.bank.data import BankValidation, CachedData, batches
+from xdm_ft.training.bank.step import Bank, step
 from xdm_ft.training.bank.train import chunk_heads
-from xdm_ft.training.bank.validation import BankValidation
 from xdm_ft.xdomainmix import masks as xdomainmix_masks
 
 IMAGES = 10_000
@@ -141,7 +140,7 @@ def training_of(shape: Shape) -> Training:
 def bank(method: str, shape: Shape, data: CachedData, heads: int, compiles: bool = False) -> Callable[[int], None]:
     """Returns a function that takes n steps of a bank of `heads` heads."""
     jobs = [job_of(method, shape, data, seed) for seed in range(heads)]
-    trained, coming = stack(jobs, data.features.device, compiles), enumerate(batches(jobs, data))
+    trained, coming = Bank(jobs, data.features.device, compiles), enumerate(batches(jobs, data))
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -180,7 +179,7 @@ def operators(method: str) -> int:
     jobs = [job_of(method, shape, data, seed) for seed in range(2)]
     batch = next(iter(batches(jobs, data)))
     on_meta = Batch(**{name: value.to("meta") for name, value in batch.fields().items()})
-    trained = stack(jobs, torch.device("meta"))
+    trained = Bank(jobs, torch.device("meta"))
     masks = patch.object(
         xdomainmix_masks, "exceeds_by_sorting", lambda rows, ranks: rows > 0
     )  # the Triton kernel needs values
@@ -201,7 +200,7 @@ def counts(seconds: float) -> dict[str, dict[str, float]]:
     shape = SHAPES[1]
     data = data_of(shape, "cpu")
     jobs = [job_of("erm", shape, data, seed) for seed in range(32)]
-    trained, validation = stack(jobs, torch.device("cpu")), BankValidation(jobs, data, EVALUATED)
+    trained, validation = Bank(jobs, torch.device("cpu")), BankValidation(jobs, data, EVALUATED)
 
     def evaluate(times: int) -> None:
         for _ in range(times):

@@ -63,8 +63,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.train import chunks, train_chunk
-from xdm_ft.training.solvers import solve
+from xdm_ft.training.bank.train import chunks, solve, train_chunk
 from xdm_ft.xdomainmix.masks import domain_quantile
 
 START = 64  # images of a process that is timed for its start

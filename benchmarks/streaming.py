@@ -36,8 +36,8 @@ from xdm_ft.features.shards import Contents, contents_of, write_shard
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Training
+from xdm_ft.training.bank.data import BankValidation
 from xdm_ft.training.bank.train import CHUNK_HEADS, chunks, train_chunk
-from xdm_ft.training.bank.validation import BankValidation
 
 DOMAINS, CLASSES, KEY = 4, 10, key_of({})
 SHARD = 10_000  # images

@@ -18,7 +18,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from xdm_ft.algorithms import Algorithm, Method, Setup, Solver
 from xdm_ft.recipe.components import find, names
 from xdm_ft.runtime.tensors import Batch, Losses, Task
-from xdm_ft.training.bank.step import _InputMixing
+from xdm_ft.training.bank.step import InputMixing
 
 METHODS = {name: find("algorithms", name) for name in names("algorithms")}
 HEADS = {name: cls for name in names("heads") if (cls := find("heads", name)).trained}
@@ -303,7 +303,7 @@ def test_inputs_of_one_head_are_the_same_alone_and_among_24(name: str) -> None:
     fields = batches[0].fields()
     stacked = Batch(**{field: torch.stack([batch.fields()[field] for batch in batches]) for field in fields})
     _, buffers = stack_module_state(heads)
-    together = _InputMixing(heads[0]).of_heads(buffers, stacked, 5).fields()
+    together = InputMixing(heads[0]).of_heads(buffers, stacked, 5).fields()
     differ = False
     for place, (head, batch) in enumerate(zip(heads, batches, strict=True)):
         alone = head.on_inputs(batch, 5).fields()

@@ -88,8 +88,8 @@ def test_partners_are_uniform_over_the_valid_samples(source: Any, same: Any, oth
             allowed = valid(int(drawn.y[step, i]), int(drawn.domain[step, i]), pool, same, other)
             alone += not allowed
             for partners in chosen:
-                assert bool(partners.found[step, i]) == bool(allowed)
-                row, place = int(partners.row[step, i]), int(partners.place[step, i])
+                assert bool(partners.exists[step, i]) == bool(allowed)
+                row, place = int(partners.row[step, i]), int(partners.position[step, i])
                 if not allowed:
                     assert (row, place) == (int(drawn.row[step, i]), i)
                 elif source == "batch":
@@ -119,8 +119,8 @@ def test_partners_of_a_step_do_not_depend_on_which_steps_are_asked_for(method: t
     assert together is not None and late is not None
     assert all(torch.equal(one[30:], other) for one, other in zip(together, late, strict=True))
     if method is Mixup:  # a permutation of the batch
-        assert torch.equal(together.place.sort().values, torch.arange(BATCH).expand(STEPS, -1))
-        assert torch.equal(together.found, together.place != torch.arange(BATCH))
+        assert torch.equal(together.position.sort().values, torch.arange(BATCH).expand(STEPS, -1))
+        assert torch.equal(together.exists, together.position != torch.arange(BATCH))
 
 
 def test_mix_up_and_boxes_are_the_recorded_ones() -> None:
@@ -181,8 +181,8 @@ def test_lisa_s_partners_among_all_training_samples(p_sel: float) -> None:
     )
     position = (chosen.row[..., None] == training.row).int().argmax(-1)
     same_y, same_domain = training.y[position] == drawn.y, training.domain[position] == drawn.domain
-    assert chosen.found.any() and (same_y != same_domain)[chosen.found].all()
-    assert (same_y[chosen.found] == bool(p_sel)).all()
+    assert chosen.exists.any() and (same_y != same_domain)[chosen.exists].all()
+    assert (same_y[chosen.exists] == bool(p_sel)).all()
 
 
 def test_lisa_s_loss_is_the_soft_cross_entropy_of_the_mixed_batch() -> None:

@@ -122,7 +122,7 @@ class _Jitter(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x, batch, step):
-        u = uniform(self.seed, step, Stream.STYLE_NOISE, batch.place)  # [B]
+        u = uniform(self.seed, step, Stream.STYLE_NOISE, batch.position)  # [B]
         return x * self.gain * (1 + self.width * (2 * u - 1))[:, None, None, None]
 '''
 METHODS = {"smoothed": SEARCHED, "contrastive": WITH_A_PROJECTION, "jittered": IN_THE_ENCODER}

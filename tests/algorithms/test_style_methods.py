@@ -138,7 +138,7 @@ def test_draws_are_functions_of_seed_step_place_and_sample(method: type[Algorith
     assert torch.equal(once, noise_of(method, "one", 0, 0, given, x))
     for other in (("two", 0, 0), ("one", 1, 0), ("one", 0, 1)):
         assert not torch.allclose(once, noise_of(method, *other, given, x))
-    moved = given._replace(place=given.place + 1)
+    moved = given._replace(position=given.position + 1)
     assert not torch.allclose(once, noise_of(method, "one", 0, 0, moved, x))
 
 
@@ -163,14 +163,14 @@ def test_dsu_s_noise_is_normal_and_independent() -> None:
 def test_mixstyle_is_a_naive_loop(partners: str, stages: tuple[int, ...]) -> None:
     """Sample by sample, in the encoder's order; each stage with its own draws, whatever the others are."""
     _, batch = maps()
-    domain = torch.where(batch.place % 2 == 0, torch.arange(16) % 3, 0)  # of unequal size
+    domain = torch.where(batch.position % 2 == 0, torch.arange(16) % 3, 0)  # of unequal size
     batch, names = batch._replace(domain=domain), ("one", "two", "three")
     made = MixStyle(SETUP, p=1.0, stages=stages, partners=partners).stage_modules(encoder())
     assert {*made} == {names[stage - 1] for stage in stages}
     for step in range(2):
         x = maps()[0]
         for stage in sorted(stages):
-            key = batch.place + ((stage - 1) << 48)
+            key = batch.position + ((stage - 1) << 48)
             u = uniform(3, step, Stream.STYLE_PARTNERS, key)
             lam = beta(uniform(3, step, Stream.STYLE_LAMBDA, key), beta_quantiles(0.1))
             rows = []

@@ -9,7 +9,7 @@ import torch
 from scipy.stats import beta as beta_distribution
 
 from xdm_ft.averaging.bma import BMA, beta_density
-from xdm_ft.training.averages import Averages
+from xdm_ft.training.selection import Averages
 
 
 def test_the_weights_by_hand() -> None:

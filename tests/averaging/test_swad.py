@@ -9,7 +9,7 @@ import torch
 
 from xdm_ft.averaging import Segment
 from xdm_ft.averaging.swad import SWAD
-from xdm_ft.training.averages import Averages
+from xdm_ft.training.selection import Averages
 
 
 def run(losses: list[float], lengths: list[int] | None = None, **settings) -> Segment:

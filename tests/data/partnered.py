@@ -10,13 +10,13 @@ from xdm_ft.runtime.tensors import Batch, Samples
 
 def partnered(algorithm: Algorithm, batch: Batch, step: int) -> Batch:
     """Returns the batch with partners from the batch itself, unchanged if the method mixes no inputs."""
-    drawn = Samples(*(field[None] for field in (batch.index, batch.y, batch.domain)))
+    drawn = Samples(*(field[None] for field in (batch.row, batch.y, batch.domain)))
     partners = algorithm.input_partners(drawn, Samples(*(field[0] for field in drawn)), torch.tensor([step]))
     if partners is None:
         return batch
-    place = partners.place[0]
+    place = partners.position[0]
     assert place.max() < len(place)
-    return batch._replace(partner=batch.x[place], partner_y=batch.y[place], has_partner=partners.found[0])
+    return batch._replace(partner=batch.x[place], partner_y=batch.y[place], has_partner=partners.exists[0])
 
 
 def mixed(algorithm: Algorithm, batch: Batch, step: int) -> Batch:

@@ -181,7 +181,7 @@ def test_the_linear_probe_is_the_median_strength():
 def test_nothing_is_measured_while_it_trains(monkeypatch):
     """Neither a metric nor a loss: the validation of the fit has no images."""
     from xdm_ft.training.bank import train as bank
-    from xdm_ft.training.bank.validation import BankValidation
+    from xdm_ft.training.bank.data import BankValidation
 
     made = []
 

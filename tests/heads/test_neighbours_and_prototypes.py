@@ -24,8 +24,8 @@ from xdm_ft.heads import neighbours
 from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.runtime.tensors import Batch, Criteria, Task
 from xdm_ft.training import Trained
-from xdm_ft.training.bank.data import CachedData, cached_logits
-from xdm_ft.training.solvers import solve
+from xdm_ft.training.bank.data import CachedData, CachedPredictor
+from xdm_ft.training.bank.train import solve
 
 CLASSES, WIDTH, IMAGES = 3, 5, 20
 SOLVERS = {KNN: {"head": Neighbours}, Prototypes: {}}
@@ -115,9 +115,8 @@ def solved(method: Any, data: CachedData, **settings: Any) -> Trained:
 
 def accuracy(data: CachedData, trained: Trained) -> float:
     job = trained.job
-    model, rows = job.make(job.setup), job.split.evaluation["test"]
-    model.load_state_dict(trained.selected["train_val"].state)
-    logits = cached_logits(data.features.normalized(), rows, model)
+    rows, state = job.split.evaluation["test"], trained.selected["train_val"].state
+    logits = CachedPredictor(job, data.features.normalized()).logits(state, rows)
     return float((logits.argmax(1) == data.annotations.labels[rows]).float().mean())
 
 

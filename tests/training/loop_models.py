@@ -29,15 +29,16 @@ from xdm_ft.features.extract import extract
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
+from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
-from xdm_ft.training.end_to_end.inputs import Images
-from xdm_ft.training.end_to_end.model import EncoderPart, cut_of
+from xdm_ft.training.end_to_end.inputs import Images, StepBatch, TrainingBatches
+from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart, cut_of
+from xdm_ft.training.end_to_end.prediction import EndToEndPredictor
 from xdm_ft.training.end_to_end.train import train_model
 
 __all__ = ["WithDomainHead"]
@@ -225,6 +226,13 @@ def train(job: Job, encoder: Encoder, training: Training, accelerator: Accelerat
     criteria = Criteria(*(arguments.pop(name) for name in ("rules", "metric")))
     training = training.model_copy(update={"evaluate_every": training.evaluate_every or job.setup.steps})
     return train_model(under(training, job), encoder, digits(), digit_annotations(), criteria, accelerator, **arguments)
+
+
+def predict(
+    job: Job, encoder: Encoder, state: dict[str, Tensor], dataset: ImageDataset, rows: Tensor, accelerator: Accelerator,
+    batch_size: int = 8, part: EncoderPart = FULL_ENCODER,
+) -> Tensor:  # fmt: skip
+    return EndToEndPredictor(job, encoder, dataset, accelerator, batch_size, part).logits(state, rows)
 
 
 def final_state(trained: Trained) -> dict[str, Tensor]:

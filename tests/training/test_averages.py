@@ -21,10 +21,10 @@ from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.training import Job, Training
-from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.bank.data import batches
-from xdm_ft.training.bank.step import stack, step
+from xdm_ft.training.bank.step import Bank, step
 from xdm_ft.training.bank.train import chunks
+from xdm_ft.training.selection import LOSS_SPLIT, Averages
 
 ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
 
@@ -32,7 +32,7 @@ ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
 def path(jobs: list[Job], training: Training) -> list[list[dict[str, Tensor]]]:
     """For each head of a bank its state after every step."""
     jobs = [under(training, job) for job in jobs]
-    bank, states = stack(jobs, torch.device("cpu")), []
+    bank, states = Bank(jobs, torch.device("cpu")), []
     for number, batch in enumerate(batches(jobs, digits())):
         step(bank, batch, number)
         states.append([bank.state(head) for head in range(len(jobs))])
@@ -154,7 +154,7 @@ def test_a_training_that_stopped_before_its_first_step_counts_its_start_once() -
     for averages in (once, twice):
         averages.add(1, later)
         averages.evaluated(1, [0.0])
-    first, second = (one.selected(0, lambda mean: mean, ["train_val"])["train_val"] for one in (once, twice))
+    first, second = (one.selected(0) for one in (once, twice))
     assert torch.equal(first.state["w"], second.state["w"]) and first.hparams == second.hparams == {"averaged_from": 0}
     torch.testing.assert_close(first.state["w"], torch.full((2,), 0.5))
 

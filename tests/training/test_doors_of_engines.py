@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from bank_problems import job_of
 from bank_problems import train as train_heads
-from loop_models import SmallCNN, assert_close, batch_of, digits, final_state, make_job, split, train
+from loop_models import SmallCNN, assert_close, batch_of, digits, final_state, make_job, predict, split, train
 from partnered import mixed
 from torch import Tensor, nn
 
@@ -31,9 +31,8 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch, Losses, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.step import stack, step
+from xdm_ft.training.bank.step import Bank, step
 from xdm_ft.training.end_to_end.model import EndToEnd
-from xdm_ft.training.end_to_end.prediction import predict
 
 
 class Staged(SmallCNN):
@@ -247,7 +246,7 @@ def test_fish_in_the_bank_is_the_recorded_training() -> None:
     plain = job_of(Fish)
     training = Training(optimizer="adam", lr=float(golden["lr"]))
     job = Job(ModelKey("fish", (), 0, 0), plain.split, setup, make, None, training)
-    bank = stack([job, job], torch.device("cpu"))
+    bank = Bank([job, job], torch.device("cpu"))
     y, domain = golden["y"].flatten(), torch.arange(3).repeat_interleave(5)
     batch = Batch(golden["X"].flatten(0, 1), y, domain, torch.arange(15), torch.arange(15))
     for number, weight in enumerate(golden["W"]):

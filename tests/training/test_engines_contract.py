@@ -60,7 +60,7 @@ from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
-from xdm_ft.training.end_to_end.train import _take_step
+from xdm_ft.training.end_to_end.train import take_step
 
 ALGORITHMS = {name: cls for name in names("algorithms") if issubclass(cls := find("algorithms", name), Algorithm)}
 CACHED = [name for name, cls in ALGORITHMS.items() if not cls.frozen_reason]
@@ -292,7 +292,7 @@ def walked(case: Parts, accelerator: Accelerator, accumulation: int) -> State:
     for step in range(FIRST, LAST):
         batch = step_batch(job, training, accelerator, step)
         batch.parts[:] = [double(part) for part in batch.parts]
-        losses = _take_step(gradients, batch, optimizer, 1.0, training.clip_norm, step)
+        losses = take_step(gradients, optimizer, batch, step, 1.0, training.clip_norm)
     return inner.weights() | {"loss": losses.total}
 
 

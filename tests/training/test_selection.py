@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from bank_problems import DOMAINS, digits, head_logits, job_of, split_of
-from loop_models import SmallCNN, make_job
+from loop_models import SmallCNN, make_job, predict
 from torch import Tensor
 
 from xdm_ft.algorithms.linear_probe import LinearProbe
@@ -24,18 +24,17 @@ from xdm_ft.protocol.splits import Metric, Split
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Schedule, Trained, Training, balanced_class_weight
-from xdm_ft.training.averages import Averages
 from xdm_ft.training.bank.data import CachedData
-from xdm_ft.training.end_to_end.prediction import predict
+from xdm_ft.training.bank.train import solve
 from xdm_ft.training.selection import (
+    Averages,
+    RuleImages,
     Selector,
+    defined_domains,
     evaluation_steps,
     external_values,
     rows_of_rules,
-    rule_images,
-    undefined_domains,
 )
-from xdm_ft.training.solvers import solve
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -80,7 +79,7 @@ def test_rules_select_apart_and_a_state_is_made_only_where_needed() -> None:
     assert {rule: picked.step for rule, picked in selector.selected.items()} == {"train_val": 1, "oracle": 2}
     assert selector.selected["oracle"].hparams == {"l2": 2}
     assert made == [1, 2]
-    assert selector.nothing_selected() is None
+    assert selector.failure() is None
 
 
 def test_of_tied_steps_oracle_takes_the_one_that_the_other_rule_picks() -> None:
@@ -120,7 +119,7 @@ def test_a_resumed_oracle_follows_too() -> None:
 def test_nothing_selected_says_which_rule_and_why() -> None:
     selector = Selector(Criteria(("train_val", "oracle"), "auroc"), first_selectable_step=5)
     selector.offer(5, {"train_val": math.nan, "oracle": 0.5}, lambda: state_of(5))
-    reason = selector.nothing_selected()
+    reason = selector.failure()
     assert reason is not None and "train_val" in reason and "oracle" not in reason
     assert "auroc" in reason and "from step 5 on" in reason
 
@@ -128,7 +127,7 @@ def test_nothing_selected_says_which_rule_and_why() -> None:
 def test_only_the_recipes_own_rule_must_select() -> None:
     selector = Selector(Criteria(("train_val", "oracle"), "auroc"))
     selector.offer(1, {"train_val": 0.5, "oracle": math.nan}, lambda: state_of(1))
-    assert selector.nothing_selected() is None and set(selector.selected) == {"train_val"}
+    assert selector.failure() is None and set(selector.selected) == {"train_val"}
 
 
 def test_the_course_holds_what_every_rule_saw_even_in_the_warm_up() -> None:
@@ -204,9 +203,9 @@ def test_the_mean_over_domains_by_hand(name: str) -> None:
     logits, labels = torch.randn(60, 3, generator=generator), torch.arange(60) % 3
     domains = torch.tensor([5] * 9 + [2] * 40 + [0] * 11)
     rows = torch.randperm(60, generator=generator)
-    images = rule_images("train_val", rows, Annotations(labels, domains, domains), name, 3)
+    images = RuleImages("train_val", rows, Annotations(labels, domains, domains), name, 3)
     assert images.value(logits[rows]) == pytest.approx(naive(name, logits, labels, domains), abs=1e-12)
-    pooled = rule_images("val_domain", rows, Annotations(labels, domains, domains), name, 3).value(logits[rows])
+    pooled = RuleImages("val_domain", rows, Annotations(labels, domains, domains), name, 3).value(logits[rows])
     assert pooled == pytest.approx(metric_of(name, logits, labels, domains), abs=1e-12)
     assert name == "worst_domain_accuracy" or abs(images.value(logits[rows]) - pooled) > 1e-4
 
@@ -214,7 +213,7 @@ def test_the_mean_over_domains_by_hand(name: str) -> None:
 def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
     """1/10, 2/10, 3/10 and their permutations: float sums differ by their order, the value must not."""
     domains = torch.arange(30) // 10
-    images = rule_images(
+    images = RuleImages(
         "train_val", torch.arange(30), Annotations(torch.zeros(30).long(), domains, domains), "accuracy", 2
     )
     values = set()
@@ -227,14 +226,14 @@ def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
 def test_domains_where_the_metric_is_not_defined_are_left_out_at_every_step() -> None:
     labels, domains = torch.tensor([0, 1, 0, 1, 1, 1, 0, 1]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     rows = torch.arange(8)
-    assert undefined_domains(rows, Annotations(labels, domains, domains), "auroc", 2) == [1]
-    assert undefined_domains(rows, Annotations(labels, domains, domains), "accuracy", 2) == []
-    images = rule_images("train_val", rows, Annotations(labels, domains, domains), "auroc", 2)
+    assert defined_domains(rows, Annotations(labels, domains, domains), "auroc", 2)[1] == [1]
+    assert defined_domains(rows, Annotations(labels, domains, domains), "accuracy", 2)[1] == []
+    images = RuleImages("train_val", rows, Annotations(labels, domains, domains), "auroc", 2)
     for seed in range(3):
         logits = torch.randn(8, 2, generator=torch.Generator().manual_seed(seed))
         kept = domains != 1
         assert images.value(logits) == pytest.approx(naive("auroc", logits[kept], labels[kept], domains[kept]))
-    nowhere = rule_images("train_val", rows[4:6], Annotations(labels, domains, domains), "auroc", 2)
+    nowhere = RuleImages("train_val", rows[4:6], Annotations(labels, domains, domains), "auroc", 2)
     assert math.isnan(nowhere.value(torch.randn(2, 2)))
 
 

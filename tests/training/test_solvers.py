@@ -24,7 +24,7 @@ from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.tensors import Batch, Criteria, Task
 from xdm_ft.training import Job, Trained, balanced_class_weight
 from xdm_ft.training.bank.data import CachedData
-from xdm_ft.training.solvers import solve
+from xdm_ft.training.bank.train import solve
 
 ROOT = Path(__file__).parents[2]
 STRENGTHS = (0.3, 1e-2, 1e-4)
@@ -125,7 +125,7 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.machine import PeakMemory
 from xdm_ft.runtime.tensors import Criteria
-from xdm_ft.training.solvers import solve
+from xdm_ft.training.bank.train import solve
 n, width, classes = 200_000, 512, bank_problems.CLASSES
 job = job_of(LinearProbe)
 pool = torch.arange(n).chunk(len(job.split.train))

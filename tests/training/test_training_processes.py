@@ -10,7 +10,20 @@ import pytest
 import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
-from loop_models import SmallCNN, WithDomainHead, blocks, cached, digits, final_state, lora, make_job, split, train, vit
+from loop_models import (
+    SmallCNN,
+    WithDomainHead,
+    blocks,
+    cached,
+    digits,
+    final_state,
+    lora,
+    make_job,
+    predict,
+    split,
+    train,
+    vit,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,7 +33,7 @@ from xdm_ft.heads.mlp import MLP
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
 from xdm_ft.training.end_to_end.model import EncoderPart
-from xdm_ft.training.end_to_end.train import predict, shut_down
+from xdm_ft.training.end_to_end.train import shut_down
 
 pytestmark = pytest.mark.slow
 MIXING = partial(XDomainMix, warmup_steps=1, quantile_steps=1)

@@ -211,8 +211,8 @@ class Algorithm(Method):
         """Returns the batch to train on at `step`: it may replace images or cached features, and set soft `targets`.
 
         Pure like `loss` (mapped over heads by `torch.func.vmap`), and independent of the parameters, so that both
-        passes of a sharpness-aware step train on the same inputs. Draws are keyed by `batch.place`. A batch may come in
-        parts, so this function does not compare samples: `input_partners` chooses partners, which come with the batch.
+        passes of a sharpness-aware step train on the same inputs. Draws are keyed by `batch.position`. A batch may come
+        in parts, so this function compares no samples: `input_partners` chooses partners, which come with the batch.
         """
         return batch
 
@@ -230,7 +230,7 @@ class Algorithm(Method):
 
         They run in training only. Each is called with the output of the encoder's module, the batch and the step, and
         returns the tensor that replaces this output. Its random draws are a function of the seed, the step and
-        `batch.place`. Its parameters are initialised from the seed, and every step uses all of them. `Losses.total`
+        `batch.position`. Its parameters are initialised from the seed, and every step uses all of them. `Losses.total`
         trains them from `encoder.unfreeze_at` on, with the heads' learning rate `lr`, as they start untrained like a
         head. They are saved with the weights under `stages.…`. Buffers are not allowed: a step of several passes would
         change them more than once.

@@ -67,7 +67,7 @@ class _DSUAt(nn.Module):
             return x
         channels = x.shape[1]
         of_channel = torch.arange(2 * channels, device=x.device)
-        key = keys_at(self.number, 2 * channels * batch.place[:, None] + of_channel)  # [B,2C]
+        key = keys_at(self.number, 2 * channels * batch.position[:, None] + of_channel)  # [B,2C]
         noise = normal(self.seed, step, Stream.STYLE_NOISE, key)
         return redraw(x, noise[:, :channels], noise[:, channels:], self.eps)
 

@@ -75,13 +75,13 @@ class LISA(ERM):
 
     def on_inputs(self, batch: Batch, step: int | Tensor) -> Batch:
         partner, _, has_partner = partners_of(batch)
-        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.lam_quantiles)  # [B]
+        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.position), self.lam_quantiles)  # [B]
         lam = torch.where(has_partner, lam, 1.0)
         if self.mix == "mixup":
             return mix_up(batch, lam, self.task.num_classes)
         if partner.ndim != 4:
             raise UserError(f"lisa: {self.frozen_reason}")
-        two = 2 * batch.place[:, None] + torch.arange(2, device=batch.place.device)  # [B,2]
+        two = 2 * batch.position[:, None] + torch.arange(2, device=batch.position.device)  # [B,2]
         centre = uniform(self.seed, step, Stream.INPUT_BOX, two)
         return cut_mix(batch, lam, centre, self.task.num_classes)
 

@@ -85,7 +85,7 @@ class _MixStyleAt(nn.Module):
     def forward(self, x: Tensor, batch: Batch, step: int) -> Tensor:
         if uniform(self.seed, step, Stream.STYLE, self.number) >= self.p:
             return x
-        key = keys_at(self.number, batch.place)
+        key = keys_at(self.number, batch.position)
         u = uniform(self.seed, step, Stream.STYLE_PARTNERS, key)
         if self.partners == "random":
             partner = torch.argsort(u, stable=True)

@@ -63,7 +63,7 @@ class Mixup(ERM):
 
     def on_inputs(self, batch: Batch, step: int | Tensor) -> Batch:
         has_partner = partners_of(batch)[2]
-        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.lam_quantiles)  # [B]
+        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.position), self.lam_quantiles)  # [B]
         return mix_up(batch, torch.where(has_partner, lam, 1.0), self.task.num_classes)
 
 

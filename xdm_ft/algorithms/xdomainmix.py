@@ -198,7 +198,7 @@ class XDomainMix(Algorithm):
 
     def draw(self, batch: Batch, step: int | Tensor) -> tuple[Partners, Tensor, Tensor]:
         """Returns x_i and x_j, λ1 and λ2 in effect [B,2], and bool [B]: whether Z_c,d is kept."""
-        noise = self.noise(batch.place, step)
+        noise = self.noise(batch.position, step)
         partners = draw_partners(batch.y, batch.domain, noise.partners, self.other_partner)  # x_i and x_j of (5)
         is_mixed = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
         lam = torch.where(torch.stack(is_mixed, 1), noise.lam, 1.0)

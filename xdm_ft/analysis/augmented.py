@@ -82,7 +82,7 @@ def augmented_in_encoder(
     features = []
     for step, (images, y, domain) in enumerate(batches):
         rows = torch.arange(len(y), device=y.device)
-        batch = Batch(images, y, domain, index=rows, place=rows)
+        batch = Batch(images, y, domain, row=rows, position=rows)
         batch = _on_inputs(algorithm, batch, images, Samples(rows, y, domain), step)
         with stages.during(batch, step):
             features.append(encoder(batch.x).float().cpu())
@@ -92,14 +92,14 @@ def augmented_in_encoder(
 def _batches(z: Tensor, y: Tensor, domain: Tensor, batch_size: int) -> Iterable[Batch]:
     rows = torch.arange(len(z))
     for index in rows.split(batch_size):
-        yield Batch(z[index], y[index], domain[index], index=index, place=index - index[0])
+        yield Batch(z[index], y[index], domain[index], row=index, position=index - index[0])
 
 
 def _on_inputs(algorithm: Algorithm, batch: Batch, pool: Tensor, training: Samples, step: int) -> Batch:
     """Returns the batch as `on_inputs` makes it; `pool` holds the inputs of the rows of `training`."""
-    drawn = Samples(batch.index[None], batch.y[None], batch.domain[None])  # fields [1,B]
+    drawn = Samples(batch.row[None], batch.y[None], batch.domain[None])  # fields [1,B]
     partners = algorithm.input_partners(drawn, training, torch.tensor([step], device=batch.y.device))
     if partners is not None:
         row = partners.row[0]
-        batch = batch._replace(partner=pool[row], partner_y=training.y[row], has_partner=partners.found[0])
+        batch = batch._replace(partner=pool[row], partner_y=training.y[row], has_partner=partners.exists[0])
     return algorithm.on_inputs(batch, step)

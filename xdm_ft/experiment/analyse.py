@@ -61,7 +61,6 @@ from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training.end_to_end.inputs import WORKERS_DIED, worker_count
 from xdm_ft.training.end_to_end.model import EndToEnd
-from xdm_ft.training.end_to_end.prediction import precision_of
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
@@ -212,7 +211,7 @@ class OwnEncoder:
             pulse.beat()
 
     def _precision(self) -> torch.autocast:
-        precision = precision_of(self.accelerator)
+        precision = self.accelerator.mixed_precision
         device = self.accelerator.device.type
         return torch.autocast(device, dtype=DTYPES.get(precision), enabled=precision != "no")
 

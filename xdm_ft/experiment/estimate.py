@@ -8,6 +8,8 @@ random numbers of the run stay as they were.
 from __future__ import annotations
 
 import copy
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,9 +38,11 @@ from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, own_cores
 from xdm_ft.runtime.progress import duration
-from xdm_ft.training.bank.data import CachedData
-from xdm_ft.training.bank.timing import seconds_of, timed
-from xdm_ft.training.bank.train import chunks, most_heads
+from xdm_ft.runtime.tensors import Batch, Criteria
+from xdm_ft.training import Job
+from xdm_ft.training.bank.data import BLOCK_STEPS, BankValidation, CachedData, batches
+from xdm_ft.training.bank.step import Bank, step
+from xdm_ft.training.bank.train import chunks, max_heads
 from xdm_ft.training.end_to_end.model import is_cnn
 from xdm_ft.training.selection import evaluation_steps, split_of
 
@@ -55,6 +59,7 @@ TIMING_SECONDS = 0.1  # of a batch, which is repeated so long
 DECODED_IMAGES = 4  # that are timed
 ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # at most, in the batch that is timed
 MADE_UP_ROWS = 1024  # distinct made-up features
+MEASURED_STEPS = (0.95, 0.05, 0.5)  # shares of a training: a step late in it may do more than one in a warm-up
 MUCH_FASTER = 2.0  # times; extraction in another precision is then worth a word
 MAX_NAMED = 5  # methods that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
@@ -351,15 +356,15 @@ class _Work:
         if first.item.is_solver:
             return [self._solver(model) for model in group]
         prepared = self._made_up()
-        jobs = [make_job(self.plan, prepared, model, {}) for model in group[: most_heads(device)]]
+        jobs = [make_job(self.plan, prepared, model, {}) for model in group[: max_heads(device)]]
         largest = max(chunks(jobs, device), key=len)
         features = prepared.for_method(first.item).features_of(largest[0])
         data = CachedData(features, self.plan.annotations.to(features.device))
-        measured = timed(largest, data, self.plan.criteria, MEASURING_SECONDS / methods)
+        step_seconds, evaluation_seconds = head_seconds(largest, data, self.plan.criteria, MEASURING_SECONDS / methods)
         evaluations = len(evaluation_steps(first.steps, first.training.evaluate_every))
         mean_steps = sum(model.steps for model in group) / len(group)
         number = -(-len(group) // len(largest))
-        chunk = mean_steps * measured.step + evaluations * measured.evaluation
+        chunk = mean_steps * step_seconds + evaluations * evaluation_seconds
         return [chunk * len(group) / (number * len(largest))] * number
 
     def _solver(self, model: PlannedModel) -> float:
@@ -388,6 +393,43 @@ class _Work:
             activations={},
         )
         return Prepared({item.encoder_label: inputs for item in items}, unreadable={}, content="")
+
+
+def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria, seconds: float) -> tuple[float, float]:
+    """Measures for about `seconds`; returns the seconds of a step of a chunk of heads, and of an evaluation."""
+    bank, means, started = Bank(jobs, data.features.device), list[float](), time.perf_counter()
+    for share in MEASURED_STEPS:
+        first = int(share * len(bank.factors))
+        began = time.perf_counter()
+        batch = next(batches(jobs, data, first))
+        draws = (time.perf_counter() - began) / min(BLOCK_STEPS, len(bank.factors) - first)  # rows of many steps
+
+        def work(batch: Batch = batch, first: int = first) -> None:
+            bank.optimizer.reset()  # it counts its steps, and is not made for more than the training has
+            step(bank, batch, first)
+
+        work()  # a first call may compile, or allocate
+        means.append(draws + seconds_of(work, 0.1 * seconds))
+        if time.perf_counter() - started > seconds:
+            break
+    validation = BankValidation(jobs, data, criteria)
+    return sum(means) / len(means), seconds_of(lambda: validation.values(bank.template, bank.main), 0.0)
+
+
+def seconds_of(work: Callable[[], object], seconds: float) -> float:
+    """Returns the median time of at least one call of `work`, and of more until `seconds` have passed.
+
+    Not the shortest time: what else the machine does now will slow the run too. Not the mean: a call that waits for a
+    core which another program holds may take many times as long as the others.
+    """
+    started, times = time.perf_counter(), list[float]()
+    while not times or time.perf_counter() - started < seconds:
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 class _MadeUp(Features):

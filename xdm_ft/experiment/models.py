@@ -50,7 +50,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import sub_run
 from xdm_ft.storage.tensors import Arrays
 from xdm_ft.training import Job, Predictor, Selected, Trained
-from xdm_ft.training.selection import BY_DOMAIN, RuleImages, best_finish, rule_images, split_of
+from xdm_ft.training.selection import BY_DOMAIN, RuleImages, best_finish, split_of
 from xdm_ft.weights.prompts import expand_templates
 
 logger = logging.getLogger("xdm_ft")
@@ -301,7 +301,7 @@ def _value(plan: Plan, job: Job, rule: str, selected: Selected, logits: Mapping[
 def _images(plan: Plan, split: str, rows: Tensor) -> RuleImages:
     """Returns the images of a split, on which selection measures the protocol's metric."""
     metric, classes = plan.recipe.protocol.metric, len(plan.dataset.class_names)
-    return rule_images(split, rows, plan.annotations, metric, classes)
+    return RuleImages(split, rows, plan.annotations, metric, classes)
 
 
 def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) -> Prediction:

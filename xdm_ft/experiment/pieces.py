@@ -41,13 +41,12 @@ from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job, Predictor, Trained, Training
-from xdm_ft.training.bank.predictor import CachedPredictor
-from xdm_ft.training.bank.train import chunks, train_chunk
+from xdm_ft.training.bank.data import CachedPredictor
+from xdm_ft.training.bank.train import chunks, solve, train_chunk
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart
 from xdm_ft.training.end_to_end.prediction import EndToEndPredictor
 from xdm_ft.training.end_to_end.train import train_model
 from xdm_ft.training.selection import FINAL_FIT
-from xdm_ft.training.solvers import solve
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:

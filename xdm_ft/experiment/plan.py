@@ -21,7 +21,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Training
-from xdm_ft.training.selection import BY_DOMAIN, undefined_domains
+from xdm_ft.training.selection import BY_DOMAIN, LOSS_SPLIT, defined_domains
 
 MOST_MODELS = 200  # in a run where each head has files and curves of its own
 
@@ -140,7 +140,7 @@ def _left_out_of_selection(recipe: Recipe, dataset: ImageDataset, every: list[Sp
     annotations = annotations_of(dataset)
     validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
     for rows in validated:
-        found.update(undefined_domains(rows, annotations, metric, len(dataset.class_names)))
+        found.update(defined_domains(rows, annotations, metric, len(dataset.class_names))[1])
     for domain, splits_without in sorted(found.items()):
         name, share = dataset.domain_names[domain], f"{splits_without} of {len(validated)} splits"
         yield f"{BY_DOMAIN} leaves out {name}, where {metric} is not defined, in {share}"
@@ -227,7 +227,6 @@ def drawn_value(values: Mapping[str, Any], key: str) -> Any:
 def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: ImageDataset, steps: int) -> None:
     """Raises `UserError` for settings that do not fit the split, or the number of steps (which epochs may define)."""
     from xdm_ft.algorithms import Setup
-    from xdm_ft.training.averages import LOSS_SPLIT
 
     task = Task(dataset.class_names, split.train_domains)
     item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))  # constructors check settings; any width will do

@@ -55,8 +55,8 @@ class Batch(NamedTuple):
     x: Tensor  # float [B,3,H,W] or [B,K]
     y: Tensor  # int64 [B]
     domain: Tensor  # int64 [B], 0…D−1, training domains only
-    index: Tensor  # type: ignore[assignment]  # int64 [B], the sample's row in the data set
-    place: Tensor  # int64 [B], the sample's place in the whole batch of the step: the key of every random draw
+    row: Tensor  # int64 [B], of the sample in the data set
+    position: Tensor  # int64 [B], of the sample in the full batch of the step: the key of every random draw
     targets: Tensor | None = None  # float [B,C], soft labels
     # set if the method mixes inputs (`Algorithm.input_partners`): x_j, its class, whether the sample has a partner
     partner: Tensor | None = None  # like x; a sample without a partner is its own
@@ -88,8 +88,8 @@ class InputPartners(NamedTuple):
     """The partner that each sample of a batch is mixed with."""
 
     row: Tensor  # int64 [...,B]: its row in the data set
-    place: Tensor  # int64 [...,B]: its place in the batch; B or more if it was drawn from outside the batch
-    found: Tensor  # bool [...,B]: False if there is no valid partner; the sample is then its own
+    position: Tensor  # int64 [...,B]: its position in the batch; B or more if it was drawn from outside the batch
+    exists: Tensor  # bool [...,B]: False if there is no valid partner; the sample is then its own
 
 
 class Losses(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Protocol
+from functools import wraps
+from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -16,11 +18,15 @@ from xdm_ft.averaging import Averaging
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block, Problem
 from xdm_ft.sharpness import Sharpness
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Precision = Literal["no", "bf16", "fp16"]
 """The precision of a trainable encoder's computation; no: float32."""
+MAX_GRAPHS = 256  # of one compiled function: kinds of heads, their numbers, phases
 
 
 class Schedule(Block):
@@ -45,13 +51,13 @@ class Schedule(Block):
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup_steps) / (steps - self.warmup_steps)))
 
 
-ADAMW_DECAY = 0.01
-"""`weight_decay` of torch.optim.AdamW: without a decay it is Adam."""
+ADAMW_DECAY = 0.01  # of torch.optim.AdamW: without a decay it is Adam
 
 
 def _default_decay(value: float | None, info: ValidationInfo) -> float:
-    by_optimizer = ADAMW_DECAY if info.data.get("optimizer") == "adamw" else 0.0
-    return by_optimizer if value is None else value
+    if value is not None:
+        return value
+    return ADAMW_DECAY if info.data.get("optimizer") == "adamw" else 0.0
 
 
 class Training(Block):
@@ -174,6 +180,33 @@ class Training(Block):
                 yield Problem(f"training.{key}", problem, ("encoder.trainable",))
 
 
+def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+    """Returns the function, compiled at its first call and for each new shape; `options`: those of torch.compile.
+
+    A call raises `UserError` if this machine lacks a compiler.
+    """
+    import torch._dynamo.config as config
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a GPU that is not asked for
+    compiled_function = torch.compile(function, **options)
+
+    @wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> R:
+        try:
+            # a step takes gradients inside
+            with config.patch(trace_autograd_ops=True, recompile_limit=MAX_GRAPHS):
+                return compiled_function(*arguments, **named)
+        except BackendCompilerFailed as error:
+            reason = (str(error.inner_exception).strip().splitlines() or [type(error.inner_exception).__name__])[0]
+            raise UserError(
+                f"training.compile: torch.compile fails here ({reason}); install a C++ compiler (g++), or set "
+                "training.compile=false"
+            ) from error
+
+    return call
+
+
 def balanced_class_weight(labels: Tensor, num_classes: int) -> Tensor:
     """Returns w_c = n / (C n_c), float32 [num_classes], for `labels` int64 [n] of which n_c are class c.
 
@@ -225,11 +258,14 @@ class Job:
         """Returns its method before training."""
         return self.make(self.setup)
 
-    def sampler(self, labels: Tensor) -> BatchSampler:
-        """Returns the sampler of the rows of its batches, which draws on the device of `labels`.
+    def new_algorithm(self) -> Algorithm:
+        """Returns its method before training, which is trained by gradient steps."""
+        method = self.new_method()
+        assert isinstance(method, Algorithm), f"{self.method} has no gradient steps"
+        return method
 
-        `labels` int64 [N] are those of all images.
-        """
+    def sampler(self, labels: Tensor) -> BatchSampler:
+        """Returns the sampler of its batches, which draws rows on the device of all images' `labels` (int64 [N])."""
         training, pools = self.training, [pool.to(labels.device) for pool in self.split.train]
         return sampler(training.sampler, pools, training.batch_size, self.seed, labels)
 

@@ -1,11 +1,10 @@
-"""Selects the best step of a training: the images that a rule measures, their value, and the selector."""
+"""Which weights a training returns: those of the step that a selection rule picks, or an average over steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Finish
+from xdm_ft.averaging import Averaging, Segment, Tensors
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, is_defined, per_image_nll
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.evaluation.trials import ORACLE, honest_rule
@@ -23,8 +23,8 @@ from xdm_ft.training import Job, RuleValues, Selected
 
 FINAL_FIT = "final_fit"
 """The rule of a final fit: `Job.external_values` fixes its step before the training begins, and nothing is measured."""
-
-
+LOSS_SPLIT = "train_val"
+"""The validation images whose loss decides which steps an average contains, under every selection rule."""
 BY_DOMAIN = "train_val"
 """The split that is measured as an unweighted mean over its domains: DomainBed averages the accuracies of the training
 domains' validation parts (`env{i}_out_acc`, model_selection.py of Gulrajani & Lopez-Paz 2021), SWAD their losses. All
@@ -73,15 +73,22 @@ def external_values(job: Job, step: int) -> dict[str, float]:
     return {rule: values.get(step, math.nan) for rule, values in job.external_values.items()}
 
 
-@dataclass(frozen=True)
 class RuleImages:
-    """n images of one split. Its tensors are on the device of the logits to measure."""
+    """The images `rows` (int64 [n]) of one split, on which a selection metric is measured.
 
-    labels: Tensor  # int64 [n]
-    worst_of: Tensor  # int64 [n], see `Annotations`
-    metric: str
-    parts: tuple[Tensor, ...] | None  # per domain the positions of its images, int64; None: all images together
-    part_of: Tensor  # int64 [n]: the number of an image's part; len(parts): in no part
+    Its tensors are on the device of the annotations, which is that of the logits to measure.
+    """
+
+    def __init__(self, split: str, rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> None:
+        rows = rows.to(annotations.labels.device)
+        self.metric, self.labels, self.worst_of = metric, annotations.labels[rows], annotations.worst_of[rows]
+        self.parts: tuple[Tensor, ...] | None = None  # positions of each domain's images; None: all images together
+        self.part_of = torch.zeros_like(rows)  # int64 [n]: the number of an image's part; len(parts): in no part
+        if split == BY_DOMAIN and metric != "worst_domain_accuracy":
+            self.parts = tuple(defined_domains(rows, annotations, metric, num_classes)[0].values())
+            self.part_of += len(self.parts)
+            for number, part in enumerate(self.parts):
+                self.part_of[part] = number
 
     def value(self, logits: Tensor) -> float:
         """Returns the metric of finite logits [n,C], the unweighted mean over `parts`; nan if it is not defined."""
@@ -123,31 +130,13 @@ class RuleImages:
         return math.fsum(n / size for n, size in zip(right, sizes, strict=True)) / len(sizes) if sizes else math.nan
 
 
-def rule_images(split: str, rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> RuleImages:
-    """Returns the images `rows` (int64 [n]) of a split.
+def defined_domains(
+    rows: Tensor, annotations: Annotations, metric: str, num_classes: int
+) -> tuple[dict[int, Tensor], list[int]]:
+    """Returns {domain: positions of its images in `rows`} where the metric is defined on them, and the other domains.
 
     The labels alone decide which domains count, so they are the same at every step and in every trial.
     """
-    rows = rows.to(annotations.labels.device)
-    labels, worst_of, part_of = annotations.labels[rows], annotations.worst_of[rows], torch.zeros_like(rows)
-    if split != BY_DOMAIN or metric == "worst_domain_accuracy":
-        return RuleImages(labels, worst_of, metric, None, part_of)
-    parts = tuple(_defined_parts(rows, annotations, metric, num_classes)[0].values())
-    part_of += len(parts)
-    for number, part in enumerate(parts):
-        part_of[part] = number
-    return RuleImages(labels, worst_of, metric, parts, part_of)
-
-
-def undefined_domains(rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> list[int]:
-    """Returns the domains (by number) on whose images in `rows`, of the split BY_DOMAIN, the metric is undefined."""
-    return _defined_parts(rows, annotations, metric, num_classes)[1]
-
-
-def _defined_parts(
-    rows: Tensor, annotations: Annotations, metric: str, num_classes: int
-) -> tuple[dict[int, Tensor], list[int]]:
-    """Returns {domain: positions of its images in `rows`} if the metric is defined on them, and the other domains."""
     domains, defined, undefined = annotations.domains[rows], dict[int, Tensor](), list[int]()
     for domain in domains.unique().tolist():
         positions = (domains == domain).nonzero()[:, 0]
@@ -193,8 +182,16 @@ class Selector:
             self.course[rule][step] = values[rule]
         if step < self.first_selectable_step:
             return []
-        better = [rule for rule in self.rules if self._improves(rule, values[rule])]
-        picking = [rule for rule in self.rules if rule in better or self._follows(rule, values[rule], better)]
+        best = {rule: picked.value for rule, picked in self.selected.items() if picked.value is not None}
+        sign = 1 if HIGHER_IS_BETTER[self.metric] else -1
+        better = [
+            rule
+            for rule in self.rules
+            if not math.isnan(values[rule]) and (rule not in best or sign * values[rule] > sign * best[rule])
+        ]
+        picking = better
+        if self.followed in better and ORACLE not in better and values.get(ORACLE) == best.get(ORACLE, math.nan):
+            picking = [rule for rule in self.rules if rule in better or rule == ORACLE]
         if picking:
             weights = state()  # one copy for all rules that pick this step
             for rule in picking:
@@ -203,19 +200,6 @@ class Selector:
         if self.patience is not None and self.waited >= self.patience:
             self.stopped_at = step
         return picking
-
-    def _follows(self, rule: str, value: float, better: Sequence[str]) -> bool:
-        return (
-            rule == ORACLE and self.followed in better and rule in self.selected and value == self.selected[rule].value
-        )
-
-    def _improves(self, rule: str, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        best = self.selected[rule].value if rule in self.selected else None
-        if best is None:
-            return True
-        return value > best if HIGHER_IS_BETTER[self.metric] else value < best
 
     def state(self) -> dict[str, Any]:
         # rules that picked the same step share its weights, which are stored once
@@ -239,7 +223,7 @@ class Selector:
         self.course = state["course"]
         self.waited, self.stopped_at = state["waited"], state["stopped_at"]
 
-    def nothing_selected(self) -> str | None:
+    def failure(self) -> str | None:
         """Returns why the first rule has selected nothing; None if it has selected a step."""
         if self.rules[0] in self.selected:
             return None
@@ -247,6 +231,88 @@ class Selector:
             f"{self.rules[0]} could select no step: from step {self.first_selectable_step} on, {self.metric} was "
             "undefined on its images, or a logit was not finite, at every evaluation"
         )
+
+
+class Averages:
+    """The averages of H models that train together. Parameters are stacked, [H,…]; a single model has H = 1."""
+
+    def __init__(self, averagings: Sequence[Averaging], first_step: int, steps: int) -> None:
+        """One `Averaging` per model, all of one kind. `steps`: the length of the training.
+
+        Weights after fewer than `first_step` steps are ignored, unless the kind begins with those before training.
+        """
+        self.averagings, self.steps = averagings, steps
+        self.averages = [averaging.begin() for averaging in averagings]
+        self.first_step = 0 if averagings[0].from_start else first_step
+        self.mean: Tensors = {}  # mean of the weights after each step since the last evaluation
+        self.count = 0  # number of those steps
+        self.weights = [0.0 for _ in averagings]  # sum of each head's factors of those steps
+        self.broken_at: dict[int, int] = {}  # head → number of steps at its first validation loss that is not finite
+
+    @torch.no_grad()
+    def add(self, taken: int, parameters: Tensors) -> None:
+        """Adds the weights after `taken` steps to the mean since the last evaluation."""
+        if taken < self.first_step or (taken == 0 and self.count):
+            return  # a training that stopped before its first step has added the weights of step 0 already
+        self.count += 1
+        factors = [averaging.weight(taken, self.steps) for averaging in self.averagings]
+        if self.count == 1:
+            self.weights = factors
+            self.mean = {name: value.detach().clone() for name, value in parameters.items()}
+            return
+        self.weights = [weight + factor for weight, factor in zip(self.weights, factors, strict=True)]
+        shares = [factor / weight for factor, weight in zip(factors, self.weights, strict=True)]
+        if len(set(shares)) == 1:
+            torch._foreach_lerp_([*self.mean.values()], [parameters[name] for name in self.mean], shares[0])
+            return
+        for name, mean in self.mean.items():  # [H,…]
+            share = torch.tensor(shares, dtype=mean.dtype, device=mean.device).view(-1, *[1] * (mean.dim() - 1))
+            mean.lerp_(parameters[name], share)
+
+    def evaluated(self, taken: int, losses: Sequence[float | None], ended: Collection[int] = ()) -> None:
+        """Passes the mean since the last evaluation, and the validation loss, to the average of every head.
+
+        `losses`: each head's validation loss after `taken` steps; None if it is not finite. `ended`: heads whose
+        training ended at an earlier evaluation; their averages do not change.
+        """
+        if self.count == 0:
+            return
+        means = {name: value.cpu() for name, value in self.mean.items()}  # one copy from the device for all heads
+        for head, (average, loss) in enumerate(zip(self.averages, losses, strict=True)):
+            if head in ended:
+                continue
+            if loss is None:
+                self.broken_at.setdefault(head, taken)
+            elif head not in self.broken_at:
+                mean = {name: value[head].clone() for name, value in means.items()}
+                average.add(Segment(taken - self.count + 1, taken, mean, self.weights[head]), loss)
+        self.count = 0
+
+    def failure(self, head: int) -> str | None:
+        """Returns why a head has no average; None if it has one."""
+        if head not in self.broken_at:
+            return None
+        return f"the loss of the {LOSS_SPLIT} images was not finite after step {self.broken_at[head]}"
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "averages": [average.state() for average in self.averages],
+            "mean": self.mean if self.count else {},
+            "count": self.count,
+            "weights": self.weights,
+            "broken_at": self.broken_at,
+        }
+
+    def load_state(self, state: Mapping[str, Any], device: torch.device) -> None:
+        for average, saved in zip(self.averages, state["averages"], strict=True):
+            average.load_state(saved)
+        self.mean = {name: value.to(device) for name, value in state["mean"].items()}
+        self.count, self.weights, self.broken_at = state["count"], state["weights"], state["broken_at"]
+
+    def selected(self, head: int) -> Selected:
+        """Returns the average of one head, whatever the selection rule. Its `state` has the parameters alone."""
+        average = self.averages[head].result()
+        return Selected(average.last, average.mean, {"averaged_from": average.first})
 
 
 def best_finish(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from xdm_ft.runtime.interrupt import Interrupted
 from xdm_ft.sharpness import Tensors
 from xdm_ft.storage.checkpoint import Checkpoint, State
+from xdm_ft.training.selection import Averages, Selector
 
 logger = logging.getLogger("xdm_ft")
 READ_STEPS = 256  # steps whose scalars are copied from the device at once
@@ -62,13 +63,24 @@ class RunningMeans:
 
 
 class TrainingState(ABC):
-    """Everything that the steps of a training change, as a checkpoint stores it.
+    """Everything that the steps of H models change, as a checkpoint stores it.
 
     There is no random state in it: batches and random draws are functions of the step's number.
     """
 
-    def __init__(self, name: str, steps: int, checkpoint: Checkpoint | None, started: float) -> None:
-        self.name, self.steps, self.checkpoint = name, steps, checkpoint
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        selectors: Sequence[Selector],
+        averages: Averages | None,
+        device: torch.device,
+        checkpoint: Checkpoint | None,
+        started: float,
+    ) -> None:
+        """`name`: of the training, for messages. `started`: time.perf_counter() at its start."""
+        self.name, self.steps, self.device, self.checkpoint = name, steps, device, checkpoint
+        self.selectors, self.averages = selectors, averages
         self.taken = 0  # number of steps taken
         self.means = RunningMeans()
         self._started, self._earlier_seconds = started, 0.0  # those of interrupted processes
@@ -83,19 +95,22 @@ class TrainingState(ABC):
         return () if self.checkpoint is None else tuple(self.checkpoint.restarts)
 
     def state(self) -> State:
-        return {"taken": self.taken, "seconds": self.seconds, "means": self.means.state(), **self._own_state()}
+        return {
+            "taken": self.taken,
+            "seconds": self.seconds,
+            "means": self.means.state(),
+            "selectors": [selector.state() for selector in self.selectors],
+            "averages": None if self.averages is None else self.averages.state(),
+        }
 
     @torch.no_grad()
     def load_state(self, state: State) -> None:
         self.taken, self._earlier_seconds = state["taken"], state["seconds"]
         self.means.load_state(state["means"])
-        self._load_own_state(state)
-
-    @abstractmethod
-    def _own_state(self) -> State: ...
-
-    @abstractmethod
-    def _load_own_state(self, state: State) -> None: ...
+        for selector, saved in zip(self.selectors, state["selectors"], strict=True):
+            selector.load_state(saved)
+        if self.averages is not None:
+            self.averages.load_state(state["averages"], self.device)
 
     @abstractmethod
     def _settings(self) -> Mapping[str, Any]:

@@ -28,11 +28,10 @@ from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.bank.data import batches
-from xdm_ft.training.bank.step import Bank, algorithm_of, stack, step
+from xdm_ft.training.bank.data import BankValidation, batches
+from xdm_ft.training.bank.step import Bank, step
 from xdm_ft.training.bank.train import CHUNK_BYTES, CHUNK_HEADS, GPU_CHUNK_BYTES, GPU_CHUNK_HEADS, chunks
-from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.selection import rule_images
+from xdm_ft.training.selection import RuleImages
 
 CPU = torch.device("cpu")
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.9)
@@ -41,7 +40,7 @@ SGD = Training(batch_size=8, optimizer="sgd", momentum=0.9)
 def trajectory(jobs: list[Job], training: Training, steps: int) -> tuple[Bank, list[dict[str, Tensor]]]:
     """The bank after `steps` steps, and its parameters after each."""
     jobs = [under(training, job) for job in jobs]
-    bank, after = stack(jobs, torch.device("cpu")), []
+    bank, after = Bank(jobs, torch.device("cpu")), []
     for number, batch in zip(range(steps), batches(jobs, digits()), strict=False):
         step(bank, batch, number)
         after.append({name: value.detach().clone() for name, value in (bank.main | bank.auxiliary).items()})
@@ -66,7 +65,7 @@ def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
     for h, job in enumerate(jobs):
         rows = PooledSampler(job.split.train, 4, job.seed).indices(0, 5)
         for batch, expected in zip(made, rows, strict=True):
-            assert torch.equal(batch.index[h], expected)
+            assert torch.equal(batch.row[h], expected)
             assert torch.equal(batch.x[h], data.features[expected])
             assert torch.equal(batch.y[h], data.annotations.labels[expected])
             names = [job.split.train_domains[d] for d in batch.domain[h].tolist()]
@@ -169,10 +168,10 @@ def test_a_chunk_holds_no_more_features_than_are_kept_in_memory() -> None:
 def test_settings_that_differ_but_do_not_stack_are_refused() -> None:
     jobs = [job_of(XDomainMix, warmup_steps=3), job_of(XDomainMix, warmup_steps=4)]
     with pytest.raises(AssertionError, match="must be buffers"):
-        stack([under(SGD, job) for job in jobs], torch.device("cpu"))
+        Bank([under(SGD, job) for job in jobs], torch.device("cpu"))
     jobs = [job_of(sharpness=SAM(adaptive=True)), job_of(sharpness=SAM())]
     with pytest.raises(AssertionError, match="sharpness"):
-        stack([under(SGD, job) for job in jobs], torch.device("cpu"))
+        Bank([under(SGD, job) for job in jobs], torch.device("cpu"))
 
 
 def test_features_in_shards_train_alike() -> None:
@@ -241,7 +240,7 @@ def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
             assert selected.step in equal and (selected.step == equal[0] or rule == "oracle")
             rows = job.split.evaluation[split]
             logits = head_logits(data.features, rows, selected.state)
-            images = rule_images(split, rows, data.annotations, name, CLASSES)
+            images = RuleImages(split, rows, data.annotations, name, CLASSES)
             assert selected.value == best
             assert images.value(logits) == pytest.approx(best, abs=1e-6)
 
@@ -342,7 +341,7 @@ SEARCHES = {
 
 
 def trained(jobs: list[Job]) -> Bank:
-    bank = stack(jobs, CPU)
+    bank = Bank(jobs, CPU)
     for number, batch in enumerate(batches(jobs, digits())):
         step(bank, batch, number)
     return bank
@@ -355,7 +354,7 @@ def test_a_search_over_settings_is_one_bank_of_heads_as_alone(name: str) -> None
     together, ends = trained(jobs), []
     for head, job in enumerate(jobs):
         alone = trained([job]).state(0)
-        assert alone.keys() == algorithm_of(job).state_dict().keys(), "a weights file holds no other buffers"
+        assert alone.keys() == job.new_algorithm().state_dict().keys(), "a weights file holds no other buffers"
         torch.testing.assert_close(together.state(head), alone, rtol=1e-5, atol=1e-6)
         ends.append(alone["head.weight"])
     assert all((end - ends[0]).abs().max() > 1e-4 for end in ends[1:]), "the settings matter"

@@ -15,7 +15,7 @@ from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.step import stack, step
+from xdm_ft.training.bank.step import Bank, step
 from xdm_ft.xdomainmix import Partners
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "clip_trajectory_sgd.npz"
@@ -60,7 +60,7 @@ def test_the_recorded_trajectory_of_both_heads(
     split = split_of(0, 0)
     training = Training(optimizer="sgd", lr=0.5, momentum=0.9, clip_norm=1.0, loss_average="sample")
     job = Job(ModelKey("xdomainmix", ("d0",), 0, 0), split, setup, lambda s: Replayed(s, golden), None, training)
-    bank = stack([job] * heads, torch.device("cpu"))
+    bank = Bank([job] * heads, torch.device("cpu"))
     for t in range(STEPS):
         x, y, domain = (golden[name][t].expand(heads, *golden[name][t].shape) for name in ("X", "y", "domain"))
         losses = step(bank, Batch(x, y, domain, *(torch.arange(10).expand(heads, -1),) * 2), t)

@@ -26,12 +26,11 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.training import Job, Training
+from xdm_ft.training import Job, Training, compiled
 from xdm_ft.training.bank import step as step_module
 from xdm_ft.training.bank import train as bank_train
 from xdm_ft.training.bank.data import CachedData, batches
-from xdm_ft.training.bank.step import stack, step
-from xdm_ft.training.compiling import compiled
+from xdm_ft.training.bank.step import Bank, step
 
 STEPS = 9
 MIXING = {"warmup_steps": 3, "quantile_steps": 1}
@@ -56,7 +55,7 @@ CASES = {
 
 
 def weights(jobs: list[Job]) -> dict[str, torch.Tensor]:
-    bank = stack(jobs, torch.device("cpu"))
+    bank = Bank(jobs, torch.device("cpu"))
     for number, batch in enumerate(batches(jobs, digits())):
         step(bank, batch, number)
     return {name: value.detach() for name, value in bank.stacked().items()}
@@ -127,7 +126,7 @@ def test_a_step_reads_nothing_from_the_device(case: str, number: int, monkeypatc
     monkeypatch.setattr(torch, "autocast", lambda *given, **named: nullcontext())  # it does not know `meta`
     jobs = CASES[case]
     batch = next(iter(batches(jobs, digits())))
-    bank = stack(jobs, torch.device("meta"))
+    bank = Bank(jobs, torch.device("meta"))
     scalars = step(bank, Batch(**{name: value.to("meta") for name, value in batch.fields().items()}), number)
     assert scalars["loss"].device.type == "meta" and scalars["loss"].shape == (2,)
 
@@ -137,7 +136,7 @@ def test_a_step_reads_nothing_from_the_device(case: str, number: int, monkeypatc
 def test_a_gpu_trains_as_the_cpu(case: str) -> None:
     jobs, gpu, data = CASES[case], torch.device("cuda"), digits()
     features = Features([data.features[torch.arange(len(data.annotations.labels))]], device=gpu)
-    bank = stack(jobs, gpu)
+    bank = Bank(jobs, gpu)
     for number, batch in enumerate(batches(jobs, CachedData(features, data.annotations.to(gpu)))):
         step(bank, batch, number)
     for name, expected in weights(jobs).items():

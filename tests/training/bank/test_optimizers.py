@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from xdm_ft.training.bank.optimizers import clip, make_optimizer
+from xdm_ft.training.bank.optimizers import SGD, Adam, Optimizer, clip
 
 SHAPES = {"weight": (5, 7), "bias": (5,), "scalar": ()}
 LR, WEIGHT_DECAY = torch.tensor([1e-3, 0.1, 0.02]), torch.tensor([0.0, 0.01, 0.3])
@@ -44,7 +44,9 @@ def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays:
     theirs = [
         torch_optimizer(name, list(own.values()), h, float(weight_decay[h]), amsgrad) for h, own in enumerate(alone)
     ]
-    ours = make_optimizer(name, parameters, LR, weight_decay, MOMENTUM, BETAS, amsgrad, steps=STEPS)
+    ours: Optimizer = SGD(parameters, LR, weight_decay, MOMENTUM)
+    if name != "sgd":
+        ours = Adam(parameters, LR, weight_decay, BETAS, amsgrad, decoupled=name == "adamw", steps=STEPS)
     for step in range(STEPS):
         factor, gradients = 1 - step / STEPS, stacked(generator)
         if step >= STEPS // 2:  # smaller ones, from which only amsgrad's second moment does not fall
@@ -63,9 +65,7 @@ def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays:
 
 def test_momentum_is_used() -> None:
     parameters = {"w": torch.zeros(1, 1)}
-    optimizer = make_optimizer(
-        "sgd", parameters, torch.tensor([1.0]), torch.tensor([0.0]), momentum=torch.tensor([0.5]), steps=3
-    )
+    optimizer = SGD(parameters, torch.tensor([1.0]), torch.tensor([0.0]), momentum=torch.tensor([0.5]))
     positions = []
     for _ in range(3):
         optimizer.step(parameters, {"w": torch.ones(1, 1)}, factor=torch.ones(1))

@@ -22,20 +22,17 @@ from xdm_ft.runtime.randomness import Stream, integers
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Training
 from xdm_ft.training.bank import data as data_module
-from xdm_ft.training.bank import validation
-from xdm_ft.training.bank import validation as validation_module
-from xdm_ft.training.bank.data import CachedData, batches
-from xdm_ft.training.bank.step import Bank, stack
-from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.selection import rows_of_rules, rule_images, split_of
-from xdm_ft.training.solvers import solve
+from xdm_ft.training.bank.data import BankValidation, CachedData, batches
+from xdm_ft.training.bank.step import Bank
+from xdm_ft.training.bank.train import solve
+from xdm_ft.training.selection import RuleImages, rows_of_rules, split_of
 
 RULES = ("train_val", "oracle")
 JOBS = [job_of(held_out=head % DOMAINS, seed=head // 5) for head in range(10)]
 
 
 def trained() -> Bank:
-    bank = stack(JOBS, torch.device("cpu"))
+    bank = Bank(JOBS, torch.device("cpu"))
     with torch.no_grad():
         bank.main["head.weight"] += torch.randn(bank.main["head.weight"].shape, generator=torch.Generator())
         bank.main["head.weight"][3, 0, 0] = torch.inf
@@ -48,13 +45,13 @@ def test_values_are_those_of_each_head_alone(metric: str, at_once: int | None, m
     bank, data = trained(), digits()
     validation = BankValidation(JOBS, data, Criteria(RULES, metric))
     if at_once:
-        monkeypatch.setattr(validation_module, "VALUES_AT_ONCE", at_once * len(validation.rows) * 10)
+        monkeypatch.setattr(data_module, "VALUES_AT_ONCE", at_once * len(validation.rows) * 10)
     found = validation.values(bank.template, bank.main)
     assert found[3] is None and sum(own is None for own in found) == 1
     for head, (job, own) in enumerate(zip(JOBS, found, strict=True)):
         for rule, rows in rows_of_rules(job, RULES).items():
             state = {name: values[head].detach() for name, values in bank.main.items()}
-            images = rule_images(split_of(rule), rows, data.annotations, metric, 10)
+            images = RuleImages(split_of(rule), rows, data.annotations, metric, 10)
             logits = head_logits(data.features, rows, state)
             if own is not None:
                 assert own[rule] == pytest.approx(images.value(logits), abs=1e-5)
@@ -68,7 +65,7 @@ def test_heads_together_are_measured_bit_for_bit_as_alone() -> None:
     logits = 3 * torch.randn(len(rows), 7, 10, generator=generator)
     for metric in HIGHER_IS_BETTER:
         for split in (*RULES[:1], "test"):
-            images = rule_images(split, rows, data.annotations, metric, 10)
+            images = RuleImages(split, rows, data.annotations, metric, 10)
             assert images.values(logits) == [images.value(logits[:, head]) for head in range(7)]
 
 
@@ -104,8 +101,8 @@ def test_rows_are_drawn_once_per_sampler(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     first = next(iter(batches(jobs, digits())))
     assert drawn == [0, 1]
-    assert torch.equal(first.index[0], first.index[2]) and torch.equal(first.index[1], first.index[3])
-    assert not torch.equal(first.index[0], first.index[1])
+    assert torch.equal(first.row[0], first.row[2]) and torch.equal(first.row[1], first.row[3])
+    assert not torch.equal(first.row[0], first.row[1])
 
 
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.0)
@@ -199,7 +196,7 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     expected = whole.values(model, state)
     monkeypatch.setattr(data_module, "KEEP_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(data_module, "READ_BYTES", 4 * digits().features.width * 100)
-    monkeypatch.setattr(validation, "VALUES_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
+    monkeypatch.setattr(data_module, "VALUES_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
     blocks = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
     assert whole.loaded is not None and blocks.loaded is None
     for one, other in zip(expected, blocks.values(model, state), strict=True):
@@ -207,7 +204,8 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
         assert one == pytest.approx(other, rel=1e-6)
     model.load_state_dict({name: value[0] for name, value in state.items()}, strict=False)
     rows = torch.randperm(1000, generator=generator)
-    in_blocks = data_module.cached_logits(digits().features, rows, model)
+    monkeypatch.setattr(data_module, "PREDICTOR_BYTES", 0)
+    in_blocks = data_module.CachedPredictor(jobs[0], digits().features).logits(model.state_dict(), rows)
     torch.testing.assert_close(in_blocks, F.linear(digits().features[rows], weight[0], bias[0]))
 
 
@@ -217,4 +215,4 @@ def test_distinct_rows_are_torchs(heads: int) -> None:
     kinds = torch.rand(9, heads, generator=generator) < 0.5
     looks = kinds[torch.randint(9, (200,), generator=generator)]
     expected = looks.unique(dim=0, return_inverse=True)
-    assert all(torch.equal(a, b) for a, b in zip(validation.distinct_rows(looks), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(data_module.distinct_rows(looks), expected, strict=True))

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from loop_models import (
     lora,
     make_job,
     one_process,
+    predict,
     split,
     train,
     vit,
@@ -55,11 +56,9 @@ from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank.data import CachedData, batches
-from xdm_ft.training.end_to_end.batches import TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients
-from xdm_ft.training.end_to_end.inputs import STEPS_AHEAD, CachedActivations, _ahead
+from xdm_ft.training.end_to_end.inputs import STEPS_AHEAD, CachedActivations, TrainingBatches
 from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
-from xdm_ft.training.end_to_end.train import predict
 
 
 def train_part(
@@ -409,7 +408,7 @@ def test_training_draws_the_views_that_a_bank_draws(accelerator: Accelerator, so
     assert len(bank) == len(loop) == 4
     rows, seen = [], set()
     for theirs, ours in zip(bank, loop, strict=True):
-        assert torch.equal(ours.index, theirs.index[0])
+        assert torch.equal(ours.row, theirs.row[0])
         assert torch.equal(ours.x.flatten(1), theirs.x[0])
         if source != "none":
             assert torch.equal(ours.partner.flatten(1), theirs.partner[0])
@@ -423,7 +422,7 @@ def test_training_draws_the_views_that_a_bank_draws(accelerator: Accelerator, so
 def test_evaluations_read_the_plain_view(accelerator: Accelerator) -> None:
     inputs = random_activations(views=2)
     rows = torch.tensor([3, 1797 - 1, 7])
-    [first, second] = inputs.of_rows(rows.tolist(), 2)
+    [first, second] = inputs.of_rows(rows.tolist(), 2)()
     assert torch.equal(torch.cat([first, second]).flatten(1), inputs.features[rows])
     assert [x.shape for x in (first, second)] == [(2, 5, 3), (1, 5, 3)]
     assert list(inputs.of_rows([], 2)) == []
@@ -448,6 +447,20 @@ def test_views_change_what_trains(accelerator: Accelerator, tmp_path: Path) -> N
     assert not torch.equal(states[0]["head.weight"], states[1]["head.weight"])
 
 
+class Numbers:
+    """Features whose reading calls a function of the row."""
+
+    def __init__(self, read: Callable[[int], Tensor]) -> None:
+        self.read = read
+
+    def of_views(self, rows: Tensor, views: Tensor) -> Tensor:
+        return self.read(int(rows))
+
+
+def _ahead(read: Callable[[int], Tensor], count: int) -> Iterator[Tensor]:
+    return CachedActivations(Numbers(read), ()).of_rows(range(count), 1)()  # type: ignore[arg-type]
+
+
 def test_reads_ahead_in_order_and_stops_its_thread() -> None:
     begun: list[int] = []
 
@@ -455,7 +468,7 @@ def test_reads_ahead_in_order_and_stops_its_thread() -> None:
         begun.append(number)
         return torch.tensor(number)
 
-    read_ahead = _ahead(partial(read, number) for number in range(10))
+    read_ahead = _ahead(read, 10)
     assert next(read_ahead) == 0
     deadline = time.monotonic() + 10
     while len(begun) < 1 + STEPS_AHEAD and time.monotonic() < deadline:
@@ -464,9 +477,9 @@ def test_reads_ahead_in_order_and_stops_its_thread() -> None:
     assert len(threads()) == 1
     read_ahead.close()
     assert not threads() and begun == [0, 1, 2]
-    assert [int(x) for x in _ahead(partial(read, number) for number in range(5))] == [0, 1, 2, 3, 4]
+    assert [int(x) for x in _ahead(read, 5)] == [0, 1, 2, 3, 4]
     assert not threads()
-    assert list(_ahead([])) == []
+    assert list(_ahead(read, 0)) == []
 
 
 def test_an_error_of_the_thread_is_raised_at_its_step() -> None:
@@ -477,7 +490,7 @@ def test_an_error_of_the_thread_is_raised_at_its_step() -> None:
 
     got = []
     with pytest.raises(OSError, match="damaged"):
-        for x in _ahead(partial(read, number) for number in range(6)):
+        for x in _ahead(read, 6):
             got.append(int(x))
     assert got == [0, 1, 2] and not threads()
 

@@ -20,6 +20,7 @@ from loop_models import (
     final_state,
     make_job,
     one_process,
+    predict,
     split,
     step_batch,
     train,
@@ -41,12 +42,10 @@ from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised
-from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, split_batch
 from xdm_ft.training.end_to_end.gradients import StepGradients
-from xdm_ft.training.end_to_end.inputs import Images
+from xdm_ft.training.end_to_end.inputs import Images, StepBatch, TrainingBatches, split_batch
 from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.prediction import EndToEndValidation
-from xdm_ft.training.end_to_end.train import predict
 
 
 def test_running_statistics_move_once_a_step_by_the_mean_of_the_micro_batches(accelerator: Accelerator) -> None:
@@ -132,13 +131,13 @@ def test_a_loss_that_is_not_finite_stops_the_model(accelerator: Accelerator) -> 
     training, job = Training(batch_size=2, evaluate_every=1), make_job(Breaks)
     trained = train(job, SmallCNN(), training, accelerator)
     assert trained.selected == {}
-    rows = ", ".join(map(str, batch_of(job, training, 2).index.tolist()))
+    rows = ", ".join(map(str, batch_of(job, training, 2).row.tolist()))
     assert trained.failure == f"the loss is nan at step 3 of 4; images in its batch: rows {rows}"
 
 
 def test_an_unreadable_image_is_named(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     job, training = make_job(), Training(batch_size=4)
-    bad, image = int(batch_of(job, training, 1).index[0]), digits().image
+    bad, image = int(batch_of(job, training, 1).row[0]), digits().image
 
     def image_or_fault(row: int) -> Any:
         if row == bad:
@@ -196,12 +195,12 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
     assert list(whole) == list(range(7)) and list(rest) == [4, 5, 6]
     for step, batch in rest.items():
         for one, other in zip(batch.parts, whole[step].parts, strict=True):
-            assert torch.equal(one.index, other.index) and torch.equal(one.x, other.x)
-            assert torch.equal(one.y, labels[one.index]) and torch.equal(one.domain, domains[one.index])
-            assert torch.equal(batch.full_batch.index[one.place], one.index)
-        rows = torch.cat([part.index for part in batch.parts])
-        assert torch.equal(rows.sort().values, batch_of(job, training, step).index.sort().values)
-        assert torch.equal(batch.full_batch.index, batch_of(job, training, step).index)
+            assert torch.equal(one.row, other.row) and torch.equal(one.x, other.x)
+            assert torch.equal(one.y, labels[one.row]) and torch.equal(one.domain, domains[one.row])
+            assert torch.equal(batch.full_batch.row[one.position], one.row)
+        rows = torch.cat([part.row for part in batch.parts])
+        assert torch.equal(rows.sort().values, batch_of(job, training, step).row.sort().values)
+        assert torch.equal(batch.full_batch.row, batch_of(job, training, step).row)
         assert batch.share(0) + batch.share(1) == pytest.approx(1)
 
 
@@ -453,9 +452,9 @@ def test_a_row_that_is_twice_in_a_batch_gets_two_draws(accelerator: Accelerator)
         everyone = torch.ones_like(batch.y, dtype=torch.bool)
         same = batch._replace(partner=torch.zeros_like(batch.x), has_partner=everyone)
         mixed = algorithm.on_inputs(same, step).x
-        order = batch.index.argsort()
+        order = batch.row.argsort()
         for one, other in zip(order[:-1].tolist(), order[1:].tolist(), strict=True):
-            if batch.index[one] == batch.index[other]:
+            if batch.row[one] == batch.row[other]:
                 assert torch.equal(batch.x[one], batch.x[other]) and not torch.equal(mixed[one], mixed[other])
                 twice += 1
     assert twice > 10
@@ -476,9 +475,9 @@ def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: A
         assert partners is not None
         for part in batch.parts:
             assert part.partner is not None and part.has_partner is not None and part.has_partner.all()
-            for number, place in enumerate(part.place.tolist()):
+            for number, place in enumerate(part.position.tolist()):
                 row = int(partners.row[place])
                 assert row in pool and labels[row] == part.y[number] and domains[row] != part.domain[number]
                 assert torch.equal(part.partner[number], images.plain[row][0]) and part.partner_y[number] == labels[row]
-                outside += row not in batch.full_batch.index.tolist()
+                outside += row not in batch.full_batch.row.tolist()
     assert outside > 10

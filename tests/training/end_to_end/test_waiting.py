@@ -35,8 +35,8 @@ from xdm_ft.training import Trained, Training
 from xdm_ft.training.end_to_end import model as model_module
 from xdm_ft.training.end_to_end import train as train_module
 from xdm_ft.training.end_to_end.batch_norm import RunningStatistics
-from xdm_ft.training.end_to_end.batches import StepBatch
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
+from xdm_ft.training.end_to_end.inputs import StepBatch
 from xdm_ft.training.end_to_end.model import EndToEnd, is_cnn, optimizer_of
 
 TRAINING = Training(batch_size=4)

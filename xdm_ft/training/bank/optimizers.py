@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,9 @@ class Optimizer(ABC):
     An update computes with tensors on the device of `lr` only, so that it can be compiled.
     """
 
-    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
+    moments: dict[str, Tensors]  # all that steps change besides the parameters; 0 before the first step
+
+    def __init__(self, lr: Tensor, weight_decay: Tensor) -> None:
         self.lr, self.weight_decay = lr.float(), weight_decay.float().to(lr.device)
         self.decays = bool((weight_decay != 0).any())
 
@@ -33,52 +35,41 @@ class Optimizer(ABC):
             lr, weight_decay = _beside(self.lr * factor, parameter), _beside(self.weight_decay, parameter)
             self._update(name, parameter, gradients[name], lr, weight_decay)
 
-    @property
-    @abstractmethod
-    def moments(self) -> dict[str, Tensors]:
-        """All that steps change besides the parameters; 0 before the first step."""
-
     def reset(self) -> None:
         for moment in self.moments.values():
             for values in moment.values():
                 values.zero_()
 
-    def state(self) -> dict[str, Any]:
-        """Returns the moments, for a checkpoint."""
-        return dict(self.moments)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, moments: Mapping[str, Any]) -> None:
         for name, moment in self.moments.items():
             for parameter, values in moment.items():
-                values.copy_(state[name][parameter])
+                values.copy_(moments[name][parameter])
 
     @abstractmethod
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None: ...
 
 
 class SGD(Optimizer):
-    """v ← μ v + g + wd θ, θ ← θ − lr v (no dampening, no Nesterov)."""
+    """v ← μ v + g + wd θ, θ ← θ − lr v (no dampening, no Nesterov). `momentum` μ: float [H]."""
 
     def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: Tensor) -> None:
-        super().__init__(parameters, lr, weight_decay)
+        super().__init__(lr, weight_decay)
         self.momentum = momentum.float()
-        self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
-
-    @property
-    def moments(self) -> dict[str, Tensors]:
-        return {"velocity": self.velocity}
+        self.moments = {"velocity": {name: torch.zeros_like(p) for name, p in parameters.items()}}
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
         if self.decays:
             gradient = torch.addcmul(gradient, parameter, weight_decay)
-        velocity = self.velocity[name].mul_(_beside(self.momentum, parameter)).add_(gradient)
+        velocity = self.moments["velocity"][name].mul_(_beside(self.momentum, parameter)).add_(gradient)
         parameter.addcmul_(velocity, lr, value=-1)
 
 
 class Adam(Optimizer):
-    """Kingma & Ba 2015 with torch's ε of 1e-8; weight decay is an L2 penalty.
+    """Kingma & Ba 2015 with torch's ε of 1e-8, for at most `steps` steps; weight decay is an L2 penalty.
 
-    `amsgrad` replaces the second moment by its largest value so far (Reddi et al. 2018).
+    `amsgrad` replaces the second moment by its largest value so far (Reddi et al. 2018). `decoupled` is AdamW
+    (Loshchilov & Hutter 2019): weight decay subtracts lr × wd × θ from θ and does not enter the moments. It acts on
+    weights alone (`Training.decays`), which have two axes or more besides that of the heads.
     """
 
     eps = 1e-8
@@ -88,28 +79,23 @@ class Adam(Optimizer):
         parameters: Tensors,
         lr: Tensor,
         weight_decay: Tensor,
-        betas: tuple[float, float],
-        amsgrad: bool,
+        betas: tuple[float, float] = (0.9, 0.999),
+        amsgrad: bool = False,
+        *,
+        decoupled: bool,
         steps: int,
     ) -> None:
-        super().__init__(parameters, lr, weight_decay)
-        self.beta1, self.beta2 = betas
+        super().__init__(lr, weight_decay)
+        self.decoupled, (self.beta1, self.beta2) = decoupled, betas
+        # 1 / √(1 − β2^t) and −1 / (1 − β1^t) after t steps, float32 [2, 1 + steps]: in float64, as in torch.optim
+        corrections = [((1 - self.beta2**t) ** -0.5, -1 / (1 - self.beta1**t)) for t in range(1, steps + 1)]
+        table = torch.tensor([(1.0, 1.0), *corrections], dtype=torch.float64)
+        self.corrections = table.float().T.contiguous().to(lr.device)
         self.taken = torch.zeros(1, dtype=torch.int64, device=lr.device)
-        # a table of all steps, float32 [2, 1 + steps]: computed in float64, as in torch.optim
-        corrections = [(1.0, 1.0), *(self._correction(taken) for taken in range(1, steps + 1))]
-        self.corrections = torch.tensor(corrections, dtype=torch.float64).float().T.contiguous().to(lr.device)
-        self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.mean, self.square = ({name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(2))
         self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
-
-    @property
-    def moments(self) -> dict[str, Tensors]:
-        taken = {"steps": self.taken}
-        return {"taken": taken, "mean": self.mean, "square": self.square, "largest": self.largest}
-
-    def _correction(self, taken: int) -> tuple[float, float]:
-        """Returns 1 / √(1 − β2^t) and −1 / (1 − β1^t) after t steps."""
-        return (1 - self.beta2**taken) ** -0.5, -1 / (1 - self.beta1**taken)
+        moments = {"mean": self.mean, "square": self.square, "largest": self.largest}
+        self.moments = {"taken": {"steps": self.taken}, **moments}
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: Tensor) -> None:
         self.taken += 1
@@ -117,8 +103,10 @@ class Adam(Optimizer):
         super().step(parameters, gradients, factor)
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
-        if self.decays:
-            gradient = self._decay(parameter, gradient, lr, weight_decay)
+        if self.decays and not self.decoupled:
+            gradient = torch.addcmul(gradient, parameter, weight_decay)
+        elif self.decays and parameter.ndim > 2:
+            parameter.mul_(1 - lr * weight_decay)
         mean = self.mean[name].lerp_(gradient, 1 - self.beta1)
         square = self.square[name].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         if self.largest:
@@ -126,38 +114,6 @@ class Adam(Optimizer):
         # θ ← θ − lr · m̂ / (√v̂ + ε) with m̂ = m / (1 − β1^t) and v̂ = v / (1 − β2^t)
         ratio = mean / square.sqrt().mul_(self.scale).add_(self.eps)
         parameter.addcmul_(ratio.mul_(self.minus), lr)
-
-    def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
-        return torch.addcmul(gradient, parameter, weight_decay)
-
-
-class AdamW(Adam):
-    """Loshchilov & Hutter 2019: weight decay subtracts lr × wd × θ from θ and does not enter the moments.
-
-    It acts on weights alone (`Training.decays`), which have two axes or more besides that of the heads.
-    """
-
-    def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
-        if parameter.ndim > 2:
-            parameter.mul_(1 - lr * weight_decay)
-        return gradient
-
-
-def make_optimizer(
-    name: Literal["sgd", "adam", "adamw"],
-    parameters: Tensors,
-    lr: Tensor,
-    weight_decay: Tensor,
-    momentum: Tensor,
-    betas: tuple[float, float] = (0.9, 0.999),
-    amsgrad: bool = False,
-    *,
-    steps: int,
-) -> Optimizer:
-    """Returns the optimizer. `momentum` (float [H]) is for SGD; `betas`, `amsgrad` and the most `steps` for Adam(W)."""
-    if name == "sgd":
-        return SGD(parameters, lr, weight_decay, momentum)
-    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, betas, amsgrad, steps)
 
 
 def clip(gradients: Tensors, norm: float) -> Tensors:

@@ -7,8 +7,7 @@ other routines, whose rounding differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,37 +19,55 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.heads import Head
 from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness import Sharpness, Tensors
-from xdm_ft.training import Job
-from xdm_ft.training.bank.optimizers import Optimizer, clip, make_optimizer
-from xdm_ft.training.compiling import compiled
+from xdm_ft.training import Job, compiled
+from xdm_ft.training.bank.optimizers import SGD, Adam, Optimizer, clip
 
 
-@dataclass
 class Bank:
-    """H models of one method, stacked: every tensor is [H,…]."""
+    """H newly initialised models of one method, one per job, stacked: every tensor is [H,…].
 
-    template: Algorithm  # used for its code and settings; its own parameters are never used
-    main: Tensors  # parameters that `Losses.total` trains
-    auxiliary: Tensors  # parameters that `Losses.auxiliary` trains
-    buffers: Tensors  # those that weights files hold; steps change them in place
-    fixed: Tensors  # other buffers, which follow from the heads' settings
-    factors: Tensor  # of the learning rates at every step, by the schedule: float32 [steps]
-    optimizer: Optimizer
-    sharpness: Sharpness | None
-    sharpness_numbers: Tensors  # its settings, by the names of `Sharpness.numbers`: float [H] each
-    clip_norm: float | None
-    compiles: bool  # whether its steps are compiled
+    `compiles`: whether its steps are compiled.
+    """
 
-    def __post_init__(self) -> None:
-        self.mixing = _InputMixing(self.template)
+    def __init__(self, jobs: Sequence[Job], device: torch.device, compiles: bool = False) -> None:
+        training, setup, self.sharpness, self.compiles = jobs[0].training, jobs[0].setup, jobs[0].sharpness, compiles
+        models = [job.new_algorithm().to(device) for job in jobs]
+        self.template = template = models[0]  # used for its code and settings; its own parameters are never used
+        assert all(settings_of(m) == settings_of(template) for m in models), "settings that differ must be buffers"
+        assert all(settings_of(m.head) == settings_of(template.head) for m in models), "a bank has one kind of head"
+        sharpness_settings = settings_of(self.sharpness)
+        assert all(settings_of(j.sharpness) == sharpness_settings for j in jobs), "a bank has one kind of sharpness"
+        self.mixing = InputMixing(template)
+
+        stacked, buffers = stack_module_state(models)
+        auxiliary = {name for name in stacked if name.split(".")[0] in template.auxiliary}
+        self.main = {name: value for name, value in stacked.items() if name not in auxiliary}  # `Losses.total` trains
+        self.auxiliary = {name: value for name, value in stacked.items() if name in auxiliary}
+        saved = template.state_dict().keys()  # what weights files hold; steps change these buffers in place
+        self.buffers = {name: value for name, value in buffers.items() if name in saved}
+        self.fixed = {name: value for name, value in buffers.items() if name not in saved}  # follow from the settings
+        numbers = self.sharpness.numbers if self.sharpness else ()
+        self.sharpness_numbers = {
+            name: torch.tensor([getattr(job.sharpness, name) for job in jobs], device=device) for name in numbers
+        }
+
+        factors = [training.schedule.factor(number, setup.steps) for number in range(setup.steps)]
+        self.factors = torch.tensor(factors, device=device)  # of the learning rates at every step, float32 [steps]
+        self.clip_norm = training.clip_norm
+        lr = torch.tensor([job.training.lr for job in jobs], device=device)
+        weight_decay = torch.tensor([job.training.weight_decay for job in jobs])
+        self.optimizer: Optimizer
+        if training.optimizer == "sgd":
+            momentum = torch.tensor([job.training.momentum for job in jobs], device=device)
+            self.optimizer = SGD(stacked, lr, weight_decay, momentum)
+        else:
+            betas, decoupled = (training.beta1, training.beta2), training.optimizer == "adamw"
+            steps = setup.steps * max(1, template.gradients_per_step(setup.task.num_domains))
+            self.optimizer = Adam(stacked, lr, weight_decay, betas, training.amsgrad, decoupled=decoupled, steps=steps)
 
     @property
     def heads(self) -> int:
         return len(self.optimizer.lr)
-
-    @property
-    def steps(self) -> int:
-        return len(self.factors)
 
     @property
     def parameters(self) -> Tensors:
@@ -90,21 +107,32 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
     value is read from the device: steps of one phase launch the same operators on other tensors.
     """
     number = now[0]
-    batch = bank.mixing.of_heads(bank.buffers | bank.fixed, batch, number)
-    losses = _losses(bank, bank.main, batch, number, phase, first_pass_draws=None)
+    buffers = bank.buffers | bank.fixed
+    if bank.mixing.changes_inputs:
+        batch = bank.mixing.of_heads(buffers, batch, number)
+    fields = batch.fields()
+
+    def losses_of_head(state: Tensors, fields: Tensors, first_pass_draws: Tensors) -> Losses:
+        arguments = (fields["x"], Batch(**fields), number, first_pass_draws or None, phase)
+        losses: Losses = functional_call(bank.template, state, arguments)
+        return losses
+
+    losses_at = per_head(losses_of_head, bank.heads)  # scalars of the losses become [H]
+    losses = losses_at({**bank.main, **bank.auxiliary, **buffers}, fields, {})
     # total and auxiliary depend on different parameters, so one backward pass computes both gradients
     auxiliary_gradients = _gradients(losses.total + losses.auxiliary, bank.parameters)
     gradients = {name: auxiliary_gradients.pop(name) for name in bank.main}
-    if bank.sharpness is not None:
+    if (sharpness := bank.sharpness) is not None:
         centre = {name: parameter.detach() for name, parameter in bank.main.items()}
-        offset_of = per_head(partial(_offset, bank.sharpness), bank.heads)
-        offset = offset_of(centre, gradients, bank.sharpness_numbers)
+        offset_at = per_head(lambda theta, gradient, numbers: sharpness.offset(theta, gradient, **numbers), bank.heads)
+        offset = offset_at(centre, gradients, bank.sharpness_numbers)
         # new leaves: the second gradient is taken at θ + offset, with the offset as a constant
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
-        second = _losses(bank, perturbed, batch, number, phase, losses.first_pass_draws)
-        gradients = per_head(bank.sharpness.combine, bank.heads)(gradients, _gradients(second.total, perturbed))
+        second = losses_at({**perturbed, **bank.auxiliary, **buffers}, fields, losses.first_pass_draws)
+        gradients = per_head(sharpness.combine, bank.heads)(gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
+
     bank.optimizer.step(bank.parameters, gradients | auxiliary_gradients, bank.factors.index_select(0, now))
     for name, value in losses.buffers.items():  # those of the first pass: a step changes buffers once
         bank.buffers[name].copy_(value.detach())
@@ -123,21 +151,6 @@ def compiled_step() -> Callable[[Bank, Batch, Tensor, str], Tensors]:
     return compiled(inner_step, fullgraph=True, dynamic=False)
 
 
-def _losses(
-    bank: Bank, main: Tensors, batch: Batch, step: Tensor, phase: str, first_pass_draws: Tensors | None
-) -> Losses:
-    """Returns the losses of every head with the parameters `main`; scalars become [H]."""
-
-    def losses_of_head(state: Tensors, fields: Tensors, first_pass_draws: Tensors) -> Losses:
-        return functional_call(
-            bank.template, state, (fields["x"], Batch(**fields), step, first_pass_draws or None, phase)
-        )
-
-    state = {**main, **bank.auxiliary, **bank.buffers, **bank.fixed}
-    losses: Losses = per_head(losses_of_head, bank.heads)(state, batch.fields(), first_pass_draws or {})
-    return losses
-
-
 def per_head(function: Callable[..., Any], heads: int) -> Callable[..., Any]:
     """Returns a function of one head's tensors as a function of those of all heads, [H,…] each."""
     if heads > 1:
@@ -150,17 +163,13 @@ def per_head(function: Callable[..., Any], heads: int) -> Callable[..., Any]:
     return of_single_head
 
 
-def _offset(sharpness: Sharpness, parameters: Tensors, gradients: Tensors, numbers: Tensors) -> Tensors:
-    return sharpness.offset(parameters, gradients, **numbers)
-
-
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
     """Returns every head's gradient of its own loss, from losses [H]: heads are independent, so their sum has it."""
     gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))
 
 
-class _InputMixing(nn.Module):
+class InputMixing(nn.Module):
     """`Algorithm.on_inputs` as a module's forward pass, which is the only function that `functional_call` calls."""
 
     def __init__(self, algorithm: Algorithm) -> None:
@@ -173,61 +182,9 @@ class _InputMixing(nn.Module):
 
     def of_heads(self, buffers: Tensors, batch: Batch, step: Tensor) -> Batch:
         """Returns the inputs of every head; `buffers` and the fields of `batch` are [H,…]."""
-        if not self.changes_inputs:
-            return batch
-
-        def of_head(buffers_of_head: Tensors, fields: Tensors) -> Tensors:
-            changed: Tensors = functional_call(self, buffers_of_head, (fields, step))
-            return changed
-
         renamed = {f"algorithm.{name}": value for name, value in buffers.items()}
-        return Batch(**vmap(of_head)(renamed, batch.fields()))
-
-
-def stack(jobs: Sequence[Job], device: torch.device, compiles: bool = False) -> Bank:
-    """Returns a bank of newly initialised models, one per job. `compiles`: whether its steps are compiled."""
-    training, setup, sharpness = jobs[0].training, jobs[0].setup, jobs[0].sharpness
-    models = [algorithm_of(job).to(device) for job in jobs]
-    template = models[0]
-    assert all(settings_of(model) == settings_of(template) for model in models), "settings that differ must be buffers"
-    assert all(settings_of(model.head) == settings_of(template.head) for model in models), "a bank has one kind of head"
-    assert all(settings_of(job.sharpness) == settings_of(sharpness) for job in jobs), "a bank has one kind of sharpness"
-    stacked, buffers = stack_module_state(models)
-    saved = template.state_dict().keys()
-    auxiliary = {name for name in stacked if name.split(".")[0] in template.auxiliary}
-    optimizer = make_optimizer(
-        training.optimizer,
-        stacked,
-        lr=torch.tensor([job.training.lr for job in jobs], device=device),
-        weight_decay=torch.tensor([job.training.weight_decay for job in jobs]),
-        momentum=torch.tensor([job.training.momentum for job in jobs], device=device),
-        betas=(training.beta1, training.beta2),
-        amsgrad=training.amsgrad,
-        steps=setup.steps * max(1, template.gradients_per_step(setup.task.num_domains)),
-    )
-    factors = [training.schedule.factor(number, setup.steps) for number in range(setup.steps)]
-    return Bank(
-        template=template,
-        main={name: value for name, value in stacked.items() if name not in auxiliary},
-        auxiliary={name: value for name, value in stacked.items() if name in auxiliary},
-        buffers={name: value for name, value in buffers.items() if name in saved},
-        fixed={name: value for name, value in buffers.items() if name not in saved},
-        factors=torch.tensor(factors, device=device),
-        optimizer=optimizer,
-        sharpness=sharpness,
-        sharpness_numbers={
-            name: torch.tensor([getattr(job.sharpness, name) for job in jobs], device=device)
-            for name in (sharpness.numbers if sharpness else ())
-        },
-        clip_norm=training.clip_norm,
-        compiles=compiles,
-    )
-
-
-def algorithm_of(job: Job) -> Algorithm:
-    model = job.make(job.setup)
-    assert isinstance(model, Algorithm)
-    return model
+        mix = vmap(lambda state, fields: functional_call(self, state, (fields, step)))
+        return Batch(**mix(renamed, batch.fields()))
 
 
 def settings_of(model: Algorithm | Head | Sharpness | None) -> dict[str, object]:

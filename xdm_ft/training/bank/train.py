@@ -1,28 +1,37 @@
-"""Trains heads on cached features, a chunk of them together. `step.step` is one step of a chunk."""
+"""Trains heads on cached features: a chunk of them together, or the head of a solver. `step.step` is a chunk's step."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xdm_ft.algorithms import Solver
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.interrupt import deferred, stop_requested
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
-from xdm_ft.runtime.tensors import Annotations, Criteria
+from xdm_ft.runtime.tensors import Annotations, Batch, Criteria
 from xdm_ft.sharpness import Tensors
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.digests import tensors_digest
-from xdm_ft.training import Job, Record, Selected, Trained
-from xdm_ft.training.averages import LOSS_SPLIT, Averages
-from xdm_ft.training.bank.data import CachedData, batches
-from xdm_ft.training.bank.step import algorithm_of, settings_of, stack, step
-from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.selection import Selector, evaluation_steps, external_values
+from xdm_ft.training import Job, Record, Trained
+from xdm_ft.training.bank.data import BankValidation, CachedData, CachedPredictor, batches
+from xdm_ft.training.bank.step import Bank, settings_of, step
+from xdm_ft.training.selection import (
+    LOSS_SPLIT,
+    Averages,
+    RuleImages,
+    Selector,
+    evaluation_steps,
+    external_values,
+    rows_of_rules,
+    split_of,
+)  # fmt: skip
 from xdm_ft.training.state import TrainingState
 
 if TYPE_CHECKING:
@@ -70,16 +79,15 @@ def train_chunk(
     chunk.resume()
     bar.skip(len(jobs) * chunk.taken)
     with deferred():
-        if chunk.taken == 0:
-            chunk.average(0)
+        if chunk.averages and chunk.taken == 0:
+            chunk.averages.add(0, bank.parameters)
         for number, batch in enumerate(batches(jobs, data, chunk.taken), start=chunk.taken):
             chunk.means.add(number, step(bank, batch, number))
-            chunk.average(number + 1)
+            if chunk.averages:
+                chunk.averages.add(number + 1, bank.parameters)
             bar.advance(len(jobs))
-            if number + 1 in evaluate_after:
-                chunk.evaluate(number + 1, record)
-                if chunk.has_ended:
-                    break
+            if number + 1 in evaluate_after and not chunk.evaluate(number + 1, record):
+                break
             chunk.taken = number + 1
             if stop_requested():
                 chunk.save_and_stop()
@@ -98,60 +106,43 @@ class _Chunk(TrainingState):
         checkpoint: Checkpoint | None,
         started: float,
     ) -> None:
-        training, steps = jobs[0].training, jobs[0].setup.steps
-        super().__init__(f"{jobs[0].method}, {plural(len(jobs), 'model')} together", steps, checkpoint, started)
+        training, steps, device = jobs[0].training, jobs[0].setup.steps, data.features.device
         self.jobs, self.data, self.rules = jobs, data, criteria.rules
-        compiles = training.compile and not algorithm_of(jobs[0]).has_kernels
-        self.bank = stack(jobs, data.features.device, compiles)
-        first_step = self.bank.template.first_selectable_step
-        self.selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
+        compiles = training.compile and not jobs[0].new_algorithm().has_kernels
+        self.bank = Bank(jobs, device, compiles)
         self.failures: list[str | None] = [None for _ in jobs]
         self.best: dict[str, Tensors] = {}
         """{selection rule: {name: weights that it has picked so far, [H,…] on the device}}; selectors have the steps"""
-        self.validation = BankValidation(jobs, data, criteria)
-        self.averages, self.loss_validation = None, None
+        self.validation, self.loss_validation = BankValidation(jobs, data, criteria), None
+        first_step, averages = self.bank.template.first_selectable_step, None
         averagings = [job.averaging for job in jobs if job.averaging is not None]
         if averagings:
             assert len(averagings) == len(jobs), "a bank has one kind of averaging"
-            self.averages = Averages(averagings, first_step, steps)
+            averages = Averages(averagings, first_step, steps)
             if averagings[0].reads_loss:
                 self.loss_validation = BankValidation(jobs, data, Criteria((LOSS_SPLIT,), "nll"))
+        name = f"{jobs[0].method}, {plural(len(jobs), 'model')} together"
+        selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
+        super().__init__(name, steps, selectors, averages, device, checkpoint, started)
 
-    def _settings(self) -> dict[str, Any]:
-        splits, annotations = [job.split for job in self.jobs], self.data.annotations
-        rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
-        return {
-            "device": self.data.features.device.type,
-            "features": self.data.features.key,
-            "data": tensors_digest(dict(enumerate([annotations.labels, annotations.domains, *rows]))),
-            "weights": tensors_digest(self.bank.stacked()),
-        }
+    def evaluate(self, taken: int, record: Record) -> bool:
+        """Evaluates, selects and records every head that has neither failed nor stopped, after `taken` steps.
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether every head has failed or stopped."""
-        return all(
-            failure is not None or selector.stopped_at is not None
-            for failure, selector in zip(self.failures, self.selectors, strict=True)
-        )
-
-    def average(self, taken: int) -> None:
-        """Adds the weights after `taken` steps to the averages, if the heads have any."""
-        if self.averages is not None:
-            self.averages.add(taken, self.bank.parameters)
-
-    def evaluate(self, taken: int, record: Record) -> None:
-        """Evaluates every head that has neither failed nor stopped, after `taken` steps; selects and records."""
-        bank, metric = self.bank, self.validation.metric
+        Returns whether one of them goes on.
+        """
+        bank, metric, jobs = self.bank, self.validation.metric, self.jobs
         means, broken_at = self.means.take()
         lr = (bank.optimizer.lr * bank.factors[taken - 1]).tolist()
         evaluated, heads_of_rule = list[tuple[Job, dict[str, float]]](), dict[str, list[int]]()
         for head, values in enumerate(self.validation.values(bank.template, bank.main)):
-            job, selector = self.jobs[head], self.selectors[head]
+            job, selector = jobs[head], self.selectors[head]
             if self.failures[head] is not None or selector.stopped_at is not None:
                 continue
             if head in broken_at:
-                self.failures[head] = self._broken_loss(job, broken_at[head])
+                number = broken_at[head]
+                rows = job.sampler(self.data.annotations.labels).indices(number, number + 1)[0].tolist()
+                where = f"at step {number + 1} of {self.steps}; rows of its batch: {', '.join(map(str, rows))}"
+                self.failures[head] = f"the loss was not finite {where}"
             elif values is None:
                 where = f"after step {taken} of {self.steps}"
                 self.failures[head] = f"the logits of the validation images were not finite {where}"
@@ -161,74 +152,79 @@ class _Chunk(TrainingState):
                     heads_of_rule.setdefault(rule, []).append(head)
                 scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": lr[head]}
                 evaluated.append((job, scalars | {f"{rule}/{metric}": value for rule, value in values.items()}))
-        if self.averages is None:
-            self._keep_best(heads_of_rule)
         if evaluated:
             record(taken, evaluated)
-        if self.averages is not None:
+
+        if self.averages is None:
+            stacked = {name: values.detach() for name, values in bank.stacked().items()}
+            for rule, heads in heads_of_rule.items():
+                best, index = self.best.setdefault(rule, {}), torch.tensor(heads, device=self.device)
+                for name, weights in stacked.items():
+                    if name not in best:
+                        best[name] = torch.zeros_like(weights)
+                    best[name].index_copy_(0, index, weights.index_select(0, index))
+        else:
+            losses: list[float | None] = [math.nan for _ in jobs]  # of averages that read none
+            if self.loss_validation is not None:
+                loss_values = self.loss_validation.values(bank.template, bank.main)
+                losses = [None if of_head is None else of_head[LOSS_SPLIT] for of_head in loss_values]
             stops = enumerate(selector.stopped_at for selector in self.selectors)
             ended = {head for head, stop in stops if stop is not None and stop < taken}
-            self.averages.evaluated(taken, self._losses(), ended)
+            self.averages.evaluated(taken, losses, ended)
+        ends = zip(self.failures, self.selectors, strict=True)
+        return any(failure is None and selector.stopped_at is None for failure, selector in ends)
 
-    def _broken_loss(self, job: Job, number: int) -> str:
-        rows = job.sampler(self.data.annotations.labels).indices(number, number + 1)[0].tolist()
-        where = f"at step {number + 1} of {self.steps}; rows of its batch: {', '.join(map(str, rows))}"
-        return f"the loss was not finite {where}"
-
-    def _keep_best(self, heads_of_rule: Mapping[str, Sequence[int]]) -> None:
-        """Keeps the present weights of some heads as the best ones, {selection rule: heads}."""
-        stacked = {name: values.detach() for name, values in self.bank.stacked().items()}
-        for rule, heads in heads_of_rule.items():
-            best = self.best.setdefault(rule, {})
-            index = torch.tensor(heads, device=self.bank.factors.device)
-            for name, values in stacked.items():
-                if name not in best:
-                    best[name] = torch.zeros_like(values)
-                best[name].index_copy_(0, index, values.index_select(0, index))
-
-    def _losses(self) -> list[float | None]:
-        """Returns the validation loss of every head: None if its logits are not finite, nan if no average needs it."""
-        if self.loss_validation is None:
-            return [math.nan] * len(self.jobs)
-        values = self.loss_validation.values(self.bank.template, self.bank.main)
-        return [None if of_head is None else of_head[LOSS_SPLIT] for of_head in values]
-
-    def _own_state(self) -> State:
+    def _settings(self) -> dict[str, Any]:
+        splits, annotations = [job.split for job in self.jobs], self.data.annotations
+        rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
         return {
+            "device": self.device.type,
+            "features": self.data.features.key,
+            "data": tensors_digest(dict(enumerate([annotations.labels, annotations.domains, *rows]))),
+            "weights": tensors_digest(self.bank.stacked()),
+        }
+
+    def state(self) -> State:
+        return super().state() | {
             "parameters": self.bank.parameters,
             "buffers": self.bank.buffers,
-            "optimizer": self.bank.optimizer.state(),
-            "selectors": [selector.state() for selector in self.selectors],
+            "optimizer": self.bank.optimizer.moments,
             "best": self.best,
-            "averages": None if self.averages is None else self.averages.state(),
             "failures": self.failures,
         }
 
-    def _load_own_state(self, state: State) -> None:
-        bank, device = self.bank, self.bank.factors.device
-        for name, parameter in bank.parameters.items():
+    @torch.no_grad()
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
+        for name, parameter in self.bank.parameters.items():
             parameter.copy_(state["parameters"][name])
         for name, value in state["buffers"].items():
-            bank.buffers[name].copy_(value)
-        bank.optimizer.load_state(state["optimizer"])
-        for selector, saved in zip(self.selectors, state["selectors"], strict=True):
-            selector.load_state(saved)
+            self.bank.buffers[name].copy_(value)
+        self.bank.optimizer.load_state(state["optimizer"])
         self.best = {
-            rule: {name: value.to(device) for name, value in weights.items()} for rule, weights in state["best"].items()
+            rule: {name: value.to(self.device) for name, value in weights.items()}
+            for rule, weights in state["best"].items()
         }
-        if self.averages is not None:
-            self.averages.load_state(state["averages"], device)
         self.failures = state["failures"]
 
     def results(self) -> list[Trained]:
         """Returns one result per head. `seconds` is the chunk's time divided by its number of heads."""
-        template, seconds = self.bank.template, self.seconds / len(self.jobs)
+        template, seconds, results = self.bank.template, self.seconds / len(self.jobs), list[Trained]()
         best = {rule: {name: value.cpu() for name, value in weights.items()} for rule, weights in self.best.items()}
         # all heads of a bank have parameters of the same sizes
         parameters = sum(parameter.numel() for parameter in template.parameters() if parameter.requires_grad)
-        results = []
-        for head, (job, selector) in enumerate(zip(self.jobs, self.selectors, strict=True)):
-            failure, selected = self._selected(head, best)
+        for head, (job, selector, failure) in enumerate(zip(self.jobs, self.selectors, self.failures, strict=True)):
+            if self.averages is not None:
+                failure, selected = failure or self.averages.failure(head), {}
+                if failure is None:
+                    average = self.averages.selected(head)
+                    average = dataclasses.replace(average, state=self.bank.state(head) | average.state)
+                    selected = dict.fromkeys(self.rules, average)
+            else:
+                failure, selected = failure or selector.failure(), selector.selected
+                for rule, picked in selected.items():
+                    if not picked.state:  # of rules that picked the same step, the first fills the weights they share
+                        picked.state.update({name: value[head].clone() for name, value in best[rule].items()})
             results.append(
                 Trained(
                     job=job,
@@ -244,18 +240,37 @@ class _Chunk(TrainingState):
             )
         return results
 
-    def _selected(self, head: int, best: Mapping[str, Tensors]) -> tuple[str | None, dict[str, Selected]]:
-        """Returns why a head has failed (None: it has not), and what was selected of it."""
-        selector, failure = self.selectors[head], self.failures[head]
-        if self.averages is not None:
-            failure = failure or self.averages.nothing_averaged(head)
-            if failure:
-                return failure, {}
-            return None, self.averages.selected(head, lambda mean: self.bank.state(head) | mean, self.rules)
-        for rule, selected in selector.selected.items():
-            if not selected.state:  # of rules that picked the same step, the first fills the weights that they share
-                selected.state.update({name: value[head].clone() for name, value in best[rule].items()})
-        return failure or selector.nothing_selected(), selector.selected
+
+def solve(
+    job: Job, features: Features, annotations: Annotations, criteria: Criteria, bar: Progress | None = None
+) -> Trained:
+    """Returns the solver's candidates that the selection rules pick, offered in its order. Deterministic on a CPU.
+
+    `features` must be L2-normalised if the solver is `normalized`. `Selected.step` is the candidate's index in the
+    path, `Selected.hparams` the hyper-parameters that the solver varied. `bar` counts the candidates.
+    """
+    started, bar = time.perf_counter(), bar or unseen()
+    solver, classes, selector = job.new_method(), job.setup.task.num_classes, Selector(criteria, 0)
+    assert isinstance(solver, Solver)
+    solver.eval()
+    rows_of, predictor = rows_of_rules(job, criteria.rules), CachedPredictor(job, features)
+    images = {r: RuleImages(split_of(r), rows, annotations, criteria.metric, classes) for r, rows in rows_of.items()}
+    rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
+    batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
+    low, high = batch.x.aminmax(dim=1)  # [n], NaN if a feature is: without a copy of the features
+    broken = rows[~(low.isfinite() & high.isfinite()).cpu()].tolist()
+    if broken:
+        why = f"features of {plural(len(broken), 'training image')} hold NaN or ∞; the first is row {broken[0]}"
+        return Trained(job, {}, None, time.perf_counter() - started, why)
+    for candidate in solver.solve(batch.x, batch):
+        state, values = candidate.state, external_values(job, candidate.step)
+        for rule, rows in rows_of.items():
+            logits = predictor.logits(state, rows)
+            values[rule] = images[rule].value(logits) if logits.isfinite().all() else math.nan  # nan: never selected
+        selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
+        bar.advance()
+    failure, seconds = selector.failure(), time.perf_counter() - started
+    return Trained(job, {} if failure else selector.selected, None, seconds, failure, selector.course)
 
 
 def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
@@ -269,7 +284,7 @@ def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
     """
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
-        algorithm = algorithm_of(job)
+        algorithm = job.new_algorithm()
         settings = (settings_of(algorithm), settings_of(algorithm.head), settings_of(job.sharpness))
         shared = (
             job.setup.task.num_domains,
@@ -281,13 +296,15 @@ def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
         groups.setdefault(shared, []).append(job)
     chunked = list[list[Job]]()
     for group in groups.values():
-        size = chunk_heads(group[0], device)
+        size, rest = chunk_heads(group[0], device), list[Job]()
         trials: dict[tuple[int, int], list[Job]] = {}
         for job in group:
             trials.setdefault((id(job.split), job.seed), []).append(job)
-        parts = [part for same_batches in trials.values() for part in _slices(same_batches, size)]
-        rest = [job for part in parts if 2 * len(part) <= size for job in part]
-        chunked += [part for part in parts if 2 * len(part) > size] + _slices(rest, size)
+        for same_batches in trials.values():
+            parts = _slices(same_batches, size)
+            chunked += [part for part in parts if 2 * len(part) > size]
+            rest += [job for part in parts if 2 * len(part) <= size for job in part]
+        chunked += _slices(rest, size)
     return chunked
 
 
@@ -299,8 +316,8 @@ def chunk_heads(job: Job, device: torch.device) -> int:
     """Returns how many heads like this one train at once; `benchmarks/heads.py --chunks` measures other numbers."""
     rows = job.training.images_per_step(len(job.split.train))
     size = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
-    return max(1, min(most_heads(device), size // (4 * rows * job.setup.width)))
+    return max(1, min(max_heads(device), size // (4 * rows * job.setup.width)))
 
 
-def most_heads(device: torch.device) -> int:
+def max_heads(device: torch.device) -> int:
     return CHUNK_HEADS if device.type == "cpu" else GPU_CHUNK_HEADS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.training.end_to_end.batches import StepBatch
+from xdm_ft.training.end_to_end.inputs import StepBatch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,16 +34,14 @@ class RunningStatistics:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        layers = [layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None]
-        self.values: list[Tensor] = []
-        self.counts: list[Tensor] = []
+        self.layers = [
+            layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None
+        ]
+        named = [dict(layer.named_buffers(recurse=False)) for layer in self.layers]
+        self.values = [buffers[name] for buffers in named for name in ("running_mean", "running_var")]
+        self.counts = [buffers["num_batches_tracked"] for buffers in named]
         self.sums: list[Tensor] = []  # to be summed over processes before `commit`; empty if a step collects nothing
         self.collects = False
-        for layer in layers:
-            assert layer.running_mean is not None and layer.running_var is not None
-            assert layer.num_batches_tracked is not None
-            self.values += [layer.running_mean, layer.running_var]
-            self.counts.append(layer.num_batches_tracked)
 
     def begin(self, collects: bool = True) -> None:
         """Stores the statistics before the first forward pass of a step.
@@ -68,15 +66,16 @@ class RunningStatistics:
             torch._foreach_copy_(self.values, self.before)
             torch._foreach_copy_(self.counts, self.counts_before)
 
-    def commit(self) -> None:
-        """After the last pass of a step: sets the statistics to `sums`, which must be summed over processes before."""
-        if self.collects:
-            torch._foreach_copy_(self.values, self.sums)
-            torch._foreach_add_(self.counts, 1)
+    def commit(self, finite: Tensor | None = None) -> None:
+        """After the last pass of a step: sets the statistics to `sums`, which must be summed over processes before.
 
-    def restore_unless(self, finite: Tensor) -> None:
-        """Restores the statistics from before the step if its loss is not `finite` (bool, a scalar)."""
-        if self.collects:
+        They stay as before the step if its loss is not `finite` (bool, a scalar; None: it is).
+        """
+        if not self.collects:
+            return
+        torch._foreach_copy_(self.values, self.sums)
+        torch._foreach_add_(self.counts, 1)
+        if finite is not None:
             for value, before in zip([*self.values, *self.counts], [*self.before, *self.counts_before], strict=True):
                 value.copy_(torch.where(finite, value, before))
 
@@ -117,17 +116,15 @@ def gather_statistics(
     As torch.optim.swa_utils.update_bn, for averaged weights, which no forward pass has used. `encode` is called with
     `x` of each part. Without such layers `steps` is not read.
     """
-    layers = [layer for layer in batch_norm_layers(encoder) if layer.training and layer.running_mean is not None]
-    if not layers:
-        return
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 1.0  # the running statistics are then those of the last batch
     statistics = RunningStatistics(encoder)
+    if not statistics.layers:
+        return
+    momenta = [layer.momentum for layer in statistics.layers]
+    for layer in statistics.layers:
+        layer.momentum = 1.0  # the running statistics are then those of the last batch
     statistics.begin()
     taken = 0
-    for batch in steps:
-        taken += 1
+    for taken, batch in enumerate(steps, start=1):  # noqa: B007
         for number, part in enumerate(batch.parts):
             with accelerator.autocast():
                 encode(part.x)
@@ -136,5 +133,5 @@ def gather_statistics(
     for total in statistics.sums:
         total.copy_(accelerator.reduce(total, "sum") / taken)
     statistics.commit()
-    for layer, momentum in zip(layers, momenta, strict=True):
+    for layer, momentum in zip(statistics.layers, momenta, strict=True):
         layer.momentum = momentum

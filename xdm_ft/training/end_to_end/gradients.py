@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,18 +15,14 @@ from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.runtime.tensors import Losses
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.training.end_to_end.batch_norm import RunningStatistics
-from xdm_ft.training.end_to_end.batches import StepBatch
+from xdm_ft.training.end_to_end.inputs import StepBatch
 from xdm_ft.training.end_to_end.model import EndToEnd
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-
-class Weighted(NamedTuple):
-    """Losses of the step's batch or of a part of it, and their factor in the mean over all parts and processes."""
-
-    losses: Losses
-    weight: float
+WeightedLosses = list[tuple[Losses, float]]
+"""Losses of the step's batch or of its parts, with their factors in the mean over all parts and processes."""
 
 
 class StepLosses(NamedTuple):
@@ -98,57 +94,51 @@ class StepGradients:
             backward = self._by_parts
         elif len(batch.parts) > 1 and not self.inner.encoder_frozen:
             backward = self._cached
-        first = backward(batch, step)
-        second = torch.zeros_like(first[0].losses.total)
+        first = backward(batch, step, [None for _ in batch.parts], 1.0)
+        second = torch.zeros_like(first[0][0].total)
         if self.sharpness is not None:
             with self._at_offset(self.sharpness):
-                second_pass = backward(batch, step, [weighted.losses.first_pass_draws for weighted in first])
+                second_pass = backward(batch, step, [losses.first_pass_draws for losses, _ in first], 0.0)
             second = _weighted_sum((losses.total, weight) for losses, weight in second_pass)
         return self._commit(first, second)
 
-    # Each of the three adds the gradient of one pass to `.grad`, averaged over processes at the last part; in a second
-    # pass with `first_pass_draws`. They return losses and their weights, which sum to 1 over all processes.
+    # Each of the three adds the gradient of one pass to `.grad`, averaged over processes at the last part. `draws` are
+    # the `first_pass_draws` of a second pass. The statistics of a pass count `counted` times: 1 in the first one, 0 in
+    # the second one. They return losses and their weights, which sum to 1 over all processes.
 
-    def _by_parts(self, batch: StepBatch, step: int, first_pass_draws: list[Tensors] | None = None) -> list[Weighted]:
+    def _by_parts(self, batch: StepBatch, step: int, draws: Sequence[Tensors | None], counted: float) -> WeightedLosses:
         """The pass of a loss that is the weighted mean of the losses of its parts."""
         returned = []
         for number, part in enumerate(batch.parts):
             weight = batch.share(number)
             with self._synchronised(batch, number):
-                z = self._encode(batch, number, step)
-                losses: Losses = self.algorithm(
-                    z, part, step, None if first_pass_draws is None else first_pass_draws[number]
-                )
+                losses: Losses = self.algorithm(self._encode(batch, number, step), part, step, draws[number])
                 # gradients are averaged over processes, and the weights already sum to 1 over all of them
                 scale = weight * self.accelerator.num_processes
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
-            self._collect(batch, number, counts=first_pass_draws is None)
-            returned.append(Weighted(_detached(losses), weight))
+            self.statistics.collect(counted * weight)
+            returned.append((_detached(losses), weight))
         return returned
 
-    def _at_once(self, batch: StepBatch, step: int, first_pass_draws: list[Tensors] | None = None) -> list[Weighted]:
+    def _at_once(self, batch: StepBatch, step: int, draws: Sequence[Tensors | None], counted: float) -> WeightedLosses:
         """The pass of a full-batch loss of one part, or of a frozen encoder."""
         full_batch = batch.gathered([self._encode(batch, part, step) for part in range(len(batch.parts))])
-        losses: Losses = self.algorithm(
-            full_batch.x, full_batch, step, None if first_pass_draws is None else first_pass_draws[0]
-        )
+        losses: Losses = self.algorithm(full_batch.x, full_batch, step, draws[0])
         self.accelerator.backward(losses.total + losses.auxiliary)
         # there are several parts here only if the encoder is frozen, and then no statistics change
-        self._collect(batch, 0, counts=first_pass_draws is None)
-        return [Weighted(_detached(losses), 1 / len(batch.positions))]  # every process has computed the same losses
+        self.statistics.collect(counted * batch.share(0))
+        return [(_detached(losses), 1 / len(batch.positions))]  # every process has computed the same losses
 
-    def _cached(self, batch: StepBatch, step: int, first_pass_draws: list[Tensors] | None = None) -> list[Weighted]:
+    def _cached(self, batch: StepBatch, step: int, draws: Sequence[Tensors | None], counted: float) -> WeightedLosses:
         """The pass of a full-batch loss under accumulation, by gradient caching."""
         leaves = []
         for number in range(len(batch.parts)):
             with torch.no_grad():
                 z = self._encode(batch, number, step)
-            self._collect(batch, number, counts=False)
+            self.statistics.collect(0.0)
             leaves.append(z.requires_grad_())
         full_batch = batch.gathered(leaves)
-        losses: Losses = self.algorithm(
-            full_batch.x, full_batch, step, None if first_pass_draws is None else first_pass_draws[0]
-        )
+        losses: Losses = self.algorithm(full_batch.x, full_batch, step, draws[0])
         loss = losses.total + losses.auxiliary
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         for number, gradient in enumerate(gradients):
@@ -157,8 +147,9 @@ class StepGradients:
                 part = (z * gradient).sum()  # its gradient is that of the loss by the encoder, through this part
                 last = number == len(gradients) - 1
                 self.accelerator.backward(part + loss if last else part)  # `loss` itself adds the heads' gradient
-            self._collect(batch, number, counts=first_pass_draws is None)
-        return [Weighted(_detached(losses), 1 / len(batch.positions))]
+            # after the backward pass, which still needs the statistics of the forward pass
+            self.statistics.collect(counted * batch.share(number))
+        return [(_detached(losses), 1 / len(batch.positions))]
 
     def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
         """Returns the features of one of this process's parts."""
@@ -169,10 +160,6 @@ class StepGradients:
         with self._synchronised(batch, number):
             z: Tensor = self.model(batch.parts[number], step)
         return z
-
-    def _collect(self, batch: StepBatch, number: int, counts: bool) -> None:
-        """Collects batch-norm statistics after the backward pass of a part, which still needs those of its forward."""
-        self.statistics.collect(batch.share(number) if counts else 0.0)
 
     def _synchronised(self, batch: StepBatch, number: int) -> AbstractContextManager[None]:
         """Context of a part's passes: gradients are averaged over processes only in that of the last part."""
@@ -195,27 +182,31 @@ class StepGradients:
         yield
         with torch.no_grad():
             torch._foreach_copy_([*main.values()], [*values.values()])
-            _set_gradients(main, sharpness.combine(first, _take_gradients(main)))
-            _set_gradients(self.roles.auxiliary, auxiliary)
+            combined = sharpness.combine(first, _take_gradients(main))
+        for name, parameter in (main | self.roles.auxiliary).items():
+            parameter.grad = combined.get(name, auxiliary.get(name))
 
     @torch.no_grad()
-    def _commit(self, first: list[Weighted], second: Tensor) -> StepLosses:
+    def _commit(self, first: WeightedLosses, second: Tensor) -> StepLosses:
         """Returns the losses over all processes; stores statistics and the buffers that the first pass returned."""
         total = _weighted_sum((losses.total, weight) for losses, weight in first)
         auxiliary = _weighted_sum((losses.auxiliary, weight) for losses, weight in first)
-        names = first[0].losses.logs
+        names = first[0][0].logs
         logs = {name: _weighted_sum((losses.logs[name], weight) for losses, weight in first) for name in names}
-        buffers = dict(first[-1].losses.buffers)  # integers (counters) are the same in every part
+        buffers = dict(first[-1][0].buffers)  # integers (counters) are the same in every part
         means = [name for name, value in buffers.items() if value.is_floating_point()]
         buffers |= {name: _weighted_sum((losses.buffers[name], weight) for losses, weight in first) for name in means}
         stop = torch.full_like(total, float(stop_requested()))
-        summed = [total, second, auxiliary, stop, *logs.values(), *(buffers[name] for name in means)]
-        _sum_over_processes(self.accelerator, [*summed, *self.statistics.sums])
+        if self.accelerator.num_processes > 1:
+            # summed over processes in place, in one message
+            summed = [total, second, auxiliary, stop, *logs.values(), *(buffers[name] for name in means)]
+            summed += self.statistics.sums
+            flat = self.accelerator.reduce(torch.cat([tensor.flatten() for tensor in summed]), "sum")
+            for tensor, values in zip(summed, flat.split([tensor.numel() for tensor in summed]), strict=True):
+                tensor.copy_(values.view_as(tensor))
         losses = StepLosses(total, second, auxiliary, stop, logs)
-        self.statistics.commit()
         finite = losses.loss.isfinite() if self.outlives_overflow else None  # a tensor: the host does not wait for it
-        if finite is not None:
-            self.statistics.restore_unless(finite)
+        self.statistics.commit(finite)
         for name, value in buffers.items():
             buffer = self.algorithm.get_buffer(name)
             buffer.copy_(value if finite is None else torch.where(finite, value, buffer))
@@ -236,23 +227,9 @@ def _take_gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
     return taken
 
 
-def _set_gradients(parameters: Mapping[str, nn.Parameter], gradients: Tensors) -> None:
-    for name, parameter in parameters.items():
-        parameter.grad = gradients.get(name)
-
-
 def _weighted_sum(values: Iterable[tuple[Tensor, float]]) -> Tensor:
     terms = list(values)
     total = torch.zeros_like(terms[0][0])
     for value, weight in terms:
         total += weight * value
     return total
-
-
-def _sum_over_processes(accelerator: Accelerator, tensors: list[Tensor]) -> None:
-    """Sums the tensors over processes in place, in one message."""
-    if accelerator.num_processes == 1:
-        return
-    flat = accelerator.reduce(torch.cat([tensor.flatten() for tensor in tensors]), "sum")
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(values.view_as(tensor))

@@ -22,8 +22,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch
-from xdm_ft.training import Training
-from xdm_ft.training.compiling import compiled
+from xdm_ft.training import Training, compiled
 from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
 
 BatchNorm = Literal["train", "frozen"]
@@ -114,9 +113,15 @@ class EndToEnd(nn.Module):
             self.cut.freeze()
         if isinstance(trainable, LowRank) and not merged:
             add_lora(encoder, updated_blocks(encoder, trainable), trainable.lora, seed)
-        self._low_rank_names = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+        trained = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
+        self._low_rank_names = set(trained)
         if not merged:
-            _freeze_unreached(encoder)
+            # freeze what has no effect on features (CLIP's text side): processes would wait for its gradients
+            side, device = encoder.preprocessing.size, next(encoder.parameters()).device
+            z = encoder(torch.zeros(2, 3, side, side, device=device))
+            gradients = torch.autograd.grad(z.sum(), [*trained.values()], allow_unused=True)
+            for parameter, gradient in zip(trained.values(), gradients, strict=True):
+                parameter.requires_grad_(gradient is not None)
         modules = algorithm.stage_modules(encoder)
         if self.cut is not None:
             _refuse_below(self.cut, modules)
@@ -187,15 +192,14 @@ class EndToEnd(nn.Module):
     def named_weights(self) -> dict[str, Tensor]:
         """Returns the parameters and buffers that may change: `encoder.…`, `stages.…` (modules in it), and the
         algorithm's own names. A checkpoint holds them."""
-        state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items() if self._changes(name)}
+        encoder = self.encoder.state_dict()
+        if self.low_rank:
+            encoder = {name: tensor for name, tensor in encoder.items() if name in self._low_rank_names}
+        elif self.cut is not None:
+            encoder = {name: tensor for name, tensor in encoder.items() if self.cut.is_above(name)}
+        state = {f"encoder.{name}": tensor for name, tensor in encoder.items()}
         state |= {f"stages.{name}": tensor for name, tensor in self.stages.state_dict().items()}
         return state | self.algorithm.state_dict()
-
-    def _changes(self, name: str) -> bool:
-        """Whether a part of the encoder's state may change in training."""
-        if self.low_rank:
-            return name in self._low_rank_names
-        return self.cut is None or self.cut.is_above(name)
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
@@ -260,17 +264,6 @@ def _refuse_below(cut: Cut, modules: Iterable[str]) -> None:
                 f"trainable: this method changes feature maps after {name}, which lies below the cut; "
                 f"{'set' if in_stem else 'train more blocks, or set'} trainable: true"
             )
-
-
-def _freeze_unreached(encoder: Encoder) -> None:
-    """Freezes parameters without effect on features (CLIP's text side): processes would wait for their gradients."""
-    parameters = [p for p in encoder.parameters() if p.requires_grad]
-    side = encoder.preprocessing.size
-    z = encoder(torch.zeros(2, 3, side, side, device=next(encoder.parameters()).device))
-    for parameter, gradient in zip(
-        parameters, torch.autograd.grad(z.sum(), parameters, allow_unused=True), strict=True
-    ):
-        parameter.requires_grad_(gradient is not None)
 
 
 class Roles(NamedTuple):

@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm
 from xdm_ft.encoders import Encoder
 from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.loader import DTYPES
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.tensors import Annotations, Criteria
-from xdm_ft.training import Job, Precision
-from xdm_ft.training.averages import LOSS_SPLIT
+from xdm_ft.training import Job
 from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, Images, Inputs
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart, EndToEnd
-from xdm_ft.training.selection import RuleImages, rows_of_rules, rule_images, split_of
+from xdm_ft.training.selection import LOSS_SPLIT, RuleImages, rows_of_rules, split_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class EvaluationImages:
@@ -43,70 +40,31 @@ class EvaluationImages:
         self.rows_per_process = -(-self.n // accelerator.num_processes)
         begin = self.rows_per_process * accelerator.process_index
         own = rows[begin : begin + self.rows_per_process].tolist()
-        self.batches = inputs.of_rows(own, batch_size, persistent)
-
-    def logits(self, model: EndToEnd, precision: Precision) -> Tensor:
-        """Returns logits float32 [n,C] on the CPU, the same in every process.
-
-        The model must be on the accelerator's device and in eval mode. If one process has received a signal to stop,
-        `Interrupted` is raised in all of them.
-        """
-        algorithm = model.algorithm
-        return self._outputs(model, algorithm.logits, algorithm.task.num_classes, precision)
-
-    def features(self, model: EndToEnd, precision: Precision) -> Tensor:
-        """Returns features float32 [n,K], as `logits` does."""
-        return self._outputs(model, lambda z: z, model.encoder.width, precision)
+        self.read = inputs.of_rows(own, batch_size, persistent)
 
     @torch.no_grad()
-    def _outputs(self, model: EndToEnd, head: Callable[[Tensor], Tensor], width: int, precision: Precision) -> Tensor:
-        device = self.accelerator.device
+    def outputs(self, model: EndToEnd, kind: Literal["logits", "features"] = "logits") -> Tensor:
+        """Returns logits float32 [n,C] or features float32 [n,K] on the CPU, the same in every process.
+
+        The model must be on the accelerator's device and in eval mode. The accelerator's precision is that of training.
+        If one process has received a signal to stop, `Interrupted` is raised in all of them.
+        """
+        algorithm, device, precision = model.algorithm, self.accelerator.device, self.accelerator.mixed_precision
+        width = algorithm.task.num_classes if kind == "logits" else model.encoder.width
         outputs = torch.zeros(self.rows_per_process, width, device=device)  # the last processes' shares may be smaller
         done = 0
-        for x in self.batches:
+        for x in self.read():
             if stop_requested():
                 break
             with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision != "no"):
                 z = model.encode(x)  # [b,K]
-            outputs[done : done + len(x)] = head(z.float())
+            outputs[done : done + len(x)] = algorithm.logits(z.float()) if kind == "logits" else z.float()
             done += len(x)
             pulse.beat()
         if self.accelerator.reduce(torch.tensor(float(stop_requested()), device=device), "sum") > 0:
             raise Interrupted
         gathered: Tensor = self.accelerator.gather(outputs)
         return gathered[: self.n].cpu()
-
-
-def predict(
-    job: Job,
-    encoder: Encoder,
-    state: Mapping[str, Tensor],
-    dataset: ImageDataset,
-    rows: Tensor,
-    accelerator: Accelerator,
-    batch_size: int,
-    precision: Precision | None = None,
-    of: Literal["logits", "features"] = "logits",
-    part: EncoderPart = FULL_ENCODER,
-) -> Tensor:
-    """Returns logits float32 [n,C] for the images `rows` (int64 [n]), on the CPU, the same in every process.
-
-    `of` "features": those of the trained encoder, float32 [n,K], instead.
-
-    `state` is a `Selected.state` that `train_model` returned for the `job` and `part`. `encoder` provides architecture,
-    preprocessing and the weights that were not trained, and is not changed. `precision` None: the accelerator's mixed
-    precision, as in training. Raises `UserError`, which names the image, if an image does not decode.
-    """
-    keep_freed_memory()
-    algorithm = job.make(job.setup)
-    assert isinstance(algorithm, Algorithm)
-    model = EndToEnd(copy.deepcopy(encoder), algorithm, "frozen", part.trainable, merged=True)
-    model = model.placed(accelerator.device).eval()
-    model.load_weights(state)
-    inputs = inputs_of(model, part, Images(dataset, encoder.preprocessing, "none", accelerator), accelerator)
-    evaluation = EvaluationImages(inputs, rows, batch_size, accelerator)
-    precision = precision or precision_of(accelerator)
-    return evaluation.features(model, precision) if of == "features" else evaluation.logits(model, precision)
 
 
 def inputs_of(model: EndToEnd, part: EncoderPart, images: Images, accelerator: Accelerator) -> Inputs:
@@ -116,11 +74,6 @@ def inputs_of(model: EndToEnd, part: EncoderPart, images: Images, accelerator: A
     if part.activations is None:
         return ComputedActivations(images, model.cut.below, accelerator)
     return CachedActivations(part.activations, model.cut.shape)
-
-
-def precision_of(accelerator: Accelerator) -> Precision:
-    precision: Precision = accelerator.mixed_precision
-    return precision
 
 
 class EndToEndValidation:
@@ -139,16 +92,15 @@ class EndToEndValidation:
     ) -> None:
         """`loss`: also measure the loss on the images of LOSS_SPLIT, as `self.loss`."""
         self.metric = criteria.metric
-        self.precision = precision_of(accelerator)
         self.loss = math.nan  # loss on LOSS_SPLIT at the last evaluation, if it is measured
         rows_of = rows_of_rules(job, [*criteria.rules, LOSS_SPLIT] if loss else criteria.rules)
 
-        def measured(rule: str, metric: str) -> RuleImages:
+        def measure(rule: str, metric: str) -> Callable[[Tensor], float]:
             classes = job.setup.task.num_classes
-            return rule_images(split_of(rule), rows_of[rule], annotations, metric, classes)
+            return RuleImages(split_of(rule), rows_of[rule], annotations, metric, classes).value
 
-        self.measured = {rule: measured(rule, criteria.metric) for rule in rows_of}
-        self.measured_loss = measured(LOSS_SPLIT, "nll") if loss else None
+        self.values = {rule: measure(rule, criteria.metric) for rule in rows_of}
+        self.loss_value = measure(LOSS_SPLIT, "nll") if loss else None
         self.images = {
             rule: EvaluationImages(inputs, rows, batch_size, accelerator, persistent=True)
             for rule, rows in rows_of.items()
@@ -159,18 +111,22 @@ class EndToEndValidation:
         inner.eval()
         values = {}
         for rule, images in self.images.items():
-            logits = images.logits(inner, self.precision)
+            logits = images.outputs(inner)
             if not logits.isfinite().all():
                 return None
-            values[rule] = self.measured[rule].value(logits)
-            if rule == LOSS_SPLIT and self.measured_loss is not None:
-                self.loss = self.measured_loss.value(logits)
+            values[rule] = self.values[rule](logits)
+            if rule == LOSS_SPLIT and self.loss_value is not None:
+                self.loss = self.loss_value(logits)
         inner.train()
         return values
 
 
 class EndToEndPredictor:
-    """The `Predictor` of models that train their encoder. All processes call it together."""
+    """The `Predictor` of models that train their encoder. All processes call it together.
+
+    Weights are those of a `Selected.state` that `train_model` returned for the same job and part. Raises `UserError`,
+    which names the image, if an image does not decode.
+    """
 
     def __init__(
         self,
@@ -181,21 +137,25 @@ class EndToEndPredictor:
         batch_size: int,
         part: EncoderPart = FULL_ENCODER,
     ) -> None:
-        """`encoder`: before training."""
+        """`encoder`: before training; it has the weights that were not trained, and is not changed."""
         self.job, self.encoder, self.dataset, self.accelerator = job, encoder, dataset, accelerator
         self.batch_size, self.part = batch_size, part
 
     def logits(self, state: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        return self._predict(state, rows, "logits")
+        return self._outputs(state, rows, "logits")
 
     def features(self, state: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        return self._predict(state, rows, "features")
+        return self._outputs(state, rows, "features")
 
-    def _predict(self, state: Mapping[str, Tensor], rows: Tensor, of: Literal["logits", "features"]) -> Tensor:
-        images, accelerator = self.dataset, self.accelerator
-        return predict(self.job, self.encoder, state, images, rows, accelerator, self.batch_size, of=of, part=self.part)
+    def _outputs(self, state: Mapping[str, Tensor], rows: Tensor, kind: Literal["logits", "features"]) -> Tensor:
+        keep_freed_memory()
+        encoder, algorithm, accelerator = copy.deepcopy(self.encoder), self.job.new_algorithm(), self.accelerator
+        model = EndToEnd(encoder, algorithm, "frozen", self.part.trainable, merged=True)
+        model = model.placed(accelerator.device).eval()
+        model.load_weights(state)
+        images = Images(self.dataset, self.encoder.preprocessing, "none", accelerator)
+        inputs = inputs_of(model, self.part, images, accelerator)
+        return EvaluationImages(inputs, rows, self.batch_size, accelerator).outputs(model, kind)
 
     def starting_weights(self) -> dict[str, Tensor]:
-        algorithm = self.job.new_method()
-        assert isinstance(algorithm, Algorithm)
-        return EndToEnd(copy.deepcopy(self.encoder), algorithm, "frozen").weights()
+        return EndToEnd(copy.deepcopy(self.encoder), self.job.new_algorithm(), "frozen").weights()

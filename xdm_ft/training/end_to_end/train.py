@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from xdm_ft.algorithms import Algorithm
 from xdm_ft.encoders import Encoder
 from xdm_ft.images.dataset import Augmentation, ImageDataset
 from xdm_ft.runtime.errors import UserError
@@ -32,22 +32,18 @@ from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.digests import tensors_digest
-from xdm_ft.training import Job, Record, Trained
-from xdm_ft.training.averages import Averages
+from xdm_ft.training import Job, Record, Selected, Trained
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
-from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
-from xdm_ft.training.end_to_end.inputs import Images, Inputs
+from xdm_ft.training.end_to_end.inputs import Images, Inputs, StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, BatchNorm, EncoderPart, EndToEnd, optimizer_of
-from xdm_ft.training.end_to_end.prediction import EndToEndValidation, inputs_of, predict
-from xdm_ft.training.selection import Selector, evaluation_steps, external_values
+from xdm_ft.training.end_to_end.prediction import EndToEndValidation, inputs_of
+from xdm_ft.training.selection import Averages, Selector, evaluation_steps, external_values
 from xdm_ft.training.state import TrainingState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-
-__all__ = ["predict", "shut_down", "train_model"]
 
 BROKEN_LOGITS = "logits on validation images are not finite"
 STATISTICS_BATCHES = 500  # training batches that determine the batch-norm statistics of averaged weights
@@ -94,8 +90,7 @@ def train_model(
     """
     started, training = time.perf_counter(), job.training
     _refuse_unsupported(job, accelerator)
-    algorithm = job.make(job.setup)
-    assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
+    algorithm = job.new_algorithm()
     keep_freed_memory()
     memory = PeakMemory(accelerator.device)
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm, part.trainable, seed=job.seed)
@@ -103,16 +98,15 @@ def train_model(
     inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
     if training.compile:
         inner.compile_encoding()
-    images = Images(dataset, encoder.preprocessing, augmentation, accelerator)
-    inputs = inputs_of(inner, part, images, accelerator)
+    inputs = inputs_of(inner, part, Images(dataset, encoder.preprocessing, augmentation, accelerator), accelerator)
     loop = _Loop(job, inner, inputs, annotations, criteria, accelerator, unfreeze_at, checkpoint, started)
     loop.resume()
     failure = loop.take_steps(record, bar or unseen())
     selected = loop.selector.selected
     if loop.averages is None:
-        failure = failure or loop.selector.nothing_selected()
+        failure = failure or loop.selector.failure()
     elif failure is None:
-        selected = loop.averages.selected(0, loop.with_averaged_weights, criteria.rules)
+        selected = dict.fromkeys(criteria.rules, loop.selected_average())
     return Trained(
         job=job,
         selected={} if failure else selected,
@@ -142,25 +136,27 @@ class _Loop(TrainingState):
         checkpoint: Checkpoint | None,
         started: float,
     ) -> None:
-        name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
-        super().__init__(name, job.setup.steps, checkpoint, started)
         self.job, self.inner, self.annotations, self.accelerator = job, inner, annotations, accelerator
-        self.unfreeze_at = unfreeze_at
-        self.batches = TrainingBatches(job, inputs, annotations, accelerator)
-        reads_loss = job.averaging is not None and job.averaging.reads_loss
-        size = self.batches.largest_part
-        self.validation = EndToEndValidation(job, inputs, annotations, criteria, size, accelerator, loss=reads_loss)
-        self.roles = inner.roles()  # of all parameters that some step trains
-        self.optimizer = optimizer_of(inner, job.training)
+        self.unfreeze_at, steps, device = unfreeze_at, job.setup.steps, accelerator.device
         first_step = max(inner.algorithm.first_selectable_step, unfreeze_at + 1)
         self.selector = Selector(criteria, first_step, job.training.patience)
-        self.averages = Averages([job.averaging], first_step, self.steps) if job.averaging else None
-        self.pending = PendingScalars(accelerator.device)
+        averages = Averages([job.averaging], first_step, steps) if job.averaging else None
+        name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
+        super().__init__(name, steps, [self.selector], averages, device, checkpoint, started)
+        self.batches = TrainingBatches(job, inputs, annotations, accelerator)
+        largest_part = max(map(len, self.batches.positions(self.batches.rows(0))[accelerator.process_index]))
+        reads_loss = job.averaging is not None and job.averaging.reads_loss
+        self.validation = EndToEndValidation(
+            job, inputs, annotations, criteria, largest_part, accelerator, loss=reads_loss
+        )
+        self.roles = inner.roles()  # of all parameters that some step trains
+        self.optimizer = optimizer_of(inner, job.training)
+        self.pending = PendingScalars(device)
         self.is_evaluated = True  # False: an evaluation is due after the steps taken and not done
         self.skipped = 0  # steps in a row that the gradient scaler skipped, as a loss or gradient was not finite
         if accelerator.scaler is not None:
             # one scaler serves all models of a process: reset it, so that no model depends on those before it
-            accelerator.scaler.load_state_dict(torch.amp.GradScaler(accelerator.device.type).state_dict())
+            accelerator.scaler.load_state_dict(torch.amp.GradScaler(device.type).state_dict())
 
     def take_steps(self, record: Record, bar: Progress) -> str | None:
         """Takes the remaining steps. Returns why the training failed; None if it did not."""
@@ -182,7 +178,7 @@ class _Loop(TrainingState):
                     gradients = StepGradients(model, inner, self.accelerator, job.sharpness, job.seed, by_parts)
                     for step, batch in islice(batches, last - self.taken):
                         factor = training.schedule.factor(step, self.steps)
-                        losses = _take_step(gradients, batch, optimizer, factor, training.clip_norm, step)
+                        losses = take_step(gradients, optimizer, batch, step, factor, training.clip_norm)
                         self.pending.add(step, losses, optimizer.step_was_skipped)
                         self.taken, self.is_evaluated = step + 1, step + 1 not in evaluate_after
                         self._average()
@@ -251,18 +247,19 @@ class _Loop(TrainingState):
         rows = ", ".join(map(str, self.batches.rows(taken - 1).tolist()))
         return f"{what} at step {taken} of {self.steps}; images in its batch: rows {rows}"
 
-    def with_averaged_weights(self, mean: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the model's weights with the averaged ones in them, and batch-norm statistics of these weights."""
-        inner, accelerator = self.inner, self.accelerator
+    def selected_average(self) -> Selected:
+        """Returns the averaged weights, with batch-norm statistics of them, and leaves them in the model."""
+        assert self.averages is not None
+        inner, accelerator, average = self.inner, self.accelerator, self.averages.selected(0)
         with torch.no_grad():
             for name, parameter in inner.named_weights().items():
-                if name in mean:
-                    parameter.copy_(mean[name])
+                if name in average.state:
+                    parameter.copy_(average.state[name])
         torch.manual_seed(int(bits(self.job.seed, self.steps, Stream.ENCODER, accelerator.process_index)))
         inner.train()
         batches = (batch for _, batch in islice(self.batches.begin(), STATISTICS_BATCHES))
         gather_statistics(inner.encoder, inner.encode, batches, accelerator)
-        return inner.weights()
+        return replace(average, state=inner.weights())
 
     def resume(self) -> None:
         super().resume()
@@ -278,63 +275,55 @@ class _Loop(TrainingState):
         data = [annotations.labels, annotations.domains, *split.train, *split.evaluation.values()]
         return {
             "processes": self.accelerator.num_processes,
-            "device": self.accelerator.device.type,
+            "device": self.device.type,
             "data": tensors_digest(dict(enumerate(data))),
             "weights": tensors_digest(self.inner.state_dict()),  # below a cut too
         }
 
-    def _own_state(self) -> State:
+    def state(self) -> State:
         scaler = self.accelerator.scaler
-        return {
+        return super().state() | {
             "evaluated": self.is_evaluated,
             "skipped": self.skipped,
             "weights": self.inner.named_weights(),
             "optimizer": self.optimizer.state_dict()["state"],
             "scaler": None if scaler is None else scaler.state_dict(),
-            "selector": self.selector.state(),
-            "averages": None if self.averages is None else self.averages.state(),
             "pending": self.pending.state(),
         }
 
-    def _load_own_state(self, state: State) -> None:
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
         self.inner.load_weights(state["weights"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.selector.load_state(state["selector"])
-        if self.averages is not None:
-            self.averages.load_state(state["averages"], self.accelerator.device)
         self.pending.load_state(state["pending"])
         self.is_evaluated, self.skipped = state["evaluated"], state["skipped"]
 
 
-def _take_step(
+def take_step(
     gradients: StepGradients,
-    batch: StepBatch,
     optimizer: AcceleratedOptimizer,
+    batch: StepBatch,
+    step: int,
     factor: float,
     clip_norm: float | None,
-    step: int,
 ) -> StepLosses:
-    """Takes one step of the algorithm. Returns its losses, as means over its inner steps.
-
-    `factor`: of the learning rates.
-    """
-    algorithm, accelerator, taken = gradients.algorithm, gradients.accelerator, list[StepLosses]()
+    """Takes one step with `factor` × the learning rates. Returns its losses, as means over the inner steps."""
+    algorithm, roles, inner_steps = gradients.algorithm, gradients.roles, list[StepLosses]()
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
-    parameters = gradients.roles.main | gradients.roles.auxiliary
-    for domain in algorithm.update(parameters, dict(algorithm.named_buffers()), step):
+    for domain in algorithm.update(roles.main | roles.auxiliary, dict(algorithm.named_buffers()), step):
         part = batch if domain is None else batch.block(domain, algorithm.task.num_domains)
-        taken.append(gradients.run(part, step))
+        inner_steps.append(gradients.run(part, step))
         if clip_norm is not None:
-            accelerator.clip_grad_norm_(gradients.roles.main.values(), clip_norm)
+            gradients.accelerator.clip_grad_norm_(roles.main.values(), clip_norm)
         if algorithm.resets_optimizer(step):
             optimizer.state.clear()  # torch's optimizers initialise a state that is missing
         optimizer.step()
         optimizer.zero_grad()
-    return StepLosses.mean(taken)
+    return StepLosses.mean(inner_steps)
 
 
 class StepScalars(NamedTuple):
