@@ -17,8 +17,7 @@ import torch
 import train as script
 from safetensors import safe_open
 
-from xdm_ft.encoders.open_clip import OpenClip
-from xdm_ft.weights.clip import DEMO
+from xdm_ft.encoders.open_clip import DEMO, OpenClip
 
 WEIGHTS = DEMO / "demo_clip.safetensors"
 HANDWRITING = ("sklearn", "sklearn.datasets", "xdm_ft.data.digits")

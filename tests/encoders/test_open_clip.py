@@ -373,7 +373,7 @@ def test_preprocessing_is_open_clips_own(tiny: Tiny, shape: tuple[int, int], mod
 
 
 def test_files_get_the_preprocessing_that_all_tags_share() -> None:
-    from xdm_ft.weights.clip import resolve
+    from xdm_ft.encoders.open_clip import resolve
 
     siglip = resolve("ViT-B-16-SigLIP", "own.safetensors", {}).preprocess
     assert siglip["mean"] == (0.5, 0.5, 0.5) and siglip["resize_mode"] == "squash"
@@ -402,7 +402,7 @@ def test_two_configs_of_the_same_name_are_two_models(tiny: Tiny, tmp_path: Path)
 
 
 def test_pretraining_names_the_corpus(tiny: Tiny) -> None:
-    from xdm_ft.weights.clip import resolve
+    from xdm_ft.encoders.open_clip import resolve
 
     line = resolve("ViT-B-32", "laion2b_s34b_b79k", {}).pretraining
     assert line == (

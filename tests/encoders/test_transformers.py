@@ -20,12 +20,11 @@ from torch import Tensor
 
 from xdm_ft.cut.cut import Cut
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.encoders.transformers import Transformers
+from xdm_ft.encoders.transformers import TOLERANCE, Transformers, from_processor
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.recipe import components
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.transformers import TOLERANCE, from_processor
 
 CLASSES = ("dog", "polar_bear", "guitar")
 BOTH = ("a photo of a {}", "a sketch of a {}")
@@ -174,13 +173,13 @@ def test_processors_are_expressed_or_refused(make, expected: dict[str, object] |
 @pytest.mark.parametrize("change", [{"interpolation": "bicubic"}, {"mean": (0.48, 0.5, 0.5)}, {"resize": "native"}])
 def test_the_comparison_with_the_processor_can_fail(change: dict[str, object], monkeypatch) -> None:
     """What differs a little from a processor is found: otherwise the tolerance would hide wrong settings."""
-    from xdm_ft.weights import transformers as processor
+    from xdm_ft.encoders import transformers as processor
 
     right = from_processor(own := transformers.ViTImageProcessor(), "acme/own")
     wrong = Preprocessing(**right.model_dump() | change)
     assert TOLERANCE <= 1
-    assert all(processor._agrees(own, right, processor._noise(*size)) for size in processor.SIZES)
-    assert not all(processor._agrees(own, wrong, processor._noise(*size)) for size in processor.SIZES)
+    assert all(processor._agrees(own, right, *size) for size in processor.SIZES)
+    assert not all(processor._agrees(own, wrong, *size) for size in processor.SIZES)
 
 
 def test_overrides_replace_parts_or_all(saved, tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ from xdm_ft.export.directory import write_directory
 from xdm_ft.export.hub import push
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
-from xdm_ft.weights.foreign import check_sizes, no_remote_code
-from xdm_ft.weights.transformers import architecture
+from xdm_ft.weights.source import architecture, check_sizes, no_remote_code
 
 MARKER = "code_of_others_has_run"
 CODE = f"""

@@ -20,8 +20,8 @@ import torch
 from printed import HELD_OUT_FONTS, TRAINING_FONTS, WORDS, Printer, captions
 from torch import Tensor
 
+from xdm_ft.encoders.open_clip import DEMO
 from xdm_ft.runtime.progress import progress
-from xdm_ft.weights.clip import DEMO
 
 SEED = 0
 STEPS = 2500

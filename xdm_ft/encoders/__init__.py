@@ -1,7 +1,8 @@
 """Images → features. A file's stem is its name in a recipe; its class's constructor keywords are recipe keys.
 
-Modules of this package import timm and open_clip inside functions: checking a recipe only reads the signatures and has
-to be fast.
+Modules of this package import timm, open_clip and transformers inside functions: checking a recipe only reads the
+signatures and has to be fast. `timm` and `transformers` in the modules of these names are the libraries: imports are
+absolute, and `xdm_ft/run.py` keeps the package's folder off the import path.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.weights.blocks import Chain, find_chain
+from xdm_ft.weights.pooling import Pooling
 from xdm_ft.weights.prompts import expand_templates, fill, in_words
-from xdm_ft.weights.source import NOT_TAKEN, size_not_taken
+from xdm_ft.weights.source import NOT_TAKEN, size_not_taken, versions
 
 
 class Portable(NamedTuple):
@@ -87,23 +90,56 @@ class Encoder(nn.Module, ABC):
         return f"the encoder can not be cut ({self.chain.reason}); set trainable: true or false, or use another model"
 
 
-def measure_width(encoder: Encoder, model: str) -> int:
-    """K from one forward pass of a black image: a library's `num_features` differs from it for some models.
+class LibraryEncoder(Encoder):
+    """A model of a library as an encoder: what the families have in common.
 
-    Raises `UserError` if the model does not take images of `encoder.preprocessing.size`, or does not pool its features.
+    A family sets `model` and the attributes below, then calls `prepare`. It implements `pooled` and `portable`, and
+    checks that the model has the `pooling`.
     """
-    size = encoder.preprocessing.size
-    try:
-        with torch.no_grad():
-            features = encoder(torch.zeros(1, 3, size, size))
-    except NOT_TAKEN as error:
-        raise size_not_taken(model, size, error) from error
-    if features.ndim != 2:
-        raise UserError(
-            f'encoder: "{model}" returns features of shape {tuple(features.shape)} instead of [batch, K]; '
-            "leave global_pool out of encoder.kwargs"
-        )
-    return features.shape[1]
+
+    model: Any
+    pooling: Pooling | None
+    libraries: tuple[str, ...]  # those whose versions its features depend on, beside torch, torchvision and Pillow
+    built_from: dict[str, Any]  # the part of `identity` before `normalize`: component, model, arguments
+
+    def prepare(self, model: str, own: Preprocessing, overrides: PreprocessingOverrides) -> None:
+        """Sets the preprocessing, and K by one forward pass: a library's `num_features` differs for some models.
+
+        Raises `UserError` if the model does not take images of this size, or does not pool its features.
+        """
+        self.eval()  # some libraries return models in training mode
+        self.preprocessing = overrides.applied_to(own)
+        size = self.preprocessing.size
+        try:
+            with torch.no_grad():
+                features = self(torch.zeros(1, 3, size, size))
+        except NOT_TAKEN as error:
+            raise size_not_taken(model, size, error) from error
+        if features.ndim != 2:
+            raise UserError(
+                f'encoder: "{model}" returns features of shape {tuple(features.shape)} instead of [batch, K]; '
+                "leave global_pool out of encoder.kwargs"
+            )
+        self.width = features.shape[1]
+
+    @abstractmethod
+    def pooled(self, images: Tensor) -> Tensor:
+        """Images [B,3,H,W], of the type of the weights → features [B,K], not normalised."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        # the weights may have been cast to bfloat16 (`features.precision`)
+        z = self.pooled(images.to(next(self.model.parameters()).dtype)).float()  # [B,K]
+        return F.normalize(z, dim=-1) if self.normalize else z
+
+    def identity(self) -> dict[str, object]:
+        return {
+            **self.built_from,
+            "normalize": self.normalize,
+            # without the model's own pooling: its features have the same key in the cache as ever
+            **({} if self.pooling is None else {"pooling": self.pooling}),
+            "preprocessing": self.preprocessing.model_dump(mode="json"),
+            "versions": versions(*self.libraries),
+        }
 
 
 class TextEncoder(ABC):

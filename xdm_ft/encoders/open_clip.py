@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.encoders import Encoder, Portable, TextEncoder, measure_width
+from xdm_ft.encoders import LibraryEncoder, Portable, TextEncoder
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
-from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.blocks import StageNames, clip_blocks, timm_stage_names
-from xdm_ft.weights.clip import ClipSource, is_built_in, resolve
-from xdm_ft.weights.foreign import TEXT_CONFIG, asks_for_code, no_remote_code
-from xdm_ft.weights.pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space, pooling_part, refused
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.storage.names import expand_user
+from xdm_ft.weights.blocks import clip_blocks, clip_stage_names
+from xdm_ft.weights.pooling import PoolingChoice, check_pooling, clip_pooled, clip_reason, outside_text_space
 from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, expand_templates, fill, in_words
 from xdm_ft.weights.source import (
+    TEXT_CONFIG,
+    architecture,
+    asks_for_code,
     check_hub_cache,
+    check_hub_weights,
+    check_sizes,
     download_failed,
+    is_file_name,
     mismatch,
     network_error,
+    no_remote_code,
+    pretraining_of,
+    pretraining_of_file,
     read_weights,
+    reason_of,
     refuse_reserved,
-    versions,
+    unknown_model,
     wrong_kwargs,
 )
-from xdm_ft.weights.transformers import architecture
 
 logger = logging.getLogger("xdm_ft")
 
@@ -42,15 +52,21 @@ RESERVED = (
     "require_pretrained", "weights_only",
 )  # fmt: skip
 """Arguments of open_clip.create_model that this class sets itself."""
+DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"  # the tiny CLIP that comes with the package
+QUICKGELU = "-quickgelu"
+"""End of the names of models with this activation. Weights trained with it load into a model with GELU without any
+error, and features are then wrong."""
 _RESIZE = {"shortest": "native", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode → ours
 
 
-class OpenClip(Encoder, TextEncoder):
+class OpenClip(LibraryEncoder, TextEncoder):
     """Any model of open_clip with its weights. z is the projected image feature [B,K], L2-normalised if `normalize`.
 
     Weights are always loaded, since CLIP without pre-training is of no use, by safetensors or with `weights_only=True`.
     The parameters of the text side never train.
     """
+
+    libraries = ("open_clip_torch", "timm")
 
     def __init__(
         self,
@@ -87,63 +103,44 @@ class OpenClip(Encoder, TextEncoder):
         refuse_reserved(kwargs, RESERVED)
         self.prompts = checked(prompts)
         self.source = resolve(model, weights, kwargs)
-        self.model: Any = _create(self.source, kwargs)
+        self.model = _create(self.source, kwargs)
         # now, as a process that unpickles the encoder does not know a model of the recipe's own
-        self._config = open_clip.get_model_config(self.source.name)
-        self.eval()  # open_clip returns its models in training mode
+        config = open_clip.get_model_config(self.source.name)
+        self.built_from = {"component": "open_clip", "model": self.source.name, "config": config, "kwargs": kwargs}
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name.startswith("visual."))
-        if pooling is not None and (reason := clip_reason(self.model.visual, pooling)):
-            raise refused(model, pooling, reason)
-        self.normalize, self.kwargs = normalize, kwargs
-        self.pooling, self.text_reason = pooling, outside_text_space(pooling) or self._no_tokenizer(model)
+        check_pooling(model, pooling, clip_reason(self.model.visual, pooling))
+        self.normalize, self.pooling = normalize, pooling
+        self.text_reason = outside_text_space(pooling)
+        if not self.text_reason and config["text_cfg"].get("hf_tokenizer_name") == "":  # `portable` has left it out
+            self.text_reason = (
+                f'encoder.model: "{model}" is of a model directory, which has no tokenizer; give the model\'s own name'
+            )
         self.pretraining = self.source.pretraining
-        self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
-        self.stem_names, self.stage_names, self.transition_names = _stage_names_of(self.model.visual)
+        self.stem_names, self.stage_names, self.transition_names = clip_stage_names(self.model.visual, "model.visual")
         self.logit_scale = self.model.logit_scale.exp().item()
-        self.width = measure_width(self, model)
+        self.prepare(model, _own_preprocessing(self.model.visual.preprocess_cfg), preprocessing)
 
-    def forward(self, images: Tensor) -> Tensor:
-        # the weights may have been cast to bfloat16 (`features.precision`)
-        images = images.to(next(self.model.visual.parameters()).dtype)
+    def pooled(self, images: Tensor) -> Tensor:
         if self.pooling in (None, "projected"):
-            z = self.model.encode_image(images, normalize=False).float()  # [B,K]
-        else:
-            z = clip_pooled(self.model.visual, images, self.pooling).float()  # [B,K]
-        return F.normalize(z, dim=-1) if self.normalize else z
-
-    def identity(self) -> dict[str, object]:
-        return {
-            "component": "open_clip",
-            "model": self.source.name,
-            "config": self._config,
-            "kwargs": self.kwargs,
-            "normalize": self.normalize,
-            **pooling_part(self.pooling),
-            "preprocessing": self.preprocessing.model_dump(mode="json"),
-            "versions": versions("open_clip_torch", "timm"),
-        }
+            z: Tensor = self.model.encode_image(images, normalize=False)
+            return z
+        return clip_pooled(self.model.visual, images, self.pooling)
 
     def portable(self) -> Portable:
-        name, config, kwargs = self.source.name, self._config, self.kwargs
+        name, config, kwargs = self.source.name, self.built_from["config"], self.built_from["kwargs"]
         if "quick_gelu" not in kwargs and "force_quick_gelu" not in kwargs:
             kwargs = {**kwargs, "quick_gelu": bool(config.get("quick_gelu", False))}  # the name of a file may mislead
-        settings, state = {"model": name, "kwargs": kwargs}, dict(self.model.state_dict())
-        if is_built_in(name):
-            return Portable(settings, state)
+        state = dict(self.model.state_dict())
+        if _built_in(name):
+            return Portable({"model": name, "kwargs": kwargs}, state)
         model, text, files = f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json", dict(config["text_cfg"]), {}
         if text.get("hf_model_name"):
             text["hf_model_name"], files[TEXT_CONFIG] = TEXT_CONFIG, architecture(self.model.text.config)
         if text.get("hf_tokenizer_name"):
             text["hf_tokenizer_name"] = ""  # of another repository, and only texts need it
         files[model] = {**config, "text_cfg": text}
-        return Portable({**settings, "model": model}, state, files)
-
-    def _no_tokenizer(self, model: str) -> str:
-        """Why there is no tokenizer, if `portable` has left it out."""
-        if self._config["text_cfg"].get("hf_tokenizer_name") != "":
-            return ""
-        return f'encoder.model: "{model}" is of a model directory, which has no tokenizer; give the model\'s own name'
+        return Portable({"model": model, "kwargs": kwargs}, state, files)
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return clip_blocks(self.model.visual, "model.visual")
@@ -153,17 +150,17 @@ class OpenClip(Encoder, TextEncoder):
         import open_clip
 
         # of the config's arguments for transformers' tokenizer, this one is replaced
-        own = {"trust_remote_code": False} if self._config["text_cfg"].get("hf_tokenizer_name") else {}
+        of_transformers = self.built_from["config"]["text_cfg"].get("hf_tokenizer_name")
+        what = f'encoder.model: the tokenizer of "{self.source.name}"'
         try:
             with no_remote_code():
-                return open_clip.get_tokenizer(self.source.name, **own)
+                return open_clip.get_tokenizer(
+                    self.source.name, **({"trust_remote_code": False} if of_transformers else {})
+                )
         except ValueError as error:
-            text = " ".join(str(error).split())[:160]
-            raise UserError(f'encoder.model: the tokenizer of "{self.source.name}" can not be used ({text})') from error
+            raise UserError(f"{what} can not be used ({reason_of(error)})") from error
         except ImportError as error:
-            raise UserError(
-                f'encoder.model: the tokenizer of "{self.source.name}" needs {error.name}; pip install {error.name}'
-            ) from error
+            raise UserError(f"{what} needs {error.name}; pip install {error.name}") from error
         except OSError as error:
             raise download_failed(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
 
@@ -172,7 +169,12 @@ class OpenClip(Encoder, TextEncoder):
         import open_clip
 
         tokenizer = self._tokenizer()
-        _warn_about_cut_prompts(tokenizer, self.exact_prompts(class_names, prompts))
+        if isinstance(tokenizer, open_clip.SimpleTokenizer):  # tokenizers of transformers cut in other ways
+            longest = tokenizer.context_length - 2  # without start and end token
+            exact = self.exact_prompts(class_names, prompts)
+            cut = [prompt for prompt in exact if len(tokenizer.encode(prompt)) > longest]
+            if cut:
+                logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
         weight = open_clip.build_zero_shot_classifier(
             self.model,
             tokenizer,
@@ -183,17 +185,208 @@ class OpenClip(Encoder, TextEncoder):
         return weight.T.float().cpu()
 
 
-def _warn_about_cut_prompts(tokenizer: Callable[..., Tensor], prompts: list[str]) -> None:
-    from open_clip import SimpleTokenizer
+@dataclass(frozen=True)
+class _Source:
+    """The arguments of open_clip.create_model, and what messages say of them."""
 
-    if isinstance(tokenizer, SimpleTokenizer):  # tokenizers of transformers cut in other ways
-        longest = tokenizer.context_length - 2  # without start and end token
-        cut = [prompt for prompt in prompts if len(tokenizer.encode(prompt)) > longest]
-        if cut:
-            logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
+    name: str  # a registered name, hf-hub:… or local-dir:…
+    pretraining: str
+    pretrained: str | None = None  # a tag or a file; None if the name includes the weights
+    file: Path | None = None
+    preprocess: dict[str, Any] = field(default_factory=dict)  # differences from open_clip's default preprocessing
+    repository: str = ""  # where the weights can be downloaded, for a message
+    folder: Path | None = None  # of a config file
 
 
-def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
+def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
+    """Returns the source of `encoder.model` and `encoder.weights`.
+
+    Raises `UserError` if a name, tag or file is not known, or if the activation is not that of the weights. Nothing is
+    built or downloaded yet, except the config of a hub repository.
+    """
+    import open_clip
+
+    check_sizes(kwargs, "encoder.kwargs")
+    if "demo" in (model, weights):
+        return _demo(model, weights)
+    if model.startswith(("hf-hub:", "local-dir:")):
+        check_hub_weights(model, weights)
+        check_sizes(_config_of(model), f'encoder.model: the config of "{model}"')
+        return _Source(model, pretraining_of(model), repository=model)
+    folder, config_file = None, expand_user(model, "encoder.model") if model.endswith(".json") else None
+    if config_file is not None:
+        if not is_file_name(weights):
+            raise UserError(
+                f'encoder.weights: "{weights}" is no file; {config_file.name} needs a .safetensors or .pt file'
+            )
+        path, name, folder = expand_user(weights, "encoder.weights"), _register(config_file), config_file.parent
+    else:
+        name = model.replace("/", "-")  # OpenAI writes ViT-B/16, open_clip ViT-B-16
+        if name not in (known := open_clip.list_models()):
+            raise unknown_model(open_clip, name, known)
+    config = open_clip.get_model_config(name)
+    if weights.startswith("hf-hub:"):
+        on_hub = _config_of(weights)
+        differing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if on_hub.get(key) != config[key]]
+        if differing:
+            raise UserError(
+                f'encoder.weights: {weights} is not a "{name}" ({", ".join(differing)} differ); '
+                f"write model: {weights}, weights: pretrained"
+            )
+        return _Source(weights, pretraining_of(weights), repository=weights)
+    in_config = kwargs.get("force_quick_gelu", False) or config.get("quick_gelu", False)
+    quick_gelu = bool(kwargs.get("quick_gelu", in_config))
+    if not is_file_name(weights):
+        return _from_tag(name, weights, quick_gelu)
+    path = expand_user(weights, "encoder.weights")
+    if "quick_gelu" not in kwargs:
+        _check_activation_of_file(name, path, quick_gelu)
+    preprocess = {} if config_file is not None else _preprocessing_shared_by_tags(name)
+    return _Source(name, pretraining_of_file(path), str(path), path, preprocess, folder=folder)
+
+
+def _demo(model: str, weights: str) -> _Source:
+    if (model, weights) != ("demo", "demo"):
+        raise UserError(
+            f"encoder: model: {model}, weights: {weights}: the demo's CLIP needs both; write model: demo, weights: demo"
+        )
+    from safetensors import safe_open
+
+    path = DEMO / "demo_clip.safetensors"
+    with safe_open(path, framework="pt") as file:
+        seen = json.loads(file.metadata()["seen"])
+    pretraining = f"weights demo, pre-trained on {seen['images']} alone, never on handwriting"
+    return _Source(_register(DEMO / "demo_clip.json"), pretraining, str(path), path)
+
+
+def _from_tag(name: str, tag: str, quick_gelu: bool) -> _Source:
+    """Raises `UserError` for a tag that the model has not, or whose weights were trained with QuickGELU if it has GELU.
+
+    The reverse is allowed: a model's config may be right where its tag is not (roberta-ViT-B-32).
+    """
+    import open_clip
+
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if not tags:
+        raise UserError(f'encoder.weights: {tag}: open_clip has no weights for "{name}"; give a file')
+    config = open_clip.get_pretrained_cfg(name, tag)
+    if not config:
+        twin = name.removesuffix(QUICKGELU)
+        hint = f'; they are those of "{twin}"' if open_clip.get_pretrained_cfg(twin, tag) else did_you_mean(tag, tags)
+        raise UserError(
+            f'encoder.weights: open_clip has no weights "{tag}" for "{name}"{hint}; give a file with its suffix'
+        )
+    if config.get("quick_gelu", False) and not quick_gelu:
+        raise UserError(f'encoder.model: the weights "{tag}" were trained with {_remedy(name, True)}')
+    repository = "/".join(config["hf_hub"].split("/")[:2]) if config.get("hf_hub") else config["url"]
+    return _Source(name, pretraining_of(f"{name} {tag}"), tag, repository=repository)
+
+
+def _check_activation_of_file(model: str, path: Path, quick_gelu: bool) -> None:
+    """Raises `UserError` if the name of the file, its folder or its hub cache folder contains a tag whose weights were
+    trained with the other activation than the model's.
+
+    The tensors do not show the activation. If the names do not either, and the model exists with both, a warning is
+    logged.
+    """
+    import open_clip
+
+    family = model.removesuffix(QUICKGELU)
+    tags = {"openai": True}  # tag of the model or its twin → whether its weights were trained with QuickGELU
+    for tag in open_clip.list_pretrained_tags_by_model(family):
+        tags[tag] = bool(open_clip.get_pretrained_cfg(family, tag).get("quick_gelu", False))
+    for part in (path.name, path.parent.name, *(p.name for p in path.parents if p.name.startswith("models--"))):
+        tag = max((tag for tag in tags if tag in part.lower().replace("-", "_")), key=len, default=None)
+        if tag is not None:  # the longest one, as one tag may be part of another
+            if tags[tag] != quick_gelu:
+                raise UserError(
+                    f'encoder.model: "{part}" looks like the weights "{tag}", which were trained with '
+                    f"{_remedy(model, tags[tag])}, or encoder.kwargs={{quick_gelu: {str(quick_gelu).lower()}}} "
+                    "if the name is misleading"
+                )
+            return
+    if {family, family + QUICKGELU} <= set(open_clip.list_models()):
+        logger.warning(
+            "encoder: the activation that %s was trained with is not known; %s uses %s",
+            path,
+            model,
+            "QuickGELU" if quick_gelu else f"GELU ({model}{QUICKGELU}: QuickGELU, as OpenAI's weights need)",
+        )
+
+
+def _remedy(model: str, wanted: bool) -> str:
+    """The end of a message: the activation that the weights need, and how to get it."""
+    import open_clip
+
+    twin = model.removesuffix(QUICKGELU) + (QUICKGELU if wanted else "")
+    write = f"encoder.kwargs={{quick_gelu: {str(wanted).lower()}}}"
+    remedy = f"write encoder.model: {twin}" if twin != model and twin in open_clip.list_models() else f"set {write}"
+    return f"{'QuickGELU' if wanted else 'GELU'}, but {model} has the other one; {remedy}"
+
+
+def _register(config: Path) -> str:
+    """Registers a config file with open_clip and returns the name, which is the file's stem. Raises `UserError`."""
+    import open_clip
+
+    if not config.is_file():
+        raise UserError(f"encoder.model: the config file {config} does not exist")
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:  # JSON or UTF-8, or a million nested brackets
+        raise UserError(f"encoder.model: {config} is not valid JSON ({error})") from error
+    if isinstance(content, dict) and "model_cfg" in content:
+        raise UserError(
+            f"encoder.model: {config} is the config of a hub repository; "
+            f"write model: local-dir:{config.parent}, weights: pretrained"
+        )
+    missing = {"embed_dim", "vision_cfg", "text_cfg"} - set(content if isinstance(content, dict) else ())
+    if missing:
+        raise UserError(f"encoder.model: {config} is not an open_clip config: it lacks {', '.join(sorted(missing))}")
+    check_sizes(content, f"encoder.model: {config}")
+    # add_model_config would replace a model of the library without a message
+    if (built_in := _built_in(config.stem)) and json.loads(built_in.read_text(encoding="utf-8")) != content:
+        raise UserError(f'encoder.model: {config} would replace open_clip\'s own "{config.stem}"; rename the file')
+    open_clip.add_model_config(config)
+    return config.stem
+
+
+def _built_in(name: str) -> Path | None:
+    """Returns open_clip's own config file of this name, if it has one."""
+    import open_clip
+
+    file = Path(open_clip.__file__).parent / "model_configs" / f"{name}.json"
+    return file if ":" not in name and file.is_file() else None
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """Returns the config of a hub repository or folder. Raises `UserError` if it can not be read."""
+    import open_clip
+
+    try:
+        check_hub_cache()
+        config = open_clip.get_model_config(model)
+    except (OSError, RuntimeError) as error:
+        raise download_failed(model, model, network_error(error) or error) from error
+    except (ValueError, RecursionError, AttributeError) as error:  # JSON or UTF-8; AttributeError: no object
+        raise UserError(f"encoder.model: the config of {model} can not be read ({type(error).__name__})") from error
+    missing = {"vision_cfg", "text_cfg"} - {key for key, value in config.items() if isinstance(value, dict)}
+    if missing:
+        raise UserError(f"encoder.model: {model} is no model of open_clip: it lacks {', '.join(sorted(missing))}")
+    return dict(config)
+
+
+def _preprocessing_shared_by_tags(name: str) -> dict[str, Any]:
+    """The preprocessing for a weights file, which does not hold it: that of the model's tags, if they all agree
+    (SigLIP, …). If not, empty: open_clip's default."""
+    import open_clip
+
+    keys = ("mean", "std", "interpolation", "resize_mode")
+    configs = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
+    of_tags = [{key: config[key] for key in keys if key in config} for config in configs]
+    return of_tags[0] if of_tags and all(each == of_tags[0] for each in of_tags) else {}
+
+
+def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     import open_clip
     from open_clip.factory import load_state_dict
 
@@ -201,10 +394,10 @@ def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
         read_weights(source.file, partial(load_state_dict, weights_only=True))
     else:
         check_hub_cache()
-    own, text = dict[str, Any](), open_clip.get_model_config(source.name)["text_cfg"]
+    arguments, text = dict(kwargs), open_clip.get_model_config(source.name)["text_cfg"]
     if source.folder is not None and text.get("hf_model_name") == TEXT_CONFIG:
         text |= {"hf_model_name": str(source.folder / TEXT_CONFIG), "hf_model_pretrained": False}
-        own = {"text_cfg": text}
+        arguments = {"text_cfg": text, **kwargs}
     try:
         with _root_logger_silenced(), no_remote_code():
             return open_clip.create_model(
@@ -213,25 +406,26 @@ def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
                 require_pretrained=True,
                 force_preprocess_cfg=source.preprocess,
                 weights_only=True,
-                **{**own, **kwargs},
+                **arguments,
             )
     except Exception as error:
-        if asks_for_code(error):
-            raise UserError(
-                f'encoder.model: "{source.name}" needs code of a repository, which is never run; choose another model'
-            ) from error
-        if kwargs and isinstance(error, TypeError | ValueError):
-            raise wrong_kwargs(source.name, kwargs, error) from error
-        if source.file is not None:
-            raise mismatch(source.file, source.name, error) from error
-        fault = network_error(error)
-        if fault is None and is_built_in(source.name):
-            raise
-        if fault is None:
-            reason = " ".join(str(error).split())[:160]
-            raise UserError(f'encoder.model: open_clip can not build "{source.name}" ({reason})') from error
+        raise _creation_failure(source, kwargs, error) from error
+
+
+def _creation_failure(source: _Source, kwargs: dict[str, Any], error: Exception) -> Exception:
+    if asks_for_code(error):
+        return UserError(
+            f'encoder.model: "{source.name}" needs code of a repository, which is never run; choose another model'
+        )
+    if kwargs and isinstance(error, TypeError | ValueError):
+        return wrong_kwargs(source.name, kwargs, error)
+    if source.file is not None:
+        return mismatch(source.file, source.name, error)
+    fault = network_error(error)
+    if fault is not None:
         what = f"{source.name} {source.pretrained}" if source.pretrained else source.name
-        raise download_failed(what, source.repository, fault) from error
+        return download_failed(what, source.repository, fault)
+    return UserError(f'encoder.model: open_clip can not build "{source.name}" ({reason_of(error)})')
 
 
 @contextmanager
@@ -251,8 +445,7 @@ def _root_logger_silenced() -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _own_preprocessing(model: Any) -> Preprocessing:
-    config = model.visual.preprocess_cfg
+def _own_preprocessing(config: dict[str, Any]) -> Preprocessing:
     size = config["size"]
     height, width = (size, size) if isinstance(size, int) else size
     if height != width:
@@ -264,15 +457,3 @@ def _own_preprocessing(model: Any) -> Preprocessing:
         interpolation=config["interpolation"],
         resize=_RESIZE[config["resize_mode"]],  # type: ignore[arg-type]
     )
-
-
-def _stage_names_of(visual: Any) -> StageNames:
-    """The blocks of a ViT; first convolution, pooling and layers of a ResNet; or the names of timm's image trunk."""
-    modules = dict(visual.named_modules())
-    if "trunk" in modules:
-        return timm_stage_names(visual.trunk, "model.visual.trunk")
-    if "transformer.resblocks" in modules:
-        blocks = [f"transformer.resblocks.{name}" for name, _ in modules["transformer.resblocks"].named_children()]
-        return StageNames.with_prefix("model.visual", [], blocks, [])
-    # the stem of a CLIP ResNet, three convolutions, ends in `avgpool`
-    return StageNames.with_prefix("model.visual", ["conv1", "avgpool"], ["layer1", "layer2", "layer3", "layer4"], [])

@@ -1,30 +1,24 @@
-"""Any timm model, CNN or ViT, as an encoder: pooled features, without its classification head.
-
-In this module `timm` is the library: imports are absolute, and `xdm_ft/run.py` keeps the package's folder off the
-import path.
-"""
+"""Any timm model, CNN or ViT, as an encoder: pooled features, without its classification head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.encoders import Encoder, Portable, measure_width
+from xdm_ft.encoders import LibraryEncoder, Portable
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.blocks import timm_blocks, timm_stage_names
-from xdm_ft.weights.foreign import check_sizes
-from xdm_ft.weights.pooling import PoolingChoice, pooling_part, refused, timm_pooled, timm_reason
+from xdm_ft.weights.pooling import PoolingChoice, check_pooling, timm_pooled, timm_reason
 from xdm_ft.weights.source import (
     check_hub_cache,
     check_hub_weights,
+    check_sizes,
     corpora_in,
     download_failed,
     is_file_name,
@@ -33,7 +27,6 @@ from xdm_ft.weights.source import (
     read_weights,
     refuse_reserved,
     unknown_model,
-    versions,
     wrong_kwargs,
 )
 
@@ -46,12 +39,14 @@ RESERVED = (
 _RESIZE = {"center": "native", "squash": "squash", "border": "pad"}  # timm's crop_mode → ours
 
 
-class Timm(Encoder):
+class Timm(LibraryEncoder):
     """Any model of timm. z is its pooled feature [B,K] before the classification head, which is removed.
 
     Random weights (`weights: null`) are drawn from torch's global generator, which a run seeds with the model's seed.
     Files are read by safetensors or with `weights_only=True`; float16 is cast to float32; a head in them is ignored.
     """
+
+    libraries = ("timm",)
 
     def __init__(
         self,
@@ -79,40 +74,30 @@ class Timm(Encoder):
         super().__init__()
         refuse_reserved(kwargs, RESERVED)
         check_sizes(kwargs, "encoder.kwargs")
-        source = _resolve(model, weights)
-        self.model: Any = _create(source, kwargs)
-        self.eval()
-        if pooling is not None and (reason := timm_reason(self.model, pooling)):
-            raise refused(model, pooling, reason)
-        self.normalize, self.pooling = normalize, pooling
-        self.pretraining = source.pretraining
-        self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))
-        self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
-        self.width = measure_width(self, model)
-        self._identity: dict[str, Any] = {"model": source.name, "kwargs": kwargs}
-
-    def forward(self, images: Tensor) -> Tensor:
-        # the weights may have been cast to bfloat16 (`features.precision`)
-        images = images.to(next(self.model.parameters()).dtype)
-        maps = self.model.forward_features(images)  # [B,K',h,w] or [B,tokens,K']
-        if self.pooling is None:
-            z = self.model.forward_head(maps, pre_logits=True).float()  # [B,K]
+        name, file = _resolve(model, weights)
+        if file is not None:
+            self.model, self.pretraining = _from_file(name, file, kwargs), f"weights from the file {file.name}"
+        elif weights is None:
+            self.model, self.pretraining = _from_library(name, model, False, kwargs), "random weights, no pre-training"
         else:
-            z = timm_pooled(self.model, maps, self.pooling).float()  # [B,K]
-        return F.normalize(z, dim=-1) if self.normalize else z
+            seen = corpora_in(name)
+            self.model = _from_library(name, model, True, kwargs)
+            self.pretraining = f"weights {name}" + (f", pre-trained on {seen}" if seen else "")
+        check_pooling(model, pooling, timm_reason(self.model, pooling))
+        self.normalize, self.pooling = normalize, pooling
+        self.built_from = {"component": "timm", "model": name, "kwargs": kwargs}
+        self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
+        self.prepare(model, _own_preprocessing(self.model, kwargs), preprocessing)
 
-    def identity(self) -> dict[str, object]:
-        return {
-            "component": "timm",
-            **self._identity,
-            "normalize": self.normalize,
-            **pooling_part(self.pooling),
-            "preprocessing": self.preprocessing.model_dump(mode="json"),
-            "versions": versions("timm"),
-        }
+    def pooled(self, images: Tensor) -> Tensor:
+        maps = self.model.forward_features(images)  # [B,K',h,w] or [B,tokens,K']
+        if self.pooling is not None:
+            return timm_pooled(self.model, maps, self.pooling)
+        z: Tensor = self.model.forward_head(maps, pre_logits=True)
+        return z
 
     def portable(self) -> Portable:
-        name, kwargs = str(self._identity["model"]), dict(self._identity["kwargs"])
+        name, kwargs = str(self.built_from["model"]), dict(self.built_from["kwargs"])
         if name.startswith("hf-hub:"):
             from timm.models import load_model_config_from_hf
 
@@ -124,116 +109,84 @@ class Timm(Encoder):
         return timm_blocks(self.model, "model")
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What to pass to timm for `encoder.model` and `encoder.weights`, and what the protocol says of it."""
+def _resolve(model: str, weights: str | None) -> tuple[str, Path | None]:
+    """Returns the name for timm.create_model, ARCHITECTURE[.TAG] or hf-hub:…, and the file of the weights if it is one.
 
-    name: str  # for timm.create_model: ARCHITECTURE[.TAG] or hf-hub:…
-    architecture: str | None  # None if only the hub repository says it
-    file: Path | None
-    pretrained: bool
-    pretraining: str
-
-
-def _resolve(model: str, weights: str | None) -> _Source:
-    """Raises `UserError` if a name or tag is not known, or if model and weights contradict each other."""
+    Raises `UserError` if a name or tag is not known, or if model and weights contradict each other.
+    """
     import timm
+    from timm.models import get_arch_pretrained_cfgs, get_pretrained_cfg
 
     if model.startswith("hf-hub:"):
         check_hub_weights(model, weights)
-        return _Source(model, None, None, True, _pretraining(model))
+        return model, None
     architecture, _, tag = model.partition(".")
     if not timm.is_model(architecture):
         raise unknown_model(timm, architecture, timm.list_models())
-    _check_tag(architecture, tag)
+    other = weights is None or weights == "pretrained" or weights.startswith("hf-hub:") or is_file_name(weights)
+    weights_tag = "" if other else str(weights)
+    tags = [name.partition(".")[2] for name in get_arch_pretrained_cfgs(architecture)]
+    for given in (tag, weights_tag):
+        if given and given not in tags:
+            raise UserError(
+                f'encoder: timm has no weights "{given}" for "{architecture}"{did_you_mean(given, tags)}; '
+                "give a file with its suffix"
+            )
     if weights is None:
         if tag:
             raise UserError(
                 f'encoder.weights: null means random weights, but "{model}" names the weights "{tag}"; '
                 f"write weights: pretrained, or model: {architecture}"
             )
-        return _Source(architecture, architecture, None, False, "random weights, no pre-training")
+        return architecture, None
     if weights.startswith("hf-hub:"):
-        return _Source(weights, architecture, None, True, _pretraining(weights))
+        return weights, None
     if is_file_name(weights):
-        path = expand_user(weights, "encoder.weights")
-        return _Source(model, architecture, path, True, f"weights from the file {path.name}")
-    if weights != "pretrained":
-        _check_tag(architecture, weights)
-        if tag not in ("", weights):
-            raise UserError(
-                f'encoder.weights: "{weights}" differs from the tag of encoder.model: {model}; keep one of them'
-            )
-        tag = weights
-    return _from_tag(architecture, tag)
-
-
-def _check_tag(architecture: str, tag: str) -> None:
-    from timm.models import get_arch_pretrained_cfgs
-
-    known = [name.partition(".")[2] for name in get_arch_pretrained_cfgs(architecture)]
-    if tag and tag not in known:
-        hint = did_you_mean(tag, known)
-        raise UserError(f'encoder: timm has no weights "{tag}" for "{architecture}"{hint}; give a file with its suffix')
-
-
-def _from_tag(architecture: str, tag: str) -> _Source:
-    from timm.models import get_pretrained_cfg
-
-    config = get_pretrained_cfg(f"{architecture}.{tag}" if tag else architecture)
+        return model, expand_user(weights, "encoder.weights")
+    if weights_tag and tag not in ("", weights_tag):
+        raise UserError(
+            f'encoder.weights: "{weights}" differs from the tag of encoder.model: {model}; keep one of them'
+        )
+    config = get_pretrained_cfg(".".join(filter(None, [architecture, weights_tag or tag])))
     if config is None or not config.has_weights:
         raise UserError(
             f'encoder.weights: timm has no pretrained weights for "{architecture}"; '
             "give a file, or null for random weights"
         )
-    name = f"{architecture}.{config.tag}" if config.tag else architecture
-    return _Source(name, architecture, None, True, _pretraining(name))
+    return f"{architecture}.{config.tag}" if config.tag else architecture, None
 
 
-def _pretraining(name: str) -> str:
-    seen = corpora_in(name)
-    return f"weights {name}" + (f", pre-trained on {seen}" if seen else "")
-
-
-def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
-    if source.file is not None:
-        return _create_from_file(source, source.file, kwargs)
+def _from_library(name: str, model: str, pretrained: bool, kwargs: dict[str, Any]) -> Any:
+    """Builds the model with random weights, or those that timm or the hub has. `model` is that of the recipe."""
     import timm
-    from timm.models import load_model_config_from_hf
+    from timm.models import get_pretrained_cfg, load_model_config_from_hf
 
-    if source.pretrained:
+    on_hub = name.startswith("hf-hub:")
+    if pretrained:
         check_hub_cache()
     try:
-        if source.name.startswith("hf-hub:"):
-            _, _, own = load_model_config_from_hf(source.name.removeprefix("hf-hub:"))
-            check_sizes(own, f'encoder.model: the config of "{source.name}"')
-        model: Any = timm.create_model(source.name, pretrained=source.pretrained, num_classes=0, **kwargs)
+        if on_hub:
+            _, _, own = load_model_config_from_hf(name.removeprefix("hf-hub:"))
+            check_sizes(own, f'encoder.model: the config of "{name}"')
+        built: Any = timm.create_model(name, pretrained=pretrained, num_classes=0, **kwargs)
     except UserError:
         raise
     except Exception as error:
-        fault = network_error(error) if source.pretrained else None
+        fault = network_error(error) if pretrained else None
         if fault is not None:
-            raise download_failed(source.name, _repository(source.name), fault) from error
+            config = None if on_hub else get_pretrained_cfg(name)
+            where = name if config is None else str(config.hf_hub_id or config.url)
+            raise download_failed(name, where, fault) from error
         if not kwargs:
             raise
-        raise wrong_kwargs(source.name, kwargs, error) from error
-    found = model.pretrained_cfg["architecture"]
-    if source.architecture not in (None, found):
-        raise UserError(
-            f"encoder.weights: {source.name} is a {found}, not a {source.architecture}; set encoder.model to {found}"
-        )
-    return model
+        raise wrong_kwargs(name, kwargs, error) from error
+    found, wanted = built.pretrained_cfg["architecture"], model.partition(".")[0]
+    if not model.startswith("hf-hub:") and found != wanted:
+        raise UserError(f"encoder.weights: {name} is a {found}, not a {wanted}; set encoder.model to {found}")
+    return built
 
 
-def _repository(name: str) -> str:
-    """The hub repository or the address of the weights of this name."""
-    from timm.models import get_pretrained_cfg
-
-    config = None if name.startswith("hf-hub:") else get_pretrained_cfg(name)
-    return name if config is None else str(config.hf_hub_id or config.url)
-
-
-def _create_from_file(source: _Source, path: Path, kwargs: dict[str, Any]) -> Any:
+def _from_file(name: str, path: Path, kwargs: dict[str, Any]) -> Any:
     """The model with the file's weights. Raises `UserError` if any tensor is missing, unexpected or of another shape.
 
     Without a head, timm only logs missing tensors. So the model is built with a head of as many classes as the file's,
@@ -243,7 +196,7 @@ def _create_from_file(source: _Source, path: Path, kwargs: dict[str, Any]) -> An
     from timm.models import get_pretrained_cfg, load_state_dict
 
     state = read_weights(path, load_state_dict)
-    config = get_pretrained_cfg(source.name)
+    config = get_pretrained_cfg(name)
     assert config is not None, "_resolve knows the model"
     classifier = config.classifier if isinstance(config.classifier, str) else (config.classifier or ("",))[0]
     head = state.get(f"{classifier}.weight")
@@ -255,7 +208,7 @@ def _create_from_file(source: _Source, path: Path, kwargs: dict[str, Any]) -> An
         overlay = {"file": str(path), "num_classes": classes, "label_offset": 0}
         try:
             model: Any = timm.create_model(
-                source.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **kwargs
+                name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **kwargs
             )
         except Exception as error:
             errors.append(error)
@@ -263,10 +216,10 @@ def _create_from_file(source: _Source, path: Path, kwargs: dict[str, Any]) -> An
             model.reset_classifier(0)
             return model
     try:
-        timm.create_model(source.name, num_classes=0, **kwargs)
+        timm.create_model(name, num_classes=0, **kwargs)
     except Exception as error:
-        raise wrong_kwargs(source.name, kwargs, error) from error
-    raise mismatch(path, source.name, errors[0]) from errors[0]
+        raise wrong_kwargs(name, kwargs, error) from error
+    raise mismatch(path, name, errors[0]) from errors[0]
 
 
 def _own_preprocessing(model: nn.Module, kwargs: dict[str, Any]) -> Preprocessing:

@@ -1,43 +1,83 @@
 """Any vision model of Hugging Face's transformers: its pooled or projected features, and text embeddings if it has any.
 
-In this module `transformers` is the library: imports are absolute, and `xdm_ft/run.py` keeps the package's folder off
-the import path.
+Code of a repository is never run: every call of the library has `trust_remote_code=False`.
 """
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.encoders import Encoder, Portable, TextEncoder, measure_width
-from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
-from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights import image_side
-from xdm_ft.weights import transformers as hub
-from xdm_ft.weights.pooling import PoolingChoice, outside_text_space, pooling_part, refused
+from xdm_ft.encoders import LibraryEncoder, Portable, TextEncoder
+from xdm_ft.images.transforms import (
+    Interpolation,
+    Preprocessing,
+    PreprocessingOverrides,
+    Resize,
+    evaluation_transform,
+    resized_side,
+)
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.storage.names import expand_user
+from xdm_ft.weights.blocks import with_root
+from xdm_ft.weights.pooling import PoolingChoice, check_pooling, no_class_token, outside_text_space, pool
 from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked
-from xdm_ft.weights.source import versions
-from xdm_ft.weights.transformers import from_processor
+from xdm_ft.weights.source import (
+    NOT_TAKEN,
+    architecture,
+    asks_for_code,
+    check_hub_cache,
+    check_hub_weights,
+    check_sizes,
+    download_failed,
+    first_few,
+    is_file_name,
+    no_remote_code,
+    pretraining_of,
+    pretraining_of_file,
+    read_weights,
+    reason_of,
+    refuse_reserved,
+    size_not_taken,
+    wrong_kwargs,
+)
 
 logger = logging.getLogger("xdm_ft")
 
 OWN_PREPROCESSING = PreprocessingOverrides()
+RESERVED = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config")
+"""Keys of a model's config that this module sets itself, or that other files of the repository depend on."""
+HUB, LOCAL = "hf-hub:", "local-dir:"
 TOGETHER = 64  # prompts in one forward pass
+TRAINABLE = ("vision_model.", "visual_projection.")  # what trains of a model with a text side
+_LISTS = ("layer", "layers", "blocks", "stages")  # names of the list of a model's blocks
+_CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 
 
-class Transformers(Encoder, TextEncoder):
+class Transformers(LibraryEncoder, TextEncoder):
     """Any vision model that transformers' `AutoModel` builds, with its weights; code of repositories is never run.
 
     z [B,K] is the projected image feature of a model with a text side (CLIP, SigLIP), and of others the model's own
     pooled feature or, without one, the class token; `pooling` selects another. The text side never trains.
     """
+
+    libraries = ("transformers",)
 
     def __init__(
         self,
@@ -65,74 +105,76 @@ class Transformers(Encoder, TextEncoder):
     ) -> None:
         super().__init__()
         self.prompts = checked(prompts)
-        self.source = hub.resolve(model, weights, kwargs)
-        self.model: Any = hub.create(self.source, kwargs)
-        self.eval()
-        self.normalize, self.pooling = normalize, pooling
-        self.pretraining = self.source.pretraining
-        self.preprocessing = preprocessing.applied_to(self._own_preprocessing(preprocessing))
-        self.has_text = image_side.has_text(self.model)
+        self.source = _resolve(model, weights, kwargs)
+        self.model = _create(self.source, kwargs).eval()
+        self.normalize, self.pooling, self.pretraining = normalize, pooling, self.source.pretraining
+        config = architecture(self.source.config)
+        self.built_from = {"component": "transformers", "model": self.source.name, "config": config}
+        given = preprocessing.model_dump(exclude_none=True)
+        if given.keys() | {"draft"} == Preprocessing.model_fields.keys():
+            own = Preprocessing(**given)  # the image processor is not read
+        else:
+            own = from_processor(_image_processor(self.source), self.source.name)
+        self.has_text = all(hasattr(self.model, name) for name in ("get_text_features", "vision_model", "logit_scale"))
+        self._root = "model.vision_model" if self.has_text else "model"
         if self.has_text:
             self.logit_scale = self.model.logit_scale.exp().item()
             for name, parameter in self.model.named_parameters():
-                parameter.requires_grad_(name.startswith(image_side.TRAINABLE))
-        self.text_reason = self._no_text(model)
-        self._root = "model.vision_model" if self.has_text else "model"
-        self.layout = image_side.measured(self._vision, self.source.config, self.preprocessing.size, model)
-        if reason := image_side.reason(self.layout, pooling, self.has_text):
-            raise refused(model, pooling, reason)
-        self.stage_names = tuple(f"{self._root}.{name}" for name in image_side.stages(self._vision))
-        self.width = measure_width(self, model)
-
-    def forward(self, images: Tensor) -> Tensor:
-        # the weights may have been cast to bfloat16 (`features.precision`)
-        images = images.to(next(self.model.parameters()).dtype)
-        z = self._pooled(images).float()  # [B,K]
-        return F.normalize(z, dim=-1) if self.normalize else z
-
-    def _pooled(self, images: Tensor) -> Tensor:
-        if self.has_text and self.pooling in (None, "projected"):
-            found = self.model.get_image_features(pixel_values=images, **self.layout.arguments)
-            projected: Tensor = found.pooler_output
-            return projected
-        return image_side.pooled(self._vision, images, self.layout, self.pooling)
+                parameter.requires_grad_(name.startswith(TRAINABLE))
+        self.text_reason = self._reason_without_text(model)
+        size = preprocessing.applied_to(own).size
+        self.output = _measure_output(self._vision, self.source.config, size, model)
+        check_pooling(model, pooling, self._pooling_reason())
+        self.stage_names = with_root(self._root, _stages(self._vision))
+        self.prepare(model, own, preprocessing)
 
     @property
     def _vision(self) -> nn.Module:
         return self.get_submodule(self._root)
 
-    def _own_preprocessing(self, overrides: PreprocessingOverrides) -> Preprocessing:
-        """That of the model's image processor, which is not read if the recipe replaces all of it."""
-        given = overrides.model_dump(exclude_none=True)
-        if given.keys() | {"draft"} == Preprocessing.model_fields.keys():
-            return Preprocessing(**given)
-        return from_processor(hub.image_processor(self.source), self.source.name)
-
-    def _no_text(self, model: str) -> str:
+    def _reason_without_text(self, model: str) -> str:
         if not self.has_text:
             return f'encoder.model: "{model}" has no text side; use a CLIP or SigLIP model'
-        if self.source.place is None:
+        if self.source.folder is None:
             return f'encoder.model: "{model}" is a config file without tokenizer; give the model\'s name or folder'
         return outside_text_space(self.pooling)
 
-    def identity(self) -> dict[str, object]:
-        return {
-            "component": "transformers",
-            "model": self.source.name,
-            "config": hub.architecture(self.source.config),
-            "normalize": self.normalize,
-            **pooling_part(self.pooling),
-            "preprocessing": self.preprocessing.model_dump(mode="json"),
-            "versions": versions("transformers"),
-        }
+    def _pooling_reason(self) -> str:
+        """Returns why the model has no such pooling, and what is possible; "" if it has."""
+        if self.pooling == "projected":
+            return "" if self.has_text else "has no projection; leave it out, or use cls, mean or cls_mean"
+        if self.pooling is None:
+            pools = self.has_text or self.output.pools or self.output.has_class_token
+            return "" if pools else "has no pooled feature of its own; use mean"
+        return no_class_token(self.output.has_class_token and not self.output.is_map, self.pooling)
+
+    def pooled(self, images: Tensor) -> Tensor:
+        output, arguments = self.output, self.output.arguments
+        z: Tensor
+        if self.has_text and self.pooling in (None, "projected"):
+            z = self.model.get_image_features(pixel_values=images, **arguments).pooler_output
+            return z
+        out = self._vision(pixel_values=images, **arguments)
+        if self.pooling is None and output.pools:
+            z = out.pooler_output.flatten(1)  # [B,K], of CNNs [B,K,1,1]
+            return z
+        tokens: Tensor = out.last_hidden_state
+        if output.is_map:
+            return tokens.mean((2, 3))
+        if output.norm_is_left:
+            tokens = self._vision.post_layernorm(tokens)  # type: ignore[operator]
+        return pool(tokens, output.prefix, self.pooling or "cls")
 
     def portable(self) -> Portable:
+        config = self.built_from["config"]
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', str(self.source.config.model_type))}.json"
-        files = {name: hub.architecture(self.source.config)}
-        return Portable({"model": name, "kwargs": {}}, dict(self.model.state_dict()), files)
+        return Portable({"model": name, "kwargs": {}}, dict(self.model.state_dict()), {name: config})
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
-        return [[f"{self._root}.{name}" for name in names] for names in image_side.block_candidates(self._vision)]
+        """The blocks inside of all stages, and the stages."""
+        lists = _block_lists(self._vision)
+        inside = [name for outer, names in lists.items() if len(_holders(outer, lists)) == 1 for name in names]
+        return [with_root(self._root, names) for names in (inside, _stages(self._vision))]
 
     @torch.no_grad()
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
@@ -140,12 +182,12 @@ class Transformers(Encoder, TextEncoder):
         if self.text_reason:
             raise UserError(self.text_reason)
         exact = self.exact_prompts(class_names, prompts)
-        tokenizer = hub.tokenizer(self.source)  # not kept: copies of the encoder would take its dictionary along
-        parts = [self._of_texts(tokenizer, exact[start : start + TOGETHER]) for start in range(0, len(exact), TOGETHER)]
+        tokenizer = _tokenizer(self.source)  # not kept: copies of the encoder would take its dictionary along
+        parts = [self._embed(tokenizer, exact[start : start + TOGETHER]) for start in range(0, len(exact), TOGETHER)]
         each = F.normalize(torch.cat(parts).float(), dim=-1)  # [C·P,K], class by class
         return F.normalize(each.view(len(class_names), -1, each.shape[-1]).mean(1), dim=-1).cpu()
 
-    def _of_texts(self, tokenizer: Any, texts: list[str]) -> Tensor:
+    def _embed(self, tokenizer: Any, texts: list[str]) -> Tensor:
         """Texts → [n,K]. SigLIP was trained on texts padded to the whole context, and attends to the padding."""
         longest = self.source.config.text_config.max_position_embeddings
         cut = [text for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True) if len(ids) > longest]
@@ -155,9 +197,368 @@ class Transformers(Encoder, TextEncoder):
         tokens = tokenizer(
             texts, padding="max_length" if padded else True, truncation=True, max_length=longest, return_tensors="pt"
         )
-        mask = {} if padded else {"attention_mask": tokens["attention_mask"]}
-        inputs = {
-            name: value.to(self.model.device) for name, value in {"input_ids": tokens["input_ids"], **mask}.items()
-        }
-        found: Tensor = self.model.get_text_features(**inputs).pooler_output
-        return found
+        names = ["input_ids"] if padded else ["input_ids", "attention_mask"]
+        inputs = {name: tokens[name].to(self.model.device) for name in names}
+        embeddings: Tensor = self.model.get_text_features(**inputs).pooler_output
+        return embeddings
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What the image side returns for an image."""
+
+    arguments: dict[str, bool]  # adapts position embeddings if images have another size than in training
+    is_map: bool  # [B,K,h,w]; else tokens [B,N,K]
+    pools: bool  # it has a pooled feature of its own
+    has_class_token: bool  # the first token
+    prefix: int  # number of tokens before the patches: class token, registers, distillation token
+    norm_is_left: bool  # the final norm was applied to the pooled feature only (CLIP), not to the tokens (SigLIP)
+
+
+@torch.no_grad()
+def _measure_output(vision: Any, config: Any, size: int, model: str) -> _Output:
+    """Runs the model twice. Raises `UserError` if the passes differ, or if it takes no images of this size."""
+    if vision.main_input_name != "pixel_values":
+        raise UserError(f'encoder.model: "{model}" ({config.model_type}) takes no images; choose a vision model')
+    config = getattr(config, "vision_config", config)
+    adapts = "interpolate_pos_encoding" in inspect.signature(type(vision).forward).parameters
+    other = getattr(config, "image_size", size) not in (size, [size, size], (size, size))
+    arguments = {"interpolate_pos_encoding": True} if adapts and other else {}
+    image = torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(0))
+    try:
+        first, second = (vision(pixel_values=image, **arguments) for _ in range(2))
+    except NOT_TAKEN as error:
+        raise size_not_taken(model, size, error) from error
+    tokens, pooled = first.last_hidden_state, getattr(first, "pooler_output", None)
+    if not torch.equal(tokens, second.last_hidden_state):
+        raise UserError(f'encoder.model: "{model}" draws random numbers for each image; choose another model')
+    norm, patch = getattr(vision, "post_layernorm", None), getattr(config, "patch_size", None)
+    patches = (size // patch) ** 2 if isinstance(patch, int) else tokens.shape[1]
+    names = [name.split(".")[-1] for name, _ in vision.named_parameters()]
+    return _Output(
+        arguments,
+        is_map=tokens.ndim == 4,
+        pools=pooled is not None,
+        has_class_token=any(name in _CLASS_TOKENS for name in names),
+        prefix=max(0, tokens.shape[1] - patches),
+        norm_is_left=norm is not None and pooled is not None and torch.equal(pooled, norm(tokens[:, 0])),
+    )
+
+
+def _stages(vision: nn.Module) -> list[str]:
+    """Names of the blocks of a ViT or the stages of a CNN, in their order; none if there is not one list of them."""
+    lists = _block_lists(vision)
+    outer = [name for name in lists if not _holders(name, lists)]
+    return lists[outer[0]] if len(outer) == 1 else []
+
+
+def _block_lists(vision: nn.Module) -> dict[str, list[str]]:
+    """{name of a list of blocks: names of its blocks}."""
+    return {
+        name: [f"{name}.{child}" for child, _ in module.named_children()]
+        for name, module in vision.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and name.split(".")[-1] in _LISTS
+    }
+
+
+def _holders(name: str, lists: dict[str, list[str]]) -> list[str]:
+    """The lists that hold the list `name`."""
+    return [other for other in lists if name.startswith(f"{other}.")]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the library reads for `encoder.model` and `encoder.weights`."""
+
+    name: str  # of the model, for messages and the protocol
+    folder: str | None  # or hub repository; None: a config file, without weights, processor and tokenizer
+    config: Any  # of transformers, with the recipe's `kwargs`
+    file: Path | None  # with the weights; None: they are in `folder`
+    pretraining: str
+
+
+def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
+    """Reads the model's config and nothing else.
+
+    Raises `UserError` if a name, file or key is wrong, if the model needs code of its repository, or if it did not
+    download.
+    """
+    _library()
+    refuse_reserved(kwargs, RESERVED)
+    check_sizes(kwargs, "encoder.kwargs")
+    file = expand_user(weights, "encoder.weights") if is_file_name(weights) else None
+    if model.endswith(".json"):
+        if file is None:
+            raise UserError(f'encoder.weights: "{weights}" is no file; {Path(model).name} needs a .safetensors file')
+        config = _config_of_file(expand_user(model, "encoder.model"))
+        return _Source(config.model_type, None, _changed(config, kwargs, model), file, pretraining_of_file(file))
+    if file is None:
+        check_hub_weights(model, weights)
+    name, folder = model.removeprefix(HUB), _folder_of(model)
+    try:
+        with _quiet():
+            content, _ = _library().PreTrainedConfig.get_config_dict(folder)
+            check_sizes(content, f'encoder.model: the config of "{model}"')
+            config = _library().AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except OSError as error:
+        raise _not_read(model, folder, error) from error
+    except UserError:
+        raise
+    except Exception as error:  # each config checks its values in its own way
+        raise _unknown_config(model, error) from error
+    config = _changed(config, kwargs, model)
+    if config.model_type.startswith("timm_"):
+        raise UserError(f'encoder.model: "{model}" is a model of timm; use encoder.name: timm, model: hf-hub:…')
+    return _Source(name, folder, config, file, pretraining_of(name) if file is None else pretraining_of_file(file))
+
+
+def _library() -> Any:
+    """Returns the module. Raises `UserError` if it is not installed."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"encoder.name: transformers needs {error.name}, not installed here; pip install 'xdm_ft[transformers]'"
+        ) from error
+    return transformers
+
+
+def _folder_of(model: str) -> str:
+    """Returns the folder or the hub repository of a model."""
+    if model.startswith(LOCAL):
+        folder = expand_user(model.removeprefix(LOCAL), "encoder.model")
+        if not (folder / "config.json").is_file():
+            raise UserError(f"encoder.model: the folder {folder} has no config.json; give a folder of save_pretrained")
+        return str(folder)
+    name = model.removeprefix(HUB)
+    if Path(name).is_dir():  # the library would read it instead of the hub
+        raise UserError(f"encoder.model: {name} is a folder here; write {LOCAL}{name}, or start in another folder")
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise UserError(f'encoder.model: "{name}" is no name of the hub; write ORGANISATION/NAME or {LOCAL}FOLDER')
+    check_hub_cache()
+    return name
+
+
+def _config_of_file(path: Path) -> Any:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise UserError(f"encoder.model: {path} can not be read as a config ({type(error).__name__})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UserError(f"encoder.model: {path} is no config of transformers: it has no model_type")
+    check_sizes(content, f"encoder.model: {path}")
+    try:
+        with _quiet():
+            return _library().AutoConfig.for_model(**content)
+    except Exception as error:  # each config checks its values in its own way
+        raise _unknown_config(str(path), error) from error
+
+
+def _unknown_config(model: str, error: Exception) -> UserError:
+    if asks_for_code(error):
+        return UserError(
+            f'encoder.model: "{model}" needs code from its repository, which is never run; choose a model that the '
+            "library itself knows, or use encoder.name: timm or open_clip"
+        )
+    return UserError(
+        f'encoder.model: transformers {_library().__version__} can not read the config of "{model}" '
+        f"({reason_of(error, 120)}); update transformers, or choose another model"
+    )
+
+
+def _not_read(model: str, folder: str, error: OSError) -> UserError:
+    """The error for a file of the repository or folder that the library did not get."""
+    from huggingface_hub.errors import GatedRepoError
+
+    cause = error.__cause__ or error.__context__ or error
+    if isinstance(cause, GatedRepoError):
+        return UserError(
+            f'encoder.model: access to "{folder}" is restricted; ask for it on its page, then hf auth login'
+        )
+    if model.startswith(LOCAL) or "does not appear to have" in " ".join(str(error).split()):
+        return UserError(
+            f'encoder.model: "{model}" lacks a file ({reason_of(error)}); weights must be .safetensors there, '
+            "or a file that encoder.weights names"
+        )
+    return download_failed(model, folder, cause)
+
+
+def _changed(config: Any, kwargs: Mapping[str, Any], model: str) -> Any:
+    """The config with the recipe's values; a value that is a mapping changes keys of that part."""
+    if not kwargs:
+        return config
+    given = config.to_dict()
+    merged = dict(given)
+    for key, value in kwargs.items():
+        if key not in given:
+            hint = did_you_mean(key, list(given))
+            raise UserError(f'encoder.kwargs: "{key}" is no key of the config of "{model}"{hint}; leave it out')
+        both = isinstance(given[key], dict) and isinstance(value, dict)
+        merged[key] = {**given[key], **value} if both else value
+    try:
+        return type(config).from_dict(merged)
+    except Exception as error:  # each config checks its values in its own way
+        raise wrong_kwargs(model, kwargs, error) from error
+
+
+def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
+    """Builds the model, float32, with all its weights; heads in the weights are ignored. Raises `UserError`.
+
+    A pooler without weights (ViT for classification has none) is removed.
+    """
+    from timm.models import load_state_dict
+
+    auto = _library().AutoModel
+    if type(source.config) not in auto._model_mapping:
+        raise UserError(f'encoder.model: "{source.name}" ({source.config.model_type}) is no model with features')
+    cls = auto._model_mapping[type(source.config)]
+    cls = cls[0] if isinstance(cls, tuple | list) else cls
+    state = None if source.file is None else read_weights(source.file, load_state_dict)
+    try:
+        with _quiet():
+            model, report = cls.from_pretrained(
+                None if state is not None else source.folder,
+                config=source.config,
+                state_dict=state,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    except OSError as error:
+        raise _not_read(source.name, str(source.folder), error) from error
+    except Exception as error:  # a config may have any value
+        if kwargs:
+            raise wrong_kwargs(source.name, kwargs, error) from error
+        raise UserError(
+            f'encoder.weights: {source.file or source.name} can not be loaded into "{source.name}" '
+            f"({reason_of(error, 200)}); check encoder.model, or give the complete file"
+        ) from error
+    pooler = {name for name in report["missing_keys"] if name.startswith("pooler.")}
+    if pooler:
+        model.pooler = None
+    unused = {name for name in report["missing_keys"] if name.split(".")[-1] == "mask_token"}
+    if lacking := sorted(report["missing_keys"] - unused - pooler):  # features would depend on random weights
+        raise UserError(
+            f'encoder.weights: {source.file or source.name} does not fit "{source.name}": it lacks {len(lacking)} of '
+            f"the model's tensors ({first_few(lacking)}); check encoder.model and encoder.kwargs, or give the complete "
+            "file"
+        )
+    return model
+
+
+def _image_processor(source: _Source) -> Any:
+    """Raises `UserError` if the model has none, or if it needs code of its repository."""
+    try:
+        if source.folder is None:
+            raise OSError("a config file has no image processor beside it")
+        with _quiet():
+            return _library().AutoImageProcessor.from_pretrained(source.folder, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(
+            f'encoder.model: "{source.name}" has no image processor here ({reason_of(error, 120)}); {BY_HAND}'
+        ) from error
+
+
+def _tokenizer(source: _Source) -> Any:
+    """Raises `UserError` if the model has none here."""
+    try:
+        with _quiet():
+            return _library().AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    except OSError as error:
+        raise _not_read(f"the tokenizer of {source.name}", str(source.folder), error) from error
+    except (ValueError, ImportError, KeyError) as error:
+        raise UserError(
+            f'encoder.model: the tokenizer of "{source.name}" can not be used ({reason_of(error)})'
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without the library's questions, progress bars and reports: what is wrong with a model is raised here."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with no_remote_code():
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+TOLERANCE = 1.0  # mean difference from a processor's pixels, in levels of 255: what resizing in other libraries rounds
+SIZES = ((300, 200), (150, 330))  # px, width and height of the images on which both are compared
+_INTERPOLATION: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+_WARP = 384  # px; from here on, processors with a `crop_pct` resize to the square
+BY_HAND = "set mean, std, size, crop, interpolation and resize in encoder.preprocessing"
+
+
+def from_processor(processor: Any, model: str) -> Preprocessing:
+    """Returns the preprocessing of an image processor. Raises `UserError` if ours can not do the same.
+
+    Crops may lie one pixel beside the processor's, which rounds half a pixel down.
+    """
+    geometry, interpolation = _geometry(processor), _INTERPOLATION.get(int(processor.resample or 0))
+    mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0] * 3, [1.0] * 3)
+    if geometry is not None and interpolation is not None and len(mean) == len(std) == 3:
+        side, size, resize = geometry
+        # (factor · 255 · p − mean) / std, with pixels p in 0…1
+        factor = 255.0 * (processor.rescale_factor if processor.do_rescale else 1.0)
+        crop = size / side
+        if math.floor(size / crop) != side:  # `resized_side` rounds down; a fraction one bit below gives the side
+            crop = math.nextafter(crop, 0.0)
+        ours = Preprocessing(
+            mean=(mean[0] / factor, mean[1] / factor, mean[2] / factor),
+            std=(std[0] / factor, std[1] / factor, std[2] / factor),
+            size=size,
+            crop=crop,
+            interpolation=interpolation,
+            resize=resize,
+        )
+        if all(_agrees(processor, ours, *image_size) for image_size in SIZES):
+            return ours
+    raise UserError(
+        f'encoder.preprocessing: the images of "{model}" are prepared by {type(processor).__name__}, whose settings '
+        f"have no equal here; {BY_HAND}"
+    )
+
+
+def _geometry(processor: Any) -> tuple[int, int, Resize] | None:
+    """Returns the side to which images are resized and that of the input, px, and the way to resize.
+
+    None if the settings are not a resize, with or without a centre crop, to a square.
+    """
+    # {`height`, `width`, `shortest_edge` or another name: px} of what is set
+    asked, crop = (
+        {key: value for key, value in dict(getattr(processor, name, None) or {}).items() if value}
+        for name in ("size", "crop_size")
+    )
+    native = "shortest_edge" in asked
+    side = asked.get("shortest_edge") or asked.get("height")
+    if not processor.do_resize or side is None or len(asked) > 2 or asked.get("width", side) != side:
+        return None
+    if (share := getattr(processor, "crop_pct", None)) is not None and native:  # ConvNeXT's
+        return (int(side / share), side, "native") if side < _WARP else (side, side, "squash")
+    if not getattr(processor, "do_center_crop", False):
+        return None if native else (side, side, "squash")
+    size = crop.get("height")
+    if size is None or size != crop.get("width") or size > side:
+        return None
+    return side, size, "native" if native else "squash"
+
+
+def _agrees(processor: Any, ours: Preprocessing, width: int, height: int) -> bool:
+    """Compares the pixels inside the border of an image of noise, where another filter, size or crop differs much."""
+    assert resized_side(ours) >= ours.size
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    theirs = torch.as_tensor(processor(images=image, return_tensors="pt")["pixel_values"][0])  # [3,H,W]
+    own = evaluation_transform(ours)(image)  # [3,H,W]
+    if theirs.shape != own.shape:
+        return False
+    levels = 255 * torch.tensor(ours.std).view(3, 1, 1)
+    shifts = product((-1, 0, 1), repeat=2) if ours.crop < 1 or ours.resize == "native" else [(0, 0)]
+    differences = ((theirs * levels - (own * levels).roll(shift, (1, 2)))[:, 1:-1, 1:-1] for shift in shifts)
+    return min(difference.abs().mean().item() for difference in differences) <= TOLERANCE

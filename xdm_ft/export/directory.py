@@ -41,8 +41,7 @@ from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, u
 from xdm_ft.storage.digests import json_digest, tensors_digest
 from xdm_ft.storage.lines import Damaged, json_object
 from xdm_ft.storage.tensors import read_checked, tensors_of, write_arrays, write_checked, write_tensors
-from xdm_ft.weights.foreign import TEXT_CONFIG, check_sizes, refuse_sources
-from xdm_ft.weights.source import is_file_name
+from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
 REFERENCE, TRAINING_IMAGES = "reference.safetensors", "training_images.safetensors"

@@ -21,8 +21,7 @@ from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.tensors import read_tensors
 from xdm_ft.version import __version__
-from xdm_ft.weights.foreign import TEXT_CONFIG
-from xdm_ft.weights.source import check_hub_cache, network_error
+from xdm_ft.weights.source import TEXT_CONFIG, check_hub_cache, network_error
 
 PREFIX = "hf-hub:"
 NEEDED = (CONFIG, WEIGHTS)

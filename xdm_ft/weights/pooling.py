@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from xdm_ft.runtime.errors import UserError
 
@@ -26,13 +26,10 @@ def pool(tokens: Tensor, prefix: int, pooling: Pooling) -> Tensor:
     return torch.cat([part() for name, part in parts.items() if name in pooling.split("_")], dim=-1)
 
 
-def refused(model: str, pooling: Pooling | None, reason: str) -> UserError:
-    return UserError(f'encoder.pooling: {pooling or "null"}: "{model}" {reason}')
-
-
-def pooling_part(pooling: Pooling | None) -> dict[str, object]:
-    """The part of `Encoder.identity`: empty for null, whose features have the same key in the cache as ever."""
-    return {} if pooling is None else {"pooling": pooling}
+def check_pooling(model: str, pooling: Pooling | None, reason: str) -> None:
+    """Raises `UserError` if there is a `reason` why the model has no such pooling."""
+    if reason:
+        raise UserError(f'encoder.pooling: {pooling or "null"}: "{model}" {reason}')
 
 
 def outside_text_space(pooling: Pooling | None) -> str:
@@ -42,8 +39,10 @@ def outside_text_space(pooling: Pooling | None) -> str:
     return f"encoder.pooling: {pooling} gives features outside the space of the texts; leave it out, or use projected"
 
 
-def timm_reason(model: Any, pooling: Pooling) -> str:
+def timm_reason(model: Any, pooling: Pooling | None) -> str:
     """Returns why this model of timm has no such pooling; "" if it has."""
+    if pooling is None:
+        return ""
     if pooling == "projected":
         return "has no projection; leave it out, or use cls, mean or cls_mean"
     if not hasattr(model, "num_prefix_tokens"):
@@ -57,17 +56,14 @@ def no_class_token(has_class_token: bool, pooling: Pooling) -> str:
 
 def timm_pooled(model: Any, maps: Tensor, pooling: Pooling) -> Tensor:
     """`model.forward_features` [B,N,K] → [B,K] or [B,2K]. `fc_norm` is the final norm of models built to average."""
-    halves = []
-    for part in pooling.split("_"):
-        z = pool(maps, model.num_prefix_tokens, part)  # type: ignore[arg-type]
-        norm = getattr(model, "fc_norm", None)
-        halves.append(z if norm is None else norm(z))
-    return torch.cat(halves, dim=-1)
+    norm = getattr(model, "fc_norm", None) or nn.Identity()
+    parts = (pool(maps, model.num_prefix_tokens, part) for part in pooling.split("_"))  # type: ignore[arg-type]
+    return torch.cat([norm(part) for part in parts], dim=-1)
 
 
-def clip_reason(visual: Any, pooling: Pooling) -> str:
+def clip_reason(visual: Any, pooling: Pooling | None) -> str:
     """Returns why the image side of this open_clip model has no such pooling; "" if it has."""
-    if pooling == "projected":
+    if pooling in (None, "projected"):
         return ""
     if hasattr(visual, "trunk"):
         return timm_reason(visual.trunk, pooling)

@@ -1,10 +1,17 @@
-"""What any weights need: names, tags, files, downloads, and one line for what is wrong with them."""
+"""What any weights need: names, tags, files, downloads, and one line for what is wrong with them.
+
+Also what others may not do by an architecture that they wrote: name other sources, bring code, or exceed all memory.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.names import expand_user
 
 POSSIBLY_SEEN = "unseen in fine-tuning, possibly seen in pre-training"
@@ -94,9 +101,15 @@ def check_hub_weights(model: str, weights: str | None) -> None:
         )
 
 
-def wrong_kwargs(model: str, kwargs: dict[str, Any], error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:160]
-    return UserError(f'encoder.kwargs: {kwargs} do not fit "{model}" ({reason}); check their names and values')
+def reason_of(error: Exception, length: int = 160) -> str:
+    """Returns the beginning of a library's message, on one line."""
+    return " ".join(str(error).split())[:length]
+
+
+def wrong_kwargs(model: str, kwargs: Mapping[str, Any], error: Exception) -> UserError:
+    return UserError(
+        f'encoder.kwargs: {dict(kwargs)} do not fit "{model}" ({reason_of(error)}); check their names and values'
+    )
 
 
 _NETWORK_LIBRARIES = ("httpx", "httpcore", "huggingface_hub", "urllib", "requests")
@@ -136,9 +149,8 @@ def download_failed(what: str, where: str, cause: BaseException) -> UserError:
 
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
-MOST_TENSORS = 100_000  # in a file; the largest models have some thousands
-_BYTES_PER_TENSOR = 200  # of the header of a safetensors file: more than a tensor takes
-_SHOWN = 3  # tensor names listed in a message
+MAX_TENSORS = 100_000  # in a file; the largest models have some thousands
+_MAX_HEADER = 200 * MAX_TENSORS  # bytes of the header of a safetensors file: a tensor takes less than 200
 
 
 def is_file_name(weights: str) -> bool:
@@ -155,55 +167,41 @@ def read_weights(
 
     Raises `UserError` if the file is missing or damaged, or holds code, NaN or no tensors.
     """
-    _refuse_unreadable(path, key)
+    try:
+        problem = "" if path.is_file() else "is a folder" if path.is_dir() else "does not exist"
+        if not problem:
+            with path.open("rb") as file:
+                header = int.from_bytes(file.read(8), "little")  # its length, of a safetensors file
+    except OSError as error:
+        problem = f"can not be read ({error.strerror})"
+    if problem:
+        raise UserError(f"{key}: {path} {problem}; give the path of a .safetensors or .pth file")
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"{key}: {path} is no weights file; give one of {', '.join(SUFFIXES)}")
-    _refuse_long_header(path, key)
+    too_many = UserError(f"{key}: {path} holds more than {MAX_TENSORS:,} tensors; give the weights of a model")
+    if path.name.endswith(".safetensors") and _MAX_HEADER < header < path.stat().st_size:
+        raise too_many  # reading them would take minutes
     try:
         state = read(str(path))
     except Exception as error:  # on a damaged file, the readers raise almost any exception
         raise UserError(f"{key}: {path} {_read_failure(error)}") from error
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    if len(tensors) > MOST_TENSORS:
-        raise _too_many(path, key)
+    if len(tensors) > MAX_TENSORS:
+        raise too_many
     if not tensors:
         raise UserError(f"{key}: {path} holds no tensors; give a file with a state dict")
     broken = [name for name, value in tensors.items() if value.is_floating_point() and value.isnan().any()]
     if broken:
         raise UserError(
-            f"{key}: {path} holds NaN in {plural(len(broken), 'tensor')} ({_first_few(broken)}): "
+            f"{key}: {path} holds NaN in {plural(len(broken), 'tensor')} ({first_few(broken)}): "
             "its training has diverged or the file is damaged; give another one"
         )
     return tensors
 
 
-def _refuse_unreadable(path: Path, key: str) -> None:
-    try:
-        if path.is_file():
-            path.open("rb").close()
-            return
-        problem = "is a folder" if path.is_dir() else "does not exist"
-    except OSError as error:
-        problem = f"can not be read ({error.strerror})"
-    raise UserError(f"{key}: {path} {problem}; give the path of a .safetensors or .pth file")
-
-
-def _refuse_long_header(path: Path, key: str) -> None:
-    """Raises `UserError` for a safetensors file with so many tensors that reading them takes minutes."""
-    if path.name.endswith(".safetensors") and path.stat().st_size > MOST_TENSORS * _BYTES_PER_TENSOR:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")  # of the header
-        if MOST_TENSORS * _BYTES_PER_TENSOR < length < path.stat().st_size:
-            raise _too_many(path, key)
-
-
-def _too_many(path: Path, key: str) -> UserError:
-    return UserError(f"{key}: {path} holds more than {MOST_TENSORS:,} tensors; give the weights of a model")
-
-
 def _read_failure(error: Exception) -> str:
     """Why a reader failed, in words that follow the path."""
-    text = " ".join(str(error).split())
+    text = reason_of(error, 10_000)
     if "TorchScript" in text:
         return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that file"
     with_cause = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm replaces torch's message by its own
@@ -219,30 +217,28 @@ def _read_failure(error: Exception) -> str:
 def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
     """The error that a file does not fit the model, in one line; `error` is that of torch's strict loading."""
     text = str(error)  # several lines: "Missing key(s) in state_dict: …", "Unexpected key(s) …", "size mismatch for …"
-    found = []
-    for title, wording in (
-        ("Missing", "lacks {n} of the model's tensors"),
-        ("Unexpected", "holds {n} that the model has not"),
-    ):
+    faults = []
+    wordings = {"Missing": "lacks {} of the model's tensors", "Unexpected": "holds {} that the model has not"}
+    for title, wording in wordings.items():
         section = re.search(rf"{title} key\(s\) in state_dict: (.*?)\.\s*(?:\n|$)", text)
-        names = re.findall(r'"([^"]+)"', section[1]) if section else []
-        if names:
-            found.append(f"{wording.format(n=len(names))} ({_first_few(names)})")
+        if section and (names := re.findall(r'"([^"]+)"', section[1])):
+            faults.append(f"{wording.format(len(names))} ({first_few(names)})")
     shapes = re.findall(
         r"size mismatch for (\S+): .*? shape torch\.Size\((.*?)\) from checkpoint, .*? torch\.Size\((.*?)\)", text
     )
     if shapes:
         name, in_file, in_model = shapes[0]
-        found.append(f"{len(shapes)} of another shape ({name}: {in_file} in the file, {in_model} in the model)")
-    what = ", ".join(found) or f"does not load ({type(error).__name__}: {' '.join(text.split())[:160]})"
+        faults.append(f"{len(shapes)} of another shape ({name}: {in_file} in the file, {in_model} in the model)")
+    what = ", ".join(faults) or f"does not load ({type(error).__name__}: {reason_of(error)})"
     return UserError(
         f'encoder.weights: {path} does not fit "{model}": {what}; '
         "check encoder.model and encoder.kwargs, or give the complete file"
     )
 
 
-def _first_few(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+def first_few(names: Sequence[str]) -> str:
+    """Returns the first names of tensors, for a message."""
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 NOT_TAKEN = (RuntimeError, AssertionError, ValueError, TypeError)
@@ -252,5 +248,138 @@ NOT_TAKEN = (RuntimeError, AssertionError, ValueError, TypeError)
 def size_not_taken(model: str, size: int, error: Exception) -> UserError:
     return UserError(
         f'encoder.preprocessing.size: "{model}" does not take images of {size} px '
-        f"({' '.join(str(error).split())[:120]}); leave size out or, for a ViT, set encoder.kwargs.img_size too"
+        f"({reason_of(error, 120)}); leave size out or, for a ViT, set encoder.kwargs.img_size too"
     )
+
+
+TEXT_CONFIG = "text_config.json"  # beside an architecture that names it: of a text side that transformers builds
+_CODE = ("trust_remote_code", "auto_map")  # keys that ask for the code of a repository
+_OWN_SOURCES = {"hf_model_name": ("", TEXT_CONFIG), "hf_tokenizer_name": ("",)}  # key → what it may be, if it is there
+_LIMITS = {
+    "layers": (r"(layers?|depths?|blocks?|stages?|experts?|repeats?)$", 1_000),  # public models have some hundred
+    "hidden": (r"(intermediate_size|mlp_dim)$", 65_536),
+    "width": (r"(width|dims?|hidden_sizes?|d_model|channels?|planes)$", 65_536),
+    "ratio": (r"ratio", 256),
+    "image": (r"(image_size|img_size|resolution)$", 4_096),
+    "patch": (r"patch_size$", 4_096),
+    "context": (r"context_length$", 16_384),
+    "heads": (r"heads?$", 1 << 20),
+    "rows": (r"(sizes?|classes|labels|embeddings|tokens|queries|positions?)$", 1 << 20),
+}
+"""Part of a key, and the largest number it may have; of a list of layers, their sum. The first one that fits counts."""
+MAX_WEIGHTS = 1 << 35  # about, 137 GB in float32; of the largest public vision models 2 · 10¹⁰
+# What is estimated of public models with attention is up to 5 times what they have, of others up to 110 times. A file
+# has 2 or 4 bytes per weight.
+PER_BYTE, PER_BYTE_OF_CONVOLUTIONS, FREE_WEIGHTS = 8, 64, 1 << 27
+
+
+def _values(document: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (path of keys, value) of every value that is no dict; of a list, the list and then its items."""
+    rest = [("", document)]
+    while rest:  # a recursive function would end at a thousand brackets
+        keys, value = rest.pop()
+        if isinstance(value, dict):
+            rest += [(f"{keys}.{name}".removeprefix("."), inner) for name, inner in value.items()]
+        else:
+            yield keys, value
+            rest += [(keys, inner) for inner in value] if isinstance(value, list | tuple) else []
+
+
+def refuse_sources(document: Any, where: str) -> None:
+    """Raises `UserError` if an architecture asks for code, or names a repository, a folder or an address.
+
+    It is called with decoded JSON, where an escaped letter is the letter. `where` names the file.
+    """
+    for keys, value in _values(document):
+        if any(name in keys.split(".") for name in _CODE):
+            raise UserError(f"{where}: {keys} asks for code of a repository, which is never run")
+        allowed = _OWN_SOURCES.get(keys.rpartition(".")[2])
+        if (allowed is not None and value is not None and value not in allowed) or (
+            isinstance(value, str) and (re.search(r"[/\\:]", value) or value.startswith(("~", ".")))
+        ):
+            raise UserError(
+                f'{where}: {keys}: "{printable(str(value))[:80]}" names another source, and a model directory holds '
+                "all that its architecture needs; do not use this model, or export it again if it is yours"
+            )
+
+
+def check_sizes(document: Any, where: str, file: Path | None = None) -> None:
+    """Raises `UserError` if an architecture is larger than any model: building it would take minutes and all memory.
+
+    Sizes are known by the ends of their keys, which timm, open_clip and transformers have in common. The number of
+    weights is estimated as that of a transformer. `file` holds the weights, if it is known: then it may not be many
+    times as large. `where` begins the message.
+    """
+    largest, patch = dict.fromkeys(_LIMITS, 0.0), math.inf
+    for keys, value in _values(document):
+        items = value if isinstance(value, list | tuple) else [value]
+        sizes = [abs(item) for item in items if isinstance(item, int | float) and not isinstance(item, bool)]
+        kind = next((kind for kind, (pattern, _) in _LIMITS.items() if re.search(pattern, keys)), None)
+        if kind is None or not sizes:
+            continue
+        limit = _LIMITS[kind][1]
+        size = sum(sizes) if kind == "layers" else max(sizes)
+        if not size <= limit:  # NaN too
+            raise UserError(
+                f"{where}: {keys} is {str(value)[:60]}, more than any model has; it may be {limit:,} at most"
+            )
+        largest[kind] = max(largest[kind], size)
+        patch = min(patch, *sizes) if kind == "patch" else patch
+    width = largest["width"]
+    hidden = max(largest["hidden"], largest["ratio"] * width) or 4 * width
+    positions = (largest["image"] / max(patch, 1)) ** 2
+    # of each layer four projections for attention, and two of its MLP; of each position, word or class one vector
+    weights = max(largest["layers"] * (4 * width**2 + 2 * width * hidden), max(largest["rows"], positions) * width)
+    limit = MAX_WEIGHTS
+    if file is not None:
+        per_byte = PER_BYTE if largest["heads"] else PER_BYTE_OF_CONVOLUTIONS
+        limit = min(limit, FREE_WEIGHTS + per_byte * file.stat().st_size)
+    if weights > limit:
+        raise UserError(f"{where}: it has about {weights:.0e} weights; at most {limit:.0e} are built")
+
+
+_NOT_ARCHITECTURE = (
+    "_name_or_path", "transformers_version", "dtype", "architectures", "auto_map", "id2label", "label2id",
+)  # fmt: skip
+"""Keys of a config that say where it comes from or name the classes of a head; features do not depend on them."""
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """A config of transformers as JSON, from which another machine builds the model. It names no file or folder."""
+
+    def without_origin(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_origin(inner) for key, inner in value.items() if key not in _NOT_ARCHITECTURE}
+        return value
+
+    plain: dict[str, Any] = without_origin(json.loads(config.to_json_string(use_diff=False)))
+    return plain
+
+
+_PROMPT = threading.RLock()
+
+
+@contextmanager
+def no_remote_code() -> Iterator[None]:
+    """Context in which transformers does not ask whether to run a repository's code, but raises `ValueError`.
+
+    Not all calls of the library are ours: open_clip builds its text tower without `trust_remote_code`, and the library
+    then asks on a terminal.
+    """
+    try:
+        from transformers import dynamic_module_utils
+    except ImportError:  # nothing can ask
+        yield
+        return
+    with _PROMPT:  # of two threads, the first one to leave would switch it on again
+        before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+        try:
+            yield
+        finally:
+            dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+
+
+def asks_for_code(error: BaseException) -> bool:
+    """Returns whether a library has refused to run a repository's code."""
+    return "trust_remote_code" in str(error) or "custom code" in str(error)
