@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.weights.blocks import PROBE_ERRORS, Block, probe_images, undisturbed, zeros
+from xdm_ft.weights.blocks import PROBE_ERRORS, probe_images, undisturbed, zeros
+from xdm_ft.weights.source import reason_of
 
 KEY = "trainable"  # {blocks: k}, or {lora: {blocks: k}}
+ADVICE = "cut it elsewhere (blocks), or set trainable: true or false"
 TOLERANCE = 0.02  # of the probe, relative to the largest feature, where arithmetic is not float32 on a CPU
 
 
@@ -40,11 +42,11 @@ class Cut:
         assert blocks >= 1, "a cut has blocks above it"
         self.encoder = encoder
         self.number = len(chain.blocks) - blocks  # of blocks below
-        self._block: Block = chain.blocks[self.number]
+        self._block = chain.blocks[self.number]
         self.name = self._block.name  # of the first module above the cut
         self.shape = self._block.shape  # of one image's activation
         if blocks not in encoder.verified_cuts:
-            _verify(self)
+            self._verify()
             encoder.verified_cuts.add(blocks)
 
     @torch.no_grad()
@@ -67,19 +69,40 @@ class Cut:
 
     def above(self, activations: Tensor) -> Tensor:
         """Returns z [B,K] of activations [B,*shape]. Gradients flow to the activations and the parameters above."""
-        size, block = self.encoder.preprocessing.size, self._block
-        laid_out = _in_layout(activations.movedim(0, block.batch_axis), block.layout)
+        size, layout = self.encoder.preprocessing.size, self._block.layout
+        # in the memory order that they had inside the encoder, as convolutions round as it is
+        inverse = [layout.index(axis) for axis in range(len(layout))]
+        ordered = activations.movedim(0, self._block.batch_axis).permute(layout).contiguous().permute(inverse)
 
         def replace(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (laid_out.to(inputs[0].dtype), *inputs[1:])
+            return (ordered.to(inputs[0].dtype), *inputs[1:])
 
         with ExitStack() as changes:
-            for skipped in self.encoder.chain.blocks[: self.number]:
-                changes.enter_context(_skipping(self.encoder.get_submodule(skipped.name), skipped.output))
+            for below in self.encoder.chain.blocks[: self.number]:
+                changes.enter_context(_skipping(self.encoder.get_submodule(below.name), below.output))
             entry = self.encoder.get_submodule(self.name)
             changes.callback(entry.register_forward_pre_hook(replace, prepend=True).remove)
             z: Tensor = self.encoder(torch.zeros(1, 3, size, size, device=activations.device))
         return z
+
+    @torch.no_grad()
+    def _verify(self) -> None:
+        """Raises `UserError` if above(below(x)) differs from z, or if above changes its input."""
+        images = probe_images(self.encoder, self.encoder.preprocessing.size, 2)
+        refused = f"{KEY}: the encoder can not be cut before {self.name}"
+        with undisturbed(self.encoder):
+            z, activations = self.encoder(images), self.below(images)
+            given = activations.clone()
+            try:
+                features = self.above(given)
+            except PROBE_ERRORS as error:
+                raise UserError(f"{refused} ({reason_of(error, 120)}); {ADVICE}") from error
+        exact = z.device.type == "cpu" and activations.dtype == torch.float32
+        tolerance = 0 if exact else TOLERANCE * z.abs().max()
+        if features.shape != z.shape or not (features - z).abs().max() <= tolerance:  # NaN too
+            raise UserError(f"{refused}: features also depend on other values from below; {ADVICE}")
+        if not torch.equal(given, activations):
+            raise UserError(f"{refused}: it overwrites its activation; {ADVICE}")
 
     def is_above(self, name: str) -> bool:
         """Whether a parameter or buffer of the encoder, named as in its `state_dict()`, belongs to the part above."""
@@ -131,8 +154,8 @@ class Below(Encoder):
         return self.cut.below(images).flatten(1).float()
 
     def identity(self) -> dict[str, object]:
-        whole = {key: value for key, value in self.encoder.identity().items() if key != "normalize"}
-        return {**whole, "cut": self.cut.name}
+        parts = {key: value for key, value in self.encoder.identity().items() if key != "normalize"}
+        return {**parts, "cut": self.cut.name}
 
     def portable(self) -> Portable:
         """Returns the whole encoder."""
@@ -186,46 +209,11 @@ class _Reached(Exception):
 @contextmanager
 def _skipping(module: nn.Module, output: Any) -> Iterator[None]:
     """Context in which the module computes nothing and returns zeros."""
-    own = module.__dict__.get("forward")
-
-    def skipped(activation: Tensor, *_: Any, **__: Any) -> Any:
-        return zeros(output, activation)
-
-    module.__dict__["forward"] = skipped
+    own = vars(module).get("forward")
+    vars(module)["forward"] = lambda activation, *_, **__: zeros(output, activation)
     try:
         yield
     finally:
-        del module.__dict__["forward"]
+        del vars(module)["forward"]
         if own is not None:
-            module.__dict__["forward"] = own
-
-
-def _in_layout(activations: Tensor, layout: tuple[int, ...]) -> Tensor:
-    """The activations in the memory order that they had inside the encoder: convolutions round as it is."""
-    inverse = [layout.index(axis) for axis in range(len(layout))]
-    return activations.permute(layout).contiguous().permute(inverse)
-
-
-@torch.no_grad()
-def _verify(cut: Cut) -> None:
-    """Raises `UserError` if above(below(x)) differs from z, or if above changes its input."""
-    encoder, images = cut.encoder, probe_images(cut.encoder, cut.encoder.preprocessing.size, 2)
-    advice = "cut it elsewhere (blocks), or set trainable: true or false"
-    with undisturbed(encoder):
-        z = encoder(images)
-        activations = cut.below(images)
-        given = activations.clone()
-        try:
-            found = cut.above(given)
-        except PROBE_ERRORS as error:
-            message = " ".join(str(error).split())[:120]
-            raise UserError(f"{KEY}: the encoder can not be cut before {cut.name} ({message}); {advice}") from error
-    exact = z.device.type == "cpu" and activations.dtype == torch.float32
-    same = found.shape == z.shape and (found - z).abs().max() <= (0 if exact else TOLERANCE * z.abs().max())
-    if not same:
-        raise UserError(
-            f"{KEY}: the encoder can not be cut before {cut.name}: features also depend on other values from below; "
-            f"{advice}"
-        )
-    if not torch.equal(given, activations):
-        raise UserError(f"{KEY}: the encoder can not be cut before {cut.name}: it overwrites its activation; {advice}")
+            vars(module)["forward"] = own

@@ -8,7 +8,7 @@ frozen weights. `SplitAttention` computes the same attention from two ordinary l
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,12 +23,6 @@ from xdm_ft.runtime.errors import UserError
 ADAPTER = "default"  # peft's name of the only set of updates
 
 
-def check_peft() -> None:
-    """Raises `UserError` if peft is not installed."""
-    if find_spec("peft") is None:
-        raise UserError('trainable.lora: needs peft, which is not installed; pip install "xdm_ft[lora]"')
-
-
 def add_lora(encoder: Encoder, block_names: Sequence[str], settings: Lora, seed: int) -> None:
     """Adds updates to the linear layers of these blocks, and freezes all other parameters of the encoder.
 
@@ -38,7 +32,8 @@ def add_lora(encoder: Encoder, block_names: Sequence[str], settings: Lora, seed:
     Raises `UserError` if peft is missing, if there is no block or no linear layer, if `settings.targets` names none, or
     if the model uses the weight of a layer without calling the layer.
     """
-    check_peft()
+    if find_spec("peft") is None:
+        raise UserError('trainable.lora: needs peft, which is not installed; pip install "xdm_ft[lora]"')
     if not block_names:
         raise UserError(f"trainable.lora: {encoder.blocks_reason}")
     assert not encoder.training, "the check below runs the encoder"
@@ -46,13 +41,22 @@ def add_lora(encoder: Encoder, block_names: Sequence[str], settings: Lora, seed:
 
     for block in block_names:
         _call_layers(encoder.get_submodule(block))
-    layers = _layers(encoder, block_names)
-    chosen = _chosen(layers, settings.targets)
+    layers = {  # name in the encoder → name in its block
+        f"{block}.{name}": name
+        for block in block_names
+        for name, module in encoder.get_submodule(block).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    if not layers:
+        raise UserError(
+            "trainable.lora: the blocks of this encoder have no linear layers; train whole blocks instead, with "
+            "trainable: {blocks: 1}"
+        )
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.scale * settings.rank,  # type: ignore[arg-type]  # peft divides it, an int or not
         lora_dropout=settings.dropout,
-        target_modules="|".join(map(re.escape, chosen)),  # matched with whole names
+        target_modules="|".join(map(re.escape, _targets(layers, settings.targets))),  # matched with whole names
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the generators of GPUs
@@ -123,23 +127,7 @@ def _call_layers(block: nn.Module) -> None:
             block.set_submodule(name, SplitAttention(module))
 
 
-def _layers(encoder: Encoder, block_names: Sequence[str]) -> dict[str, str]:
-    """Returns {name in the encoder: name in its block} of all linear layers of the blocks."""
-    layers = {
-        f"{block}.{name}": name
-        for block in block_names
-        for name, module in encoder.get_submodule(block).named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    if not layers:
-        raise UserError(
-            "trainable.lora: the blocks of this encoder have no linear layers; train whole blocks instead, with "
-            "trainable: {blocks: 1}"
-        )
-    return layers
-
-
-def _chosen(layers: dict[str, str], targets: tuple[str, ...] | None) -> list[str]:
+def _targets(layers: Mapping[str, str], targets: tuple[str, ...] | None) -> list[str]:
     """Returns the layers that contain a target's name between dots: `attn`, `attn.qkv` and `qkv` name `attn.qkv`."""
     if targets is None:
         return list(layers)
@@ -152,7 +140,7 @@ def _chosen(layers: dict[str, str], targets: tuple[str, ...] | None) -> list[str
     return [layer for layer, name in layers.items() if any(f".{target}." in f".{name}." for target in targets)]
 
 
-def _check_effect(encoder: Encoder, layers: dict[str, str]) -> None:
+def _check_effect(encoder: Encoder, layers: Mapping[str, str]) -> None:
     """Raises `UserError` if features do not depend on some update, because a module reads a layer's weight itself."""
     adapted = _adapted(encoder)
     updates = [layer.lora_B[ADAPTER].weight for layer in adapted.values()]
@@ -162,13 +150,14 @@ def _check_effect(encoder: Encoder, layers: dict[str, str]) -> None:
         image = torch.zeros(1, 3, side, side, device=updates[0].device, requires_grad=True)
         z = encoder(image)
         gradients = torch.autograd.grad(z.sum(), updates, allow_unused=True)
-    reached = [layers[name] for name, gradient in zip(adapted, gradients, strict=True) if gradient is not None]
-    unreached = [layers[name] for name, gradient in zip(adapted, gradients, strict=True) if gradient is None]
-    if unreached:
-        rest = list(dict.fromkeys(name for name in reached if name not in unreached))
+    names: dict[bool, list[str]] = {True: [], False: []}  # in the blocks, by whether features depend on the update
+    for name, gradient in zip(adapted, gradients, strict=True):
+        names[gradient is not None].append(layers[name])
+    if unreached := list(dict.fromkeys(names[False])):
+        rest = [name for name in dict.fromkeys(names[True]) if name not in unreached]
         remedy = f"set targets: [{', '.join(rest)}]" if rest else "use trainable: {blocks: k}"
         raise UserError(
-            f"trainable.lora.targets: this model uses the weights of {', '.join(dict.fromkeys(unreached))} without "
+            f"trainable.lora.targets: this model uses the weights of {', '.join(unreached)} without "
             f"calling these layers, so updates would have no effect; {remedy}"
         )
 
