@@ -20,11 +20,11 @@ UNFINISHED = ".unfinished"
 UNFINISHED_TENSORS = ".tmp" + 6 * "?"  # pattern of the temporary files that safetensors itself writes
 SYNCS_AT_ONCE = 16
 
-Replace = Callable[[Path, Callable[[Path], None], int | None], None]
+Replace = Callable[[Path, Callable[[Path], object], int | None], None]
 """`replace_file`, or `Together.add`."""
 
 
-def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
+def replace_file(path: Path, write: Callable[[Path], object], size: int | None = None) -> None:
     """Replaces a file atomically. `write` fills a temporary file in the same folder, which is then renamed.
 
     `size`: the bytes that it takes, if known. Raises `UserError` as `disk_errors` does.
@@ -51,7 +51,7 @@ class Together:
         for temporary, _, _ in self._written:
             temporary.unlink(missing_ok=True)
 
-    def add(self, path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
+    def add(self, path: Path, write: Callable[[Path], object], size: int | None = None) -> None:
         """Writes the temporary file of `path`; arguments and errors are those of `replace_file`."""
         with disk_errors(path, size):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,29 +63,28 @@ class Together:
 
     def drop_unchanged(self) -> None:
         """Leaves the files alone that have the content which was added for them."""
-        for entry in [*self._written]:
-            temporary, path, size = entry
+        for temporary, path, size in [*self._written]:
             with disk_errors(path, size):
                 if path.is_file() and filecmp.cmp(temporary, path, shallow=False):
-                    self._written.remove(entry)
+                    self._written.remove((temporary, path, size))
                     temporary.unlink()
 
     def replace(self) -> None:
         """Replaces the files that were added, and returns when they are on the disk."""
 
-        def safe(of: tuple[Path, Path, int | None]) -> None:
-            with disk_errors(*of[1:]):
-                sync(of[0])
+        def sync_for(synced: Path, path: Path, size: int | None) -> None:
+            with disk_errors(path, size):
+                sync(synced)
 
         if self._written:
             with ThreadPoolExecutor(min(SYNCS_AT_ONCE, len(self._written))) as pool:
                 # before the renames, or a crash could leave an empty file under its final name
-                list(pool.map(safe, self._written))
+                list(pool.map(sync_for, *zip(*self._written, strict=True)))
                 for temporary, path, size in self._written:
                     with disk_errors(path, size):
                         os.replace(temporary, path)
                 folders = {path.parent: (path.parent, path, size) for _, path, size in self._written}
-                list(pool.map(safe, folders.values()))
+                list(pool.map(sync_for, *zip(*folders.values(), strict=True)))
         self._written = []
 
 
@@ -128,10 +127,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(content)
-
-    replace_file(path, write)
+    replace_file(path, lambda temporary: temporary.write_bytes(content))
 
 
 def is_writable(folder: Path) -> bool:
@@ -145,8 +141,7 @@ def file_mode(folder: Path) -> int:
 
 def umask() -> int:
     """Returns the file mode bits that this process clears in new files."""
-    # reading the umask is possible only by setting it
-    mask = os.umask(0o077)
+    mask = os.umask(0o077)  # reading it is possible only by setting it
     os.umask(mask)
     return mask
 

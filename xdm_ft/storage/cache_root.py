@@ -76,17 +76,21 @@ def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
     path = cache_root() / "indexes" / f"{digest(key, bits=128)}.npz"
     if (arrays := _read(path)) is not None:
         return arrays
-    folder = path.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        logger.debug("%s: %s", folder, error)
-    with one_at_a_time(path.with_suffix(".lock")) if is_writable(folder) else nullcontext():
+        logger.debug("%s: %s", path.parent, error)
+    with one_at_a_time(path.with_suffix(".lock")) if is_writable(path.parent) else nullcontext():
         if (arrays := _read(path)) is not None:
             return arrays
         made = make()
+
+        def write(temporary: Path) -> None:
+            with temporary.open("wb") as file:  # a path would get the suffix .npz
+                np.savez_compressed(file, allow_pickle=False, **made)
+
         try:
-            replace_file(path, lambda temporary: _write(temporary, made))
+            replace_file(path, write)
         except UserError as error:
             logger.debug("%s", error)
     return made
@@ -101,8 +105,3 @@ def _read(path: Path) -> Arrays | None:
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         logger.warning("%s is damaged (%s): making it again", path, error)
         return None
-
-
-def _write(path: Path, arrays: Arrays) -> None:
-    with path.open("wb") as file:  # a path would get the suffix .npz
-        np.savez_compressed(file, allow_pickle=False, **arrays)

@@ -40,12 +40,13 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
     No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
     `UserError` if the file can not be written.
     """
-    text = b"".join(map(checked_line, values))
+    lines = ({"value": value, "xxh3": json_digest(value)} for value in values)
+    text = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         created = not path.exists()
         with path.open("ab+") as file:
-            file.truncate(end_of_last_line(file))
+            file.truncate(_end_of_last_line(file))
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -53,44 +54,34 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
             sync(path.parent)  # or a crash could lose the name of the new file
 
 
-def checked_line(value: Any) -> bytes:
-    """Returns a line of JSON: the value and its checksum."""
-    return json.dumps({"value": value, "xxh3": json_digest(value)}, allow_nan=False).encode() + b"\n"
-
-
-def end_of_last_line(file: BinaryIO) -> int:
+def _end_of_last_line(file: BinaryIO) -> int:
     """Returns the number of bytes up to the last newline, inclusive. Moves the position in the file."""
     end = file.seek(0, os.SEEK_END)
     while end:
         begin = max(0, end - 4096)
         file.seek(begin)
-        place = file.read(end - begin).rfind(b"\n")
-        if place >= 0:
-            return begin + place + 1
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
         end = begin
     return 0
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """Yields the values of a file of lines, as `checked_lines` does. Raises `Damaged`."""
+    """Yields the values of a file of lines; an incomplete last line is ignored. Raises `Damaged`."""
     with opened_file(path) as file:
-        yield from checked_lines(file)
-
-
-def checked_lines(file: BinaryIO) -> Iterator[Any]:
-    """Yields the values of the lines that follow; an incomplete last line is ignored. Raises `Damaged`."""
-    for number, line in enumerate(file, start=1):
-        if not line.endswith(b"\n"):  # a kill cut it short
-            return
-        try:
-            kept = json_object(line)
-            if "value" not in kept or kept.get("xxh3") != digest(sorted_json(kept["value"], is_read=True)):
-                raise Damaged("its checksum differs")
-        except Damaged as error:
-            raise Damaged(f"line {number}: {error}") from error
-        except RecursionError as error:
-            raise Damaged(f"line {number}: {TOO_DEEP}") from error
-        yield kept["value"]
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):  # a kill cut it short
+                return
+            try:
+                content = json_object(line)
+                if "value" not in content or content.get("xxh3") != digest(sorted_json(content["value"], is_read=True)):
+                    raise Damaged("its checksum differs")
+            except Damaged as error:
+                raise Damaged(f"line {number}: {error}") from error
+            except RecursionError as error:
+                raise Damaged(f"line {number}: {TOO_DEEP}") from error
+            yield content["value"]
 
 
 @contextmanager

@@ -1,10 +1,12 @@
-"""results.json: each model in a line, the rest as indented JSON, so that it is written and read model by model."""
+"""results.json: each model in a line, the rest as indented JSON, so that it is written and read model by model.
+
+A run may have a hundred thousand models; their text is several times as large as the records that are made of it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import dropwhile, takewhile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,8 +36,8 @@ class _Digest:
         recipe = {key: value for key, value in results["recipe"].items() if key not in ("output", "cluster")}
         environment = {key: results["environment"].get(key) for key in INPUTS}
         rest = {key: value for key, value in results.items() if key != "checksum"}
-        whole = sorted_json(rest | {"runs": _RUNS, "recipe": recipe, "environment": environment})
-        before, _, self._after = whole.partition(json.dumps(_RUNS))
+        text = sorted_json(rest | {"runs": _RUNS, "recipe": recipe, "environment": environment})
+        before, _, self._after = text.partition(json.dumps(_RUNS))
         self._hasher, self._between = xxhash.xxh3_64(f"{before}[".encode()), ""
 
     def add(self, run: Json) -> None:
@@ -55,11 +57,22 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
     A file with this content stays as it is: then it is no younger than its reports.
     """
-    rest = {key: value for key, value in results.items() if key != "checksum"}
+    rest = {key: value for key, value in results.items() if key != "checksum"} | {"runs": [], "checksum": ""}
+    text = json.dumps(rest, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    head, _, tail = text.encode().partition(b"\n" + _EMPTY)
+    before, key, after = tail.rpartition(b'"checksum": "')
 
     def write(temporary: Path) -> None:
+        digest, between = _Digest(results), b"\n  "
         with temporary.open("wb") as file:
-            _write(file, rest)
+            file.write(head + b"\n" + _EMPTY[:-1])
+            for run in results["runs"]:
+                # Python's encoder of indented JSON takes ten times as long
+                line = json.dumps(run, ensure_ascii=False, allow_nan=False)
+                digest.add(json.loads(line))
+                file.write(between + line.encode())
+                between = b",\n  "
+            file.write(b"\n ]" + before + key + digest.value().encode() + after)
 
     with Together() as files:
         files.add(path, write)
@@ -67,48 +80,28 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
         files.replace()
 
 
-def _write(file: BinaryIO, results: Mapping[str, Any]) -> None:
-    digest = _Digest(results)
-    head, _, tail = _indented({**results, "runs": [], "checksum": ""}).partition(b"\n" + _EMPTY)
-    file.write(head + b"\n" + _EMPTY[:-1])
-    between = b"\n  "
-    for run in results["runs"]:
-        # Python's encoder of indented JSON takes ten times as long
-        text = json.dumps(run, ensure_ascii=False, allow_nan=False)
-        digest.add(json.loads(text))
-        file.write(between + text.encode())
-        between = b",\n  "
-    file.write(b"\n ]")
-    before, key, after = tail.rpartition(b'"checksum": "')
-    file.write(before + key + digest.value().encode() + after)
-
-
-def _indented(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
-
-
 def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> Json:
     """Returns the content of results.json, with what `entry` makes of each model as `runs`. Raises `Damaged`.
 
     Not more than one model is in memory as JSON. A `UserError` of `entry` is raised if the file is not damaged.
     """
+    made, fault = list[Any](), None
     with opened_file(path) as file:
         results = _rest(file)
-        made, fault = list[Any](), None
         try:
             digest = _Digest(results)
-            for run in _models(file, results):
+            for run in results["runs"] or _models(file):
                 digest.add(run)
                 try:
                     made.append(entry(run))
                 except UserError as error:
                     fault = fault or error
-            whole = results["checksum"] == digest.value()
+            is_complete = results["checksum"] == digest.value()
         except (KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"it lacks {error}") from error
         except RecursionError as error:
             raise Damaged(TOO_DEEP) from error
-    if not whole:
+    if not is_complete:
         raise Damaged("its checksum differs, or an earlier version wrote it")
     if fault is not None:
         raise fault
@@ -125,40 +118,31 @@ def unverified_facts(path: Path) -> Json:
 
 
 def _rest(file: BinaryIO) -> Json:
-    """Returns the content without models that begin and end at lines of their own; in other layouts, with them."""
+    """Returns the content without the models; if not each of them is a line, with them."""
     rest, inside = list[bytes](), False
-    file.seek(0)
     for line in file:
-        if inside and line.startswith(_END):
-            inside = False
-            rest.append(line.removeprefix(_END))
-        elif not inside:
-            inside = line == _BEGIN
-            rest.append(_EMPTY if inside else line)
+        if inside and line.startswith(b"  {") and line.endswith((b"}\n", b"},\n")):
+            continue
+        if inside and not line.startswith(_END):
+            file.seek(0)
+            return json_object(file.read())
+        rest.append(line.removeprefix(_END) if inside else _EMPTY if line == _BEGIN else line)
+        inside = line == _BEGIN
     return json_object(b"".join(rest))
 
 
-def _models(file: BinaryIO, results: Json) -> Iterator[Json]:
-    """Yields the models of an open file, whose `_rest` is `results`."""
-    if results["runs"]:
-        yield from results["runs"]
-        return
+def _models(file: BinaryIO) -> Iterator[Json]:
+    """Yields the models of a file in which each of them is a line."""
     file.seek(0)
-    lines, comma = list[bytes](), None  # of one model; whether one follows the model before
-    for line in _between(file):
-        lines.append(line)
-        if line.startswith((b"  {", b"  }")) and line.endswith((b"}\n", b"},\n")):
+    inside, comma = False, None  # whether one follows the model before
+    for line in file:
+        if inside and line.startswith(_END):
+            break
+        if inside:
             if comma is False:
                 raise Damaged("it is not JSON: no comma between two models")
-            text, lines = b"".join(lines), []
-            comma = text.endswith(b",\n")
-            yield json_object(text.removesuffix(b",\n"))
-    if lines or comma:
+            comma = line.endswith(b",\n")
+            yield json_object(line.removesuffix(b",\n"))
+        inside = inside or line == _BEGIN
+    if comma:
         raise Damaged("it is not JSON: its models do not end")
-
-
-def _between(file: BinaryIO) -> Iterable[bytes]:
-    """The lines of an open file between the one that begins the models and the one that ends them."""
-    after = dropwhile(lambda line: line != _BEGIN, file)
-    next(after, None)
-    return takewhile(lambda line: not line.startswith(_END), after)
