@@ -23,7 +23,7 @@ from xdm_ft.experiment import tracking as curves_module
 from xdm_ft.experiment.tracking import write_curves, write_sessions
 from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.tensorboard import Scalars, heads_sub_run, read_scalars, sub_run, trial_sub_run
+from xdm_ft.storage.tensorboard import Scalars, read_scalars, sub_run, trial_sub_run
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 SEARCH = ("search={trials: 2, preset: frozen}", "protocol.seeds=2", "protocol.test_domains=[sketch]")
@@ -106,7 +106,7 @@ def test_curves_and_rows_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: dict[str, list[Scalars]] = {}
     for method in ("erm", "groupdro"):
         alike = [key for key in trained if key[0] == method]
-        pieces[heads_sub_run(*alike[0])] = [trained[key] for key in alike]
+        pieces[sub_run(*alike[0], heads=True)] = [trained[key] for key in alike]
     assert set(heads) - {final} == {*pieces, *(trial_sub_run(m, t) for m, t in {(key[0], key[3]) for key in models})}
     for name, curves in pieces.items():
         assert {value for _, value in heads[name]["train/heads"]} == {float(len(curves))}

@@ -9,7 +9,7 @@ from typing import Any
 from example_runs import run_of
 
 from xdm_ft.report.finished import Run
-from xdm_ft.storage.tensorboard import Scalars, heads_sub_run, sub_run
+from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 RULE = "train_val"
 HELD = (("art",), ("sketch",))
@@ -126,5 +126,5 @@ def summarised(run: Run, steps: Sequence[int] = range(10, 210, 10)) -> dict[str,
                 scalars[tag] = [(step, value) for step in steps]
                 scalars[f"lowest/{tag}"] = [(step, value / 2) for step in steps]
                 scalars[f"highest/{tag}"] = [(step, value * 1.5) for step in steps]
-            found[heads_sub_run(record.method, record.test_domains, 0, trial)] = scalars
+            found[sub_run(record.method, record.test_domains, 0, trial, heads=True)] = scalars
     return found

@@ -18,7 +18,6 @@ from xdm_ft.storage.names import (
     MAX_BYTES,
     address_in,
     file_name,
-    folder_among_heads,
     folder_of,
     model_folder,
     parts_of,
@@ -61,7 +60,7 @@ def test_several_names_are_told_from_one_with_a_comma() -> None:
 
 def test_addresses() -> None:
     key = ("erm", ("a#b", "c"), 3, 2)
-    own, shared = model_folder(*key), folder_among_heads("1a2b", *key)
+    own, shared = model_folder(*key), model_folder(*key, "1a2b")
     assert own == "models/erm/a%23b,c/seed3-trial2", "# is in no name of a folder"
     assert shared == "models/erm/heads-1a2b.safetensors#a%23b,c/seed3-trial2"
     assert address_in(own, "val") == f"{own}/val.safetensors" and address_in(shared, "val") == f"{shared}/val"

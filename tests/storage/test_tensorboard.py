@@ -12,7 +12,6 @@ from xdm_ft.storage.tensorboard import (
     EventFile,
     Scalars,
     Session,
-    heads_sub_run,
     read_scalars,
     sub_run,
     trial_sub_run,
@@ -90,7 +89,7 @@ def test_names_of_sub_runs_are_distinct_and_stay_in_their_folder() -> None:
     ]
     names = [sub_run("m", (name,), 0, 0) for name in odd] + [sub_run(name, ("d",), 0, 0) for name in odd[:-1]]
     names += [sub_run("m", ("a", "b"), 0, 0), sub_run("m", (), 0, 0), sub_run("m", ("d",), 0, 3)]
-    names += [heads_sub_run("m", ("d",), 0, 3), trial_sub_run("m", 3), trial_sub_run("m", 0)]
+    names += [sub_run("m", ("d",), 0, 3, heads=True), trial_sub_run("m", 3), trial_sub_run("m", 0)]
     assert len(set(names)) == len(names)
     assert all(name.isascii() and name.count("/") == 2 and ".." not in name.split("/") for name in names)
     assert sub_run("erm+sam", ("art painting",), 1, 0) == "erm+sam/art painting/seed1"

@@ -40,9 +40,9 @@ from xdm_ft.runtime.tensors import Criteria, Score
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.names import (
     address_in,
-    folder_among_heads,
     images_file,
     method_folder,
+    model_folder,
     reference_beside,
     reference_file,
 )
@@ -143,7 +143,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         short = textwrap.shorten(trained.failure, WARNING_LENGTH, placeholder=" … (the rest is in results.json)")
         logger.warning("%s: %s", key, short)
         return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
-    folder = folder_among_heads(piece.shared_file(key), *key) if _shares_files(plan, piece.item) else key.folder
+    folder = model_folder(*key, piece.shared_file(key)) if _shares_files(plan, piece.item) else key.folder
     weights, predictions, picks = {}, [], {}
     by_state: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
     for rule, selected in trained.selected.items():

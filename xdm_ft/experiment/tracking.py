@@ -18,7 +18,7 @@ from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.tensorboard import Session, heads_sub_run, read_scalars, sub_run, trial_sub_run
+from xdm_ft.storage.tensorboard import Session, read_scalars, sub_run, trial_sub_run
 from xdm_ft.training import Job
 from xdm_ft.training.selection import FINAL_FIT
 
@@ -48,7 +48,7 @@ def write_curves(
     for job, values in found:
         together.setdefault(job.test_domains, []).append(values)
     for test_domains, of_heads in together.items():
-        directory.write_scalars(heads_sub_run(*first[test_domains].key), step, _summary(of_heads))
+        directory.write_scalars(sub_run(*first[test_domains].key, heads=True), step, _summary(of_heads))
 
 
 def _by_tag(values: Scalars, own_rule: str) -> dict[str, float]:

@@ -40,7 +40,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
 from xdm_ft.storage.digests import json_digest, tensors_digest
 from xdm_ft.storage.lines import Damaged, json_object
-from xdm_ft.storage.tensors import read_checked, tensors_of, write_arrays, write_checked, write_tensors
+from xdm_ft.storage.tensors import read_checked, tensors_of, write_checked, write_tensors
 from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
@@ -133,9 +133,9 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     heads = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
     write_checked(folder / WEIGHTS, heads, PYTORCH)
     if parts.reference is not None:
-        write_arrays(folder / REFERENCE, parts.reference.arrays(), PYTORCH)
+        write_checked(folder / REFERENCE, tensors_of(parts.reference.arrays()), PYTORCH)
     if parts.training_images is not None:
-        write_arrays(folder / TRAINING_IMAGES, {CHECKSUMS: parts.training_images}, PYTORCH)
+        write_checked(folder / TRAINING_IMAGES, tensors_of({CHECKSUMS: parts.training_images}), PYTORCH)
     identity = config.encoder.identity
     if identity is not None and identity["model"].startswith(LOCAL_FOLDER):
         identity = None

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
 
 ONE_PRESS_SECONDS = 2.0  # a launcher forwards Ctrl-C to processes that have already received it from the terminal
@@ -42,21 +43,17 @@ class Interrupted(KeyboardInterrupt):
         return f"interrupted; finished work is kept; {_received.resume}" if _received.resume else "interrupted"
 
 
+@dataclass
 class _Received:
     """The signal that this process has received, and how it reacts to signals."""
 
     signal: signal.Signals | None = None
-    at = 0.0  # time.monotonic()
-    process = 0  # id of the process that reacts: loader workers inherit the handlers by a fork and must ignore signals
-    prints = True  # whether it prints a message before it ends
-    resume = ""  # how the work is resumed; empty: it is not
-    deferred = 0  # number of `deferred` contexts that are open
-    ending: list[Callable[[], None]] = []  # functions of the `before_exit` contexts that are open
-
-    def reset(self, prints: bool, resumable: bool) -> None:
-        self.signal, self.process, self.prints = None, os.getpid(), prints
-        self.resume = RESUME if resumable else ""
-        self.deferred, self.ending = 0, []
+    at: float = 0.0  # time.monotonic()
+    process: int = 0  # id of the one that reacts: loader workers inherit the handlers by a fork and must ignore signals
+    prints: bool = True  # whether it prints a message before it ends
+    resume: str = ""  # how the work is resumed; empty: it is not
+    deferred: int = 0  # number of `deferred` contexts that are open
+    ending: list[Callable[[], object]] = field(default_factory=list)  # functions of open `before_exit` contexts
 
 
 _received = _Received()
@@ -77,7 +74,9 @@ def handle(resumable: bool = False, prints: bool = True) -> None:
 
     `resumable`: whether the line says that the same command resumes. A forked process must call this for itself.
     """
-    _received.reset(prints and os.environ.get("RANK", "0") == "0", resumable)  # one line of all processes of a run
+    global _received
+    prints = prints and os.environ.get("RANK", "0") == "0"  # one line of all processes of a run
+    _received = _Received(process=os.getpid(), prints=prints, resume=RESUME if resumable else "")
     for number in STOPPING:
         signal.signal(number, _handle)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # `held_back` where this process was forked
@@ -145,7 +144,7 @@ def resumed_by(how: str) -> Iterator[None]:
 
 
 @contextmanager
-def before_exit(function: Callable[[], None]) -> Iterator[None]:
+def before_exit(function: Callable[[], object]) -> Iterator[None]:
     """Context in which a signal that ends the process at once calls `function` first, inner contexts before outer."""
     _received.ending.append(function)
     try:

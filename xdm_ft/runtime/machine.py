@@ -131,19 +131,12 @@ def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        memory = _exhausted(error)
-        if memory is None:
+        import torch
+
+        # torch has an error type for the memory of devices only
+        on_gpu = isinstance(error, torch.OutOfMemoryError)
+        on_cpu = isinstance(error, MemoryError) or re.search(r"DefaultCPUAllocator.*tried to allocate", str(error))
+        if not on_gpu and not on_cpu:
             raise
+        memory = "the memory of the GPU" if on_gpu else "the memory of this machine"
         raise UserError(f"{what}: does not fit {memory}; {remedy}") from error
-
-
-def _exhausted(error: MemoryError | RuntimeError) -> str | None:
-    """Returns a name of the memory that has run out; None: the error is another one."""
-    import torch
-
-    # torch has an error type for the memory of devices only
-    if isinstance(error, torch.OutOfMemoryError):
-        return "the memory of the GPU"
-    if isinstance(error, MemoryError) or re.search(r"DefaultCPUAllocator.*tried to allocate", str(error)):
-        return "the memory of this machine"
-    return None

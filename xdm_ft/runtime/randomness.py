@@ -70,19 +70,16 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _finalise(x: Tensor) -> Tensor:
-    # int64 products wrap around modulo 2⁶⁴, as splitmix64 needs
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
 def bits(seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: int | Tensor) -> Tensor:
     """Returns 64 random bits as int64, in the broadcast shape of the four keys (int64 tensors or ints)."""
     device = next((k.device for k in (seed, step, stream, index) if isinstance(k, Tensor)), None)
     x = torch.zeros((), dtype=torch.int64, device=device)
     for key in (seed, stream, step, index):
-        x = _finalise((x ^ key) + _GOLDEN)
+        x = (x ^ key) + _GOLDEN
+        # int64 products wrap around modulo 2⁶⁴, as splitmix64 needs
+        x = (x ^ _shift_right(x, 30)) * _MIX_1
+        x = (x ^ _shift_right(x, 27)) * _MIX_2
+        x = x ^ _shift_right(x, 31)
     return x
 
 

@@ -128,8 +128,8 @@ class _Log(logging.Handler):
     """Prints every record to standard error. Its message is one line; a traceback follows in lines of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
-        print_error("\n".join(filter(None, [printable(record.getMessage()), trace])))
+        trace = [logging.Formatter().formatException(record.exc_info)] if record.exc_info else []
+        print_error("\n".join([printable(record.getMessage()), *trace]))
 
 
 @contextmanager
@@ -151,7 +151,10 @@ def opened(level: int) -> Iterator[None]:
     try:
         yield
     except SystemExit:  # help, version and faults of the arguments, which argparse prints
-        _flush_errors()
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
         write("")
         raise
     finally:
@@ -166,13 +169,6 @@ def _usable(stream: TextIO | None) -> TextIO:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return stream
-
-
-def _flush_errors() -> None:
-    try:
-        sys.stderr.flush()
-    except OSError:
-        _discard(sys.stderr)
 
 
 def _discard(stream: TextIO) -> None:

@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from xdm_ft.runtime.interrupt import before_exit, print_nothing
 from xdm_ft.runtime.progress import pulse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed import Store
 
 T = TypeVar("T")
 EVERY_SECONDS = 10.0  # between two checks of the heartbeats
@@ -65,15 +66,11 @@ def heartbeat(accelerator: Accelerator) -> Iterator[None]:
     # a second connection, because a collective operation blocks the first one while it waits
     watch = Watch(_get_default_store().clone(), accelerator.process_index, accelerator.num_processes)
     ended = threading.Event()
-    thread = threading.Thread(target=_check_until_ended, args=(watch, ended), daemon=True, name="heartbeat")
+    thread = threading.Thread(target=watch.check_until, args=(ended,), daemon=True, name="heartbeat")
     thread.start()
-
-    def leave_the_line_to_the_report() -> None:
-        if watch.reported():  # the signal comes from the launcher, as the rank that reported has ended
-            print_nothing()
-
     try:
-        with before_exit(leave_the_line_to_the_report):
+        # a signal after a report comes from the launcher, as the rank that reported has ended
+        with before_exit(lambda: print_nothing() if watch.reported() else None):
             yield
     except BaseException:
         if watch.reported():  # the exception is a consequence of the hung rank, and its traceback would mislead
@@ -82,15 +79,6 @@ def heartbeat(accelerator: Accelerator) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-
-
-class Store(Protocol):
-    """The methods of torch.distributed.Store that are used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
 
 
 class Watch:
@@ -109,7 +97,8 @@ class Watch:
             if pulse.waits or pulse.count != self._count:
                 self._published, self._count = self._published + 1, pulse.count
                 self.store.set(f"heartbeat/{self.rank}", str(self._published))
-            now = [self._read(rank) for rank in range(len(self.heard))]
+            keys = [f"heartbeat/{rank}" for rank in range(len(self.heard))]
+            now = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
         except RuntimeError:  # the process that serves the store can not be reached
             now = self.heard
         for rank, beat in enumerate(now):
@@ -131,25 +120,21 @@ class Watch:
         except RuntimeError:
             return False
 
-    def _read(self, rank: int) -> bytes:
-        key = f"heartbeat/{rank}"
-        return self.store.get(key) if self.store.check([key]) else b""
-
-
-def _check_until_ended(watch: Watch, ended: threading.Event) -> None:
-    checks_with_silence = 0
-    while not ended.wait(EVERY_SECONDS):
-        silent = watch.check()
-        checks_with_silence = checks_with_silence + 1 if silent else 0
-        # a rank that waits for the hung one in the same step falls silent some checks later: wait, to report both
-        if checks_with_silence <= AGAIN:
-            continue
-        if watch.is_first_to_report():
-            # os.write, because the main thread may hang while it holds the lock of sys.stderr
-            os.write(2, f"xdm-ft: {hung_message(silent, len(watch.heard))}\n".encode())
-        elif ended.wait(AGAIN * EVERY_SECONDS):  # the rank that reports exits first, as the launcher names the first
-            return
-        os._exit(1)  # the main thread waits inside a library, where an exception can not stop it
+    def check_until(self, ended: threading.Event) -> None:
+        """Checks every `EVERY_SECONDS`, and ends this process if a rank hangs."""
+        checks_with_silence = 0
+        while not ended.wait(EVERY_SECONDS):
+            silent = self.check()
+            checks_with_silence = checks_with_silence + 1 if silent else 0
+            # a rank that waits for the hung one in the same step falls silent some checks later: wait, to report both
+            if checks_with_silence <= AGAIN:
+                continue
+            if self.is_first_to_report():
+                # os.write, because the main thread may hang while it holds the lock of sys.stderr
+                os.write(2, f"xdm-ft: {hung_message(silent, len(self.heard))}\n".encode())
+            elif ended.wait(AGAIN * EVERY_SECONDS):  # the rank that reports exits first: the launcher names the first
+                return
+            os._exit(1)  # the main thread waits inside a library, where an exception can not stop it
 
 
 def hung_message(silent: list[int], ranks: int) -> str:

@@ -54,7 +54,7 @@ class Checkpoint:
         settings: Mapping[str, Any],
         pace: Pace,
         writes: bool = True,
-        before_writing: Callable[[], None] = lambda: None,
+        before_writing: Callable[[], object] = lambda: None,
     ) -> None:
         """`settings`: those that change the numbers, as JSON values. `writes`: whether this process writes it.
 
@@ -79,20 +79,18 @@ class Checkpoint:
         except FileNotFoundError:
             return None
         except Damaged as error:
-            self._refuse(f"is damaged ({error})")
-            return None
-        self.restarts = settings.pop(RESTARTS, [])
-        changed = differences(settings, self.settings)
-        if changed:
+            fault = f"is damaged ({error})"
+        else:
+            self.restarts = settings.pop(RESTARTS, [])
+            changed = differences(settings, self.settings)
+            if not changed:
+                return state
             named = ", ".join(f"{key} was {_at(settings, key)}, is {_at(self.settings, key)}" for key in changed[:3])
-            self._refuse(f"was written for other settings ({named})")
-            return None
-        return state
-
-    def _refuse(self, why: str) -> None:
-        self.restarts.append(f"its checkpoint {why}")
+            fault = f"was written for other settings ({named})"
+        self.restarts.append(f"its checkpoint {fault}")
         if self.writes:
-            logger.warning("%s: %s; this training starts again", self.path, why)
+            logger.warning("%s: %s; this training starts again", self.path, fault)
+        return None
 
     def save_if_due(self, state: Callable[[], State], event: bool = False) -> None:
         if self.writes and self.pace.is_due(event):
@@ -116,7 +114,7 @@ def write(path: Path, state: State, settings: Mapping[str, Any]) -> None:
     """Writes a checkpoint atomically: the earlier file stays until the new one is complete."""
     numbered: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
     header = json.dumps([_packed(state, numbered), settings])
-    tensors = {str(place): tensor for place, tensor in numbered.values()}
+    tensors = {str(number): tensor for number, tensor in numbered.values()}
     write_checked(path, tensors, {"header": header})
 
 
@@ -153,7 +151,7 @@ def _packed(value: Any, numbered: dict[tuple[Any, ...], tuple[int, Tensor]]) -> 
         same = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         return {"tensor": numbered.setdefault(same, (len(numbered), value))[0]}
     if isinstance(value, Mapping):
-        return {"items": [[key, _packed(of_key, numbered)] for key, of_key in value.items()]}
+        return {"items": [[key, _packed(inner, numbered)] for key, inner in value.items()]}
     if isinstance(value, list | tuple):
         return [_packed(element, numbered) for element in value]
     assert value is None or isinstance(value, bool | int | float | str), f"{type(value)} can not be saved"
@@ -164,7 +162,7 @@ def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict) and "tensor" in value:
         return tensors[str(value["tensor"])]
     if isinstance(value, dict):
-        return {key: _unpacked(of_key, tensors) for key, of_key in value["items"]}
+        return {key: _unpacked(inner, tensors) for key, inner in value["items"]}
     if isinstance(value, list):
         return [_unpacked(element, tensors) for element in value]
     return value

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 PATH = "path"  # the column whose cells are paths
-# what is put in front of which texts: one that looks as if it were quoted is quoted again, so that reading gives it back
+# what stands in front of which texts: one that looks as if it were quoted is quoted again, so that it is read back
 TEXT_RULE = "'", re.compile(r"'*[=+\-@\t\r\n]")
 PATH_RULE = "./", re.compile(r"(\./)*[=+\-@\t\r\n ]")
 

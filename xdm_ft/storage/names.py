@@ -55,14 +55,13 @@ def method_folder(method: str) -> str:
     return f"models/{file_name(method, safe='+ ')}"
 
 
-def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-    """Returns the folder of a model that has files of its own."""
-    return f"{method_folder(method)}/{_within(test_domains, seed, trial)}"
+def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: int, heads: str | None = None) -> str:
+    """Returns the folder of a model that has files of its own.
 
-
-def folder_among_heads(name: str, method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-    """Returns what stands for the folder of a head in the file `name` that it shares with others."""
-    return f"{method_folder(method)}/heads-{name}.safetensors#{_within(test_domains, seed, trial)}"
+    `heads` names the file that a head shares with others: then it is what stands for a folder in it.
+    """
+    shared = "" if heads is None else f"heads-{heads}.safetensors#"
+    return f"{method_folder(method)}/{shared}{file_name(*test_domains, safe=' ')}/seed{seed}-trial{trial}"
 
 
 def folder_of(method: str, test_domains: tuple[str, ...], seed: int, trial: int, weights: Iterable[str]) -> str:
@@ -99,7 +98,3 @@ def reference_file(test_domains: tuple[str, ...], encoder: str | None = None) ->
 def reference_beside(weights: str) -> str:
     """Returns the file for the distances of a model that has trained its encoder, given its weights file."""
     return weights.removesuffix(".safetensors") + ".reference.safetensors"
-
-
-def _within(test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-    return f"{file_name(*test_domains, safe=' ')}/seed{seed}-trial{trial}"

@@ -93,14 +93,10 @@ class RunDirectory:
             return None
         return status.st_dev, status.st_ino
 
-    def _check(self) -> None:
-        """Raises `UserError` if the directory was deleted since `begin`."""
+    def _checked(self, relative: str = "") -> Path:
+        """Returns the path of a file to use. Raises `UserError` if the directory was deleted since `begin`."""
         if self._locked is not None and self._lock_file() != self._locked:
             raise UserError(f"{self.path}: was deleted or replaced during the run; run the same command to start again")
-
-    def _checked(self, relative: str) -> Path:
-        """Returns the path of a file to read or write."""
-        self._check()
         return self.path / relative
 
     def require_writable(self, folders: Iterable[str]) -> None:
@@ -109,10 +105,7 @@ class RunDirectory:
         So a path that is too long, not permitted or of another kind is found before training. Raises `UserError`.
         """
         for name in WRITTEN:
-            if (self.path / name).is_dir():
-                raise UserError(
-                    f"{self.path / name}: can not be written, as it is a folder; remove it and run the same command"
-                )
+            _refuse_folder(self.path / name)
         for relative in folders:
             folder = self._checked(relative)
             with disk_errors(folder):
@@ -135,7 +128,7 @@ class RunDirectory:
     @property
     def is_begun(self) -> bool:
         """Whether an earlier run has written to the directory."""
-        return any((self.path / kept).exists() for kept in ("results.json", "state"))
+        return any((self.path / name).exists() for name in (RESULTS, "state"))
 
     def take(self, name: str) -> bool:
         """Returns whether this process does the training `name`: True for the first process that calls this."""
@@ -182,12 +175,8 @@ class RunDirectory:
 
     def checkpoint(self, name: str, settings: Mapping[str, Any], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of the training `name`; `settings` and `writes` as for `Checkpoint`."""
-        return Checkpoint(self.path / self.checkpoint_file(name), settings, self._pace, writes, self._check)
-
-    @staticmethod
-    def checkpoint_file(name: str) -> str:
-        """Returns the file of the checkpoint of the training `name`, relative to the run directory."""
-        return f"state/checkpoints/{name}.safetensors"
+        file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
+        return Checkpoint(file, settings, self._pace, writes, self._checked)
 
     def profile_file(self, method: str) -> Path:
         """Returns the file for the profiler's trace of a method's training, in a folder that exists."""
@@ -219,14 +208,12 @@ class RunDirectory:
         files: TensorFiles | None = None,
     ) -> None:
         """Writes tensors now, or adds them to `files`, which replaces its files together."""
-        self._check()
-        metadata = {**metadata, FILE_KEY: address}
-        if files is not None:
-            files.put(self.path, address, tensors, metadata)
-            return
-        with TensorFiles() as alone:
-            alone.put(self.path, address, tensors, metadata)
-            alone.replace()
+        if files is None:
+            with TensorFiles() as alone:
+                self.write_tensors(address, tensors, metadata, alone)
+                alone.replace()
+        else:
+            files.put(self._checked(), address, tensors, {**metadata, FILE_KEY: address})
 
     def write_arrays(
         self, address: str, arrays: Arrays, metadata: Mapping[str, str], files: TensorFiles | None = None
@@ -281,8 +268,7 @@ class RunDirectory:
         pulse.beat()
         name, entry = parts_of(address)
         file = self.path / name
-        if file.is_dir():
-            raise UserError(f"{file}: can not be written, as it is a folder; remove it and run the same command")
+        _refuse_folder(file)
         try:
             self.tensors(address)
         except FileNotFoundError:
@@ -299,9 +285,8 @@ class RunDirectory:
     def write_scalars(self, sub_run: str, step: int, values: Mapping[str, float]) -> None:
         """Writes TensorBoard's scalars {tag: value} of a sub-run after `step` steps (`storage.tensorboard`)."""
         folder = self._checked("events") / sub_run
-        if sub_run not in self._events:
-            self._events[sub_run] = EventFile(folder, self.process)  # each process has a file of its own
-        self._events[sub_run].write(step, values)
+        file = self._events.setdefault(sub_run, EventFile(folder, self.process))  # each process has one of its own
+        file.write(step, values)
 
     def write_session(self, sub_run: str, session: Session) -> None:
         """Writes the row of a sub-run in TensorBoard's table of hyper-parameters."""
@@ -312,7 +297,7 @@ class RunDirectory:
 
         `runs` are what `entry` makes of each model.
         """
-        path = self.path / "results.json"
+        path = self.path / RESULTS
         if not path.exists():
             return None
         try:
@@ -339,12 +324,10 @@ class RunDirectory:
 
     def write_analysis(self, analysis: Mapping[str, Any]) -> None:
         """Writes analysis.json, unless it has this content: reports that are made from it would be made again."""
-        text, path = (
-            json.dumps(with_checksum(analysis), ensure_ascii=False, allow_nan=False) + "\n",
-            self._checked(ANALYSIS),
-        )
-        if not path.is_file() or path.read_bytes() != text.encode():
-            replace_bytes(path, text.encode())
+        path, text = self._checked(ANALYSIS), json.dumps(with_checksum(analysis), ensure_ascii=False, allow_nan=False)
+        content = f"{text}\n".encode()
+        if not path.is_file() or path.read_bytes() != content:
+            replace_bytes(path, content)
 
     def write_text(self, name: str, text: str) -> None:
         replace_bytes(self._checked(name), text.encode())
@@ -355,3 +338,8 @@ class RunDirectory:
     def complete(self) -> None:
         """Ends the run: removes `state/`, as nothing is left to resume."""
         shutil.rmtree(self.path / "state", ignore_errors=True)
+
+
+def _refuse_folder(file: Path) -> None:
+    if file.is_dir():
+        raise UserError(f"{file}: can not be written, as it is a folder; remove it and run the same command")

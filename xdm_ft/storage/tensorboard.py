@@ -5,7 +5,7 @@ its own in every chart.
 |---|---|
 | `METHOD/HELD_OUT/seed0`, of later trials of a search `METHOD/HELD_OUT/seed0-trial3` | a model (`sub_run`) |
 | `METHOD/+final_fit/seed0` | a model of the final fit (`sub_run` without test domains) |
-| `METHOD/HELD_OUT/heads-from-seed0-trial12` | heads that train together, summarised (`heads_sub_run`) |
+| `METHOD/HELD_OUT/heads-from-seed0-trial12` | heads that train together, summarised (`sub_run`) |
 | `METHOD/+trials/trial3` | the table entry of a trial, if models are summarised (`trial_sub_run`) |
 
 METHOD and HELD_OUT are file names of the method and of all test domains (`storage.names.file_name`), in which a +
@@ -31,10 +31,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import disk_errors, replace_file
@@ -47,28 +47,19 @@ ENDING = ".hparams"
 LAST = "9999999999"  # in place of the time in a session's file name: what training writes again does not replace it
 
 
-def sub_run(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-    """Returns the sub-run of a model; without test domains that of the final fit."""
-    return f"{_folder(method, test_domains)}/{_name(seed, trial)}"
+def sub_run(method: str, test_domains: tuple[str, ...], seed: int, trial: int, heads: bool = False) -> str:
+    """Returns the sub-run of a model; without test domains that of the final fit.
 
-
-def heads_sub_run(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-    """Returns the sub-run of heads that train together, given seed and trial of the first one."""
-    return f"{_folder(method, test_domains)}/heads-from-{_name(seed, trial)}"
+    `heads`: of heads that train together, given seed and trial of the first one.
+    """
+    # no domain has a name with +, which would be percent-encoded
+    held_out = file_name(*test_domains, safe=" ") if test_domains else "+final_fit"
+    name = ("heads-from-" if heads else "") + (f"seed{seed}-trial{trial}" if trial else f"seed{seed}")
+    return f"{file_name(method, safe='+ ')}/{held_out}/{name}"
 
 
 def trial_sub_run(method: str, trial: int) -> str:
     return f"{file_name(method, safe='+ ')}/+trials/trial{trial}"
-
-
-def _folder(method: str, test_domains: tuple[str, ...]) -> str:
-    # no domain has a name with +, which would be percent-encoded
-    held_out = file_name(*test_domains, safe=" ") if test_domains else "+final_fit"
-    return f"{file_name(method, safe='+ ')}/{held_out}"
-
-
-def _name(seed: int, trial: int) -> str:
-    return f"seed{seed}-trial{trial}" if trial else f"seed{seed}"
 
 
 def read_scalars(folder: Path) -> dict[str, Scalars]:
@@ -116,8 +107,7 @@ class EventFile:
     def __init__(self, folder: Path, process: str) -> None:
         # TensorBoard reads the files of a sub-run in the order of their names
         seconds, fraction = divmod(time.time_ns(), 10**9)
-        begin = f"{BEGINNING}{seconds:010d}.{fraction:09d}.{os.getpid()}"
-        self.path = folder / f"{begin}.{process}"
+        self.path = folder / f"{BEGINNING}{seconds:010d}.{fraction:09d}.{os.getpid()}.{process}"
         self._last = -1  # step
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -126,23 +116,34 @@ class EventFile:
         The first write, and one of an earlier step, declares that older values from this step on do not count any
         more, as the training was resumed before it. Raises `UserError` if the file can not be written.
         """
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        now = time.time()
-        events = [Event(wall_time=now, step=step, summary=Summary(value=scalars))]
+        events: list[dict[str, Any]] = [{"step": step, "summary": _scalars(values)}]
         with disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
                 if file.tell() == 0 or step <= self._last:
-                    restart = Event(wall_time=now, step=step, session_log=SessionLog(status=SessionLog.START))
-                    events = [Event(wall_time=now, file_version="brain.Event:2"), restart, *events]
-                writer = RecordWriter(file)
-                for event in events:
-                    writer.write(event.SerializeToString())
+                    events = [VERSION, {"step": step, "session_log": SessionLog(status=SessionLog.START)}, *events]
+                _append_events(file, events)
         self._last = step
+
+
+VERSION = {"file_version": "brain.Event:2"}
+
+
+def _scalars(values: Mapping[str, float]) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+
+
+def _append_events(file: BinaryIO, events: Iterable[Mapping[str, Any]]) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    writer = RecordWriter(file)
+    for event in events:
+        writer.write(Event(wall_time=time.time(), **event).SerializeToString())
 
 
 @dataclass(frozen=True)
@@ -171,35 +172,26 @@ def write_session(folder: Path, session: Session) -> None:
 
 
 def _write(path: Path, session: Session) -> None:
-    from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
-    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    # `tensorboard.plugins.hparams.summary` makes the same messages, but needs TensorFlow
+    # `tensorboard.plugins.hparams.summary` makes the same messages, but needs TensorFlow; torch's have no group
     now = time.time()
     start = SessionStartInfo(group_name=session.row, start_time_secs=now)
     for name, value in session.hparams.items():
         kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
         setattr(start.hparams[name], kind, value)
     status = api_pb2.STATUS_FAILURE if session.failed else api_pb2.STATUS_SUCCESS
+    end = SessionEndInfo(status=status, end_time_secs=now)
     of_plugin = {
         metadata.SESSION_START_INFO_TAG: HParamsPluginData(session_start_info=start),
-        metadata.SESSION_END_INFO_TAG: HParamsPluginData(
-            session_end_info=SessionEndInfo(status=status, end_time_secs=now)
-        ),
+        metadata.SESSION_END_INFO_TAG: HParamsPluginData(session_end_info=end),
     }
     values = [
         Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)
         for tag, data in of_plugin.items()
     ]
-    scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in session.scalars.items()]
+    scalars = {"step": session.step, "summary": _scalars(session.scalars)}
     with path.open("wb") as file:
-        writer = RecordWriter(file)
-        for event in (
-            Event(wall_time=now, file_version="brain.Event:2"),
-            Event(wall_time=now, summary=Summary(value=values)),
-            Event(wall_time=now, step=session.step, summary=Summary(value=scalars)),
-        ):
-            writer.write(event.SerializeToString())
+        _append_events(file, [VERSION, {"summary": Summary(value=values)}, scalars])

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -61,15 +60,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
-    with _opened(path) as file:
-        return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Yields an open safetensors file. Errors as for `read_tensors`."""
     with _as_damage(path), safe_open(path, framework="pt") as file:
-        yield file
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
 
 
 @contextmanager
@@ -97,7 +89,7 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Reads all of the file. Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
-    with _opened(path) as file:
+    with _as_damage(path), safe_open(path, framework="pt") as file:
         metadata = dict(file.metadata() or {})
         checksum = metadata.pop(CHECKSUM, None)
         if checksum is None:  # checked first, as a file that we did not write may have a million tensors
@@ -111,11 +103,6 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def tensors_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Returns the checksum that `write_checked` adds to the metadata."""
     return tensors_digest(dict(sorted(tensors.items())), json.dumps(sorted(metadata.items())))
-
-
-def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str], replace: Replace = replace_file) -> None:
-    """Writes numpy arrays as `write_checked` does."""
-    write_checked(path, tensors_of(arrays), metadata, replace)
 
 
 def tensors_of(arrays: Arrays) -> dict[str, Tensor]:
@@ -156,13 +143,13 @@ def unchecked_entry(path: Path, entry: str) -> dict[str, Tensor]:
 class _SharedFile:
     """An open file, whose tensors are made when they are read: making those of all heads takes long."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, _state: tuple[int, ...] = ()) -> None:
         self._path = path
         with _as_damage(path):
             self._file = safe_open(path, framework="pt")
         self.names: dict[str, list[str]] = {}  # of each entry's tensors
-        for place in sorted(self._file.keys()):
-            entry, _, name = place.rpartition("/")
+        for full_name in sorted(self._file.keys()):
+            entry, _, name = full_name.rpartition("/")
             self.names.setdefault(entry, []).append(name)
 
     def tensors(self, entry: str) -> dict[str, Tensor]:
@@ -170,9 +157,7 @@ class _SharedFile:
             return {name: self._file.get_tensor(f"{entry}/{name}") for name in self.names[entry]}
 
 
-@lru_cache(_OPEN_FILES)
-def _open_shared(path: Path, _state: tuple[int, int, int]) -> _SharedFile:
-    return _SharedFile(path)
+_open_shared = lru_cache(_OPEN_FILES)(_SharedFile)  # by path, inode, size and time of the last change
 
 
 class TensorFiles(Together):
@@ -185,8 +170,8 @@ class TensorFiles(Together):
     @property
     def waiting_bytes(self) -> int:
         """The size of the entries that wait in memory for `replace`."""
-        waiting = (tensors for entries in self._shared.values() for tensors in entries.values())
-        return sum(tensor.nbytes for tensors in waiting for tensor in tensors.values())
+        entries = (tensors for of_file in self._shared.values() for tensors in of_file.values())
+        return sum(tensor.nbytes for tensors in entries for tensor in tensors.values())
 
     def put(self, folder: Path, address: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Adds the tensors at an address below `folder`. Errors as for `add`."""

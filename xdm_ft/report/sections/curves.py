@@ -13,7 +13,7 @@ from xdm_ft.report.charts import Figure, Line, Look, curves
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.section import Cell, Section, Table, count_cell, long_table, metric_cell
 from xdm_ft.report.words import EMPTY, axis_value, in_unit, listed
-from xdm_ft.storage.tensorboard import Scalars, heads_sub_run, sub_run
+from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 MAX_SETS, MAX_PARTS = 8, 6  # held-out sets with figures of their own; parts of the loss
 MAX_RATIO = 50  # of the largest to the smallest value of a linear axis
@@ -69,7 +69,7 @@ def _recorded(run: Run) -> list[Recorded]:
     recorded = []
     for (method, test_domains), records in groups.items():
         models = [(record, run.scalars[name]) for record in records if (name := sub_run(*record.key)) in run.scalars]
-        folder = heads_sub_run(method, test_domains, 0, 0).rpartition("/")[0]
+        folder = sub_run(method, test_domains, 0, 0).rpartition("/")[0]
         heads = [scalars for name, scalars in run.scalars.items() if name.startswith(f"{folder}/heads-from-")]
         if models or heads:
             recorded.append(Recorded(method, set_name(test_domains), models, [] if models else heads))
