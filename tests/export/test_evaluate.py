@@ -22,7 +22,7 @@ from xdm_ft.export.evaluate import Labelled, are_among, at_site, checksums, firs
 from xdm_ft.export.sources import Item, Site, read_site
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.tensors import write_arrays
+from xdm_ft.storage.tensors import tensors_of, write_checked
 
 CLASSES = ("cat", "dog", "ox", "owl")
 
@@ -399,7 +399,7 @@ def test_damaged_checksums_are_one_line(small_model, tmp_path, capsys, damage):
     if damage == "cut":
         (model / TRAINING_IMAGES).write_bytes((model / TRAINING_IMAGES).read_bytes()[:-5])
     else:
-        write_arrays(model / TRAINING_IMAGES, {"xxh3_128": np.zeros((1, 16), np.uint8)}, {})
+        write_checked(model / TRAINING_IMAGES, tensors_of({"xxh3_128": np.zeros((1, 16), np.uint8)}), {})
     assert main(["evaluate", str(model), str(small_model.data / "PACS" / "sketch")]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
     assert "training_images.safetensors: is damaged" in line and line.endswith("export the model again")

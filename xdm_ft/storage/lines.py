@@ -40,8 +40,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
     No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
     `UserError` if the file can not be written.
     """
-    lines = ({"value": value, "xxh3": json_digest(value)} for value in values)
-    text = b"".join(json.dumps(line, allow_nan=False).encode() + b"\n" for line in lines)
+    text = b"".join(map(checked_line, values))
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         created = not path.exists()
@@ -52,6 +51,11 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
             os.fsync(file.fileno())
         if created:
             sync(path.parent)  # or a crash could lose the name of the new file
+
+
+def checked_line(value: Any) -> bytes:
+    """Returns a line of JSON: the value and its checksum."""
+    return json.dumps({"value": value, "xxh3": json_digest(value)}, allow_nan=False).encode() + b"\n"
 
 
 def _end_of_last_line(file: BinaryIO) -> int:
