@@ -10,7 +10,7 @@ from exported import RUN, exported, held_out, run
 
 from xdm_ft.export.choose import Choice
 from xdm_ft.report.finished import read_run
-from xdm_ft.report.sections.averaged import averaged_log_probabilities
+from xdm_ft.report.sections.results import averaged_log_probabilities
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

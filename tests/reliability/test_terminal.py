@@ -33,7 +33,7 @@ from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import write_manifest
 from xdm_ft.recipe.text import in_yaml, parse
 from xdm_ft.report.finished import Run
-from xdm_ft.report.markdown import markdown
+from xdm_ft.report.markup import markdown
 from xdm_ft.report.sections import brief_sections
 from xdm_ft.report.text import as_text, show_headline
 from xdm_ft.runtime.errors import UserError

@@ -13,7 +13,6 @@ VOID = {"meta", "link", "img", "br"}
 class Element:
     tag: str
     attributes: dict[str, str]
-    inside: tuple[str, ...]  # tags of its ancestors
     text: str = ""
 
 
@@ -43,10 +42,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         names = [name for name, _ in attrs]
         assert len(names) == len(set(names)), f"{tag} has an attribute twice: {names}"
-        element = Element(tag, {name: value or "" for name, value in attrs}, tuple(one.tag for one in self._open))
-        self.elements.append(element)
+        self.elements.append(Element(tag, {name: value or "" for name, value in attrs}))
         if tag not in VOID:
-            self._open.append(element)
+            self._open.append(self.elements[-1])
         if tag == "table":
             self.tables.append(Table())
         elif tag == "tr":
@@ -66,17 +64,13 @@ class Page(HTMLParser):
             self.tables[-1].rows[-1].append(element.text.strip())
 
     def handle_data(self, data: str) -> None:
-        note = any(one.attributes.get("class") == "note" for one in self._open)
-        for one in self._open:
-            if not (note and one.tag in ("th", "td")):  # cells without their second line
-                one.text += data
+        note = any(element.attributes.get("class") == "note" for element in self._open)
+        for element in self._open:
+            if not (note and element.tag in ("th", "td")):  # cells without their second line
+                element.text += data
 
     def all(self, tag: str) -> list[Element]:
         return [element for element in self.elements if element.tag == tag]
-
-    def by_id(self, name: str) -> Element:
-        [found] = [element for element in self.elements if element.attributes.get("id") == name]
-        return found
 
     def table(self, begin: str) -> Table:
         return next(table for table in self.tables if table.caption.startswith(begin))

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from example_runs import comparison, earlier, results_of, run_of, two_sets, with_comparisons
 from scipy import stats
-from test_headline import screen
-from test_results_schema import validate
 
 from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.verdicts import Comparison, PValue
@@ -25,6 +23,7 @@ from xdm_ft.report.csv import csv_rows
 from xdm_ft.report.sections import table_sections
 from xdm_ft.report.sentence import sentence
 from xdm_ft.report.side_by_side import side_by_side
+from xdm_ft.report.text import show_headline
 
 BOTH = ("small", "large")
 
@@ -92,123 +91,96 @@ OTHER = {"other_error": 0.01, "other_freedom": 9.0}
 FOUR = {"sets": 4, "domains": 4}
 
 
+def lines_of(*rows: Comparison, metric: str = "accuracy", **rest: Any) -> list[str]:
+    return what_it_finds(table_of(*rows, **rest), "train_val", metric)
+
+
 def finds(freedom: float, error: float = 0.02, comparisons: int = 1, alpha: float = 0.05) -> str:
     quantiles = stats.t.ppf(1 - alpha / (2 * comparisons), freedom) + stats.t.ppf(0.8, freedom)
     return f"{100 * quantiles * error:.1f} points"
 
 
+IN_ONE = "in one comparison with 80% probability"
+PAIRED = "by seed; from 10 common seeds on rows are paired); the seeds are the limit"
+
+
 @pytest.mark.parametrize(
     ("rows", "line"),
     [
+        ([{"seeds": 3, **SEEDS}], f"3 seeds find {finds(5)} {IN_ONE}; the seeds are the limit; 10 seeds: "),
         (
-            [comparison("m", **SEEDS)],
-            f"3 seeds find {finds(5)} in one comparison with 80% probability; the seeds are the limit; 10 seeds: ",
+            [SEEDS, SEEDS],
+            f"3 seeds find {finds(5, comparisons=2)} among 2 comparisons with 80% probability; the seeds ",
         ),
+        ([{"seeds": 9, **OTHER}], f"9 seeds find {finds(5)} {IN_ONE} ({finds(9, 0.01)} if paired {PAIRED}; 10 seeds: "),
         (
-            [comparison("m", **SEEDS), comparison("n", **SEEDS)],
-            f"3 seeds find {finds(5, comparisons=2)} among 2 comparisons with 80% probability; the seeds are the limit",
+            [{"seeds": 10, "paired": True, **OTHER}],
+            f"10 seeds find {finds(5)} {IN_ONE} ({finds(9, 0.01)} if not paired {PAIRED}; 20 seeds: ",
         ),
+        ([{"seeds": 11}], "probability; the seeds are the limit; 22 seeds: "),
         (
-            [comparison("m", seeds=9, **OTHER)],
-            f"9 seeds find {finds(5)} in one comparison with 80% probability ({finds(9, 0.01)} if paired by seed; from "
-            "10 common seeds on rows are paired); the seeds are the limit; 10 seeds: ",
+            [{"freedom": 45.0, **IMAGES}],
+            f"3 seeds find {finds(45)} {IN_ONE}; the test images, or their groups, are the limit: more seeds are "
+            "useless",
         ),
-        (
-            [comparison("m", seeds=10, paired=True, **OTHER)],
-            f"10 seeds find {finds(5)} in one comparison with 80% probability ({finds(9, 0.01)} if not paired by seed; "
-            "from 10 common seeds on rows are paired); the seeds are the limit; 20 seeds: ",
-        ),
-        (
-            [comparison("m", seeds=11)],
-            "probability; the seeds are the limit; 22 seeds: ",
-        ),
-        (
-            [comparison("m", freedom=45.0, **IMAGES)],
-            f"3 seeds find {finds(45)} in one comparison with 80% probability; the test images, or their groups, are "
-            "the limit: more seeds are useless",
-        ),
-        (
-            [comparison("m", share_seeds=0.45, share_images=0.55)],
-            "; the test images, or their groups, limit most; 10 seeds: ",
-        ),
-        (
-            [comparison("m", freedom=50.0, **FIXED)],
-            f"test images alone find {finds(50)} in one comparison with 80% probability; more test images would help",
-        ),
+        ([{"share_seeds": 0.45, "share_images": 0.55}], "; the test images, or their groups, limit most; 10 seeds: "),
+        ([{"freedom": 50.0, **FIXED}], f"test images alone find {finds(50)} {IN_ONE}; more test images would help"),
     ],
 )
-def test_the_smallest_difference_and_what_limits_it(rows: list[Comparison], line: str) -> None:
-    [found] = what_it_finds(table_of(*rows), "train_val", "accuracy")
-    assert line in found and ("useless" in line or "help" in line) == (found.endswith(line))
+def test_the_smallest_difference_and_what_limits_it(rows: list[dict[str, Any]], line: str) -> None:
+    [shown] = lines_of(*(comparison(f"m{i}", **row) for i, row in enumerate(rows)))
+    assert line in shown and ("useless" in line or "help" in line) == (shown.endswith(line))
 
 
 def test_what_more_seeds_would_cost() -> None:
     """Every model of the example trains for a second: four for each seed."""
-    row = comparison("m", **SEEDS)
-    [line] = what_it_finds(table_of(row), "train_val", "accuracy")
-    assert line.endswith(" points (28 s of training more)")
-    results = table_of(row)
-    for run in results["runs"]:
-        run["train_seconds"] *= 10
-    assert what_it_finds(results, "train_val", "accuracy")[0].endswith("(5 min of training more)")
-    for run in results["runs"]:
-        del run["train_seconds"]
-    assert what_it_finds(results, "train_val", "accuracy")[0].endswith(" points")
+    results = table_of(comparison("m", **SEEDS))
+    for seconds, end in ((1, " points (28 s of training more)"), (10, "(5 min of training more)"), (None, " points")):
+        for entry in results["runs"]:
+            entry["train_seconds"] = seconds
+        assert what_it_finds(results, "train_val", "accuracy")[0].endswith(end)
 
 
 def test_what_can_be_shown_for_new_domains() -> None:
-    wide = finds(3, 0.05)
-    _, one = what_it_finds(table_of(comparison("m", **FOUR)), "train_val", "accuracy")
-    assert one == f"with 4 domains nothing below {wide} can be shown for new ones"
-    _, two = what_it_finds(table_of(comparison("m", **FOUR), comparison("n", **FOUR)), "train_val", "accuracy")
-    assert two == (
+    wide, row = finds(3, 0.05), comparison("m", **FOUR)
+    assert lines_of(row)[1] == f"with 4 domains nothing below {wide} can be shown for new ones"
+    assert lines_of(row, comparison("n", **FOUR))[1] == (
         f"with 4 domains nothing below {finds(3, 0.05, 2)} can be shown for new ones; declare one comparison "
         f"(report.compare): {wide}"
     )
     for sets in (1, 2):
-        row = comparison("m", sets=sets, domains=4, error_elsewhere=None if sets == 1 else 0.05)
-        assert len(what_it_finds(table_of(row), "train_val", "accuracy")) == 1
-    _, loss = what_it_finds(table_of(comparison("m", **FOUR)), "train_val", "nll")
+        error = None if sets == 1 else 0.05
+        assert len(lines_of(comparison("m", sets=sets, domains=4, error_elsewhere=error))) == 1
+    loss = lines_of(row, metric="nll")[1]
     assert "nothing below 0." in loss and "points" not in loss
 
 
-def test_a_second_look_says_what_is_spent() -> None:
-    first, second = Look([0, 1, 2], [], {}, 0.05), Look([0, 1, 2, 3], [], {}, 0.0125)
-    [line, look] = what_it_finds(table_of(comparison("m"), looks=[first, second]), "train_val", "accuracy")
-    assert look == "look 2 at this run, at α = 0.0125; 0.0625 is spent in all"
-    assert f"find {finds(5, alpha=0.0125)} in" in line
-    assert len(what_it_finds(table_of(comparison("m"), looks=[first]), "train_val", "accuracy")) == 1
+def test_looks_and_declarations() -> None:
+    def look(declared: list[list[str]] | None = None, alpha: float = 0.05) -> Look:
+        return Look([0, 1, 2], [], {}, alpha, declared or [])
 
-
-def test_a_changed_declaration_is_named() -> None:
-    def last(looked: list[list[str]], declared: list[list[str]] | None) -> str:
-        recipe = {} if declared is None else {"report": {"compare": declared}}
-        look = Look([0, 1, 2], [], {}, 0.05, looked)
-        return what_it_finds(table_of(comparison("m"), looks=[look], **recipe), "train_val", "accuracy")[-1]
-
-    changed = "report.compare was changed after the first look, which declared "
-    assert last([], [["m", "erm"]]) == f"{changed}nothing"
-    assert last([["m", "erm"], ["n", "erm"]], [["m", "erm"]]) == f"{changed}m − erm, n − erm"
-    for same in ([], [["m", "erm"]]):
-        assert "changed" not in last(same, same) and "changed" not in last([], None)
-
-
-def test_a_declaration_under_several_encoders_is_not_a_change() -> None:
-    pairs = [[f"xdomainmix @ {one}", f"erm @ {one}"] for one in BOTH]
-    looks = [Look([0, 1, 2], [], {}, 0.05, pairs).to_json()]
+    row = comparison("m")
+    line, second = lines_of(row, looks=[look(), look(alpha=0.0125)])
+    assert second == "look 2 at this run, at α = 0.0125; 0.0625 is spent in all"
+    assert f"find {finds(5, alpha=0.0125)} in" in line and len(lines_of(row, looks=[look()])) == 1
+    changed, pair = "report.compare was changed after the first look, which declared ", [["m", "erm"]]
+    assert lines_of(row, looks=[look()], report={"compare": pair})[-1] == f"{changed}nothing"
+    two = [*pair, ["n", "erm"]]
+    assert lines_of(row, looks=[look(two)], report={"compare": pair})[-1] == f"{changed}m − erm, n − erm"
+    for same in ([], pair):
+        assert "changed" not in lines_of(row, looks=[look(same)], report={"compare": same})[-1]
+    pairs = [[f"xdomainmix @ {encoder}", f"erm @ {encoder}"] for encoder in BOTH]
     for declared, same in (([["xdomainmix", "erm"]], True), (pairs, True), (pairs[:1], False)):
-        results = with_comparisons(under_both(report={"compare": declared}), comparison(*pairs[0])) | {"looks": looks}
-        lines = what_it_finds(results, "train_val", "accuracy")
+        results = with_comparisons(under_both(report={"compare": declared}), comparison(*pairs[0]))
+        lines = what_it_finds(results | {"looks": [look(pairs).to_json()]}, "train_val", "accuracy")
         assert any("report.compare was changed" in line for line in lines) != same, declared
 
 
 def test_nothing_could_be_tested() -> None:
     few = "no verdict: it needs 3 seeds, and 2 are complete; images assumed independent"
     rows = [comparison("m", here="no verdict", note=few), comparison("n", here="no verdict", note="no verdict: other")]
-    assert what_it_finds(table_of(*rows), "train_val", "accuracy") == [
-        "no difference can be found; no verdict: it needs 3 seeds, and 2 are complete"
-    ]
-    assert what_it_finds(table_of(), "train_val", "accuracy") == []
+    assert lines_of(*rows) == ["no difference can be found; no verdict: it needs 3 seeds, and 2 are complete"]
+    assert lines_of() == []
 
 
 # ----------------------------------------------------------------------------------------------------- earlier versions
@@ -247,15 +219,12 @@ def test_the_words_of_an_earlier_version(row: Comparison, here: str, elsewhere: 
         assert results["summary"][1]["versus_erm"]["verdict"] == "worse on these domains"
 
 
-def test_every_report_of_an_earlier_version(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_report_of_an_earlier_version(capsys: pytest.CaptureFixture[str]) -> None:
     """With several encoders: rows versus ERM, and a pair of encoders."""
     better = comparison("xdomainmix @ small", "erm @ small", 0.1, "better", "better")
     pair = comparison("erm @ small", "erm @ large", -0.05, "no clear difference")
     results = earlier(with_comparisons(under_both(), better, pair))
     assert [one["verdict"] for one in results["encoder_pairs"]] == ["not distinguishable"]
-    validate(results)
     run = run_of(results)
     shown = {section.id: section.tables[0] for section in table_sections(run, run.rules)}
     [beside] = [[cell.text for cell in row] for row in shown["differences"].rows]
@@ -266,7 +235,8 @@ def test_every_report_of_an_earlier_version(
     assert [(row["of"], row["here"], row["elsewhere"]) for row in rows] == [
         ("mean", "better", "better"), ("encoders", "no clear difference", "unknown")
     ]  # fmt: skip
-    [line, _] = [line for line in screen(run, capsys, monkeypatch, 120).splitlines() if line.startswith("xdomainmix")]
+    show_headline(run)
+    [line, _] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("xdomainmix")]
     assert line.split()[-3:] == ["+10.0", "better", "better"]
     assert "under erm, small is -5.0 against large, no clear difference here" in sentence(run)
     [both, *_] = side_by_side([run, run], [])

@@ -48,8 +48,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     """
     from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
     from xdm_ft.report.finished import encoders_of, read_run
-    from xdm_ft.report.latex import latex
-    from xdm_ft.report.markdown import markdown, markdown_lines
+    from xdm_ft.report.markup import latex, markdown, markdown_lines
     from xdm_ft.report.sections import brief_sections, table_sections
     from xdm_ft.report.sentence import sentence
     from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side

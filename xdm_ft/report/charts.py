@@ -10,13 +10,12 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from xdm_ft.report.words import short
+from xdm_ft.report.words import listed, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +66,7 @@ class Figure:
     """A plot."""
 
     name: str  # of its file in plots/, without the ending, and of its ids: unique in the page, of a–z, 0–9, _ and -
-    alt: str  # what it shows, in one or two sentences with the main numbers, for those who do not see it
+    alt: str  # what it shows, with the main numbers, for those who do not see it
     caption: str
     draw: Callable[[Canvas], None]
     width: float = WIDTH  # inches of 96 px
@@ -79,9 +78,7 @@ class Figure:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
 
-        with ExitStack() as stack:
-            stack.enter_context(rc_context(_SETTINGS | {"svg.hashsalt": self.name}))
-            stack.enter_context(warnings.catch_warnings())
+        with rc_context(_SETTINGS | {"svg.hashsalt": self.name}), warnings.catch_warnings():
             # The font that measures a name may lack its letters. The reader's fonts draw it.
             warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
             canvas = Canvas(figsize=(self.width, self.height), layout="constrained")
@@ -120,7 +117,8 @@ class Mark(NamedTuple):
 
     series: str
     x: float | None
-    ends: Sequence[float] | None = None
+    ends: Sequence[float] | Callable[[], Sequence[float] | None] | None = None
+    """A function is called when it is drawn: intervals may need predictions."""
     shift: float = 0.0  # below the middle of its row
 
 
@@ -136,14 +134,13 @@ class Row(NamedTuple):
 
 def points(
     name: str,
-    alt: str,
+    title: str,
     caption: str,
-    make_rows: Callable[[], Sequence[Row]],  # called when it is drawn: intervals may need predictions
+    rows: Sequence[Row],
     axis: str,
     series: Mapping[str, Look],
     legend: Mapping[str, str] | None = None,  # {series: its words}
     limits: tuple[float | None, float | None] | None = None,
-    count: int = 0,  # number of rows
     zero: bool = False,  # a line at 0
     limit: float | None = None,  # a value that can hardly be exceeded, marked by a line
     row_height: float = 0.3,
@@ -153,7 +150,6 @@ def points(
     legend = legend or {}
 
     def draw(canvas: Canvas) -> None:
-        rows = make_rows()
         axes = canvas.subplots()
         for position, row in enumerate(rows):
             if row.bar is None and not row.marks:
@@ -161,10 +157,15 @@ def points(
             if row.bar is not None:
                 axes.barh(position, row.bar, height=0.62, color=row.colour, alpha=0.35, edgecolor=row.colour)
             for mark in row.marks:
-                _draw_mark(axes, mark, series[mark.series], row, position)
-        for one, words in legend.items():
-            look = series[one]
-            axes.plot([], [], **_marker(look, INK if look.colour == "" else look.colour), label=words)
+                look, y = series[mark.series], position + mark.shift
+                colour = look.colour or row.colour
+                ends = mark.ends() if callable(mark.ends) else mark.ends
+                if ends is not None:
+                    axes.plot(ends, [y, y], color=colour, linewidth=look.width)
+                if mark.x is not None:
+                    axes.plot(mark.x, y, **_marker(look, colour))
+        for label, words in legend.items():
+            axes.plot([], [], **_marker(series[label], series[label].colour or INK), label=words)
         if limit is not None:
             axes.axvline(limit, color=INK, linewidth=1, linestyle="--", label="limit")
         if zero:
@@ -183,16 +184,13 @@ def points(
             right.spines["right"].set_visible(False)
         _legend_below(canvas, axes)
 
-    height = 0.75 + row_height * count + legend_height(len(legend) + (limit is not None))
-    return Figure(name, alt, caption, draw, width, height)
-
-
-def _draw_mark(axes: Axes, mark: Mark, look: Look, row: Row, position: float) -> None:
-    y, colour = position + mark.shift, look.colour or row.colour
-    if mark.ends is not None:
-        axes.plot(mark.ends, [y, y], color=colour, linewidth=look.width)
-    if mark.x is not None:
-        axes.plot(mark.x, y, **_marker(look, colour))
+    alts = []
+    for row in rows:
+        values = [f"{mark.series} {mark.x:.4g}" for mark in row.marks if mark.x is not None]
+        text = ", ".join(values) if row.bar is None else f"{row.bar:.4g}"
+        alts.append(f"{row.label}: {text or 'not defined'} {row.right}".rstrip())
+    height = 0.75 + row_height * len(rows) + _legend_height(len(legend) + (limit is not None))
+    return Figure(name, f"{title}. {listed(alts, sign='; ')}.", caption, draw, width, height)
 
 
 def _marker(look: Look, colour: str) -> dict[str, Any]:
@@ -202,7 +200,7 @@ def _marker(look: Look, colour: str) -> dict[str, Any]:
 
 
 class Line(NamedTuple):
-    """A line with markers, and what belongs to it."""
+    """A line with markers, or the points of a scatter plot, and what belongs to it."""
 
     label: str  # "": not in the legend
     look: Look
@@ -214,7 +212,7 @@ class Line(NamedTuple):
 
 def curves(
     name: str,
-    alt: str,
+    title: str,
     caption: str,
     panels: Mapping[str, Sequence[Line]],  # {title: its lines}, side by side
     axes_labels: tuple[str, str],
@@ -227,10 +225,11 @@ def curves(
     height: float = 2.5,
 ) -> Figure:
     """Lines over a common x. Long lines are thinned evenly."""
+    every = [line for lines in panels.values() for line in lines]
 
     def draw(canvas: Canvas) -> None:
         sides = canvas.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-        for axes, (title, lines) in zip(sides, panels.items(), strict=True):
+        for axes, (heading, lines) in zip(sides, panels.items(), strict=True):
             if diagonal:
                 axes.plot([0, 100], [0, 100], color=MUTED, linewidth=0.9, linestyle=":")
                 axes.set_aspect("equal")
@@ -240,24 +239,25 @@ def curves(
                 axes.bar(*_columns(bars), width=5, color=SERIES[0], alpha=0.25)
             for line in lines:
                 _draw_line(axes, line)
-            axes.set_title(title)
+            axes.set_title(heading)
             axes.set_xlabel(axes_labels[0])
         first = sides[0]
         first.set_ylabel(axes_labels[1])
         if logarithmic_y:
-            logarithmic(first, "y", [y for lines in panels.values() for line in lines for y in _heights(line)])
+            drawn = [y for line in every for points_of in (line.points, *line.thin) for _, y in points_of]
+            logarithmic(first, "y", drawn)
         elif np.ptp(first.get_ylim()) < 1e-9:
             first.set_ylim(first.get_ylim()[0] - 1, first.get_ylim()[1] + 1)
         first.set_xlim(limits.get("xmin"), limits.get("xmax"))
         first.set_ylim(limits.get("ymin"), limits.get("ymax"))
         _legend_below(canvas, first)
 
-    labels = [line.label for line in next(iter(panels.values())) if line.label]
-    return Figure(name, alt, caption, draw, width, height + legend_height(len(labels)))
-
-
-def _heights(line: Line) -> list[float]:
-    return [y for points_of in (line.points, *line.thin) for _, y in points_of]
+    alts = []
+    for line in (line for line in every if line.label and line.points):
+        (x, y), (last_x, last_y) = line.points[0], line.points[-1]
+        alts.append(f"{line.label} from {y:.4g} at {x:.4g} to {last_y:.4g} at {last_x:.4g}")
+    height += _legend_height(sum(bool(line.label) for line in next(iter(panels.values()))))
+    return Figure(name, f"{title}. {listed(alts, sign='; ') or caption}", caption, draw, width, height)
 
 
 def _draw_line(axes: Axes, line: Line) -> None:
@@ -267,30 +267,21 @@ def _draw_line(axes: Axes, line: Line) -> None:
         axes.fill_between(steps, low, high, color=colour, alpha=0.08, linewidth=0)
         for edge in (low, high):
             axes.plot(steps, edge, color=colour, ls=line.look.line, linewidth=0.7)
-    for own in line.thin[:MAX_THIN_LINES]:
-        axes.plot(*_columns(_thinned(own, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5)
+    for thin in line.thin[:MAX_THIN_LINES]:
+        axes.plot(*_columns(_thinned(thin, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5)
     if line.rings:
         axes.plot(*_columns(line.rings), "o", color=INK, ms=6, mew=1, fillstyle="none", ls="", zorder=5)
     shown = _thinned(line.points, MAX_POINTS)
     style = {"ls": line.look.line, "marker": line.look.marker, "ms": line.look.size - 1, "linewidth": line.look.width}
     every = max(1, -(-len(shown) // MAX_MARKERS))
-    label = short(line.label) if line.label else None
-    axes.plot(*_columns(shown), color=colour, markevery=every, label=label, **style)
-
-
-class Cloud(NamedTuple):
-    """Points of one look."""
-
-    label: str  # "": not in the legend
-    look: Look
-    points: Sequence[Point]
+    axes.plot(*_columns(shown), color=colour, markevery=every, label=short(line.label) or None, **style)
 
 
 def scatter(
     name: str,
     alt: str,
     caption: str,
-    grid: Sequence[Sequence[tuple[str, Sequence[Cloud]]]],  # rows of (title or label of y, clouds)
+    grid: Sequence[Sequence[tuple[str, Sequence[Line]]]],  # rows of (title or label of y, points)
     x_label: str = "",
     framed: bool = False,  # boxes with titles instead of axes: positions have no unit
     x_names: Sequence[str] | None = None,  # at 0, 1, …
@@ -302,13 +293,18 @@ def scatter(
     def draw(canvas: Canvas) -> None:
         share_x: Any = False if framed else "col"
         all_axes = canvas.subplots(len(grid), len(grid[0]), squeeze=False, sharex=share_x, sharey="row")
-        for axes_row, row in zip(all_axes, grid, strict=True):
-            for axes, (title, clouds) in zip(axes_row, row, strict=True):
-                for cloud in clouds:
-                    label = short(cloud.label) if cloud.label else None
-                    style = _marker(cloud.look, cloud.look.colour)
-                    axes.plot(*_columns(cloud.points), alpha=0.8, label=label, **style)
-                _frame(axes, title) if framed else axes.set_ylabel(title, fontsize=8)
+        for axes, (title, clouds) in zip(all_axes.flat, (cell for row in grid for cell in row), strict=True):
+            for cloud in clouds:
+                style = _marker(cloud.look, cloud.look.colour)
+                axes.plot(*_columns(cloud.points), alpha=0.8, label=short(cloud.label) or None, **style)
+            if framed:
+                axes.set_title(title, fontsize=8)
+                axes.set_xticks([])
+                axes.set_yticks([])
+                for side in axes.spines.values():
+                    side.set_visible(True)
+            else:
+                axes.set_ylabel(title, fontsize=8)
         last = all_axes[-1][0]
         if not framed:
             last.set_xlabel(x_label)
@@ -321,25 +317,15 @@ def scatter(
                 last.locator_params(axis="x", nbins=5)
         _legend_below(canvas, all_axes[0][0])
 
-    labels = [cloud.label for cloud in grid[0][0][1] if cloud.label]
-    return Figure(name, alt, caption, draw, WIDTH, height + legend_height(len(labels)))
-
-
-def _frame(axes: Axes, title: str) -> None:
-    axes.set_title(title, fontsize=8)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for side in axes.spines.values():
-        side.set_visible(True)
+    height += _legend_height(sum(bool(cloud.label) for cloud in grid[0][0][1]))
+    return Figure(name, alt, caption, draw, WIDTH, height)
 
 
 MAX_WRITTEN, MAX_NAMED = 10, 40  # classes whose cells hold numbers, and whose rows have names
 HEAT_COLUMNS = 4
 
 
-def heat_maps(
-    name: str, alt: str, caption: str, shares: Mapping[str, np.ndarray], names: Sequence[str], title: str = ""
-) -> Figure:
+def heat_maps(name: str, alt: str, shares: Mapping[str, np.ndarray], names: Sequence[str], title: str = "") -> Figure:
     """Matrices of shares as one colour of growing opacity, which suits a light and a dark page.
 
     A single one has names and numbers; several are small, without them. `shares`: {title: [C,C]}.
@@ -354,23 +340,22 @@ def heat_maps(
         for position, (heading, matrix) in enumerate(shares.items(), 1):
             axes = canvas.add_subplot(rows, columns, position)
             axes.set_title(short(heading, 30 if single else 14), fontsize=9 if single else 8)
-            _draw_shares(axes, matrix, [short(one, 14) for one in names] if single else [])
+            pixels = np.empty((*matrix.shape, 4))
+            pixels[..., :3] = [int(SERIES[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+            pixels[..., 3] = DARKEST * matrix
+            axes.imshow(pixels, interpolation="none")
+            axes.grid(visible=False)
+            axes.tick_params(length=0)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if single:
+                _name_classes(axes, matrix, [short(name, 14) for name in names])
 
     size = (3.6, 3.5) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
-    return Figure(name, alt, caption, draw, *size)
+    return Figure(name, alt, "", draw, *size)
 
 
-def _draw_shares(axes: Axes, shares: np.ndarray, names: Sequence[str]) -> None:
-    pixels = np.empty((*shares.shape, 4))
-    pixels[..., :3] = [int(SERIES[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    pixels[..., 3] = DARKEST * shares
-    axes.imshow(pixels, interpolation="none")
-    axes.grid(visible=False)
-    axes.tick_params(length=0)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    if not names:
-        return
+def _name_classes(axes: Axes, shares: np.ndarray, names: Sequence[str]) -> None:
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     if len(names) <= MAX_NAMED:
@@ -414,7 +399,7 @@ def _legend_below(canvas: Canvas, axes: Axes) -> None:
         canvas.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, handlelength=3)
 
 
-def legend_height(entries: int) -> float:
+def _legend_height(entries: int) -> float:
     """Returns the inches that a legend takes."""
     return 0.2 * -(-entries // 2) + 0.1 if entries else 0.0
 
@@ -440,24 +425,22 @@ def _for_the_page(text: str, name: str) -> str:
         text = text.replace(colour, f"var({variable})")
     text = re.sub(r"font: [^;\"]*?(\d+(?:\.\d+)?)px [^;\"]*", r"font-size: \1px", text)
     text = re.sub(r"font-family: [^;\"]*; ?", "", text)  # that of the page
-    text = re.sub(r"<g[^>]*>\s*(?:<use [^>]*/>\s*)+</g>", _with_one_style, _with_own_ids(text, name))
-    # two decimals of a point are enough: numbers in tags are half the size then; text between tags stays
-    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
-    return re.sub(r"\n\s*", "\n", text)
 
-
-def _with_own_ids(text: str, name: str) -> str:
-    """matplotlib numbers ids from 1 in every figure. Those that something refers to get the name, the others go."""
+    # matplotlib numbers ids from 1 in every figure. Those that something refers to get the name, the others go
     used = dict.fromkeys(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     new_ids = {old: f"{name}-{position}" for position, old in enumerate(used)}
     text = re.sub(r" id=\"([^\"]*)\"", lambda m: f' id="{new_ids[m[1]]}"' if m[1] in new_ids else "", text)
-    return re.sub(r"(url\(#|href=\"#)([^)\"]+)", lambda m: m[1] + new_ids[m[2]], text)
+    text = re.sub(r"(url\(#|href=\"#)([^)\"]+)", lambda m: m[1] + new_ids[m[2]], text)
 
+    def with_one_style(group: re.Match[str]) -> str:
+        """matplotlib repeats the style at each of the markers of a line. The group gets it, which halves the text."""
+        style = set(re.findall(r"<use [^>]*?( style=\"[^\"]*\")", group[0]))
+        if len(style) != 1 or " style=" in group[0].partition(">")[0]:
+            return group[0]
+        only = style.pop()
+        return group[0].replace(only, "").replace("<g", f"<g{only}", 1)
 
-def _with_one_style(group: re.Match[str]) -> str:
-    """matplotlib repeats the style at each of the markers of a line. The group gets it, which halves the text."""
-    style = set(re.findall(r"<use [^>]*?( style=\"[^\"]*\")", group[0]))
-    if len(style) != 1 or " style=" in group[0].partition(">")[0]:
-        return group[0]
-    only = style.pop()
-    return group[0].replace(only, "").replace("<g", f"<g{only}", 1)
+    text = re.sub(r"<g[^>]*>\s*(?:<use [^>]*/>\s*)+</g>", with_one_style, text)
+    # two decimals of a point are enough: numbers in tags are half the size then; text between tags stays
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
+    return re.sub(r"\n\s*", "\n", text)

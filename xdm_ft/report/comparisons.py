@@ -23,16 +23,14 @@ from xdm_ft.evaluation.verdicts import (
     PValue,
     more_seeds,
 )
-from xdm_ft.report.finished import items, several_encoders
+from xdm_ft.report.finished import items, several_encoders, split_row
 from xdm_ft.report.section import Cell
 from xdm_ft.report.words import EMPTY, IN_PERCENT, between, p_value, scaled
 from xdm_ft.runtime.errors import plural
 
-COMPARED = "compared with "  # began the note that named the reference, in results of earlier versions
 HERE = "95% here (unadjusted)", "p here (Holm)", "here"
 ELSEWHERE = "95% elsewhere (unadjusted)", "p elsewhere (Holm)", "elsewhere"
 Results = Mapping[str, Any]
-NORMAL = 1.959964  # 97.5% quantile
 LITTLE = 0.9  # more seeds that leave so much of the smallest difference are no use
 
 
@@ -40,7 +38,16 @@ def all_comparisons(results: Results) -> list[Comparison]:
     """Returns the comparisons under all selection rules; those of an earlier version as far as it kept them."""
     if "comparisons" in results:
         return [Comparison.from_json(entry) for entry in results["comparisons"]]
-    return [*_rows_of_earlier_versions(results), *_pairs_of_earlier_versions(results)]
+    rows = [
+        _earlier(results, row["selection"], row["method"], _earlier_reference(row, results), row["versus_erm"])
+        for row in results["summary"]
+        if row["versus_erm"]
+    ]
+    pairs = []
+    for pair in results.get("encoder_pairs", ()):
+        first, second = (with_encoder(pair["method"], pair[side]) for side in ("first", "second"))
+        pairs.append(_earlier(results, pair["selection"], first, second, pair))
+    return [*rows, *pairs]
 
 
 def comparisons_of(results: Results, rule: str) -> list[Comparison]:
@@ -52,8 +59,7 @@ def beside_rows(results: Results, rule: str) -> dict[str, Comparison]:
     """Returns {label of a row: the comparison that is shown beside it}: its first one under its own encoder."""
     shown = dict[str, Comparison]()
     for row in comparisons_of(results, rule):
-        (_, first_encoder), (_, second_encoder) = _sides(row, results)
-        if first_encoder == second_encoder:
+        if split_row(row.first, results)[1] == split_row(row.second, results)[1]:
             shown.setdefault(row.first, row)
     return shown
 
@@ -66,24 +72,18 @@ def further(results: Results, rule: str) -> list[Comparison]:
 
 def between_encoders(row: Comparison, results: Results) -> bool:
     """Returns whether both sides are one method under two encoders."""
-    (first, one), (second, other) = _sides(row, results)
-    return first == second and one != other
-
-
-def _sides(row: Comparison, results: Results) -> list[tuple[str, str | None]]:
-    encoders = several_encoders(results)
-    return [split_label(label, encoders) for label in (row.first, row.second)]
+    (first, encoder), (second, other) = split_row(row.first, results), split_row(row.second, results)
+    return first == second and encoder != other
 
 
 def here_words(row: Comparison, metric: str) -> str:
     """Returns the verdict on these domains as a cell."""
     words = f"{row.here} {row.where}" if row.is_found and row.sets == 1 else row.here
-    return words if row.equal_within is None else f"{words}, equal within {_margin(row.equal_within, metric)}"
-
-
-def _margin(margin: float, metric: str) -> str:
-    points = round(100 * margin, 6)
-    return f"{points:g} point{'' if points == 1 else 's'}" if metric in IN_PERCENT else f"{margin:g}"
+    if row.equal_within is None:
+        return words
+    points = round(100 * row.equal_within, 6)
+    margin = f"{points:g} point{'' if points == 1 else 's'}" if metric in IN_PERCENT else f"{row.equal_within:g}"
+    return f"{words}, equal within {margin}"
 
 
 def difference_text(row: Comparison | None, metric: str) -> str:
@@ -92,8 +92,7 @@ def difference_text(row: Comparison | None, metric: str) -> str:
 
 def reference_names(rows: Iterable[Comparison | None], results: Results) -> list[str | None]:
     """Returns what each row is compared with, without the encoder, which is the row's own; None: with nothing."""
-    encoders = several_encoders(results)
-    return [None if row is None else split_label(row.second, encoders)[0] for row in rows]
+    return [None if row is None else split_row(row.second, results)[0] for row in rows]
 
 
 def header_of(rows: Iterable[Comparison | None]) -> tuple[str, ...]:
@@ -117,6 +116,9 @@ def cells_of(row: Comparison | None, metric: str, header: Sequence[str]) -> list
     return cells[: len(header)]
 
 
+# ------------------------------------------------------------------------------------------------ what they could find
+
+
 def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
     """Returns lines that stand below a table: the smallest difference that it finds, what limits it, and its look.
 
@@ -129,9 +131,9 @@ def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
     alpha = looks[-1].alpha if looks else ALPHA
     family = Family.of(rows, alpha)
     if family is None:
-        reasons = dict.fromkeys(note for row in rows for note in row.note.split("; ") if note.startswith(NO_VERDICT))
+        reasons = (note for row in rows for note in row.note.split("; ") if note.startswith(NO_VERDICT))
         return [f"no difference can be found; {reason}" for reason in [*reasons][:1]]
-    lines = [_here(family, metric, _seconds_per_seed(results))]
+    lines = [_smallest_here(family, metric, results)]
     if (smallest := family.elsewhere()) is not None:
         alone = family.elsewhere(1) if family.count > 1 else None
         hint = f"; declare one comparison (report.compare): {_size(alone, metric)}" if alone is not None else ""
@@ -141,22 +143,18 @@ def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
     if alpha != ALPHA:
         spent = math.fsum(look.alpha for look in looks)
         lines.append(f"look {len(looks)} at this run, at α = {alpha:g}; {spent:g} is spent in all")
-    if looks and sorted(looks[0].compare) != sorted(_declared(results)):
+
+    # the pairs of `report.compare` as labels of rows, as `Recipe.declared` does
+    encoders = several_encoders(results)
+    methods = {method for method, encoder in (split_label(label, encoders) for label in items(results)) if encoder}
+    declared: list[list[str]] = []
+    for pair in results["recipe"].get("report", {}).get("compare", ()):
+        under_each = [[with_encoder(method, encoder) for method in pair] for encoder in encoders]
+        declared += under_each if pair[0] in methods else [list(pair)]
+    if looks and sorted(looks[0].compare) != sorted(declared):
         was = ", ".join(" − ".join(pair) for pair in looks[0].compare) or "nothing"
         lines.append(f"report.compare was changed after the first look, which declared {was}")
     return lines
-
-
-def _declared(results: Results) -> list[list[str]]:
-    """Returns the pairs of `report.compare` as labels of rows, as `Recipe.declared` does."""
-    pairs = [list(pair) for pair in results["recipe"].get("report", {}).get("compare", ())]
-    encoders = several_encoders(results)
-    every = {method for method, encoder in (split_label(label, encoders) for label in items(results)) if encoder}
-    return [
-        row
-        for pair in pairs
-        for row in ([[with_encoder(m, one) for m in pair] for one in encoders] if pair[0] in every else [pair])
-    ]
 
 
 def forecast(results: Results, metric: str, seeds: int, declared: int) -> list[str]:
@@ -177,11 +175,15 @@ def _among(count: int) -> str:
     return f"among {plural(count, 'comparison')}" if count > 1 else "in one comparison"
 
 
-def _here(family: Family, metric: str, seconds: float) -> str:
+def _size(difference: float, metric: str) -> str:
+    return f"{scaled(difference, metric)}{' points' if metric in IN_PERCENT else ''}"
+
+
+def _smallest_here(family: Family, metric: str, results: Results) -> str:
     """The smallest difference here, what limits it and what would help."""
-    now, seeds, among = family.here(), family.seeds, _among(family.count)
+    now, seeds = family.here(), family.seeds
     who = "test images alone" if seeds is None else plural(seeds, "seed")
-    line = f"{who} find{'s' if seeds == 1 else ''} {_size(now, metric)} {among} with 80% probability"
+    line = f"{who} find{'s' if seeds == 1 else ''} {_size(now, metric)} {_among(family.count)} with 80% probability"
     if family.other is not None:
         other = "not paired" if family.rows[0].paired else "paired"
         line += f" ({_size(family.other, metric)} if {other} by seed; from 10 common seeds on rows are paired)"
@@ -191,44 +193,15 @@ def _here(family: Family, metric: str, seconds: float) -> str:
     then = family.here(more)
     if family.images_limit and then > LITTLE * now:
         return f"{line}; the test images, or their groups, are the limit: more seeds are useless"
+    spent = math.fsum(run.get("train_seconds") or 0.0 for run in results["runs"])
+    seconds = (more - seeds) * spent / max(len({run["seed"] for run in results["runs"]}), 1)
+    duration = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    cost = f" ({duration} of training more)" if seconds else ""
     limit = "the test images, or their groups, limit most" if family.images_limit else "the seeds are the limit"
-    cost = f" ({_duration(seconds * (more - seeds))} of training more)" if seconds else ""
     return f"{line}; {limit}; {more} seeds: {_size(then, metric)}{cost}"
 
 
-def _size(difference: float, metric: str) -> str:
-    return f"{scaled(difference, metric)}{' points' if metric in IN_PERCENT else ''}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-
-
-def _seconds_per_seed(results: Results) -> float:
-    """Returns the seconds of training of all models of one seed."""
-    spent: dict[int, float] = {}
-    for run in results["runs"]:
-        spent[run["seed"]] = spent.get(run["seed"], 0.0) + (run.get("train_seconds") or 0.0)
-    return math.fsum(spent.values()) / len(spent) if spent else 0.0
-
-
 # ------------------------------------------------------------------------------------------ results of earlier versions
-
-
-def _rows_of_earlier_versions(results: Results) -> list[Comparison]:
-    return [
-        _earlier(results, row["selection"], row["method"], _reference(row, results), row["versus_erm"])
-        for row in results["summary"]
-        if row["versus_erm"]
-    ]
-
-
-def _pairs_of_earlier_versions(results: Results) -> list[Comparison]:
-    pairs = list[Comparison]()
-    for pair in results.get("encoder_pairs", ()):
-        first, second = (with_encoder(pair["method"], pair[side]) for side in ("first", "second"))
-        pairs.append(_earlier(results, pair["selection"], first, second, pair))
-    return pairs
 
 
 def _earlier(results: Results, rule: str, first: str, second: str, versus: Mapping[str, Any]) -> Comparison:
@@ -239,7 +212,7 @@ def _earlier(results: Results, rule: str, first: str, second: str, versus: Mappi
     """
     held_out = {tuple(run["test_domains"]) for run in results["runs"]}
     word, _, where = versus["verdict"].partition(" ")
-    found = word in (BETTER, WORSE)
+    is_found = word in (BETTER, WORSE)
     images, domains = (
         None if versus[key] is None else (versus[key]["high"] - versus[key]["low"]) / 2
         for key in ("seeds_and_images", "domains")
@@ -253,25 +226,27 @@ def _earlier(results: Results, rule: str, first: str, second: str, versus: Mappi
         domains=sum(map(len, held_out)),
         paired=True,
         difference=versus["difference"],
-        error=None if images is None else images / NORMAL,
+        error=None if images is None else images / 1.959964,  # the normal quantile that it used
         error_elsewhere=None if domains is None else domains / float(stdtrit(len(held_out) - 1, 0.975)),
         p_here=p,
         p_elsewhere=p if len(held_out) > 1 else None,
         note=versus["note"],
-        here=word if found else NO_VERDICT if versus["verdict"] == NO_VERDICT else EQUAL,
-        elsewhere=word if found and not where else UNKNOWN,
+        here=word if is_found else NO_VERDICT if versus["verdict"] == NO_VERDICT else EQUAL,
+        elsewhere=word if is_found and not where else UNKNOWN,
     )
 
 
-def _reference(row: Mapping[str, Any], results: Results) -> str:
+def _earlier_reference(row: Mapping[str, Any], results: Results) -> str:
     """Returns what a row was compared with. The earliest versions named it in the note, if there were several."""
     versus = row["versus_erm"]
     if "reference" in versus:
         return str(versus["reference"])
-    notes = str(versus["note"]).split("; ")
-    named = [note.removeprefix(COMPARED) for note in notes if note.startswith(COMPARED)]
-    without = [one for one in results["summary"] if one["versus_erm"] is None and one["mean"] is not None]
-    plain = [one["method"] for one in without if items(results).get(one["method"], {}).get("name") == "erm"]
-    encoders = several_encoders(results)
-    own = split_label(row["method"], encoders)[1]
-    return next(iter([*named, *(one for one in plain if split_label(one, encoders)[1] == own)]), "erm")
+    for note in str(versus["note"]).split("; "):
+        if note.startswith("compared with "):
+            return note.removeprefix("compared with ")
+    for other in results["summary"]:
+        is_reference = other["versus_erm"] is None and other["mean"] is not None
+        is_erm = items(results).get(other["method"], {}).get("name") == "erm"
+        if is_reference and is_erm and split_row(other["method"], results)[1] == split_row(row["method"], results)[1]:
+            return str(other["method"])
+    return "erm"

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.records import Held, Record, SummaryRow, set_name
+from xdm_ft.evaluation.records import Record, set_name
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, between_encoders, further
 from xdm_ft.report.finished import Run, encoder_block, trainable_of
-from xdm_ft.report.frame import MEASURES, Cost, Picked, costs
+from xdm_ft.report.frame import MEASURES, Cost, Measure, Picked, costs
 from xdm_ft.report.words import trained_words
 from xdm_ft.storage.csv_cells import csv_line
 
@@ -35,13 +35,12 @@ or `encoders` (a method under two encoders), `compared` (any two rows) and `runs
 beside no row. Metrics are fractions; `std` and `stderr` are over seeds. `difference` and what follows compare the mean
 with the row `compared_with`. Costs are means over models."""
 MANY_MODELS = 1000  # from which a run has models.parquet
-OF_MODEL = ("method", "seed", "trial", "train_seconds", "trained_parameters", "gradient_evaluations", "peak_memory")
 
 
 def csv_text(rows: Iterable[Row]) -> str:
     """Returns rows as the text of a CSV file that a spreadsheet can open."""
-    cells = ([row.get(name) for name in COLUMNS] for row in rows)
-    return "".join([csv_line(COLUMNS, COLUMNS), *(csv_line(COLUMNS, line) for line in cells)])
+    lines = ([row.get(name) for name in COLUMNS] for row in rows)
+    return "".join([csv_line(COLUMNS, COLUMNS), *(csv_line(COLUMNS, line) for line in lines)])
 
 
 def csv_rows(run: Run) -> Iterator[Row]:
@@ -49,32 +48,42 @@ def csv_rows(run: Run) -> Iterator[Row]:
     picked = {rule: Picked(run, rule) for rule in dict.fromkeys(row.selection for row in run.rows)}
     cost, beside = costs(run.records), {rule: beside_rows(run.results, rule) for rule in picked}
     for row in run.rows:
-        spent = cost[row.method]._asdict() if row.method in cost else {}
-        models, start = picked[row.selection], properties(run, row.method) | _of_method(row) | spent
-        values = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
+        models, evaluations = picked[row.selection], row.budget["gradient_evaluations"] or {}
+        start = properties(run, row.method) | {
+            "method": row.method,
+            "selection": row.selection,
+            "metric": row.metric,
+            "draws": row.budget["draws"],
+            "gradient_evaluations_low": evaluations.get("low"),
+            "gradient_evaluations_high": evaluations.get("high"),
+            "protocol": row.protocol,
+            **(cost[row.method]._asdict() if row.method in cost else {}),
+        }
+        flags = "; ".join(row.flags or ()) or None
+        missing = {"failed": row.failed, "skipped": row.skipped, "reason": row.reason, "flags": flags}
+        compared = beside[row.selection].get(row.method)
+        means = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        compared = _comparison(beside[row.selection].get(row.method))
-        yield start | {"of": "mean"} | _numbers(spread, values) | compared | _missing(row)
+        yield start | {"of": "mean"} | _numbers(spread, means) | (_comparison(compared) if compared else {}) | missing
         for held in models.held_out:
-            yield from _of_set(models, row, held, start)
+            on_set = {measure.name: models.on(row.method, held, measure) for measure in MEASURES}
+            headline = models.on(row.method, held, Measure(run.metric, run.metric))
+            of_set = {"of": "held_out", "held_out": set_name(held), "images": models.images(row.method, held)}
+            yield start | of_set | _numbers(headline, on_set)
+            for domain, accuracy in models.accuracies(row.method, held).items() if len(held) > 1 else ():
+                of_domain = {"of": "domain", "held_out": domain, "metric": "accuracy"}
+                yield start | of_domain | _numbers(accuracy, {"accuracy": accuracy})
     for rule in beside:
         for pair in further(run.results, rule):
             kind = "encoders" if between_encoders(pair, run.results) else "compared"
             yield properties(run, pair.first) | comparison_row(pair, run.metric) | {"of": kind}
 
 
-def comparison_row(row: Comparison, metric: str) -> Row:
-    """Returns a row that holds a comparison alone."""
-    return {"method": row.first, "selection": row.selection, "metric": metric} | _comparison(row)
-
-
 def properties(run: Run, method: str) -> Row:
     """Returns what the models of a method have beside the protocol."""
     recipe, encoder = run.results["recipe"], encoder_block(method, run.results)
-    features = recipe.get("features") or {}
-    model = encoder.get("model", encoder.get("name", "unknown encoder"))
-    weights = encoder.get("weights")
-    views = features.get("views") or 0
+    model, weights = encoder.get("model", encoder.get("name", "unknown encoder")), encoder.get("weights")
+    views = (recipe.get("features") or {}).get("views") or 0
     of_all_rows = recipe.get("data", {}).get("train_augmentation") or "none"  # in older runs
     augmentation = f"{of_all_rows}, {views} cached views" if views else str(of_all_rows)
     return {
@@ -85,23 +94,12 @@ def properties(run: Run, method: str) -> Row:
     }
 
 
-def _of_method(row: SummaryRow) -> Row:
-    budget = row.budget
-    evaluations = budget["gradient_evaluations"] or {}
-    return {
-        "method": row.method,
-        "selection": row.selection,
-        "metric": row.metric,
-        "draws": budget["draws"],
-        "gradient_evaluations_low": evaluations.get("low"),
-        "gradient_evaluations_high": evaluations.get("high"),
-        "protocol": row.protocol,
-    }
+def comparison_row(row: Comparison, metric: str) -> Row:
+    """Returns a row that holds a comparison alone."""
+    return {"method": row.first, "selection": row.selection, "metric": metric} | _comparison(row)
 
 
-def _comparison(row: Comparison | None) -> Row:
-    if row is None:
-        return {}
+def _comparison(row: Comparison) -> Row:
     same = "difference", "error", "freedom", "share_seeds", "here", "elsewhere", "equal_within", "note", "look"
     cells: Row = {"compared_with": row.second} | {name: getattr(row, name) for name in same}
     for name, estimate, p in (("here", row.on_these, row.p_here), ("elsewhere", row.on_others, row.p_elsewhere)):
@@ -112,22 +110,6 @@ def _comparison(row: Comparison | None) -> Row:
     return cells
 
 
-def _missing(row: SummaryRow) -> Row:
-    flags = "; ".join(row.flags or ()) or None
-    return {"failed": row.failed, "skipped": row.skipped, "reason": row.reason, "flags": flags}
-
-
-def _of_set(models: Picked, row: SummaryRow, held: Held, start: Row) -> Iterator[Row]:
-    """Yields the row of a held-out set, and, of several domains in one, a row for each."""
-    values = {measure.name: models.on(row.method, held, measure) for measure in MEASURES}
-    of_set: Row = {"of": "held_out", "held_out": set_name(held), "images": models.images(row.method, held)}
-    yield start | of_set | _numbers(models.headline(row.method, held), values)
-    if len(held) > 1:
-        for domain, accuracy in models.accuracies(row.method, held).items():
-            of_domain = {"of": "domain", "held_out": domain, "metric": "accuracy"}
-            yield start | of_domain | _numbers(accuracy, {"accuracy": accuracy})
-
-
 def _numbers(spread: Spread, values: Mapping[str, Spread]) -> Row:
     row: Row = {"mean": spread.mean, "std": spread.std, "stderr": spread.stderr, "seeds": spread.n}
     for name, value in values.items():
@@ -136,12 +118,26 @@ def _numbers(spread: Spread, values: Mapping[str, Spread]) -> Row:
 
 
 def parquet_of(records: Iterable[Record]) -> bytes:
-    """Returns models.parquet. Columns: those of `OF_MODEL`, test_domains (joined by ", "), hparams.KEY, selection,
-    step, value (by which the rule picked), weights (address), and SPLIT.METRIC as fractions."""
+    """Returns models.parquet: a row per model and selection rule.
+
+    Columns: method, seed, trial, what training took, test_domains (joined by ", "), hparams.KEY, selection, step, value
+    (by which the rule picked), weights (address), and SPLIT.METRIC as fractions.
+    """
     import pyarrow
     import pyarrow.parquet
 
-    rows = [*_model_rows(records)]
+    took = "train_seconds", "trained_parameters", "gradient_evaluations", "peak_memory"
+    rows = []
+    for record in records:
+        start = {name: getattr(record, name) for name in ("method", "seed", "trial", *took)}
+        start |= {"test_domains": ", ".join(record.test_domains)}
+        start |= {f"hparams.{key}": value for key, value in record.hparams.items()}
+        for rule, pick in record.selected.items():
+            row = start | {"selection": rule, "step": pick.step, "value": pick.value, "weights": pick.weights}
+            for split, score in pick.metrics.items():
+                numbers = {name: value for name, value in vars(score).items() if isinstance(value, int | float)}
+                row |= {f"{split}.{name}": value for name, value in numbers.items()}
+            rows.append(row)
     names = dict.fromkeys(name for row in rows for name in row)
     table = pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
     file = io.BytesIO()
@@ -149,24 +145,11 @@ def parquet_of(records: Iterable[Record]) -> bytes:
     return file.getvalue()
 
 
-def _model_rows(records: Iterable[Record]) -> Iterator[Row]:
-    for record in records:
-        start = {name: getattr(record, name) for name in OF_MODEL} | {"test_domains": ", ".join(record.test_domains)}
-        start |= {f"hparams.{key}": value for key, value in record.hparams.items()}
-        for rule, pick in record.selected.items():
-            metrics = {
-                f"{split}.{name}": value
-                for split, score in pick.metrics.items()
-                for name, value in vars(score).items()
-                if isinstance(value, int | float)
-            }
-            yield start | {"selection": rule, "step": pick.step, "value": pick.value, "weights": pick.weights} | metrics
-
-
 def _column(values: list[Any]) -> list[Any]:
     """Numbers, texts or booleans as they are; of several kinds, as settings of several methods may be, as JSON."""
-    kinds = {float if type(value) is int else type(value) for value in values if value is not None}
-    if kinds <= {float} or kinds <= {str} or kinds <= {bool}:
-        whole = all(type(value) is int or value is None for value in values)
-        return values if whole or kinds != {float} else [None if value is None else float(value) for value in values]
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]
+    if len(kinds) <= 1 and kinds <= {int, float, str, bool}:
+        return values
     return [None if value is None else json.dumps(value) for value in values]

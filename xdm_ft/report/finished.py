@@ -1,4 +1,4 @@
-"""A run directory as its readers see it: results.json, predictions, learning curves and analysis."""
+"""A run directory as its readers see it: results.json, predictions, learning curves and analysis.json."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Entries, Held, Record, SummaryRow, record_in, split_label
+from xdm_ft.evaluation.records import Entries, Held, ModelKey, Record, SummaryRow, record_in, split_label
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
+from xdm_ft.report.charts import Look, looks
 from xdm_ft.report.pooled import Pools, pooled
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.results_file import read_results
@@ -24,6 +25,7 @@ from xdm_ft.storage.run_directory import ANALYSIS, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars
 
 MAX_SETS = 12  # held-out sets with figures of their own
+ANALYSIS_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Run:
     @cached_property
     def picked(self) -> list[Record]:
         """One record per method, held-out domains and seed: the trial that the recipe's own rule picked."""
-        found = picked_trials(self.records, self.own_rule, self.metric)
-        return [record for record in found if self.own_rule in record.selected]
+        picked = picked_trials(self.records, self.own_rule, self.metric)
+        return [record for record in picked if self.own_rule in record.selected]
 
     @cached_property
     def own_rows(self) -> list[SummaryRow]:
@@ -172,7 +174,7 @@ class Run:
         return names.tobytes().decode().split("\n")
 
     @cached_property
-    def _images(self) -> dict[tuple[str, ...], HeldOutImages]:
+    def _images(self) -> dict[Held, HeldOutImages]:
         """The test images that have been read: all models with these test domains share them."""
         return {}
 
@@ -190,12 +192,47 @@ class Run:
             path = self.path / ANALYSIS
             raise UserError(f"{path}: is damaged ({error}); run `xdm-ft analyse` again") from error
 
+    def analysed(self, part: str = "") -> list[dict[str, Any]]:
+        """Returns the models of analysis.json (for which `part` was measured) in the recipe's order; [] without it.
+
+        A model that the run's rule does not pick is left out: since the analysis, a search has grown and found a better
+        one, or the file is that of another run. Raises `UserError` if another version wrote the file.
+        """
+        if self.analysis is None:
+            return []
+        schema = self.analysis.get("schema")
+        if schema != ANALYSIS_SCHEMA:
+            raise UserError(
+                f"{self.path / ANALYSIS}: has schema {schema!r}, and this version reads {ANALYSIS_SCHEMA}; run "
+                "`xdm-ft analyse` again"
+            )
+        order = {label: position for position, label in enumerate(items(self.results))}
+        picked = {record.key for record in self.picked}
+        models = [model for model in self.analysis["models"] if _key(model) in picked and (not part or model.get(part))]
+        return sorted(models, key=lambda model: order[model["method"]])
+
+    @property
+    def not_measured(self) -> list[str]:
+        """A note that not all models of the run are in analysis.json, if so."""
+        missing = {record.key for record in self.picked} - {_key(model) for model in self.analysed()}
+        models = f"{len(missing)} of {plural(len(self.picked), 'model')}"
+        return [f"{models} are not measured yet: `xdm-ft analyse` measures them"] if missing else []
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """The look of every method, the same in all figures; methods that only have results come last."""
+        return looks([*items(self.results), *(record.method for record in self.records)])
+
+
+def _key(model: Mapping[str, Any]) -> ModelKey:
+    return ModelKey(model["method"], tuple(model["test_domains"]), model["seed"], model["trial"])
+
 
 def final_fits_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns {method: its final fit} of results.json; earlier versions have the one of the chosen method alone."""
     first = results.get("final_fit")
-    found: dict[str, dict[str, Any]] = results.get("final_fits", {} if first is None else {first["method"]: first})
-    return found
+    fits: dict[str, dict[str, Any]] = results.get("final_fits", {} if first is None else {first["method"]: first})
+    return fits
 
 
 def is_run(path: Path) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from xdm_ft.evaluation.records import SPLIT, Held, Record, set_name
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.report.finished import Run
+from xdm_ft.report.section import mean_of
 from xdm_ft.report.words import metric_words
 
 if TYPE_CHECKING:
@@ -64,41 +64,32 @@ class Measure(NamedTuple):
         return metric_words(self.name)
 
 
+ECE = Measure("ece", "ece")
 MEASURES = (
-    Measure("accuracy", "accuracy"),
-    Measure("balanced_accuracy", "balanced_accuracy"),
-    Measure("macro_f1", "macro_f1"),
-    Measure("auroc", "auroc"),
+    *(Measure(name, name) for name in ("accuracy", "balanced_accuracy", "macro_f1", "auroc")),
     Measure("worst_domain", "worst_domain_accuracy", worst=True),
     Measure("worst_class", "worst_class_recall"),
-    Measure("ece", "ece"),
+    ECE,
     Measure("nll", "nll"),
 )
-ECE = MEASURES[6]
 
 
 class Picked:
-    """The models of a run that one selection rule picked: of each method, held-out set and seed one trial."""
+    """The models of a run that one selection rule picked: of each method, held-out set and seed one trial.
+
+    `records` are also those of failed and skipped models, as in the summary.
+    """
 
     def __init__(self, run: Run, rule: str) -> None:
         self.run, self.rule = run, rule
 
     @cached_property
     def records(self) -> list[Record]:
-        """Those of failed and skipped models included, as in the summary."""
         return picked_trials(self.run.every, self.rule, self.run.metric)
 
     @cached_property
     def held_out(self) -> tuple[Held, ...]:
         return tuple(dict.fromkeys(record.test_domains for record in self.records))
-
-    @cached_property
-    def _by_method(self) -> dict[str, pandas.DataFrame]:
-        tested = frame(self.records, [self.rule], [SPLIT])
-        return {str(method): rows for method, rows in tested.groupby("method", sort=False)}
-
-    def of(self, method: str) -> list[Record]:
-        return [record for record in self.records if record.method == method]
 
     def mean(self, method: str, measure: Measure) -> Spread:
         """Returns the measure over all held-out sets: mean and spread over the seeds that have a value for each."""
@@ -108,10 +99,6 @@ class Picked:
     def on(self, method: str, held: Held, measure: Measure) -> Spread:
         """Returns the measure on one held-out set: mean and spread over the seeds that have a value."""
         return Spread.of([float(values[0]) for values in self._by_seed(method, (held,), measure)])
-
-    def headline(self, method: str, held: Held) -> Spread:
-        """Returns the metric of the recipe on one held-out set."""
-        return self.on(method, held, Measure(self.run.metric, self.run.metric))
 
     def accuracies(self, method: str, held: Held) -> Mapping[str, Spread]:
         """Returns {domain: accuracy} of one held-out set."""
@@ -128,6 +115,11 @@ class Picked:
     def _on_set(self, method: str, held: Held) -> pandas.DataFrame:
         rows = self._rows(method)
         return rows[rows["held_out"] == set_name(held)]
+
+    @cached_property
+    def _by_method(self) -> dict[str, pandas.DataFrame]:
+        tested = frame(self.records, [self.rule], [SPLIT])
+        return {str(method): rows for method, rows in tested.groupby("method", sort=False)}
 
     def _rows(self, method: str) -> pandas.DataFrame:
         return self._by_method[method] if method in self._by_method else frame([])
@@ -153,9 +145,7 @@ def costs(records: Sequence[Record]) -> dict[str, Cost]:
     for record in records:
         if record.status == "ok":
             by_method.setdefault(record.method, []).append(record)
-    return {method: Cost(*(_mean(own, name) for name in Cost._fields)) for method, own in by_method.items()}
-
-
-def _mean(records: Sequence[Record], name: str) -> float | None:
-    known: list[Any] = [value for record in records if (value := getattr(record, name)) is not None]
-    return fmean(known) if known else None
+    return {
+        method: Cost(*(mean_of(getattr(record, name) for record in trained) for name in Cost._fields))
+        for method, trained in by_method.items()
+    }

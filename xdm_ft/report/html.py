@@ -11,23 +11,21 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow, set_name
-from xdm_ft.report.analysed import not_measured
-from xdm_ft.report.charts import Figure
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.frame import ECE, Picked
-from xdm_ft.report.section import Section, Thumbnail
+from xdm_ft.report.section import Section
 from xdm_ft.report.sections import sections
 from xdm_ft.report.sections.results import mean_interval
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.words import between, metric_words, scaled, shareable_path, with_unit
+from xdm_ft.report.words import between, metric_words, scaled, with_unit
 from xdm_ft.runtime.errors import plural, printable
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.run_directory import PAGE
@@ -43,16 +41,19 @@ ON_PAPER = {"--ink": "#1b1f24", "--muted": "#57606a", "--rule": "#dfe3e8", "--pa
 def write_page(run: Run) -> list[Section]:
     """Writes report.html and the figures as plots/*.svg into the run directory, each file atomically.
 
-    Returns the sections of the page.
-
-    Images of the data and names of their files stand in the page only if the recipe's `report.images` is true. Raises
-    `UserError` if a file of the run is damaged, or if the page can not be written.
+    Returns the sections of the page. Images of the data and names of their files stand in the page only if the recipe's
+    `report.images` is true. Raises `UserError` if a file of the run is damaged, or if the page can not be written.
     """
     shown = list(sections(run))
-    drawn = {figure.name: figure.svg() for section in shown for figure in section.figures}
+    figures = [figure for section in shown for figure in section.figures]
+    drawn = {figure.name: figure.svg() for figure in figures}
     text = html(run, shown, drawn)
-    for figure in (figure for section in shown for figure in section.figures):
-        replace_text(run.path / PLOTS / f"{figure.name}.svg", plot_file(figure, drawn[figure.name]))
+    for figure in figures:
+        svg = re.sub(r"var\((--\w+)\)", lambda variable: ON_PAPER[variable[1]], drawn[figure.name])
+        style = f"background: {ON_PAPER['--paper']}; font-family: sans-serif"
+        size = f'<svg width="{72 * figure.width:g}pt" height="{72 * figure.height:g}pt" style="{style}"'
+        svg = _with_start(svg, size, f"<title>{escape(printable(figure.alt))}</title>")
+        replace_text(run.path / PLOTS / f"{figure.name}.svg", f'<?xml version="1.0" encoding="utf-8"?>\n{svg}\n')
     replace_text(run.path / PAGE, text)
     for path in (run.path / PLOTS).glob("*.svg"):  # of an earlier page: they would contradict this one
         if path.stem not in drawn:
@@ -68,8 +69,13 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    _refuse_equal([section.id for section in shown], "sections")
-    _refuse_equal([figure.name for section in shown for figure in section.figures], "figures")
+    figures = [figure.name for section in shown for figure in section.figures]
+    for what, ids in (("sections", [section.id for section in shown]), ("figures", figures)):
+        if wrong := [id_ for id_ in ids if not re.fullmatch(r"[a-z][a-z0-9_-]*", id_) or ids.count(id_) > 1]:
+            raise ValueError(f"{what} need ids of a–z, 0–9, _ and -, each its own: {', '.join(wrong)}")
+
+    def packaged(file: str) -> str:
+        return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
 
     def visible(value: Any) -> Any:
         return printable(value) if type(value) is str else value
@@ -77,20 +83,28 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=visible
     )
-    style, script = _packaged("page.css"), _packaged("page.js")
+    script = packaged("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.from_string(_packaged("page.html.j2")).render(
+    models = f"{plural(len(run.records), 'trained model')} in {_shareable(run.path) / 'models'}, one folder each."
+    return environment.from_string(packaged("page.html.j2")).render(
         name=str(run.results["recipe"]["name"]),
-        headline=headline(run),
+        sentence=sentence(run),
+        numbers=list(_headline_numbers(run)),
+        choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
+        models=models,
+        next=list(_next_steps(run)) if run.records else [],
         panels=shown,
-        style=Markup(style),
+        style=Markup(packaged("page.css")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
         WIDE=WIDE,
         made_by=f"Made by xdm-ft {__version__} from the files of the run directory alone.",
-        drawn=lambda figure: Markup(_named(figure, drawn[figure.name])),
+        # as an image with a name, for screen readers; its size is left to the page
+        drawn=lambda figure: Markup(
+            _with_start(drawn[figure.name], f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}')
+        ),
         figure_width=lambda figure: round(figure.width * PIXELS_PER_INCH),
-        data_uri=_data_uri,
+        data_uri=lambda image: f"data:image/jpeg;base64,{base64.b64encode(image.jpeg).decode()}",
         number_columns=lambda table: [
             any(cell.value is not None for cell in column) for column in zip(*table.rows, strict=True)
         ],
@@ -98,118 +112,59 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     )
 
 
-def plot_file(figure: Figure, svg: str) -> str:
-    """Returns the text of a figure's own SVG file, with the colours of light mode."""
-    text = re.sub(r"var\((--\w+)\)", lambda variable: ON_PAPER[variable[1]], svg)
-    style = f"background: {ON_PAPER['--paper']}; font-family: sans-serif"
-    size = f'<svg width="{72 * figure.width:g}pt" height="{72 * figure.height:g}pt" style="{style}"'
-    title = f"<title>{escape(printable(figure.alt))}</title>"
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + _opened(text, size, title) + "\n"
-
-
-def _named(figure: Figure, svg: str) -> str:
-    """Returns the SVG as an image with a name, for screen readers; its size is left to the page."""
-    return _opened(svg, f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}', "")
-
-
-def _opened(svg: str, start: str, inside: str) -> str:
+def _with_start(svg: str, start: str, inside: str = "") -> str:
     """Returns the SVG with another start of its first tag, without width and height, and `inside` behind that tag."""
     end = svg.index(">") + 1
     tag = re.sub(r' (?:width|height)="[^"]*"', "", svg[:end]).replace("<svg", start, 1)
     return tag + inside + svg[end:]
 
 
-def _data_uri(image: Thumbnail) -> str:
-    return f"data:image/jpeg;base64,{base64.b64encode(image.jpeg).decode()}"
-
-
-def _packaged(file: str) -> str:
-    return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
-
-
-def _refuse_equal(names: Sequence[str], what: str) -> None:
-    wrong = [name for name in names if not re.fullmatch(r"[a-z][a-z0-9_-]*", name) or names.count(name) > 1]
-    if wrong:
-        raise ValueError(f"{what} need ids of a–z, 0–9, _ and -, each its own: {', '.join(wrong)}")
+def _shareable(path: Path) -> Path:
+    """Returns a path as a page that is handed on may name it: of an absolute one only the last name."""
+    return Path(path.name) if path.is_absolute() else path
 
 
 # ----------------------------------------------------------------------------------------------------- top of the page
 
 
-class Number(NamedTuple):
-    """A number of the headline."""
-
-    label: str
-    value: str
-    note: str = ""
-
-
-class Step(NamedTuple):
-    """Something to do next, and its command."""
-
-    what: str
-    command: str
-
-
-@dataclass(frozen=True)
-class Headline:
-    sentence: str
-    numbers: Sequence[Number]
-    choice: str  # why the numbers are of this method; "": there is no choice
-    models: str  # where the models are
-    next: Sequence[Step]
-
-
-def headline(run: Run) -> Headline:
-    trained = bool(run.records)
-    return Headline(
-        sentence=sentence(run),
-        numbers=list(_numbers(run)),
-        choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
-        models=f"{plural(len(run.records), 'trained model')} in {shareable_path(run.path) / 'models'}, one folder each."
-        if trained
-        else "",
-        next=list(_next_steps(run)) if trained else [],
-    )
-
-
-def _numbers(run: Run) -> Iterator[Number]:
+def _headline_numbers(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yields (label, value, note) of each number."""
     chosen = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
     if chosen is not None and chosen.mean is not None:
-        yield from _of_method(run, chosen)
+        yield from _numbers_of(run, chosen, chosen.mean)
     counts = Counter(entry["status"] for entry in run.results["runs"])
     if counts:
         faults = [f"{counts[status]} {status}" for status in ("failed", "skipped") if counts[status]]
-        seeds = len({record.seed for record in run.records})
-        of = f"{plural(len({record.method for record in run.records}), 'method')}, {plural(seeds, 'seed')}"
-        yield Number("models trained", f"{counts['ok']}", "; ".join([of, *faults]))
+        methods, seeds = {record.method for record in run.records}, {record.seed for record in run.records}
+        of = f"{plural(len(methods), 'method')}, {plural(len(seeds), 'seed')}"
+        yield "models trained", f"{counts['ok']}", "; ".join([of, *faults])
 
 
-def _of_method(run: Run, row: SummaryRow) -> Iterator[Number]:
+def _numbers_of(run: Run, row: SummaryRow, mean: float) -> Iterator[tuple[str, str, str]]:
     metric, words = run.metric, metric_words(run.metric)
-    assert row.mean is not None
     interval = mean_interval(run, row)
     where = "95% interval over seeds and test images: " + between(metric, interval) if interval else ""
     sets = run.held_out_sets
     on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} held-out domains"
-    yield Number(f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where)
+    yield f"test {words} of {row.method}, {on}", with_unit(metric, mean), where
     versus = beside_rows(run.results, row.selection).get(row.method)
     if versus is not None:
         p = f", Holm's p {versus.p_here.holm:.2g}" if versus.p_here and versus.p_here.holm is not None else ""
         difference = scaled(versus.difference, metric, True)
-        yield Number(f"difference to {versus.second} in {words}", difference, here_words(versus, metric) + p)
-    known = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
-    if len(known) > 1:
-        worst = (min if HIGHER_IS_BETTER[metric] else max)(known, key=lambda name: known[name])
-        yield Number(f"worst held-out domain: {worst}", with_unit(metric, known[worst]), f"test {words} there")
+        yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric) + p
+    means = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
+    if len(means) > 1:
+        worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
+        yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
     if metric != "ece" and (ece := Picked(run, run.own_rule).mean(row.method, ECE).mean) is not None:
-        yield Number("calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart")
+        yield "calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart"
 
 
-def _next_steps(run: Run) -> Iterator[Step]:
-    path = shlex.quote(str(shareable_path(run.path)))
-    yield Step("Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model")
-    yield Step("Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv")
-    yield Step("Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE")
-    if run.analysis is None or not_measured(run):
-        yield Step("Measure what the paper measures, for this page.", f"xdm-ft analyse {path}")
+def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
+    """Yields (what, command) of each thing to do next."""
+    path = shlex.quote(str(_shareable(run.path)))
+    yield "Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
+    yield "Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv"
+    yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
+    if run.analysis is None or run.not_measured:
+        yield "Measure what the paper measures, for this page.", f"xdm-ft analyse {path}"

@@ -15,11 +15,9 @@ from xdm_ft.evaluation.records import SPLIT, Held, ModelKey, Record
 from xdm_ft.evaluation.verdicts import Interval
 
 LEVELS = 4000  # steps of confidence that risk and coverage distinguish
-LOGITS = (
-    -9.0,
-    17.0,
-)  # log(p/(1 − p)) of the first and the last step: near 1 too, probabilities in float32 are told apart
-MOST_BYTES = 2_000_000_000  # of predictions that are read: some seconds; of more, whole seeds are left out
+LOGITS = (-9.0, 17.0)
+"""log(p/(1 − p)) of the first and the last step: near 1 too, probabilities in float32 are told apart."""
+MAX_BYTES = 2_000_000_000  # of predictions that are read: some seconds; of more, whole seeds are left out
 
 
 @dataclass
@@ -27,8 +25,8 @@ class Pool:
     """One method on one held-out set, its seeds pooled."""
 
     classes: int
-    cells: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), np.int64))
-    """Pairs (true class · C + predicted class, images) that occur: with a thousand classes few pairs do."""
+    pairs: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), np.int64))
+    """(true class · C + predicted class, images) of the pairs that occur: with a thousand classes few do."""
     values: dict[int, float] = field(default_factory=dict)  # {seed: metric} where it is defined, of all seeds
     read: int = 0  # models whose predictions are counted
     bins: np.ndarray = field(default_factory=lambda: np.zeros((ECE_BINS, 3)))  # images, Σ confidence, right ones
@@ -40,16 +38,35 @@ class Pool:
     @property
     def counts(self) -> np.ndarray:
         """Images by true and predicted class, int64 [C,C]; an image counts once per seed."""
-        found = np.zeros(self.classes**2, np.int64)
-        found[self.cells[0]] = self.cells[1]
-        return found.reshape(self.classes, self.classes)
+        counts = np.zeros(self.classes**2, np.int64)
+        counts[self.pairs[0]] = self.pairs[1]
+        return counts.reshape(self.classes, self.classes)
 
-    def held_out(self) -> HeldOut:
-        """The values by seed, with the variance of their mean over groups of test images."""
-        variance = None
-        if self.without is not None and self.groups >= 2:
-            variance = jackknife_variance(self.without / self.read)
-        return HeldOut(np.array([self.values[seed] for seed in sorted(self.values)]), variance, self.groups)
+    def add(self, prediction: Prediction, metric: str) -> None:
+        """Counts the predictions of one more model."""
+        labels = prediction.images.labels
+        right = prediction.predicted == labels  # [n]
+        new = np.unique(labels * self.classes + prediction.predicted, return_counts=True)
+        codes, position = np.unique(np.concatenate([self.pairs[0], new[0]]), return_inverse=True)
+        images = np.bincount(position, np.concatenate([self.pairs[1], new[1]])).astype(np.int64)
+        self.pairs = np.stack([codes, images])
+        confidence = confidences(prediction)
+        if confidence is None:
+            self.calibrated = False
+        else:
+            bins = confidence_bin(confidence)
+            self.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
+            levels = confidence_level(confidence)
+            self.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
+        # runs of earlier versions lack what some metrics need for each image
+        has_values = metric not in ("nll", "ece", "auroc") or prediction.per_image is not None
+        has_values &= metric != "worst_domain_accuracy" or bool((prediction.images.worst_of >= 0).any())
+        without = without_each_group(metric, prediction) if has_values else None
+        if self.read == 0:
+            self.groups, self.without = effective_number(prediction.images.sizes), without
+        else:
+            self.without = None if without is None or self.without is None else self.without + without
+        self.read += 1
 
 
 @dataclass(frozen=True)
@@ -58,10 +75,10 @@ class Pools:
 
     of: Mapping[tuple[str, Held], Pool]
     read: int  # models
-    left_out: int  # models that were not read, as their predictions exceed MOST_BYTES
+    left_out: int  # models that were not read, as their predictions exceed MAX_BYTES
 
     def about(self) -> str:
-        """A sentence on what the counts hold."""
+        """Returns a sentence on what the counts hold."""
         if self.left_out:
             return f"Counted over {self.read} of {self.read + self.left_out} models, those of the first seeds."
         return "The seeds are pooled."
@@ -77,68 +94,38 @@ def pooled(
 ) -> Pools:
     """Returns the pools of these models, one per method, held-out domains and seed.
 
-    `sizes` are the bytes of their predictions. `read` returns the predictions of one model.
+    `sizes` are the bytes of their predictions. `read` returns the predictions of one model. As many seeds are read as
+    MAX_BYTES allows, and one at least.
     """
-    wanted = _of_first_seeds(records, sizes)
-    found: dict[tuple[str, Held], Pool] = {}
-    for record in records:
-        pool = found.setdefault(record.key[:2], Pool(classes))
-        value = getattr(record.selected[rule].metrics[SPLIT], metric)
-        if value is not None:
-            pool.values[record.seed] = value
-    for record in wanted:
-        _add(found[record.key[:2]], read(record), metric)
-    return Pools(found, len(wanted), len(records) - len(wanted))
-
-
-def _of_first_seeds(records: Sequence[Record], sizes: Mapping[ModelKey, int]) -> list[Record]:
-    """The models of as many seeds as MOST_BYTES allows, and of one at least, in the order of `records`."""
     seeds: list[int] = []
     total = 0
     for seed in sorted({record.seed for record in records}):
         total += sum(sizes[record.key] for record in records if record.seed == seed)
-        if seeds and total > MOST_BYTES:
+        if seeds and total > MAX_BYTES:
             break
         seeds.append(seed)
-    return [record for record in records if record.seed in seeds]
-
-
-def _add(pool: Pool, prediction: Prediction, metric: str) -> None:
-    labels = prediction.images.labels
-    right = prediction.predicted == labels  # [n]
-    new = np.unique(labels * pool.classes + prediction.predicted, return_counts=True)
-    cells, places = np.unique(np.concatenate([pool.cells[0], new[0]]), return_inverse=True)
-    images = np.bincount(places, np.concatenate([pool.cells[1], new[1]])).astype(np.int64)
-    pool.cells = np.stack([cells, images])
-    confidence = confidences(prediction)
-    if confidence is None:
-        pool.calibrated = False
-    else:
-        places = confidence_bin(confidence)
-        pool.bins += np.stack([np.bincount(places, w, ECE_BINS) for w in (None, confidence, right)], 1)
-        levels = confidence_level(confidence)
-        pool.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
-    # runs of earlier versions lack what some metrics need for each image
-    known = metric not in ("nll", "ece", "auroc") or prediction.per_image is not None
-    known &= metric != "worst_domain_accuracy" or bool((prediction.images.worst_of >= 0).any())
-    without = without_each_group(metric, prediction) if known else None
-    if pool.read == 0:
-        pool.groups, pool.without = effective_number(prediction.images.sizes), without
-    else:
-        pool.without = None if without is None or pool.without is None else pool.without + without
-    pool.read += 1
+    pools: dict[tuple[str, Held], Pool] = {}
+    for record in records:
+        pool = pools.setdefault(record.key[:2], Pool(classes))
+        value = getattr(record.selected[rule].metrics[SPLIT], metric)
+        if value is not None:
+            pool.values[record.seed] = value
+    wanted = [record for record in records if record.seed in seeds]
+    for record in wanted:
+        pools[record.key[:2]].add(read(record), metric)
+    return Pools(pools, len(wanted), len(records) - len(wanted))
 
 
 def confidence_level(confidence: np.ndarray) -> np.ndarray:
-    """The number of each confidence's step, int64 [n]: steps are equal in log(p/(1 − p)), at most 17 in float32."""
+    """Returns the number of each confidence's step, int64 [n]: equal in log(p/(1 − p)), at most 17 in float32."""
     with np.errstate(divide="ignore"):
         logits = np.log(confidence) - np.log1p(-confidence)
-    places = (np.clip(logits, *LOGITS) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]) * LEVELS
-    return np.minimum(places.astype(np.int64), LEVELS - 1)
+    steps = (np.clip(logits, *LOGITS) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]) * LEVELS
+    return np.minimum(steps.astype(np.int64), LEVELS - 1)
 
 
 def confidences(prediction: Prediction) -> np.ndarray | None:
-    """The probability of the predicted class, float64 [n]; None if a run of an earlier version did not keep it."""
+    """Returns the probability of the predicted class, float64 [n]; None if an earlier version did not keep it."""
     kept = prediction.probabilities
     if kept is None:
         return None
@@ -146,11 +133,16 @@ def confidences(prediction: Prediction) -> np.ndarray | None:
 
 
 def interval(pools: Sequence[Pool], metric: str) -> Interval | None:
-    """The 95% interval over seeds and test images of a method's mean over held-out sets; None if it is not known.
+    """Returns the 95% interval over seeds and test images of a method's mean over held-out sets; None if not known.
 
     The sets need the same seeds. With one seed the interval is over test images alone.
     """
-    sets = [pool.held_out() for pool in pools]
-    if not sets or len({tuple(sorted(pool.values)) for pool in pools}) > 1:
+    if not pools or len({tuple(sorted(pool.values)) for pool in pools}) > 1:
         return None
-    return interval_of(metric, over_seeds_and_groups(sets), sum(one.groups for one in sets))
+    sets = []
+    for pool in pools:
+        variance = None
+        if pool.without is not None and pool.groups >= 2:
+            variance = jackknife_variance(pool.without / pool.read)
+        sets.append(HeldOut(np.array([pool.values[seed] for seed in sorted(pool.values)]), variance, pool.groups))
+    return interval_of(metric, over_seeds_and_groups(sets), sum(pool.groups for pool in pools))

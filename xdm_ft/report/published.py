@@ -17,13 +17,12 @@ from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Convention
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.report.finished import Run, encoder_block, items, trainable_of
-from xdm_ft.report.section import Cell, Section, Table, texts
+from xdm_ft.report.section import Cell, Section, Table, cells
 from xdm_ft.report.words import EMPTY, trained_words, with_spread
 
 if TYPE_CHECKING:
     from xdm_ft.containers.domainbed import BenchmarkFolders
 
-Results = Mapping[str, Any]
 SOURCE = "Liu et al. 2024 (IJCAI)"
 FROZEN = "ViT-B/16 CLIP, frozen encoder"
 COMPARABLE = (
@@ -112,21 +111,6 @@ def _domainbed() -> dict[str, type[BenchmarkFolders]]:
     return {**four, "domainnet": DomainNet}
 
 
-def _tests_as_published(dataset: str, results: Results) -> bool:
-    """Whether the run was tested on the same images as the published number.
-
-    For WILDS this is the official test set. For DomainBed, published means are over all held-out domains, so the run
-    must have held out each domain in turn.
-    """
-    benchmark = _domainbed().get(dataset)
-    if benchmark is None:
-        return bool(results["recipe"]["protocol"]["name"] == "official")
-    held_out = {tuple(run["test_domains"]) for run in results["runs"]}
-    return {benchmark.canonical(domain) for held in held_out if len(held) == 1 for domain in held} == {
-        *benchmark.domain_folders
-    }
-
-
 def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
     """{(held-out domain, number of its test images)} of the `runs` of results.json."""
     return {
@@ -167,12 +151,23 @@ def published_section(run: Run, rule: str) -> Section | None:
     """
     results = run.results
     dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
-    if dataset is None or rule != run.own_rule or rule == ORACLE or not _tests_as_published(dataset, results):
+    if dataset is None or rule != run.own_rule or rule == ORACLE:
         return None
+    # WILDS: the official test set. DomainBed's means are over all domains, so the run must have held out each in turn
+    tests_as_published = results["recipe"]["protocol"]["name"] == "official"
+    if benchmark := _domainbed().get(dataset):
+        held_out = {tuple(entry["test_domains"]) for entry in results["runs"]}
+        alone = {benchmark.canonical(held[0]) for held in held_out if len(held) == 1}
+        tests_as_published = alone == {*benchmark.domain_folders}
+    if not tests_as_published:
+        return None
+
     pairs: dict[tuple[Any, ...], list[tuple[SummaryRow, Published]]] = {}
     for row in run.own_rows:
-        item, ours = items(results).get(row.method, {}), _encoder_of(row.method, results)
-        name, convention = published_name(item) if item else None, (row.spread_as_published or {}).get("kind")
+        trained = trained_words(trainable_of(row.method, results)).replace("end to end", "fine-tuned")
+        ours = f"{encoder_block(row.method, results).get('model', 'unknown encoder')}, {trained}"
+        item, convention = items(results).get(row.method), (row.spread_as_published or {}).get("kind")
+        name = published_name(item) if item else None
         for line in published():
             comparable = line.table in COMPARABLE and METRICS[line.metric] == row.metric
             if comparable and (line.dataset, line.method) == (dataset, name):
@@ -183,12 +178,6 @@ def published_section(run: Run, rule: str) -> Section | None:
     about = f"{SOURCE}. Encoder, training and protocol may differ from ours, so compare with care."
     tables = [_beside(dataset, key[0], key[1], key[2], rows) for key, rows in pairs.items()]
     return Section("published", "Published numbers beside ours", about, tables=tables, folded=True)
-
-
-def _encoder_of(label: str, results: Results) -> str:
-    """Returns the encoder of a row and how much of it trains, in the words of the published tables."""
-    trained = trained_words(trainable_of(label, results)).replace("end to end", "fine-tuned")
-    return f"{encoder_block(label, results).get('model', 'unknown encoder')}, {trained}"
 
 
 def _beside(dataset: str, encoder: str, metric: str, ours: str, pairs: Sequence[tuple[SummaryRow, Published]]) -> Table:
@@ -207,7 +196,7 @@ def _beside(dataset: str, encoder: str, metric: str, ours: str, pairs: Sequence[
         renamed = row.method not in (line.method, f"erm+{line.method}")
         method = row.method + (f" (published: {line.method})" if renamed else "")
         ours_as_published = with_spread(row.to_json(), (row.spread_as_published or {}).get("value"))
-        rows.append([Cell(method), _number(line), *texts(ours_as_published, line.table)])
+        rows.append([Cell(method), _number(line), *cells(ours_as_published, line.table)])
     header = ("method", f"published: {encoder}", f"ours: {ours}", "table of the paper")
     return Table(caption, header, rows, sortable=False)
 
@@ -231,17 +220,15 @@ def paper_table(run: Run, *tables: str) -> list[Table]:
         [Cell(method), *(_number(by_method.get(method)) for by_method in columns.values())]
         for method in dict.fromkeys(line.method for line in lines)
     ]
-    comparable, words = _comparable(run, lines[0].encoder)
+
+    methods = dict.fromkeys(record.method for record in run.records)
+    models = {m: str(encoder_block(m, results).get("model", "unknown encoder")) for m in methods}
+    trained = {method: trainable_of(method, results) for method in methods}
+    kind = lines[0].encoder.partition(" ")[0]
+    comparable = all(trained[method] is True and model.startswith(kind) for method, model in models.items())
+    words = "The paper does not say which images it measured: compare the order of methods, not the numbers."
+    if not comparable:
+        ours = "; ".join(dict.fromkeys(f"{models[method]}, {trained_words(how)}" for method, how in trained.items()))
+        words = f"Not comparable with this run, whose encoder is {ours}."
     caption = f"Published: {' and '.join(tables)} on {dataset}; {SOURCE}; {lines[0].encoder}, fine-tuned. {words}"
     return [Table(caption, ["method", *metrics], rows, folded=not comparable)]
-
-
-def _comparable(run: Run, published_encoder: str) -> tuple[bool, str]:
-    kind = published_encoder.partition(" ")[0]
-    blocks = {record.method: encoder_block(record.method, run.results) for record in run.records}
-    models = {method: str(block.get("model", "unknown encoder")) for method, block in blocks.items()}
-    trained = {method: trainable_of(method, run.results) for method in models}
-    if any(trained[method] is not True or not model.startswith(kind) for method, model in models.items()):
-        ours = "; ".join(dict.fromkeys(f"{models[method]}, {trained_words(how)}" for method, how in trained.items()))
-        return False, f"Not comparable with this run, whose encoder is {ours}."
-    return True, "The paper does not say which images it measured: compare the order of methods, not the numbers."

@@ -62,12 +62,9 @@ class Section:
     code: str = ""  # lines of text in fixed width
 
 
-def texts(*values: object) -> list[Cell]:
-    return [Cell(str(value)) for value in values]
-
-
-def count_cell(value: int) -> Cell:
-    return Cell(f"{value}", value)
+def cells(*values: str | int) -> list[Cell]:
+    """Returns texts, and counts, which sort by their value."""
+    return [Cell(value) if isinstance(value, str) else Cell(str(value), value) for value in values]
 
 
 def metric_cell(value: float | None, metric: str) -> Cell:
@@ -91,12 +88,9 @@ def mean_cell(values: Iterable[float | None], form: str = "") -> Cell:
     defined = [value for value in values if value is not None]
     if not defined:
         return Cell(EMPTY)
-    mean = fmean(defined)
-    text = f"{mean:{form}}" if form else significant(mean, 4)
-    if len(defined) < 2:
-        return Cell(text, mean)
-    spread = f"{stdev(defined):{form}}" if form else significant(stdev(defined), 2)
-    return Cell(text, mean, f"± {spread}")
+    mean, spread = fmean(defined), stdev(defined) if len(defined) > 1 else None
+    note = "" if spread is None else f"± {f'{spread:{form}}' if form else significant(spread, 2)}"
+    return Cell(f"{mean:{form}}" if form else significant(mean, 4), mean, note)
 
 
 def long_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> Table:

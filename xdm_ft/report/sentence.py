@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Sequence
 from functools import partial
 
-from xdm_ft.evaluation.intervals import (
-    LEVELS,
-    Bounds,
-    gain_words,
-    new_site_of,
-    one_more_domain,
-    rank_words,
-    values_by_set,
-)
+from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import Held, Runs, SummaryRow
+from xdm_ft.evaluation.records import Runs, SummaryRow
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison
 from xdm_ft.report.comparisons import beside_rows, between_encoders, further
@@ -36,94 +27,92 @@ def sentence(run: Run) -> str:
     results choose nothing. The number is its mean over the held-out domains.
     """
     if not run.records:
-        tried = Counter(entry["status"] for entry in run.results["runs"])
-        return f"No model has been trained: {_counts(tried)}." if tried else "No model has been trained yet."
+        statuses = Counter(entry["status"] for entry in run.results["runs"])
+        return f"No model has been trained: {_counts(statuses)}." if statuses else "No model has been trained yet."
     if run.rule == ORACLE:
         return (
             "Labels of the held-out domains selected every number here (oracle), so none of them says what to expect "
             "on new data."
         )
-    rows = [row for row in run.rows if row.selection == run.rule]
     if run.choice is None:
         return (
             "There is no number to expect on new data: no method has both a selection value and a test result for "
             "every one of its models."
         )
-    values = run.choice.values
+    rows = [row for row in run.rows if row.selection == run.rule]
     chosen = next(row for row in rows if row.method == run.chosen)
-    compared = [row for row in beside_rows(run.results, run.rule).values() if row.first in values]
-    expected, versus = _expected(run, chosen, len(values)), _versus(run, chosen, compared)
-    return expected + versus + _between_encoders(run, chosen) + _left_out(rows, values.keys()) + "."
+    missing = [printable(row.method) for row in rows if row.method not in run.choice.values]
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    left_out = f"; not counted, for lack of results: {', '.join(missing[:NAMED])}{more}" if missing else ""
+    return f"{_expected(run, chosen)}{_versus(run, chosen)}{_between_encoders(run, chosen)}{left_out}."
 
 
-def _expected(run: Run, chosen: SummaryRow, methods: int) -> str:
+def _expected(run: Run, chosen: SummaryRow) -> str:
     """Where a new site ranks among the held-out ones, the number, where it holds, and who chose the method."""
-    held_out, metric = _held_out(run), run.metric
-    assert chosen.mean is not None, "`selection_values` leaves out methods without an estimate"
+    assert chosen.mean is not None and run.choice is not None, "`selection_values` leaves out methods without a mean"
+    held_out, metric = tuple(run.held_out_sets), run.metric
     value = f"{with_unit(metric, chosen.mean)} {metric_words(metric)}"
-    who = printable(chosen.method) + (", chosen on validation images" if methods > 1 else "")
+    who = printable(chosen.method) + (", chosen on validation images" if len(run.choice.values) > 1 else "")
     if run.results.get("tested_on", UNSEEN) != UNSEEN:
         return f"On its test images, which are of {printable(run.results['tested_on'])}, expect {value} with {who}"
-    own = [one for one in picked_trials(run.records, run.rule, metric) if one.method == chosen.method]
-    runs = Runs(chosen.method, run.rule, metric, held_out, tuple(own))
+    picked = picked_trials(run.records, run.rule, metric)
+    records = tuple(record for record in picked if record.method == chosen.method)
+    runs = Runs(chosen.method, run.rule, metric, held_out, records)
     means = [float(values.mean()) for values in values_by_set(runs).values()]
     ranks = rank_words(metric, held_out, means, partial(with_unit, metric)).capitalize()
     if len(held_out) == 1:
         domains = ", ".join(printable(name) for name in held_out[0])
         return f"{ranks}; on {domains}, never trained on, expect {value} with {who}"
+
+    details = []
+    if (site := new_site_of(runs)) is not None:  # enough domains were held out to know prediction intervals
+        ends = [site.between(metric, level) for level in LEVELS]
+        texts = [f"{low:.2f} to {high:.2f}" for low, high in ends]
+        if metric in IN_PERCENT:
+            texts = [f"{100 * low:.0f} to {100 * high:.0f}%" for low, high in ends]
+        shown = ", ".join(f"{text} at {level:.0%}" for text, level in zip(texts, LEVELS, strict=True))
+        details.append(f"one new site alone: {shown}")
     gain = one_more_domain(runs, run.results.get("data", {}).get("images", ()))
-    details = [*_interval(runs), *([] if gain is None else [gain_words(metric, gain)])]
+    if gain is not None:
+        details.append(gain_words(metric, gain))
     return f"{ranks}; on average expect {value} with {who}" + (f" ({'; '.join(details)})" if details else "")
 
 
-def _interval(runs: Runs) -> list[str]:
-    """The prediction intervals of one new site; empty if too few domains were held out to know them."""
-    site = new_site_of(runs)
-    if site is None:
-        return []
-    ends = (f"{_between(runs.metric, site.between(runs.metric, level))} at {level:.0%}" for level in LEVELS)
-    return [f"one new site alone: {', '.join(ends)}"]
-
-
-def _versus(run: Run, chosen: SummaryRow, compared: Sequence[Comparison]) -> str:
+def _versus(run: Run, chosen: SummaryRow) -> str:
     """How the chosen method, and the others, compare with their references; empty if nothing was compared."""
+    assert run.choice is not None
+    compared = [row for row in beside_rows(run.results, run.rule).values() if row.first in run.choice.values]
     own = next((row for row in compared if row.first == chosen.method), None)
-    others = [row for row in compared if row is not own and _belongs(run, row, chosen, own)]
-    tally = Counter(_verdict(row) for row in others)
-    if own is None:
+    if own is None:  # others were compared with it
+        others = [row for row in compared if row.second == chosen.method]
         if len(others) > 1:
-            return f"; of {len(others)} other methods compared with it: {_counts(tally)}"
+            return f"; of {len(others)} other methods compared with it: {_counts(Counter(map(_verdict, others)))}"
         return f"; {printable(others[0].first)} is {_difference(run, others[0])}" if others else ""
-    text = f"; it is {_difference(run, own)}"
-    if not others or {_verdict(row) for row in others} == {_verdict(own)} == {_verdict_words(NO_VERDICT)}:
+    encoder = split_row(chosen.method, run.results)[1]
+    others = [row for row in compared if row is not own and split_row(row.first, run.results)[1] == encoder]
+    text, verdicts = f"; it is {_difference(run, own)}", Counter(map(_verdict, others))
+    if not others or {*verdicts} == {_verdict(own)} == {_verdict_words(NO_VERDICT)}:
         return text
     the_others = "the other method" if len(others) == 1 else f"the {len(others)} other methods"
-    if {*tally} == {_verdict(own)}:
+    if {*verdicts} == {_verdict(own)}:
         return f"{text}, like {the_others}"
     if len(others) == 1:
         return f"{text}; {printable(others[0].first)} is {_difference(run, others[0])}"
-    return f"{text}; of {the_others}: {_counts(tally)}"
-
-
-def _belongs(run: Run, row: Comparison, chosen: SummaryRow, own: Comparison | None) -> bool:
-    """Whether a sentence on the chosen method may count the row: it was compared with it, or under its encoder."""
-    if own is None:
-        return row.second == chosen.method
-    return split_row(row.first, run.results)[1] == split_row(chosen.method, run.results)[1]
+    return f"{text}; of {the_others}: {_counts(verdicts)}"
 
 
 def _between_encoders(run: Run, chosen: SummaryRow) -> str:
     """How the encoder of the chosen method compares with the others under that method; empty for one encoder."""
-    method, own = split_row(chosen.method, run.results)
+    method, encoder = split_row(chosen.method, run.results)
     pairs = [row for row in further(run.results, run.rule) if between_encoders(row, run.results)]
-    seen = [row for row in pairs if row.first == chosen.method]
-    seen += [row.turned() for row in pairs if row.second == chosen.method]
-    if not seen or own is None:
+    rows = [row for row in pairs if row.first == chosen.method]
+    rows += [row.turned() for row in pairs if row.second == chosen.method]
+    if not rows or encoder is None:
         return ""
-    start = f"; under {printable(method)}, {printable(own)}"
-    if len(seen) > NAMED:
-        return f"{start} was compared with {len(seen)} other encoders: {_counts(Counter(map(_verdict, seen)))}"
-    named = [dataclasses.replace(row, second=split_row(row.second, run.results)[1] or row.second) for row in seen]
+    start = f"; under {printable(method)}, {printable(encoder)}"
+    if len(rows) > NAMED:
+        return f"{start} was compared with {len(rows)} other encoders: {_counts(Counter(map(_verdict, rows)))}"
+    named = [dataclasses.replace(row, second=split_row(row.second, run.results)[1] or row.second) for row in rows]
     return f"{start} is " + ", and ".join(_difference(run, row) for row in named)
 
 
@@ -152,24 +141,5 @@ def _verdict_words(here: str) -> str:
     return {NO_VERDICT: "without a verdict", EQUAL: f"with {EQUAL}"}.get(here, here)
 
 
-def _left_out(rows: Sequence[SummaryRow], known: Collection[str]) -> str:
-    """Names the methods that could not be chosen, because models of theirs are missing."""
-    missing = [printable(row.method) for row in rows if row.method not in known]
-    if not missing:
-        return ""
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    return f"; not counted, for lack of results: {', '.join(missing[:NAMED])}{more}"
-
-
-def _held_out(run: Run) -> tuple[Held, ...]:
-    return tuple(dict.fromkeys(record.test_domains for record in run.records))
-
-
 def _counts(tally: Counter[str]) -> str:
     return ", ".join(f"{count} {what}" for what, count in tally.items())
-
-
-def _between(metric: str, ends: Bounds) -> str:
-    if metric in IN_PERCENT:
-        return f"{100 * ends[0]:.0f} to {100 * ends[1]:.0f}%"
-    return f"{ends[0]:.2f} to {ends[1]:.2f}"

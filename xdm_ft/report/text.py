@@ -9,12 +9,11 @@ from __future__ import annotations
 import io
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
-from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, difference_text, here_words, reference_names, what_it_finds
 from xdm_ft.report.finished import ORACLE, Run, split_row
 from xdm_ft.report.section import Section, Table
@@ -35,7 +34,6 @@ from xdm_ft.runtime.terminal import write
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.text import Text
 
 MINIMUM_WIDTH = 100  # characters, for output to a file or pipe
@@ -56,13 +54,13 @@ def as_text(sections: Iterable[Section], out: TextIO) -> str:
     console, encoding = Console(file=out), out.encoding or "utf-8"
     if isinstance(out, io.StringIO):  # FORCE_COLOR is about terminals
         console = Console(file=out, force_terminal=False, color_system=None)
-    parts: list[RenderableType] = []
+    parts: list[Any] = []
     for section in sections:
         parts += [Text(encoded(section.title, encoding), style="bold")]
         parts += [Text(encoded(section.about, encoding), style="dim")]
         for table in section.tables:
             parts += [Text(encoded(table.caption, encoding), style="dim")]
-            parts += _blocks(table, encoding, console.width if console.is_terminal else None)
+            parts += _blocks(table, encoding, console.width if console.is_terminal else UNBOUNDED)
         parts += [*(Text(encoded(note, encoding)) for note in section.notes), Text()]
     if not console.is_terminal:  # rich assumes 80 columns there and would fold the cells
         unbounded = console.options.update(width=UNBOUNDED)
@@ -73,8 +71,8 @@ def as_text(sections: Iterable[Section], out: TextIO) -> str:
     return captured.get()
 
 
-def _blocks(table: Table, encoding: str, width: int | None) -> list[Any]:
-    """Returns the columns as rich's tables that fit `width` (None: one table); each begins with those of labels."""
+def _blocks(table: Table, encoding: str, width: int) -> Iterator[Any]:
+    """Yields the columns as rich's tables that fit `width`; each begins with those of labels."""
     import rich.table
     from rich.cells import cell_len
     from rich.text import Text
@@ -84,22 +82,19 @@ def _blocks(table: Table, encoding: str, width: int | None) -> list[Any]:
     border = 3  # characters per column: two spaces and a line
     needed = [max(map(cell_len, column)) + border for column in zip(header, *rows, strict=True)]
     labels = list(range(table.labels))
-    start = sum(needed[: table.labels]) + 1
-    blocks, used = [labels[:]], start
+    blocks, used = [labels], sum(needed[: table.labels]) + 1
     for i in range(table.labels, len(needed)):
-        if width is not None and len(blocks[-1]) > len(labels) and used + needed[i] > width:
-            blocks, used = [*blocks, labels[:]], start
-        blocks[-1].append(i)
+        if len(blocks[-1]) > len(labels) and used + needed[i] > width:
+            blocks, used = [*blocks, labels], sum(needed[: table.labels]) + 1
+        blocks[-1] = [*blocks[-1], i]
         used += needed[i]
-    made = []
     for columns in blocks:
         block = rich.table.Table()
         for i in columns:
             block.add_column(Text(header[i]), justify="left" if i < table.labels else "right", overflow="fold")
         for row in rows:
             block.add_row(*(Text(row[i]) for i in columns))
-        made.append(block)
-    return made
+        yield block
 
 
 def encoded(text: str, encoding: str) -> str:
@@ -112,7 +107,7 @@ def encoded(text: str, encoding: str) -> str:
 
 class Column(NamedTuple):
     header: str
-    cells: list[str]
+    cells: Sequence[str]
     gap: int = GAP  # spaces before it
     left: bool = False  # whether the cells are aligned left
 
@@ -120,14 +115,9 @@ class Column(NamedTuple):
     def width(self) -> int:
         return max(map(_length, (self.header, *self.cells)))
 
-    @property
-    def needed(self) -> int:
-        return self.gap + self.width
-
-    def line(self, cell: str) -> str:
-        text = _on_terminal(cell)
-        fill = " " * (self.width - _length(text))
-        return " " * self.gap + (text + fill if self.left else fill + text)
+    def text(self, cell: str) -> str:
+        fill = " " * (self.width - _length(cell))
+        return " " * self.gap + (_on_terminal(cell) + fill if self.left else fill + _on_terminal(cell))
 
 
 def show_headline(run: Run) -> None:
@@ -136,22 +126,22 @@ def show_headline(run: Run) -> None:
     from rich.text import Text
 
     console = Console(file=sys.stdout)
-    room = None
-    if console.is_terminal:
-        room = console.size
-    else:
+    is_terminal, size = console.is_terminal, console.size
+    if not is_terminal:
         console.width = UNBOUNDED  # rich assumes 80 columns there and would fold the text
     above = [Text(_on_terminal(_title(run)), style="bold")]
-    finds = what_it_finds(run.results, run.own_rule, run.metric)
-    below = [Text(_on_terminal(line), style="dim") for line in finds] + [Text(), Text(_on_terminal(sentence(run)))]
-    below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if room else None)]
-    below += [Text(), *(_line(what, text) for what, text in _files(run))]
-    shown = run.own_rows
-    if room is not None:
+    lines = [*what_it_finds(run.results, run.own_rule, run.metric)]
+    below = [Text(_on_terminal(line), style="dim") for line in lines] + [Text(), Text(_on_terminal(sentence(run)))]
+    below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if is_terminal else None)]
+    below += [Text()]
+    for what, text in _files(run):
+        below.append(Text(f"{what:<8} ", style="dim").append(_on_terminal(text), style="not dim"))
+    rows = run.own_rows
+    if is_terminal:
         used = sum(len(console.render_lines(part, pad=False)) for part in (*above, *below)) + PROMPT
-        shown = _most_important(run, room.height - used - 1)  # 1: the header
-    table = _table(run, shown, None if room is None else room.width)
-    hidden = len(run.own_rows) - len(shown)
+        rows = _most_important(run, size.height - used - 1)  # 1: the header
+    table = _table(run, rows, size.width if is_terminal else None) if rows else []
+    hidden = len(run.own_rows) - len(rows)
     more = [Text(f"and {hidden} more in results.md", style="dim")] if hidden else []
     with console.capture() as captured:
         for part in (*above, *table, *more, *below):
@@ -171,92 +161,65 @@ def _title(run: Run) -> str:
 
 
 def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text]:
-    """The lines of the headline table, at most `width` characters long if the names of methods let it; [] if empty."""
+    """The lines of the headline table, at most `width` characters long if the names of methods let it."""
     from rich.text import Text
 
-    if not rows:
-        return []
-    mark = oracle_mark(run.own_rule)
-    name, *more = _names(run, rows, width is None)
-    rest = [Column(f"mean{mark}", [with_spread(row.to_json(), row.stderr) for row in rows])]
+    def cut(names: Sequence[str | None], most: int = MAX_NAME // 2) -> list[str]:
+        return [name or EMPTY for name in names] if width is None else _cut_apart(names, most)
+
+    methods, encoders = zip(*(split_row(row.method, run.results) for row in rows), strict=True)
+    if any(encoders):  # a column each, which share the width
+        names = [Column("method", cut(methods), gap=0, left=True), Column("encoder", cut(encoders))]
+    else:
+        cut_names = list(methods) if width is None else [_cut(method, MAX_NAME) for method in methods]
+        names = [Column("method", cut_names, gap=0, left=True)]
+
+    mean = [with_spread(row.to_json(), row.stderr) for row in rows]
+    after = [Column(f"mean{oracle_mark(run.own_rule)}", mean)]
     if beside := beside_rows(run.results, run.own_rule):
-        shown = [beside.get(row.method) for row in rows]
-        rest += _versus(run, shown, width is None)
-        rest += [Column("here", [(one and here_words(one, run.metric)) or EMPTY for one in shown], left=True)]
-        if any(one.sets > 1 for one in beside.values()):
-            rest += [Column("elsewhere", [one.elsewhere if one else EMPTY for one in shown], left=True)]
-    room = None if width is None else width - sum(column.needed for column in (name, *more, *rest))
-    columns = [name, *more, *_domains(run, rows, room), *rest]
-    lines = [Text("".join(column.line(column.header) for column in columns).rstrip(), style="bold")]
+        compared = [beside.get(row.method) for row in rows]
+        references = reference_names(compared, run.results)
+        references = [name and short for name, short in zip(references, cut(references), strict=True)]
+        differences = [difference_text(row, run.metric) for row in compared]
+        versus = versus_columns(references, differences, "vs").items()
+        after += [Column(head, cells, left=i > 0) for i, (head, cells) in enumerate(versus)]
+        here = [(row and here_words(row, run.metric)) or EMPTY for row in compared]
+        after.append(Column("here", here, left=True))
+        if any(row.sets > 1 for row in beside.values()):
+            after.append(Column("elsewhere", [row.elsewhere if row else EMPTY for row in compared], left=True))
+
+    room = None if width is None else width - sum(column.gap + column.width for column in (*names, *after))
+    columns = [*names, *_domains(run, rows, room), *after]
+    lines = [Text("".join(column.text(column.header) for column in columns).rstrip(), style="bold")]
+    styles = {"better": "green", "worse": "red", "failed": "red", "skipped": "yellow"}
     for i in range(len(rows)):
         line = Text()
         for column in columns:
-            line.append(column.line(column.cells[i]), style=_style(column.cells[i]))
+            line.append(column.text(column.cells[i]), style=styles.get(column.cells[i].partition(" ")[0], ""))
         line.rstrip()
         lines.append(line)
     return lines
 
 
-def _names(run: Run, rows: Sequence[SummaryRow], whole: bool) -> list[Column]:
-    """The names of the rows; with several encoders, methods and encoders have a column each and share the width."""
-    methods, encoders = zip(*(split_row(row.method, run.results) for row in rows), strict=True)
-    if not any(encoders):
-        return [Column("method", [name if whole else _cut(name, MAX_NAME) for name in methods], gap=0, left=True)]
-    return [
-        Column("method", list(methods) if whole else _cut_apart(methods, MAX_NAME // 2), gap=0, left=True),
-        Column("encoder", [one or EMPTY for one in encoders] if whole else _cut_apart(encoders, MAX_NAME // 2)),
-    ]
-
-
-def _versus(run: Run, rows: Sequence[Comparison | None], whole: bool) -> list[Column]:
-    """The differences, and what they are to: in the header, or in a column where rows differ in it."""
-    names = reference_names(rows, run.results)
-    if not whole:
-        short = _cut_apart(names, MAX_NAME // 2)
-        names = [name and cut for name, cut in zip(names, short, strict=True)]
-    columns = versus_columns(names, [difference_text(row, run.metric) for row in rows], "vs").items()
-    return [Column(head, list(cells), left=place > 0) for place, (head, cells) in enumerate(columns)]
-
-
-def _cut_apart(names: Sequence[str | None], width: int) -> list[str]:
-    """Returns the names in at most `width` characters, or more if different names would become equal."""
-    known = [name or EMPTY for name in names]
-    while len({_cut(name, width) for name in known}) < len({*known}):
-        width += 1
-    return [_cut(name, width) for name in known]
-
-
-def _style(cell: str) -> str:
-    first = cell.partition(" ")[0]
-    return {"better": "green", "worse": "red", "failed": "red", "skipped": "yellow"}.get(first, "")
-
-
 def _domains(run: Run, rows: Sequence[SummaryRow], room: int | None) -> list[Column]:
     """A column per held-out domain, its name cut where it must be; if they need more than `room`, the worst domain."""
     names = list(dict.fromkeys(name for row in run.own_rows for name in row.per_test_domain))
-    cells = {
-        name: [number(row.per_test_domain.get(name, {}).get("mean"), run.metric) for row in rows] for name in names
-    }
-    full = [Column(name, cells[name]) for name in names]
-    if room is None or sum(column.needed for column in full) <= room:
-        return full
+    means = [{name: row.per_test_domain.get(name, {}).get("mean") for name in names} for row in rows]
+    full = [Column(name, [number(of_row[name], run.metric) for of_row in means]) for name in names]
     widest = max((column.width for column in full), default=0)
-    for width, gap in ((width, gap) for width in range(widest, MIN_WIDTH - 1, -1) for gap in (GAP, 1)):
-        short = [Column(_cut(name, width), cells[name], gap) for name in names]
-        if sum(column.needed for column in short) <= room and len({column.header for column in short}) == len(names):
-            return short
-    worst = Column("worst domain", [_worst(run, row) for row in rows])
-    return [worst] if worst.needed <= room else []
+    cuts = ((width, gap) for width in range(widest, MIN_WIDTH - 1, -1) for gap in (GAP, 1))
+    for shown in (full, *([Column(_cut(c.header, width), c.cells, gap) for c in full] for width, gap in cuts)):
+        fits = room is None or sum(column.gap + column.width for column in shown) <= room
+        if fits and (shown is full or len({column.header for column in shown}) == len(names)):
+            return shown
 
-
-def _worst(run: Run, row: SummaryRow) -> str:
-    sign = 1 if HIGHER_IS_BETTER[run.metric] else -1
-    means = {name: values["mean"] for name, values in row.per_test_domain.items()}
-    known = {name: sign * mean for name, mean in means.items() if mean is not None}
-    if not known:
-        return EMPTY
-    name = min(known, key=lambda name: known[name])
-    return f"{_cut(name, 12)} {number(means[name], run.metric)}"
+    cells, sign = [], 1 if HIGHER_IS_BETTER[run.metric] else -1
+    for of_row in means:
+        signed = {name: sign * mean for name, mean in of_row.items() if mean is not None}
+        name = min(signed, key=lambda name: signed[name], default=None)
+        cells.append(EMPTY if name is None else f"{_cut(name, 12)} {number(of_row[name], run.metric)}")
+    worst = Column("worst domain", cells)
+    return [worst] if room is None or worst.gap + worst.width <= room else []
 
 
 def _most_important(run: Run, lines: int) -> list[SummaryRow]:
@@ -271,10 +234,12 @@ def _most_important(run: Run, lines: int) -> list[SummaryRow]:
     beside = beside_rows(run.results, run.own_rule)
 
     def rank(row: SummaryRow) -> int:
-        compared = beside.get(row.method)
+        comparison = beside.get(row.method)
         if row.method == run.chosen:
             return 0
-        return 1 if compared is None and row.mean is not None else 2 - (compared is not None and compared.is_found)
+        return (
+            1 if comparison is None and row.mean is not None else 2 - (comparison is not None and comparison.is_found)
+        )
 
     kept = {row.method for row in sorted(rows, key=rank)[:fitting]}
     return [row for row in rows if row.method in kept]
@@ -292,33 +257,28 @@ def _notes(run: Run, most: int | None) -> list[str]:
     return notes
 
 
-def _files(run: Run) -> list[tuple[str, str]]:
+def _files(run: Run) -> Iterator[tuple[str, str]]:
     """Where the files are, and the next command: (what, text) of each line."""
-    lines = [("tables", f"{run.path / MARKDOWN} (how to read them: xdm-ft explain)")]
     if (run.path / PAGE).exists():
-        lines = [("page", str(run.path / PAGE)), *lines]
+        yield "page", str(run.path / PAGE)
+    yield "tables", f"{run.path / MARKDOWN} (how to read them: xdm-ft explain)"
     if (run.path / ANALYSIS).exists():  # it is not read: a damaged one must not spoil the last screen of a run
-        lines += [("measures", f"{run.path / ANALYSIS} (what they mean: xdm-ft explain analysis)")]
+        yield "measures", f"{run.path / ANALYSIS} (what they mean: xdm-ft explain analysis)"
     if run.records:
-        lines += [("models", str(run.path / "models"))]
+        yield "models", str(run.path / "models")
     failed = any(entry["status"] == "failed" for entry in run.results["runs"])
     if failed:
-        lines += [("next", "repair the cause and run the same command: only failed models train")]
+        yield "next", "repair the cause and run the same command: only failed models train"
     if run.records and run.own_rule != ORACLE:
-        lines += [("export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR")]
-    return lines
+        yield "export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR"
 
 
-def _line(what: str, text: str) -> Text:
-    from rich.text import Text
-
-    return Text(f"{what:<8} ", style="dim").append(_on_terminal(text), style="not dim")
-
-
-def _length(text: str) -> int:
-    from rich.cells import cell_len
-
-    return cell_len(_on_terminal(text))
+def _cut_apart(names: Sequence[str | None], width: int) -> list[str]:
+    """Returns the names in at most `width` characters, or more if different names would become equal."""
+    full = [name or EMPTY for name in names]
+    while len({_cut(name, width) for name in full}) < len({*full}):
+        width += 1
+    return [_cut(name, width) for name in full]
 
 
 def _cut(name: str, width: int) -> str:
@@ -327,6 +287,12 @@ def _cut(name: str, width: int) -> str:
 
     name = printable(name)
     return name if _length(name) <= width else set_cell_size(name, max(1, width - 1)).rstrip() + "…"
+
+
+def _length(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(_on_terminal(text))
 
 
 def _on_terminal(text: str) -> str:

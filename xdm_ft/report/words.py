@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePath
 from typing import Any
 
 from xdm_ft.evaluation.trials import ORACLE
@@ -157,10 +156,10 @@ def each_once(pairs: Iterable[tuple[str, str | None]]) -> list[str]:
     return [f"{', '.join(methods)}: {note}" for note, methods in methods_of.items()]
 
 
-def listed(names: Sequence[str], count: int = 8) -> str:
+def listed(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:
     """Returns the names in a sentence: all of them, or the first ones and how many more there are."""
     more = len(names) - count
-    return ", ".join(names) if more <= 1 else f"{', '.join(names[:count])} and {more} more"
+    return sign.join(names) if more <= 1 else f"{sign.join(names[:count])} and {more} more"
 
 
 def short(name: str, longest: int = 22) -> str:
@@ -172,18 +171,3 @@ def short(name: str, longest: int = 22) -> str:
 def plain(text: str) -> str:
     """Returns the text on one line without control characters: names come from others, reasons have several lines."""
     return printable(" ".join(text.split()))
-
-
-def shareable_path(path: Path) -> Path:
-    """Returns a path as a page that is handed on may name it: of an absolute one only the last name."""
-    return Path(path.name) if path.is_absolute() else path
-
-
-def without_folders(value: Any) -> Any:
-    """Returns a recipe in which every text that is an absolute path, or one in a home folder, is `…/` and its name."""
-    if isinstance(value, Mapping):
-        return {key: without_folders(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_folders(inner) for inner in value]
-    is_path = isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value
-    return f"…/{PurePath(value).name}" if is_path else value

@@ -15,14 +15,13 @@ import numpy as np
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
 from xdm_ft.report.html import PLOTS, write_page
-from xdm_ft.report.markdown import markdown
+from xdm_ft.report.markup import markdown
 from xdm_ft.report.sections import brief_sections
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 
-Digests = dict[str, str]  # {report, relative to the run directory: checksum of its bytes}
 logger = logging.getLogger("xdm_ft")
 
 
@@ -31,10 +30,10 @@ def write_reports(directory: RunDirectory, run: Run) -> list[Path]:
 
     Raises `UserError`.
     """
-    tables = _write_tables(directory, run)
-    _keep(directory, tables | _write_page(directory, run))
-    made = [run.path / name for name in (MARKDOWN, TABLE, MODELS, PAGE, PLOTS)]
-    return [path for path in made if path.exists()]  # a page without a plot makes no plots/
+    _write_tables(directory, run)
+    _write_page(directory, run)
+    paths = [run.path / name for name in (MARKDOWN, TABLE, MODELS, PAGE, PLOTS)]
+    return [path for path in paths if path.exists()]  # a page without a plot makes no plots/
 
 
 def refresh_reports(directory: RunDirectory, run: Run) -> None:
@@ -44,14 +43,12 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
     do not depend on it. Raises `UserError` for faults of the disk.
     """
     page = run.results["recipe"].get("report", {}).get("page", False)
-    if _are_whole(run.path, _kept(run.path), [*_tables_of(run), *([PAGE] if page else [])]):
+    if _are_intact(run.path, [*_tables_of(run), *([PAGE] if page else [])]):
         return
-    tables = _write_tables(directory, run)
-    _keep(directory, tables)
-    if not page:
-        return
+    _write_tables(directory, run)
     try:
-        _keep(directory, tables | _write_page(directory, run))
+        if page:
+            _write_page(directory, run)
     except UserError:
         raise
     except Exception:
@@ -59,47 +56,41 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
         logger.exception("%s: can not be drawn, because of a fault in xdm_ft; %s", run.path / PAGE, remedy)
 
 
-def _write_tables(directory: RunDirectory, run: Run) -> Digests:
+def _write_tables(directory: RunDirectory, run: Run) -> None:
     """Writes what results.json alone makes."""
     directory.write_text(MARKDOWN, markdown(run, brief_sections(run)))
     directory.write_text(TABLE, csv_text(row for row in csv_rows(run) if row["selection"] in run.published_rules))
     if MODELS in _tables_of(run):
         directory.write_bytes(MODELS, parquet_of(run.records))
-    return _digests(run.path, _tables_of(run))
+    _write_digests(directory, _tables_of(run))
+
+
+def _write_page(directory: RunDirectory, run: Run) -> None:
+    """Writes the page, and results.md with the tables of all its sections."""
+    directory.write_text(MARKDOWN, markdown(run, write_page(run)))
+    plots = [f"{PLOTS}/{path.name}" for path in sorted((run.path / PLOTS).glob("*.svg"))]
+    _write_digests(directory, (*_tables_of(run), PAGE, *plots))
 
 
 def _tables_of(run: Run) -> tuple[str, ...]:
     return (MARKDOWN, TABLE, MODELS) if len(run.records) >= MANY_MODELS else (MARKDOWN, TABLE)
 
 
-def _write_page(directory: RunDirectory, run: Run) -> Digests:
-    """Writes the page, and results.md with the tables of all its sections."""
-    directory.write_text(MARKDOWN, markdown(run, write_page(run)))
-    plots = sorted((run.path / PLOTS).glob("*.svg"))
-    return _digests(run.path, (MARKDOWN, PAGE, *(f"{PLOTS}/{path.name}" for path in plots)))
-
-
-def _digests(folder: Path, names: Iterable[str]) -> Digests:
+def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns {report, relative to the run directory: checksum of its bytes}."""
     return {name: digest(np.fromfile(folder / name, np.uint8)) for name in names}
 
 
-def _keep(directory: RunDirectory, digests: Digests) -> None:
-    directory.write_text(REPORTS, json.dumps(digests, indent=1) + "\n")
+def _write_digests(directory: RunDirectory, names: Iterable[str]) -> None:
+    directory.write_text(REPORTS, json.dumps(_digests(directory.path, names), indent=1) + "\n")
 
 
-def _kept(folder: Path) -> Digests:
-    """Returns the checksums of the reports as they were written; none known if that file is missing or damaged."""
+def _are_intact(folder: Path, names: Iterable[str]) -> bool:
+    """Returns whether these reports, and all others in reports.json, are as they were written, no source younger."""
     try:
-        return read_object(folder / REPORTS)
-    except Damaged:
-        return {}
-
-
-def _are_whole(folder: Path, kept: Digests, names: Iterable[str]) -> bool:
-    """Returns whether these reports, and all others in `kept`, are as they were written, and no source is younger."""
-    try:
-        times = [(folder / name).stat().st_mtime_ns for name in kept]
+        written = read_object(folder / REPORTS)
+        times = [(folder / name).stat().st_mtime_ns for name in written]
         changed = [(folder / name).stat().st_mtime_ns for name in (RESULTS, ANALYSIS) if (folder / name).exists()]
-        return {*names} <= {*kept} and _digests(folder, kept) == kept and max(changed) <= min(times)
-    except OSError:  # one is missing, or a folder
+        return {*names} <= {*written} and _digests(folder, written) == written and max(changed) <= min(times)
+    except (Damaged, OSError):  # of these checksums; a report is missing, or a folder
         return False

@@ -1,142 +1,134 @@
-"""The table of methods and held-out domains, the same as a plot, and the intervals of its numbers."""
+"""The table of methods and held-out domains, its intervals and other metrics, costs, and seeds averaged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Sequence
+from functools import partial
 
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import SummaryRow, set_name
+import numpy as np
+import torch
+
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
+from xdm_ft.evaluation.records import Record, SummaryRow, set_name
 from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report.charts import Figure, Look, Mark, Row, looks, points
-from xdm_ft.report.finished import ORACLE, Run, items
+from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
+from xdm_ft.report.frame import MEASURES, Picked, costs
 from xdm_ft.report.pooled import interval
-from xdm_ft.report.section import Cell, Section, Table, count_cell, metric_cell
+from xdm_ft.report.section import Cell, Section, Table, cells, metric_cell, spread_cell
 from xdm_ft.report.words import (
     CHEATING,
     EMPTY,
+    IN_PERCENT,
     axis_value,
     between,
     budget_text,
+    bytes_text,
+    count_text,
     each_once,
     in_unit,
     metric_words,
     oracle_mark,
     range_text,
+    scaled,
+    seconds_text,
     short,
     with_spread,
-    with_unit,
 )  # fmt: skip
 
 
-def section(run: Run, rule: str) -> Section:
-    order = {label: position for position, label in enumerate(items(run.results))}
-    of_rule = [row for row in run.rows if row.selection == rule]
-    rows = sorted(of_rule, key=lambda row: order.get(row.method, len(order)))
-    better = "Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower"
-    title = f"Results, selection: {rule}"
-    if rule == ORACLE:
-        title += f" — {CHEATING}"
-    elif rule == run.own_rule:
-        title += " (the recipe's rule)"
-    return Section(
-        id="results",
-        title=title,
-        about=f"Test {in_unit(rows[0].metric)} on images of {run.results.get('tested_on', 'held-out domains')}, the "
-        f"mean over seeds; ± is the standard error over seeds. {better} is better.",
-        figures=[plot] if rule == run.own_rule and (plot := _plot(run)) else [],
-        tables=[_table(run, group) for group in _of_one_protocol(rows)],
-        notes=[*_notes(run, rule, rows), *_unequal_budgets(rows)],
-    )
-
-
-def _of_one_protocol(rows: Iterable[SummaryRow]) -> list[list[SummaryRow]]:
-    """Returns the rows of each table: no column mixes two protocols, metrics or kinds of ±."""
+def results(run: Run, rule: str) -> Section:
+    """The results under a rule: a table per protocol, metric and kind of ±, which no column mixes."""
+    order = list(items(run.results))
+    rows = [row for row in run.rows if row.selection == rule]
+    rows.sort(key=lambda row: order.index(row.method) if row.method in order else len(order))
     groups: dict[tuple[str, ...], list[SummaryRow]] = {}
     for row in rows:
         kind = (row.spread_as_published or {}).get("kind", "")
         groups.setdefault((row.protocol, row.metric, row.split, kind), []).append(row)
-    return list(groups.values())
 
-
-def _table(run: Run, rows: list[SummaryRow]) -> Table:
-    mark, metric = oracle_mark(rows[0].selection), rows[0].metric
-    domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
-    mixed = _mixed_steps(run)
-    budgets = any(row.budget for row in rows)
-    mixing = any(row.method in mixed for row in rows)
-    header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
-    header += ["draws × gradients"] * budgets + ["mixed steps"] * mixing
-    cells = []
-    for row in rows:
-        means = [metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains]
-        mean = Cell(with_spread(row.to_json(), row.stderr), row.mean)
-        line = [Cell(row.method), *means, mean, count_cell(row.n)]
-        line += [Cell(budget_text({"budget": row.budget}))] * budgets
-        cells.append(line + [Cell(mixed.get(row.method, EMPTY))] * mixing)
-    return Table(f"Protocol: {rows[0].protocol}", header, cells)
-
-
-def _mixed_steps(run: Run) -> dict[str, str]:
-    """Returns {method: number of steps that used augmented features}, as a range if its models differ."""
-    steps: dict[str, list[int]] = {}
-    for entry in run.results["runs"]:
-        if entry.get("mixed_steps") is not None:
-            steps.setdefault(entry["method"], []).append(entry["mixed_steps"])
-    return {method: range_text(min(own), max(own)) for method, own in steps.items()}
-
-
-def _notes(run: Run, rule: str, rows: list[SummaryRow]) -> list[str]:
-    """What the best row is worth, and what is missing or doubtful, with its methods."""
-    best = "The best row by test value is about a point of accuracy too good; the method that validation chose is not."
-    doubts = each_once((row.method, note) for row in rows for note in (row.reason, *(row.flags or ())))
-    return [best, *doubts] if len(rows) > 1 and rule != ORACLE else doubts
-
-
-def _unequal_budgets(rows: Iterable[SummaryRow]) -> Iterator[str]:
-    """Yields a note if methods that take gradient steps differ in draws or gradient evaluations."""
-    methods: dict[str, list[str]] = {}
+    notes = each_once((row.method, note) for row in rows for note in (row.reason, *(row.flags or ())))
+    if len(rows) > 1 and rule != ORACLE:
+        best = "The best row by test value is about a point of accuracy too good"
+        notes = [f"{best}; the method that validation chose is not.", *notes]
+    budgets: dict[str, list[str]] = {}  # of methods that take gradient steps
     for row in rows:
         evaluations = (row.budget or {}).get("gradient_evaluations")
         if evaluations and evaluations["high"] > 0:
-            methods.setdefault(budget_text({"budget": row.budget}), []).append(row.method)
-    if len(methods) > 1:
-        parts = (f"{budget}: {', '.join(names)}" for budget, names in methods.items())
-        yield f"unequal budgets: {'; '.join(parts)}"
+            budgets.setdefault(budget_text({"budget": row.budget}), []).append(row.method)
+    if len(budgets) > 1:
+        parts = (f"{budget}: {', '.join(methods)}" for budget, methods in budgets.items())
+        notes = [*notes, f"unequal budgets: {'; '.join(parts)}"]
+
+    better = "Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower"
+    about = (
+        f"Test {in_unit(rows[0].metric)} on images of {run.results.get('tested_on', 'held-out domains')}, the mean "
+        f"over seeds; ± is the standard error over seeds. {better} is better."
+    )
+    of_rule = " (the recipe's rule)" if rule == run.own_rule else ""
+    title = f"Results, selection: {rule}{f' — {CHEATING}' if rule == ORACLE else of_rule}"
+    figures = _dot_plot(run) if rule == run.own_rule else []
+    return Section("results", title, about, figures, [_table(run, group) for group in groups.values()], notes)
 
 
-def _plot(run: Run) -> Figure | None:
+def _table(run: Run, rows: Sequence[SummaryRow]) -> Table:
+    mark, metric = oracle_mark(rows[0].selection), rows[0].metric
+    domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
+    mixed: dict[str, list[int]] = {}  # numbers of steps that used augmented features
+    for entry in run.results["runs"]:
+        if entry.get("mixed_steps") is not None:
+            mixed.setdefault(entry["method"], []).append(entry["mixed_steps"])
+    has_budgets, has_mixed = any(row.budget for row in rows), any(row.method in mixed for row in rows)
+    header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
+    header += ["draws × gradients"] * has_budgets + ["mixed steps"] * has_mixed
+    lines = []
+    for row in rows:
+        means = [metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains]
+        mean = Cell(with_spread(row.to_json(), row.stderr), row.mean)
+        steps = mixed.get(row.method)
+        more = [budget_text({"budget": row.budget})] * has_budgets
+        more += [range_text(min(steps), max(steps)) if steps else EMPTY] * has_mixed
+        lines.append([Cell(row.method), *means, mean, *cells(row.n, *more)])
+    return Table(f"Protocol: {rows[0].protocol}", header, lines)
+
+
+def _dot_plot(run: Run) -> list[Figure]:
     rows = [row for row in run.own_rows if row.mean is not None]
     domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
     if not rows or len(rows) * len(domains) < 2:
-        return None
-    series = looks(domains) | {"mean": Look("", "|", size=18)}
-    legend = {domain: short(domain, 18) for domain in domains} | ({"mean": "mean"} if len(domains) > 1 else {})
-
-    def marks(row: SummaryRow) -> Iterator[Mark]:
+        return []
+    several = len(domains) > 1
+    drawn = []
+    for row in rows:
+        marks = []
         for i, domain in enumerate(domains):
             value = row.per_test_domain.get(domain, {}).get("mean")
             if value is not None:
-                ends = domain_interval(run, row.method, domain)
-                shift = 0.6 * (i / (len(domains) - 1) - 0.5) if len(domains) > 1 else 0.0
-                in_axis = None if ends is None else [axis_value(run.metric, end) for end in ends]
-                yield Mark(domain, axis_value(run.metric, value), in_axis, shift)
-        if len(domains) > 1 and row.mean is not None:
-            yield Mark("mean", axis_value(run.metric, row.mean))
-
-    means = ", ".join(f"{row.method} {with_unit(run.metric, row.mean or 0)}" for row in rows)
-    bar = " The bar is the mean over the domains. Compare methods within a domain." if len(domains) > 1 else ""
-    return points(
+                shift = 0.6 * (i / (len(domains) - 1) - 0.5) if several else 0.0
+                ends = partial(_ends_on_axis, run, row.method, domain)
+                marks.append(Mark(domain, axis_value(run.metric, value), ends, shift))
+        if several and row.mean is not None:
+            marks.append(Mark("mean", axis_value(run.metric, row.mean)))
+        drawn.append(Row(row.method, marks))
+    bar = " The bar is the mean over the domains. Compare methods within a domain." if several else ""
+    figure = points(
         "results",
-        f"Dot plot of test {in_unit(run.metric)} by method and held-out domain. Means: {means}.",
+        f"Dot plot of test {in_unit(run.metric)} by method and held-out domain",
         f"One dot per held-out domain, with its 95% interval over seeds and test images.{bar}",
-        lambda: [Row(row.method, [*marks(row)]) for row in rows],
+        drawn,
         f"test {in_unit(run.metric)}",
-        series,
-        legend,
-        count=len(rows),
+        looks(domains) | {"mean": Look("", "|", size=18)},
+        {domain: short(domain, 18) for domain in domains} | ({"mean": "mean"} if several else {}),
         row_height=max(0.3, 0.085 * len(domains)),
         width=4.6,
     )
+    return [figure]
+
+
+def _ends_on_axis(run: Run, method: str, domain: str) -> list[float] | None:
+    ends = domain_interval(run, method, domain)
+    return None if ends is None else [axis_value(run.metric, end) for end in ends]
 
 
 def intervals(run: Run) -> Section | None:
@@ -146,13 +138,12 @@ def intervals(run: Run) -> Section | None:
     for row in run.own_rows:
         ends = [mean_interval(run, row), *(domain_interval(run, row.method, domain) for domain in domains)]
         if any(ends):
-            rows.append([Cell(row.method), *(Cell(between(run.metric, one), one.low) if one else Cell(EMPTY)
-                                             for one in ends)])  # fmt: skip
-    if not rows:
-        return None
+            shown = [Cell(between(run.metric, end), end.low) if end else Cell(EMPTY) for end in ends]
+            rows.append([Cell(row.method), *shown])
     about = "How far the numbers would move with other seeds and other images of the same domains."
     caption = f"95% intervals of test {metric_words(run.metric)}, over seeds and test images."
-    return Section("intervals", "Intervals", about, tables=[Table(caption, ["method", "mean", *domains], rows)])
+    table = Table(caption, ["method", "mean", *domains], rows)
+    return Section("intervals", "Intervals", about, tables=[table]) if rows else None
 
 
 def mean_interval(run: Run, row: SummaryRow) -> Interval | None:
@@ -168,6 +159,149 @@ def mean_interval(run: Run, row: SummaryRow) -> Interval | None:
 
 def domain_interval(run: Run, method: str, domain: str) -> Interval | None:
     """Returns the interval of a method on one column of the summary; None for one of several tested together."""
-    held = next((held for held in run.held_out_sets if set_name(held) == domain), None)
-    pool = None if held is None else run.pools.of.get((method, held))
-    return None if pool is None else interval([pool], run.metric)
+    pools = [pool for (name, held), pool in run.pools.of.items() if (name, set_name(held)) == (method, domain)]
+    return interval(pools, run.metric)
+
+
+# ----------------------------------------------------------------------------------------------------- other metrics
+
+
+def all_metrics(run: Run, rule: str) -> Section | None:
+    """The other metrics of every method."""
+    methods = [row.method for row in run.rows if row.selection == rule]
+    if not run.records or not methods:
+        return None
+    models = Picked(run, rule)
+    lower = ", ".join(measure.label for measure in MEASURES if not HIGHER_IS_BETTER.get(measure.score, True))
+    units = ", ".join(measure.label for measure in MEASURES if measure.score not in IN_PERCENT)
+    about = (
+        "On the test images, the mean over held-out domains and seeds ± the standard error over seeds. Worst domain is "
+        "the lowest accuracy of a held-out domain in each seed, worst class the lowest recall of a class, the mean "
+        f"over the domains. In %, except for {units} in nats. Higher is better, except for {lower}."
+    )
+    table = metric_table([([method], models, method) for method in methods], ["method"], rule)
+    return Section("metrics", "All metrics", about, tables=[table])
+
+
+def metric_table(rows: Sequence[tuple[Sequence[str], Picked, str]], labels: Sequence[str], rule: str) -> Table:
+    """Returns a row per (labels, models, method)."""
+    lines = [
+        cells(*texts) + [spread_cell(models.mean(method, measure), measure.score) for measure in MEASURES]
+        for texts, models, method in rows
+    ]
+    header = [*labels[:-1], f"{labels[-1]}{oracle_mark(rule)}", *(measure.label for measure in MEASURES)]
+    return Table("Every metric of the picked models.", header, lines, labels=len(labels))
+
+
+# --------------------------------------------------------------------------------------------------------------- costs
+
+
+def cost(run: Run) -> Section | None:
+    """What models and encoders cost.
+
+    Selection values stand here, and not among the test results, for one who picks a cut by them.
+    """
+    by_method, values = costs(run.records), run.selection_values
+    shown = {row.method: by_method[row.method] for row in run.own_rows if row.method in by_method}
+    if not shown:
+        return None
+    rows = []
+    for method, (parameters, seconds, memory) in shown.items():
+        texts = count_text(parameters), seconds_text(seconds), bytes_text(memory)
+        costs_of = map(Cell, texts, (parameters, seconds, memory))
+        rows.append([Cell(method), metric_cell(values.get(method), run.metric), *costs_of])
+    header = ["method", "selection value", "trained parameters", "seconds", "peak memory"]
+    tables = [Table("The mean cost of one model.", header, rows)]
+
+    encoders = []
+    for label, encoder in encoders_of(run.results).items():
+        model, ms = f"{encoder['component']} {encoder['model'] or ''}".rstrip(), encoder["ms_per_image"]
+        sized = (
+            Cell(count_text(encoder["parameters"]), encoder["parameters"]),
+            Cell(EMPTY if ms is None else f"{ms:.3g}", ms),
+        )
+        size = Cell(bytes_text(encoder["feature_bytes"]), encoder["feature_bytes"])
+        encoders.append([*cells(label, model, encoder["pretraining"], encoder["width"]), *sized, size])
+    if encoders:
+        header = ["encoder", "model", "pre-training", "width", "parameters", "ms per image", "features on disk"]
+        caption = (
+            "The encoders. Milliseconds to encode one image on the machine of the run; bytes of all cached features."
+        )
+        tables.append(Table(caption, header, encoders, labels=3))
+
+    # runs of earlier versions measure neither
+    missing = [m for m, spent in shown.items() if spent.trained_parameters is not None and spent.peak_memory is None]
+    shared = "their models trained together and share their memory, so a model has no peak of its own"
+    where = "they are a part of the test images" if run.rule == ORACLE else "test images are not in it"
+    about = (
+        "What training one model takes, the mean over held-out sets, seeds and draws. Features of a frozen part of the "
+        "encoder are computed once, before training, and are not in it. The selection value is the mean "
+        f"{in_unit(run.metric)} on the images by which {run.rule} picked; {where}."
+    )
+    return Section("cost", "Cost", about, tables=tables, notes=[f"{', '.join(missing)}: {shared}"] if missing else [])
+
+
+# ------------------------------------------------------------------------------------------------------ seeds averaged
+
+
+def averaged_log_probabilities(probabilities: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns logits float64 [n,C] whose softmax is that of the mean logits of S models, from their probabilities.
+
+    log p_s = logits_s − a constant of the image, so that their mean differs from the mean logits by a constant of the
+    image. A probability that float32 has rounded to 0 counts as the smallest normal number.
+    """
+    least = np.finfo(np.float32).tiny
+    total = np.zeros(probabilities[0].shape)
+    for of_seed in probabilities:
+        total += np.log(np.maximum(of_seed, least), dtype=np.float64)
+    return total / len(probabilities)
+
+
+def averaged(run: Run) -> Section | None:
+    """Each method's models of all seeds as one model, whose logits are the mean of theirs, under the recipe's rule.
+
+    None if the recipe does not ask for it, or no method has two complete seeds. Reads the predictions of all picked
+    models. Raises `UserError` if a file is damaged.
+    """
+    if not run.results["recipe"].get("report", {}).get("seeds_averaged"):
+        return None
+    held_out = tuple(dict.fromkeys(record.test_domains for record in run.picked))
+    rows, notes = [], []
+    for method in (row.method for row in run.own_rows):
+        models = {(record.test_domains, record.seed): record for record in run.picked if record.method == method}
+        seeds = [s for s in sorted({seed for _, seed in models}) if all((held, s) in models for held in held_out)]
+        if len(seeds) < 2:
+            continue
+        by_set = [[models[held, seed] for seed in seeds] for held in held_out]
+        values = [_averaged_metric(run, records) for records in by_set]
+        defined = [math.nan if value is None else value for value in values]
+        if None in values:
+            notes.append(f"{method}: no row: probabilities of all classes were not kept, as they take too much space")
+            continue
+        tests = [record.selected[run.own_rule].metrics["test"] for records in by_set for record in records]
+        of_seeds = [getattr(test, run.metric) for test in tests]
+        single, mean = math.nan if None in of_seeds else float(np.mean(of_seeds)), float(np.mean(defined))
+        shown = [metric_cell(None if math.isnan(v) else v, run.metric) for v in (*defined, mean, single)]
+        difference = EMPTY if math.isnan(mean - single) else scaled(mean - single, run.metric, signed=True)
+        rows.append([*cells(f"{method}, seeds averaged", len(seeds)), *shown, Cell(difference)])
+    if not rows and not notes:
+        return None
+    header = [f"method{oracle_mark(run.own_rule)}", "seeds", *map(set_name, held_out)]
+    about = (
+        "The logits of a method's models of all seeds, averaged, as one model; of linear heads it is the head with the "
+        "mean weights (`xdm-ft export --ensemble`). It costs as many trainings as there are seeds. No verdict: there "
+        "is one such model per held-out set, so that its spread over seeds is not known, and it is not independent of "
+        "the models that it averages."
+    )
+    table = Table("Seeds averaged.", [*header, "mean", "mean of its seeds", "difference"], rows)
+    return Section("averaged", "Seeds averaged", about, tables=[table], notes=notes)
+
+
+def _averaged_metric(run: Run, records: Sequence[Record]) -> float | None:
+    """Returns the metric of the averaged models on one held-out set; nan: not defined; None: not known."""
+    every_class = [p for record in records if (p := run.prediction(record).probabilities) is not None and p.ndim == 2]
+    if len(every_class) < len(records):
+        return None
+    images = run.images(records[0])
+    logits = torch.from_numpy(averaged_log_probabilities(every_class))
+    return metric(run.metric, logits, torch.from_numpy(images.labels), torch.from_numpy(images.worst_of))

@@ -1,0 +1,239 @@
+"""Runs that no training made: a directory with predictions, and a run in memory with a search, curves and analysis."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from analysis_example import analysis
+from example_runs import run_of
+from PIL import Image
+
+from xdm_ft.evaluation.metrics import metric, per_image, score
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.evaluation.summary import summarise
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.report.finished import Run, read_run
+from xdm_ft.report.pooled import Pools
+from xdm_ft.storage.names import images_file
+from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensorboard import Scalars, sub_run
+
+DOMAINS, CLASSES, METHODS = ("art", "photo", "sketch"), ("cat", "dog", "hen"), ("zero_shot", "erm", "xdomainmix", "sam")
+RULE, DETERMINISTIC = "train_val", "zero_shot"
+HOSTILE = (
+    "<script>alert(1)</script>", "a|b\nc", "\u202egnp.exe", "\x1b[31mred\x07", "שלום 漢字 😀", "$x_1$ & \"q\" 'p'",
+    "n" * 300, "-->]]></style></svg><img src=x onerror=alert(1)>",
+)  # fmt: skip
+
+
+class Named(ImageDataset):
+    """A data set of given names, with equally many images of every class in every domain, and no image files."""
+
+    def __init__(self, domains: Sequence[str] = DOMAINS, classes: Sequence[str] = CLASSES, each: int = 12) -> None:
+        self.domain_names, self.class_names = tuple(domains), tuple(classes)
+        cells = [(d, c) for d in range(len(domains)) for c in range(len(classes)) for _ in range(each)]
+        self.domains, self.labels = (np.array(column, np.int64) for column in zip(*cells, strict=True))
+
+    def image(self, row: int) -> Image.Image:
+        return Image.new("RGB", (4, 4))
+
+    def name(self, row: int) -> str:
+        return f"folder/image-{row}.png"
+
+    def content(self, row: int) -> bytes:
+        return bytes(3)
+
+
+def write_run(
+    path: Path,
+    dataset: ImageDataset | None = None,
+    methods: Sequence[str] = METHODS,
+    seeds: Iterable[int] = range(3),
+    probabilities: str = "all",
+    rules: Sequence[str] = (RULE, "oracle"),
+    together: bool = False,
+    **changes: Any,
+) -> Run:
+    """Writes the directory of a run that held out each domain in turn, or all of them `together`, and reads it.
+
+    Later methods are somewhat better. `probabilities`: all | predicted | none. `changes`: keys of the block `protocol`,
+    or of results.json.
+    """
+    dataset, seeds = dataset or Named(), list(seeds)
+    protocol = {"name": "leave_one_domain_out", "selection": RULE, "metric": "accuracy"}
+    protocol |= {key: changes.pop(key) for key in ("metric", "selection") if key in changes}
+    records, predictions = [], []
+    with RunDirectory(path) as directory:
+        directory.lock()
+        numbers = range(len(dataset.domain_names))
+        for held_out in [tuple(numbers)] if together else [(number,) for number in numbers]:
+            rows = np.flatnonzero(np.isin(dataset.domains, held_out))
+            held = tuple(dataset.domain_names[number] for number in held_out)
+            labels, domains = torch.as_tensor(dataset.labels[rows]), torch.as_tensor(dataset.domains[rows])
+            names = {"class_names": json.dumps(dataset.class_names)}
+            directory.write_arrays(images_file(held), test_images(dataset, rows), names)
+            models = [(i, m, s) for i, m in enumerate(methods) for s in ([0] if m == DETERMINISTIC else seeds)]
+            for i, method, seed in models:
+                drawn = np.random.default_rng([i, seed, int(rows[0])]).normal(
+                    size=(len(rows), len(dataset.class_names))
+                )
+                drawn[np.arange(len(rows)), dataset.labels[rows]] += 1.0 + 0.2 * i
+                logits = torch.tensor(2 * drawn, dtype=torch.float32)
+                tested = score(logits, labels, domains, dataset.class_names, dataset.domain_names)
+                value = metric(protocol["metric"], logits, labels, domains)
+                picks = {rule: Pick(step=10, weights="w", metrics={"test": tested}, value=value) for rule in rules}
+                fixed = method == DETERMINISTIC or None
+                record = Record(ModelKey(method, held, seed, 0), {}, "ok", selected=picks, deterministic=fixed)
+                softmax = logits.softmax(1).numpy()
+                kept = {"all": softmax, "predicted": softmax.max(1), "none": None}
+                images, values = HeldOutImages.of(dataset, rows), per_image(protocol["metric"], logits, labels)
+                own = [
+                    Prediction(
+                        *record.key[:3], rule, images, logits.argmax(1).numpy(), values,
+                        kept[probabilities if rule == protocol["selection"] else "none"],
+                    )
+                    for rule in rules
+                ]  # fmt: skip
+                directory.write_predictions(record.folder, arrays_of(own))
+                records.append(record)
+                predictions += [dataclasses.replace(prediction, probabilities=None) for prediction in own]
+        summaries = [
+            summarise(
+                records,
+                [prediction for prediction in predictions if prediction.rule == rule],
+                methods=methods,
+                rule=rule,
+                metric=protocol["metric"],
+                protocol=f"made up; step picked by {rule}",
+                references={method: methods[0] for method in methods[1:]},
+                deterministic=[DETERMINISTIC],
+            )
+            for rule in rules
+        ]
+        images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
+        np.add.at(images, (dataset.domains, dataset.labels), 1)
+        counts = dict(zip(dataset.domain_names, images.tolist(), strict=True))
+        results = {
+            "schema": 1,
+            "recipe": {
+                "name": "made_up",
+                "data": {"name": "folder", "root": "nowhere", "group": None, "on_bad_image": "error"},
+                "protocol": protocol,
+                "encoder": {"name": "timm", "model": "test_vit"},
+                "methods": [{"name": method} for method in methods],
+            },
+            "environment": {"python": "3.11.7", "data": {"images": len(dataset)}},
+            "data": {"classes": list(dataset.class_names), "images": counts},
+            "tested_on": "domains never trained on",
+            "findings": [],
+            "runs": [record.to_json() for record in records],
+            "summary": [row.to_json() for summary in summaries for row in summary.rows],
+            "comparisons": [row.to_json() for summary in summaries for row in summary.comparisons],
+            "looks": [],
+        }
+        directory.write_results(results | changes)
+    return read_run(path)
+
+
+# ------------------------------------------------------------------------------------------------------ runs in memory
+
+HELD = (("art",), ("sketch",))
+ALPHAS = (0.0, 0.1, 0.5, 1.0)  # of WiSE-FT's curve
+PARTS = ("art", "sketch", "photo", "cartoon")  # the domains of the analysis
+
+
+def run_in_memory(
+    methods: Sequence[Any] = ("erm", "xdomainmix"),
+    held: Sequence[tuple[str, ...]] = HELD,
+    seeds: Iterable[int] = (0, 1),
+    trials: int = 1,
+    alphas: Sequence[float] = (),
+    domains: Sequence[str] = PARTS,
+    selection: str = RULE,
+    metric: str = "accuracy",
+    **recipe: Any,
+) -> Run:
+    """A run with curves and, of its picked models, an analysis; values differ everywhere, and there is no summary.
+
+    `methods` are items of the recipe. One whose label begins with wise_ft has a curve over `alphas`.
+    """
+    labels = [item if isinstance(item, str) else item["label"] for item in methods]
+    keys = [(label, where, seed, i) for label in labels for where in held for seed in seeds for i in range(trials)]
+    protocol = {"name": "leave_one_domain_out", "selection": selection, "metric": metric}
+    block = {"name": "made up", "data": {"name": "folder"}, "methods": list(methods), "protocol": protocol}
+    entries = [_entry(*key, alphas, selection) for key in keys]
+    data = {"classes": list(CLASSES), "images": {}}
+    results = {
+        "recipe": block | recipe,
+        "environment": {"python": "3.11"},
+        "summary": [],
+        "data": data,
+        "runs": entries,
+    }
+    run = run_of(results, Path("nowhere"))
+    measured = [record.key for record in run.picked]
+    run.__dict__.update({"class_names": list(CLASSES), "pools": Pools({}, 0, 0), "scalars": curves_of(run)})
+    run.__dict__["analysis"] = analysis(measured, domains)
+    return run
+
+
+def selection_value(label: str, where: tuple[str, ...], seed: int, trial: int) -> float:
+    return round(0.5 + 0.01 * len(label) + 0.02 * len(where[0]) + 0.003 * seed + 0.0004 * (trial * 7 % 11), 6)
+
+
+def value_on_test(label: str, where: tuple[str, ...], seed: int, trial: int) -> float:
+    return round(0.9 - selection_value(label, where, seed, trial) / 2, 6)
+
+
+def _entry(
+    label: str, where: tuple[str, ...], seed: int, trial: int, alphas: Sequence[float], selection: str
+) -> dict[str, Any]:
+    value, test = selection_value(label, where, seed, trial), value_on_test(label, where, seed, trial)
+    scores = [
+        {"accuracy": v, "balanced_accuracy": v, "macro_f1": v, "auroc": None, "worst_domain_accuracy": None,
+         "nll": 1 - v, "ece": 0.1, "n": 50, "per_class_recall": {}, "per_domain": {}}
+        for v in (value, test)
+    ]  # fmt: skip
+    pick = {"step": 100, "weights": "x", "metrics": {RULE: scores[0], "test": scores[1]}, "value": value}
+    if label.startswith("wise_ft") and alphas:
+        curve = [{"alpha": a, RULE: value - (a - 0.3) ** 2, "test": test - (a - 0.6) ** 2} for a in alphas]
+        pick |= {"alpha": 0.3, "curve": curve}
+    hparams = {
+        "lr": 10 ** (-4 + 3 * (trial * 7 % 11) / 11),
+        "weight_decay": 0.0 if trial == 0 else 10.0 ** -(1 + trial % 7),
+        "kind": ["a", "b", None][trial % 3],
+        "same": 3,
+    }
+    key = {"method": label, "test_domains": list(where), "seed": seed, "trial": trial, "hparams": hparams}
+    return {**key, "status": "ok", "selected": {selection: pick}}
+
+
+def curves_of(run: Run, steps: Sequence[int] = range(10, 210, 10), heads: bool = False) -> dict[str, Scalars]:
+    """A loss, a part of it, one that is 0, and the selection metric of every picked model, as in `events/`.
+
+    `heads`: of heads that trained together, two chunks of 3 and 1 heads per method and held-out set.
+    """
+    curves: dict[str, Scalars] = {}
+    for i, record in enumerate(run.picked):
+        if not heads:
+            curves[sub_run(*record.key)] = {
+                "train/loss": [(step, 2.0 / step + 0.01 * i) for step in steps],
+                "train/auxiliary_loss": [(step, 1.0 / step) for step in steps],
+                "train/nothing": [(step, 0.0) for step in steps],
+                "train/lr": [(step, 0.001) for step in steps],
+                "val/accuracy": [(step, min(0.9, step / 250 + 0.001 * i)) for step in steps],
+            }
+        for chunk, (count, loss) in enumerate(((3.0, 1.0), (1.0, 2.0)) if heads else ()):
+            scalars = {"train/heads": [(step, count) for step in steps]}
+            for tag, value in (("train/loss", loss), ("val/accuracy", loss / 4)):
+                for prefix, factor in (("", 1.0), ("lowest/", 0.5), ("highest/", 1.5)):
+                    scalars[f"{prefix}{tag}"] = [(step, factor * value) for step in steps]
+            curves[sub_run(record.method, record.test_domains, 0, chunk, heads=True)] = scalars
+    return curves

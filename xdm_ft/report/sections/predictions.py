@@ -1,0 +1,299 @@
+"""What the predictions of the test images show: confusions, reliability, risk and coverage, confident mistakes."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from xdm_ft.evaluation.metrics import recalls
+from xdm_ft.evaluation.records import Held, set_name
+from xdm_ft.report.charts import MUTED, SERIES, Line, Look, curves, heat_maps
+from xdm_ft.report.finished import Run
+from xdm_ft.report.frame import ECE, Picked
+from xdm_ft.report.pooled import Pool, confidences
+from xdm_ft.report.section import Cell, Section, Table, Thumbnail, cells, metric_cell
+from xdm_ft.report.words import short
+from xdm_ft.runtime.errors import UserError, plural
+
+# ----------------------------------------------------------------------------------------------------------- confusions
+
+MAX_PAIRS = 15  # most frequent confusions in the table
+MAX_SMALL = 40  # classes of the small matrices of the other methods
+MAX_METHODS = 16  # other methods
+
+
+def confusion(run: Run) -> Section | None:
+    """A matrix per held-out set of one method, and its most frequent confusions."""
+    method = run.shown_method
+    sets = run.shown_sets(method)
+    if method is None or not sets:
+        return None
+    figures = []
+    for i, held in enumerate(sets, 1):
+        counts, where = run.pools.of[method, held].counts, f"{set_name(held)} held out"
+        recall = np.nan_to_num(recalls(counts), nan=2.0)
+        right, worst = f"{100 * np.trace(counts) / counts.sum():.1f}% right", run.class_names[int(recall.argmin())]
+        alt = f"Confusion matrix of {method}, {where}: {right}; the lowest recall is that of {worst}, "
+        figures.append(
+            heat_maps(f"confusion-{i}", f"{alt}{100 * recall.min():.1f}%.", {where: _shares(counts)}, run.class_names)
+        )
+
+    pairs = []
+    for held in (held for held in run.held_out_sets if (method, held) in run.pools.of):
+        counts = run.pools.of[method, held].counts
+        shares = _shares(counts)
+        np.fill_diagonal(shares, 0)
+        for cell in np.argsort(-shares, axis=None)[:MAX_PAIRS]:
+            i, j = divmod(int(cell), len(shares))
+            share, count = float(shares[i, j]), int(counts[i, j])
+            sized = Cell(f"{100 * share:.1f}", share), Cell(f"{count} of {counts[i].sum()}", count)
+            pairs.append((share, [*cells(run.class_names[i], run.class_names[j], set_name(held)), *sized]))
+    rows = [row for share, row in sorted(pairs, key=lambda pair: -pair[0])[:MAX_PAIRS] if share > 0]
+    header = ["true class", "predicted as", "held-out domain", "share of the class in %", "images"]
+    caption = f"The most frequent confusions of {method}, images counted once per seed."
+    chosen = ", which the selection rule chose" if method == run.chosen else ""
+    about = (
+        "Rows are the true classes, columns the predicted ones; a cell is the share of the row's images in %, so each "
+        f"row adds up to 100. Of {method}{chosen}. {run.pools.about()}{_worst_sets(run, sets)}"
+    )
+    tables = [Table(caption, header, rows, labels=3)] if rows else []
+    return Section("confusion", "Which classes are mistaken", about, figures, tables)
+
+
+def other_confusions(run: Run) -> Section | None:
+    """The matrices of the other methods, small."""
+    methods = [row.method for row in run.own_rows if row.method != run.shown_method and run.shown_sets(row.method)]
+    if not methods or len(run.class_names) > MAX_SMALL:
+        return None
+    figures = []
+    for i, method in enumerate(methods[:MAX_METHODS], 1):
+        counts = {set_name(held): run.pools.of[method, held].counts for held in run.shown_sets(method)}
+        right = [f"{where} {100 * np.trace(of) / of.sum():.1f}%" for where, of in counts.items() if of.sum()]
+        alt, shares = f"Confusion matrices of {method}; right were: {', '.join(right)}.", map(_shares, counts.values())
+        figures.append(heat_maps(f"confusion-others-{i}", alt, dict(zip(counts, shares, strict=True)), (), method))
+    more = f" {len(methods) - MAX_METHODS} more methods are not drawn." if len(methods) > MAX_METHODS else ""
+    about = (
+        "As above, in the same order of classes, one row of matrices per method: a stronger colour is more. The "
+        f"diagonal is what was right.{more}"
+    )
+    return Section("confusion-others", "Mistaken classes: the other methods", about, figures, folded=True)
+
+
+def _worst_sets(run: Run, sets: Sequence[Held]) -> str:
+    """Returns a sentence if some sets are not drawn, else nothing."""
+    count = len(run.held_out_sets)
+    return f" Of {count} held-out sets, the {len(sets)} with the worst results are drawn." if len(sets) < count else ""
+
+
+def _shares(counts: np.ndarray) -> np.ndarray:
+    """Returns each row's counts as shares, 0 for classes without images."""
+    return np.asarray(counts / np.maximum(counts.sum(1, keepdims=True), 1))
+
+
+# ---------------------------------------------------------------------------------------------------------- reliability
+
+FEWEST_IMAGES = 10  # that a bin needs for a point: fewer say nothing
+OTHERS = Look(MUTED, "", "-", width=0.7)
+
+
+def reliability(run: Run) -> Section | None:
+    """Whether a probability means what it says, per held-out domain."""
+    method = run.shown_method
+    sets = [held for held in run.shown_sets(method) if run.pools.of[method or "", held].calibrated]
+    if method is None or not sets:
+        return None
+
+    def drawn(pool: Pool) -> np.ndarray:
+        """Returns confidence, accuracy and share of the images, in %, of bins that have enough of them: [bins,3]."""
+        n, confidence, right = pool.bins.T
+        kept = n >= FEWEST_IMAGES
+        return 100 * np.stack([confidence[kept] / n[kept], right[kept] / n[kept], n[kept] / n.sum()], 1)
+
+    figures = []
+    for i, held in enumerate(sets, 1):
+        others = [pool for (name, where), pool in run.pools.of.items()
+                  if where == held and name != method and pool.calibrated and pool.read]  # fmt: skip
+        points = drawn(run.pools.of[method, held])
+        lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
+        lines.append(Line("", Look(SERIES[0]), points[:, :2].tolist()))
+        n, confidence, right = run.pools.of[method, held].bins.sum(0)
+        caption = f"Mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%."
+        figures.append(
+            curves(
+                f"reliability-{i}",
+                f"Reliability of {method}, {set_name(held)} held out",
+                caption,
+                {f"{short(set_name(held), 30)} held out": lines},
+                ("confidence in %", "right in %"),
+                diagonal=True,
+                bars=points[:, ::2].tolist(),
+                limits={"xmin": 0, "xmax": 102, "ymin": -2, "ymax": 102},
+                height=3.4,
+            )
+        )
+    models, rows = Picked(run, run.own_rule), []
+    for row in run.own_rows:
+        spreads = [*(models.on(row.method, held, ECE) for held in run.held_out_sets), models.mean(row.method, ECE)]
+        rows.append([Cell(row.method), *(metric_cell(spread.mean, "ece") for spread in spreads)])
+    caption = "Expected calibration error (ECE, 15 bins) in percentage points, the mean over seeds. Lower is better."
+    table = Table(caption, ["method", *map(set_name, run.held_out_sets), "mean"], rows, folded=True)
+    about = (
+        "Of the images on which a model is 80% sure, about 80% should be right: then points lie on the diagonal. Below "
+        f"it the model is too sure. Of {method}, as trained, without a temperature; the other methods are thin lines, "
+        f"and bars say how many of the images have that confidence. {run.pools.about()}{_worst_sets(run, sets)}"
+    )
+    return Section("reliability", "Whether confidence can be trusted", about, figures, [table])
+
+
+# ---------------------------------------------------------------------------------------------------- risk and coverage
+
+TARGETS = (0.8, 0.9, 0.95, 0.99)  # accuracies of the table
+MAX_LINES = 8  # methods that are drawn: the chosen one and the first others
+SMALLEST_SHARE = 0.005  # of the images, from which on a curve is drawn
+
+
+def risk_coverage(run: Run) -> Section | None:
+    """What share of the images can be answered at what accuracy, if the least confident ones go to a human."""
+    by_method: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # coverage and accuracy from the highest threshold on
+    for row in run.own_rows:
+        pools = [pool for held in run.held_out_sets if (pool := run.pools.of.get((row.method, held)))]
+        if pools and all(pool.calibrated and pool.read for pool in pools):
+            shares = sum(pool.levels / pool.levels[:, 0].sum() for pool in pools) / len(pools)  # [LEVELS,2]
+            answered, right = np.cumsum(np.asarray(shares)[::-1], axis=0).T
+            first = np.searchsorted(answered, 1e-12, "right")  # the first threshold that some image exceeds
+            by_method[row.method] = answered[first:], right[first:] / answered[first:]
+    if not by_method:
+        return None
+
+    rows = []
+    for name, (answered, accuracy) in by_method.items():
+        # the largest share whose answers are at least that accurate
+        shares_at = [float(answered[accuracy >= target].max(initial=0)) for target in TARGETS]
+        at = [Cell(f"{100 * share:.0f}" if share else "none", share) for share in shares_at]
+        rows.append([Cell(name), *at, Cell(f"{100 * accuracy[-1]:.1f}", float(accuracy[-1]))])
+    header = ["method", *(f"{100 * target:.0f}% right" for target in TARGETS), "accuracy if all are answered"]
+    caption = "Share of the images in % that can be answered with so many right answers."
+
+    drawn = [name for name in dict.fromkeys([run.shown_method, *by_method]) if name in by_method][:MAX_LINES]
+    lines = []
+    for name in filter(None, drawn):
+        answered, accuracy = by_method[name]
+        steps = np.searchsorted(answered, np.linspace(SMALLEST_SHARE, answered[-1], 200) - 1e-12)
+        kept = np.unique(np.minimum(steps, len(answered) - 1))
+        lines.append(Line(name, run.looks[name], [*zip(100 * answered[kept], 100 * accuracy[kept], strict=True)]))
+    figure = curves(
+        "risk-coverage",
+        "Accuracy of the answers against the share of images that are answered",
+        "At the right every image is answered: this is the accuracy over all images.",
+        {"": lines},
+        ("images that are answered in %", "right answers in %"),
+        limits={"xmin": 0, "xmax": 100},
+        width=4.6,
+        height=3.4,
+    )
+    fewer = len(drawn) < len(by_method)
+    more = f" Drawn are {len(drawn)} of {len(by_method)} methods; the table has all." if fewer else ""
+    about = (
+        "A model answers only where its confidence is above a threshold, and leaves the other images to a person: the "
+        "fewer it answers, the more of the answers are right. Every held-out domain weighs the same, and has the same "
+        f"threshold.{more}"
+    )
+    notes = ["The thresholds are read off these test images. On a new domain, set one with labelled images of it."]
+    title = "How much can be answered at what accuracy"
+    return Section("risk-coverage", title, about, [figure], [Table(caption, header, rows)], notes)
+
+
+# --------------------------------------------------------------------------------------------------- confident mistakes
+
+EACH = 6  # images per held-out set
+SIDE = 96  # pixels of the longer side, at most
+SEEDS = 5  # models per held-out set whose mistakes are looked at, at most
+
+
+class Mistake(NamedTuple):
+    """A test image and the wrong class that the models were most sure of."""
+
+    held: Held
+    name: str  # in the data
+    row: int  # of the data set, when the run was made
+    label: int
+    predicted: int
+    confidence: float  # the mean over the models that were wrong
+    wrong: int  # models that were wrong
+    models: int
+
+
+def mistakes(run: Run) -> Section | None:
+    """The most confident mistakes as small images; None if none is known.
+
+    Without `report.images` neither image nor file name stands in the page. Where the data can not be opened, the
+    section says why and shows no image.
+    """
+    method = run.shown_method if run.shows_images else None
+    found = [mistake for held in run.shown_sets(method) for mistake in _worst_mistakes(run, method or "", held)]
+    if not found:
+        return None
+    thumbnails, missing = _thumbnails(run, found)
+    about = (
+        f"Of {method}, per held-out domain: the images of which its models were wrong with the most confidence, summed "
+        "over seeds. Look for wrong labels, for images that belong to no class, and for what misled the model."
+    )
+    notes = [missing] if missing else []
+    return Section("mistakes", "The most confident mistakes", about, notes=notes, thumbnails=thumbnails)
+
+
+def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
+    records = [record for record in run.picked if record.key[:2] == (method, held)][:SEEDS]
+    sure, predicted = [], []  # confidence in a wrong class, 0 where the model was right; both [models][n]
+    for record in records:
+        prediction = run.prediction(record)
+        confidence = confidences(prediction)
+        if confidence is None:
+            return []
+        sure.append(np.where(prediction.predicted != prediction.images.labels, confidence, 0.0))
+        predicted.append(prediction.predicted)
+    images, names, total = run.images(records[0]), run.image_names(records[0]), np.sum(sure, axis=0)
+    counts, surest = np.count_nonzero(sure, axis=0), np.argmax(sure, axis=0)
+    return [
+        Mistake(
+            held, names[i], int(images.rows[i]), int(images.labels[i]), int(predicted[surest[i]][i]),
+            float(total[i] / counts[i]), int(counts[i]), len(records),
+        )
+        for i in np.argsort(-total, kind="stable")[:EACH] if total[i] > 0
+    ]  # fmt: skip
+
+
+def _thumbnails(run: Run, found: Sequence[Mistake]) -> tuple[list[Thumbnail], str]:
+    """Returns the images that can be read, and a sentence on the others; empty if there is none."""
+    from PIL import Image
+
+    from xdm_ft.data import load_dataset, rows_by_name
+    from xdm_ft.images.decode import UnreadableImage
+
+    try:
+        dataset = load_dataset(run.results["recipe"]["data"])
+    except UserError as error:
+        return [], f"No image can be shown, because the data can not be read now: {error}"
+    rows = rows_by_name(dataset, {mistake.name: mistake.row for mistake in found})
+    thumbnails = []
+    for mistake in (mistake for mistake in found if mistake.name in rows):
+        try:
+            image = dataset.image(rows[mistake.name])
+        except UnreadableImage:
+            continue  # counted below
+        image.thumbnail((SIDE, SIDE))
+        bare = Image.new("RGB", image.size)  # without comments and other metadata, which Pillow would write too
+        bare.paste(image)
+        out = io.BytesIO()
+        bare.save(out, "JPEG", quality=80, optimize=True)
+        label, where = run.class_names[mistake.label], set_name(mistake.held)
+        sure = f"{run.class_names[mistake.predicted]}, {100 * mistake.confidence:.0f}% sure"
+        if mistake.wrong < mistake.models:
+            sure += f" ({mistake.wrong} of {mistake.models} models)"
+        lines = where, f"label: {label}", f"predicted: {sure}", mistake.name
+        thumbnails.append(Thumbnail(out.getvalue(), f"{where}: {label}, taken for {sure}", lines))
+    left = len(found) - len(thumbnails)
+    return thumbnails, f"{plural(left, 'image')} can not be read now." if left else ""
