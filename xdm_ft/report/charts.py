@@ -29,7 +29,7 @@ on dark. Use markers or line styles as well, so that colour is never the only di
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 WIDTH = 3.6  # inches: on a phone of 390 px such a figure is not scaled down, and two stand side by side on a desk
-MAX_POINTS, MAX_THIN_POINTS, MAX_SCATTERED = 120, 60, 400  # of a line, of a thin line, of a scatter plot
+MAX_POINTS, MAX_THIN_POINTS = 120, 60  # of a line, of a thin line
 MAX_THIN_LINES = 6  # per line of a method
 MAX_MARKERS = 9  # of a line
 MAX_DECADES = 5  # labels of a logarithmic axis, about
