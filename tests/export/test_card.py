@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from markdown_it import MarkdownIt
-from test_promise import DOMAINS, METHOD, RULE, made_run
+from promised import DOMAINS, METHOD, RULE, made_run
 
 import xdm_ft
 from xdm_ft.export.card import card, escaped, metadata

@@ -110,16 +110,24 @@ def use(model: Path) -> None:
     cached_features(loaded, model / "no cache")
 
 
-def test_an_intact_document_reads(model: Path) -> None:
-    write(model, document_of(model))
-    use(model)
-    loaded = xdm_ft.load(model, device="cpu")
-    assert loaded.config.expected == expected() and loaded.config.encoder.identity["kwargs"] == {}
-    assert loaded.config.method["hparams"] == {"lr": 0.1} and loaded.config.results["how"] == "of three runs"
-
-
-def test_what_an_earlier_version_left_out_is_not_needed(model: Path) -> None:
+def test_an_intact_document_and_those_of_earlier_versions_read(model: Path) -> None:
     document = document_of(model)
+    write(model, document)
+    use(model)
+    config, _ = read_config(model)
+    assert config.expected == expected() and config.encoder.identity["kwargs"] == {}
+    assert config.method["hparams"] == {"lr": 0.1} and config.results["how"] == "of three runs"
+    # a spread without a scale is on the plain one
+    earlier = copy.deepcopy(document)
+    earlier["expected"] |= {"spread": 0.1}
+    for key in ("scale", "center", "one_more_domain"):
+        del earlier["expected"][key]
+    write(model, earlier)
+    use(model)
+    site = read_config(model)[0].expected.at_new_site
+    assert site == NewSite(0.8, 0.1, 2, "plain")
+    assert site.between("accuracy") == pytest.approx((0.8 - 4.302653 * 0.1, 1.0))  # t with 2 degrees of freedom
+    assert site.between("accuracy", 0.8) == pytest.approx((0.8 - 1.885618 * 0.1, 0.8 + 1.885618 * 0.1))
     for key in ("members", "wise_ft", "renamed", "expected", "fitted_temperature", "prompts", "reference_xxh3"):
         del document[key]
     for key in ("trial", "steps", "hparams"):
@@ -129,85 +137,42 @@ def test_what_an_earlier_version_left_out_is_not_needed(model: Path) -> None:
     use(model)
 
 
-def test_a_spread_without_a_scale_is_on_the_plain_one(model: Path) -> None:
-    """As in directories of earlier versions."""
-    document = document_of(model)
-    document["expected"] |= {"spread": 0.1}
-    for key in ("scale", "center", "one_more_domain"):
-        del document["expected"][key]
-    write(model, document)
-    use(model)
-    site = read_config(model)[0].expected.at_new_site
-    assert site == NewSite(0.8, 0.1, 2, "plain")
-    assert site.between("accuracy") == pytest.approx((0.8 - 4.302653 * 0.1, 1.0))  # t with 2 degrees of freedom
-    assert site.between("accuracy", 0.8) == pytest.approx((0.8 - 1.885618 * 0.1, 0.8 + 1.885618 * 0.1))
+WRONG = [
+    ("temperature", 0.0), ("temperature", -1.0), ("wise_ft", 2), ("protocol", {}), ("method", {}), ("head.name", "mlp"),
+    ("head.settings", {"hidden": 5}), ("results.images", {"a": "many"}), ("renamed", {SURROGATE: "cat"}),
+    ("class_names", ["cat"] * 4), ("class_names", [SURROGATE, "b", "c", "d"]), ("class_names", []),
+    ("encoder.width", 0), ("encoder.width", 9), ("encoder.width", 10**30), ("encoder.seed", 2**70),
+    ("encoder.settings", {}), (f"encoder.settings.kwargs.{SURROGATE}", 1),
+    ("encoder.identity", {"component": "timm", "model": "test_vit"}), ("encoder.identity.versions", 3),
+    ("encoder.identity.versions", {"torch": 2}), ("encoder.identity.model", None),
+    ("preprocessing.size", 0), ("preprocessing.size", 10**6), ("preprocessing.std", [0, 0, 0]),
+    ("preprocessing.crop", 1e-9), ("preprocessing.mean", [float("nan")] * 3), ("preprocessing.mean", [0.5, 1e308, 0.5]),
+    ("method.train_domains", 3), ("method.label", ["erm"]),
+    ("expected.freedom", 0), ("expected.freedom", HUGE), ("expected.freedom", None), ("expected.mean", 1.2),
+    ("expected.spread", -0.1), ("expected.spread", float("nan")), ("expected.spread", 1e300), ("expected.spread", HUGE),
+    ("expected.scale", "plain"),  # no accuracy has a center of 1.5
+    ("expected.scale", "log"), ("expected.center", None), ("expected.center", float("inf")),
+    ("expected.metric", "nll"), ("expected.metric", "luck"), ("expected.others", {"luck": 1}),
+    ("expected.calibrated", {"nll": 1}), ("expected.held_out", []), ("expected.one_more_domain", HUGE),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("temperature",), 0.0),
-        (("temperature",), -1.0),
-        (("class_names",), ["cat"] * 4),
-        (("encoder", "width"), 0),
-        (("encoder", "width"), 10**30),
-        (("encoder", "seed"), 2**70),
-        (("head", "settings"), {"hidden": 5}),
-        (("preprocessing", "size"), 0),
-        (("preprocessing", "std"), [0, 0, 0]),
-        (("preprocessing", "crop"), 1e-9),
-        (("encoder", "identity"), {"component": "timm", "model": "test_vit"}),
-        (("encoder", "identity", "versions"), 3),
-        (("encoder", "identity", "versions"), {"torch": 2}),
-        (("encoder", "identity", "model"), None),
-        (("method",), {}),
-        (("method", "train_domains"), 3),
-        (("method", "label"), ["erm"]),
-        (("class_names",), [SURROGATE, "b", "c", "d"]),
-        (("class_names",), []),
-        (("renamed",), {SURROGATE: "cat"}),
-        (("encoder", "settings"), {}),
-        (("encoder", "settings", "kwargs", SURROGATE), 1),
-        (("encoder", "width"), 9),
-        (("head", "name"), "mlp"),
-        (("preprocessing", "size"), 10**6),
-        (("preprocessing", "mean"), [float("nan")] * 3),
-        (("preprocessing", "mean"), [0.5, 1e308, 0.5]),
-        (("results", "images"), {"a": "many"}),
-        (("protocol",), {}),
-        (("expected", "freedom"), 0),
-        (("expected", "freedom"), HUGE),
-        (("expected", "freedom"), None),
-        (("expected", "spread"), -0.1),
-        (("expected", "spread"), float("nan")),
-        (("expected", "spread"), 1e300),
-        (("expected", "spread"), HUGE),
-        (("expected", "scale"), "plain"),  # no accuracy has a center of 1.5
-        (("expected", "scale"), "log"),
-        (("expected", "center"), None),
-        (("expected", "center"), float("inf")),
-        (("expected", "metric"), "nll"),
-        (("expected", "one_more_domain"), HUGE),
-        (("expected", "mean"), 1.2),
-        (("expected", "metric"), "luck"),
-        (("expected", "others"), {"luck": 1}),
-        (("expected", "calibrated"), {"nll": 1}),
-        (("expected", "held_out"), []),
-        (("wise_ft",), 2),
-    ],
-)
-def test_a_wrong_value_is_one_line_and_status_2(
-    model: Path, place: tuple[str, ...], value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(model, changed(document_of(model), place, value))
+@pytest.mark.parametrize(("key", "value"), WRONG)
+def test_a_wrong_value_is_one_line(model: Path, key: str, value: object) -> None:
+    write(model, changed(document_of(model), tuple(key.split(".")), value))
+    with pytest.raises(UserError) as caught:
+        use(model)
+    assert len(str(caught.value).splitlines()) == 1 and "/model" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["predict", "evaluate"])
+def test_a_wrong_config_is_status_2(model: Path, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(model, document_of(model) | {"temperature": 0.0})
     [image] = photographs(tmp_path, 1)
-    for arguments in (
-        ["predict", str(model), image, "--out", str(tmp_path / "out.csv")],
-        ["evaluate", str(model), "."],
-    ):
-        assert main(arguments) == 2
-        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
-        assert "/model" in line
+    out = ["--out", str(tmp_path / "out.csv")] if verb == "predict" else []
+    assert main([verb, str(model), image, *out]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
+    assert "/model/config.json: can not be read as a model's config (temperature" in line
     assert not (tmp_path / "out.csv").exists()
 
 

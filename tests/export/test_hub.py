@@ -72,19 +72,17 @@ def test_the_files_of_a_model_are_uploaded(model, api):
     assert "model.onnx" in what["delete_patterns"], "that of an earlier model"
 
 
-@pytest.mark.parametrize("name", ["scan_017.png", "notes.txt", ".DS_Store", "events"])
-def test_any_other_file_is_refused_by_name(model, api, name):
-    (model / name).mkdir() if name == "events" else (model / name).write_text("x")
-    with pytest.raises(UserError, match=rf"model: {name}: no file of a model, and so not uploaded"):
-        push(model, "org/name", private=True)
-    assert not api.calls
-
-
-def test_a_link_is_refused(model, api, tmp_path):
+@pytest.mark.parametrize("name", ["scan_017.png", "notes.txt", ".DS_Store", "events", "README.md"])
+def test_any_other_file_and_any_link_is_refused_by_name(model, api, tmp_path, name):
     (tmp_path / "secret").write_text("x")
-    (model / "README.md").unlink()
-    (model / "README.md").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"README\.md: no file of a model"):
+    if name == "events":
+        (model / name).mkdir()
+    elif name == "README.md":
+        (model / name).unlink()
+        (model / name).symlink_to(tmp_path / "secret")
+    else:
+        (model / name).write_text("x")
+    with pytest.raises(UserError, match=rf"model: {name}: no file of a model, and so not uploaded"):
         push(model, "org/name", private=True)
     assert not api.calls
 
@@ -116,26 +114,20 @@ def test_leaks_are_refused_with_their_place(model, api):
     assert not api.calls
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["/home/ann/x", "in '/data/a'", "~/runs", r"C:\Users\ann", r"\\server\share\x", "root=/mnt/a", "patient_3.JPEG",
-     "file:/srv/a", "a*.png", "(/opt/models/x)", "*.jpg"],
+LEAKS = (
+    "/home/ann/x", "in '/data/a'", "~/runs", r"C:\Users\ann", r"\\server\share\x", "root=/mnt/a", "patient_3.JPEG",
+    "file:/srv/a", "a*.png", "(/opt/models/x)", "*.jpg", "/tmp",
 )  # fmt: skip
-def test_paths_and_image_names_are_leaks(text):
-    assert list(leaks_of(text))
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["https://huggingface.co/org/name", "accuracy and/or nll", "a photo of a {}", "1 / 2", "<b>x</b>", "ViT-B/16",
-     "hf-hub:org/name", "model.safetensors", "v1.2.3", "class n/a", "jpg", "/nowhere_1", "http://a.b/c", "±/−", "C: x"],
+NO_LEAKS = (
+    "https://huggingface.co/org/name", "accuracy and/or nll", "a photo of a {}", "1 / 2", "<b>x</b>", "ViT-B/16",
+    "hf-hub:org/name", "model.safetensors", "v1.2.3", "class n/a", "jpg", "/nowhere_1", "http://a.b/c", "±/−", "C: x",
 )  # fmt: skip
-def test_other_texts_are_none(text):
-    assert not list(leaks_of(text))
 
 
-def test_a_path_of_one_component_is_a_leak_where_it_exists():
-    assert list(leaks_of("/tmp")) == ["/tmp"]
+@pytest.mark.parametrize("text", [*LEAKS, *NO_LEAKS])
+def test_paths_and_image_names_are_leaks_and_other_texts_are_none(text):
+    """A path of one component is one where it exists: /tmp."""
+    assert bool(list(leaks_of(text))) == (text in LEAKS)
 
 
 @pytest.mark.needs("onnx", "onnxscript")

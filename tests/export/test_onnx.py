@@ -1,24 +1,28 @@
-"""model.onnx computes what torch computes, describes itself, and says nothing of the machine that wrote it."""
+"""Other programs read a model: model.onnx, and timm, open_clip and ONNX Runtime by the code of docs/deploying.md."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import small_models
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from small_models import Tiny, parts, photographs
 
+import xdm_ft
 from xdm_ft.export import onnx as own
+from xdm_ft.export.directory import write_directory
 from xdm_ft.export.hub import leaks_in
 from xdm_ft.export.onnx import write_onnx
+from xdm_ft.export.parts import Classifier
 from xdm_ft.export.predictor import Model
 from xdm_ft.runtime.errors import UserError
-
-pytestmark = pytest.mark.needs(*own.PACKAGES)
 
 
 def session(path: Path):
@@ -47,6 +51,7 @@ def written(tmp_path_factory):
     return model, write_onnx(model, folder, opened(paths), include_preprocessing=True), paths
 
 
+@pytest.mark.needs(*own.PACKAGES)
 def test_the_file_computes_what_the_model_computes(written):
     """Here from image files, so with the whole preprocessing; the temperature is inside."""
     model, file, paths = written
@@ -61,6 +66,7 @@ def test_the_file_computes_what_the_model_computes(written):
     np.testing.assert_allclose(exponentials / exponentials.sum(1, keepdims=True), expected, atol=1e-6)
 
 
+@pytest.mark.needs(*own.PACKAGES)
 def test_the_file_describes_itself(written):
     model, file, _ = written
     found = session(file.path)
@@ -76,6 +82,7 @@ def test_the_file_describes_itself(written):
     ]
 
 
+@pytest.mark.needs(*own.PACKAGES)
 def test_the_file_says_nothing_of_this_machine(written):
     """torch's exporter writes stack traces into it; here they are gone."""
     _, file, _ = written
@@ -86,6 +93,7 @@ def test_the_file_says_nothing_of_this_machine(written):
     assert not leaks_in(file.path)
 
 
+@pytest.mark.needs(*own.PACKAGES)
 def test_a_file_that_differs_is_refused_and_not_kept(written, tmp_path, monkeypatch):
     """The file of another model stands for a fault of the exporter."""
     _, file, _ = written
@@ -96,6 +104,7 @@ def test_a_file_that_differs_is_refused_and_not_kept(written, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
 def test_a_model_over_2_gb_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(own, "MAX_BYTES", 1000)
@@ -104,6 +113,7 @@ def test_a_model_over_2_gb_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.needs(*own.PACKAGES)
 def test_an_encoder_that_does_not_export_is_reported_in_one_line(tmp_path):
     class Branching(Tiny):
         def forward(self, images):
@@ -134,6 +144,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
 def test_a_head_of_training_features_exports(tmp_path):
     given = tiny(head="neighbours")
@@ -146,6 +157,7 @@ def test_a_head_of_training_features_exports(tmp_path):
     assert file.difference < 1e-5
 
 
+@pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
 @pytest.mark.parametrize(("head", "changes"), HEADS)
 def test_every_head_exports(tmp_path, head, changes):
@@ -156,6 +168,7 @@ def test_every_head_exports(tmp_path, head, changes):
 NETWORKS = ["test_vit", "test_resnet", "resnet18", "mobilenetv2_100", "densenet121", "efficientnet_b0", "convnext_atto"]
 
 
+@pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS)
 def test_encoders_of_timm_export(tmp_path, network):
@@ -167,6 +180,7 @@ def test_encoders_of_timm_export(tmp_path, network):
     np.testing.assert_allclose(found, Model(model, "cpu").predict_proba(photographs(tmp_path, 5)), atol=1e-5)
 
 
+@pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
 def test_pooled_tokens_export(tmp_path):
     """Those of timm and of open_clip; both poolings of tokens are in cls_mean."""
@@ -182,6 +196,7 @@ def test_pooled_tokens_export(tmp_path):
         assert file.difference < 1e-5
 
 
+@pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
 def test_clip_exports_without_its_text_side(tmp_path):
     encoder, settings = small_models.demo_clip()
@@ -190,3 +205,126 @@ def test_clip_exports_without_its_text_side(tmp_path):
     assert file.difference < 1e-5
     visual = sum(tensor.nbytes for tensor in encoder.model.visual.state_dict().values())
     assert visual < file.bytes < 1.2 * visual + 50_000
+
+
+# the snippets of docs/deploying.md
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
+
+
+def snippet(heading: str) -> str:
+    """The Python code below a heading of the page."""
+    text = PAGE.read_text(encoding="utf-8").partition(f"\n### {heading}\n")[2].partition("\n#")[0]
+    [code] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return code
+
+
+def run_snippet(heading: str, **names: object) -> dict[str, object]:
+    space: dict[str, object] = dict(names)
+    exec(compile(snippet(heading), f"{PAGE.name}: {heading}", "exec"), space)
+    return space
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """The folder of the snippets, with their two images."""
+    monkeypatch.chdir(tmp_path)
+    for path, name in zip(photographs(tmp_path, 2), ("a.png", "b.png"), strict=True):
+        Path(path).rename(name)
+    return ["a.png", "b.png"]
+
+
+def pixels_of(model, images):
+    return torch.stack([model.transform(Image.open(path)) for path in images])
+
+
+def saved_by_timm(network: str, changes: dict[str, object], temperature: float = 1.0):
+    """A model directory whose encoder is not that of its seed, so that a file must be read."""
+    encoder, settings = small_models.timm(network)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.02)
+    write_directory(parts(encoder, settings, temperature=temperature, **changes), Path("timm_model"), with_encoder=True)
+    return xdm_ft.load("timm_model", device="cpu")
+
+
+@pytest.mark.parametrize("network", ["test_vit", pytest.param("mobilenetv2_100", marks=pytest.mark.slow)])
+def test_timm_loads_the_encoder_and_the_classifier(images, network):
+    import timm
+
+    model = saved_by_timm(network, {"head": "linear"}, temperature=2.0)
+    made = run_snippet("timm")
+    pixels = pixels_of(model, images).to(memory_format=torch.channels_last)  # as `Model` computes
+    overlay = {"file": "timm_model/encoder.safetensors"}
+    again = timm.create_model(
+        made["name"], pretrained=True, num_classes=0, pretrained_cfg_overlay=overlay, **made["kwargs"]
+    ).eval()
+    with torch.no_grad():
+        for encoder in (made["network"], again):
+            features = encoder.to(memory_format=torch.channels_last)(pixels)
+            assert features.numpy().tobytes() == model.encode(images).tobytes()
+        logits = made["classifier"](pixels)
+        torch.testing.assert_close(logits / 2, model.module(pixels), rtol=1e-5, atol=1e-5)
+    assert logits.std() > 1e-3, "they depend on class or image"
+
+
+def test_open_clip_loads_a_fine_tuned_clip_and_takes_the_head_as_class_embeddings(images):
+    encoder, settings = small_models.demo_clip()
+    with torch.no_grad():
+        encoder.model.visual.proj.mul_(1.5)
+    tuned = parts(encoder, settings, "cosine", name="open_clip", normalize=True, temperature=0.5, trained=True)
+    write_directory(tuned, Path("clip_model"), with_encoder=True)
+    model = xdm_ft.load("clip_model", device="cpu")
+    clip = run_snippet("open_clip")["clip"]
+    with torch.no_grad():
+        features = clip.encode_image(pixels_of(model, images))
+    np.testing.assert_allclose(F.normalize(features, dim=-1).numpy(), model.encode(images), atol=1e-6)
+    made = run_snippet("The head as class embeddings", clip=clip)
+    np.testing.assert_allclose(made["clip_probabilities"].numpy(), model.predict_proba(images), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.needs(*own.PACKAGES)
+def test_onnx_runtime_predicts_from_image_files(images):
+    torch.manual_seed(0)
+    Path("onnx_model").mkdir()
+    model = parts(*small_models.timm("test_vit"), temperature=0.1)
+    write_onnx(model, Path("onnx_model"), [], include_preprocessing=True)
+    found = run_snippet("ONNX Runtime")["onnx_probabilities"]
+    # the temperature makes rounding of the logits ten times as large
+    np.testing.assert_allclose(found, Model(model, "cpu").predict_proba(images), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("head", "changes"),
+    [
+        ("cosine", {}),
+        ("cosine", {"normalize": True, "temperature": 2.0}),
+        ("linear", {"normalize": True, "temperature": 0.5}),
+        ("linear", {"normalize": True, "members": 3}),
+        ("cosine", {"members": 3, "temperature": 3.0}),
+    ],
+)
+def test_class_embeddings_give_the_logits(head, changes):
+    classifier = Classifier(parts(Tiny(), {"model": "tiny"}, head, **changes))
+    z = torch.randn(5, 8)
+    embeddings, scale, bias = Model.class_embeddings(SimpleNamespace(module=classifier))
+    logits = scale * F.normalize(z, dim=-1) @ embeddings.T + bias
+    torch.testing.assert_close(logits, classifier.logits(classifier.as_read(z)))
+    assert embeddings.dtype == bias.dtype == torch.float32 and not embeddings.requires_grad
+    assert embeddings.norm(dim=1).mean().item() == pytest.approx(1)
+    assert (head == "linear") == bool(bias.any())
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"), [("mlp", "the head is mlp, which has none"), ("linear", "features that are not L2-normalised")]
+)
+def test_other_heads_have_no_class_embeddings(head, reason):
+    with pytest.raises(UserError, match=f"^class embeddings: .*{reason}.*; train with "):
+        Model(parts(Tiny(), {"model": "tiny"}, head)).class_embeddings()
+
+
+def test_every_snippet_of_the_page_is_run_here():
+    code = re.findall(r"^```python$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    run = re.findall(r"run_snippet\(\"", Path(__file__).read_text(encoding="utf-8"))
+    assert len(code) == len(run) >= 4

@@ -1,6 +1,7 @@
-"""`xdm-ft predict`, in processes of its own: rows, formats, groups, faults; and what a kill leaves."""
+"""`xdm-ft predict`: streams, rows, formats, groups and faults; what a kill leaves, and two commands at once."""
 
 import csv
+import errno
 import json
 import os
 import re
@@ -9,340 +10,196 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import miniature
 import numpy as np
 import psutil
 import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
-from warm_processes import begin, xdm_ft
+from small_runs import recipe
+from warm_processes import begin, server, xdm_ft
 
 import xdm_ft as library
+import xdm_ft.images.decode as decode_module
+from xdm_ft.cli.parser import main
+from xdm_ft.experiment import run
+from xdm_ft.export import predict as unfinished
 from xdm_ft.export import predictor as inference
-from xdm_ft.export.predict import Columns, Predictions
-from xdm_ft.export.predictor import Batch
-from xdm_ft.export.sources import Item
+from xdm_ft.export.parts import probabilities
+from xdm_ft.export.predict import Columns, Predictions, Unfinished, open_unfinished
+from xdm_ft.export.predictor import NOT_FINITE, Batch, cached_features, stream
+from xdm_ft.export.sources import Item, Sources
+from xdm_ft.images.decode import decode
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import end_with_parent
+from xdm_ft.storage.atomic import disk_errors
+from xdm_ft.storage.lines import checked_line
+from xdm_ft.training.end_to_end import inputs
 
-MANY = 60  # times the images
-ROOT = Path(__file__).resolve().parents[2]
+WHY = "not an image in a format that Pillow reads"
+
+
+@pytest.fixture(scope="module")
+def model(small_model):
+    return library.load(small_model.model)
 
 
 @pytest.fixture
-def images(small_model, tmp_path):
+def images(small_model, tmp_path, monkeypatch):
     """Copies of images of two domains, in a folder `new`, with other bytes than those in the cache."""
-    found = sorted(small_model.data.rglob("*/photo/*/*"))[:6] + sorted(small_model.data.rglob("*/cartoon/*/*"))[:5]
-    assert len(found) == 11
-    for number, path in enumerate(found):
-        target = tmp_path / "new" / path.parts[-3] / f"patient_{number % 3}-{number:02}.png"
+    monkeypatch.chdir(tmp_path)
+    originals = sorted(small_model.data.rglob("*/photo/*/*"))[:6] + sorted(small_model.data.rglob("*/cartoon/*/*"))[:5]
+    assert len(originals) == 11
+    for number, path in enumerate(originals):
+        target = Path("new", path.parts[-3], f"patient_{number % 3}-{number:02}.png")
         target.parent.mkdir(parents=True, exist_ok=True)
         Image.open(path).rotate(90).save(target)
-    return sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "new").rglob("*.png"))
+    return sorted(map(str, Path("new").rglob("*.png")))
 
 
-def predict(small_model, tmp_path, *arguments, status=0):
-    done = xdm_ft("predict", small_model.model, *arguments, "--quiet", cwd=tmp_path)
-    assert done.returncode == status, done.stderr
-    return done
+@pytest.fixture
+def predict(small_model, capsys):
+    """`predict(*arguments, status=0)`: what the command prints, in this process."""
 
+    def predict(*arguments, status=0, model=small_model.model):
+        assert main(["predict", *map(str, [model, *arguments]), "--quiet"]) == status
+        return capsys.readouterr()
 
-def read_the_list():
-    listed = os.open("list.txt", os.O_RDONLY)
-    os.dup2(listed, 0)
-    sys.stdin = os.fdopen(0)  # multiprocessing has replaced it
-
-
-def decode_slowly():
-    decode = inference.decode
-    inference.decode = lambda *given: (time.sleep(0.01), decode(*given))[1]
-
-
-def decode_slowly_in_workers():
-    decode_slowly()
-    inference.decoding_workers = lambda device, most: 2
+    return predict
 
 
 def rows(text):
     return list(csv.DictReader(text.splitlines()))
 
 
-@pytest.fixture
-def expected(small_model, images, tmp_path):
-    """(class names, probabilities [n,C]) by `Model.predict_proba`."""
-    model = library.load(small_model.model)
-    return model.class_names, model.predict_proba([tmp_path / path for path in images])
+# streams of images
 
 
-@pytest.mark.slow
-def test_labels_and_probabilities_are_the_models(small_model, images, expected, tmp_path):
-    names, p = expected
-    found = rows(predict(small_model, tmp_path, "new").stdout)
-    assert [row["path"] for row in found] == images and list(found[0]) == [
-        "path", "label", "probability", "error"
-    ]  # fmt: skip
-    assert [row["label"] for row in found] == [names[i] for i in p.argmax(1)]
-    np.testing.assert_allclose([float(row["probability"]) for row in found], p.max(1), rtol=1e-5)
-    of_run = xdm_ft(
-        "predict", small_model.run, "new", "--method", "erm", "--held-out", "sketch", "--seed", "0", cwd=tmp_path
-    )
-    assert rows(of_run.stdout) == found and "without sketch (held out)" in of_run.stderr
-    (tmp_path / "list.txt").write_text("\n".join(images))
-    listed = xdm_ft("predict", small_model.model, "-", cwd=tmp_path, first=read_the_list)
-    assert rows(listed.stdout) == found, listed.stderr
+def joined(batches):
+    """(logits, features, number of images that were computed) of all batches."""
+    batches = list(batches)
+    logits, z = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("logits", "encoded"))
+    return logits, z, sum(batch.computed for batch in batches)
 
 
-@pytest.mark.slow
-def test_all_columns_in_all_formats(small_model, images, expected, tmp_path):
-    names, p = expected
-    options = ["new", "--probabilities", "--entropy", "--top-k", "2", "--abstain-below", "0.3"]
-    for format_ in ("csv", "jsonl", "parquet"):
-        done = predict(small_model, tmp_path, *options, "--out", f"out.{format_}")
-        assert done.stdout == f"wrote out.{format_}: predictions of 11 images\n" and not done.stderr
-    of_csv = rows((tmp_path / "out.csv").read_text())
-    of_json = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    of_parquet = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    assert list(of_csv[0]) == list(of_json[0]) == list(of_parquet[0])
-    assert list(of_csv[0])[-len(names) - 1 :] == [*(f"p:{name}" for name in names), "error"]
-    for one, two, three in zip(of_csv, of_json, of_parquet, strict=True):
-        assert one == {
-            key: "" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for key, v in two.items()
-        }
-        assert two == {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in three.items()}
-    found = np.array([[row[f"p:{name}"] for name in names] for row in of_json], np.float32)
-    np.testing.assert_allclose(found, p, rtol=1e-5)
-    order = np.argsort(-found, axis=1)
-    assert [row["label_1"] for row in of_json] == [names[i] for i in order[:, 0]]
-    assert [row["label_2"] for row in of_json] == [names[i] for i in order[:, 1]]
-    np.testing.assert_allclose([row["entropy"] for row in of_json], -(p * np.log(p)).sum(1), rtol=1e-4)
-    abstained = [row["abstained"] for row in of_json]
-    assert abstained == [row["probability"] < 0.3 for row in of_json]
-    assert [row["label"] is None for row in of_json] == abstained
-    assert not list(tmp_path.glob("*unfinished*")) + list(tmp_path.glob(".out*"))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_the_model_and_starts_again_with_the_same_bits(small_model, model, images, workers):
+    items = list(Sources(["new"]))
+    logits, z, computed = joined(stream(model, items, batch_size=4, cache=small_model.cache, workers=workers))
+    assert [item.path for item in items] == images and computed == 11
+    np.testing.assert_allclose(probabilities(logits).numpy(), model.predict_proba(images), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(model.module.as_read(z).numpy(), model.encode(images), rtol=1e-4, atol=1e-6)
+    assert torch.equal(logits[8:], joined(stream(model, items[8:], batch_size=4))[0])
 
 
-def test_groups_have_the_mean_of_their_images(small_model, images, expected, tmp_path):
-    names, p = expected
-    found = rows(predict(small_model, tmp_path, "new", "--group-by", r"patient_(\d)", "--probabilities").stdout)
-    groups = [re.search(r"patient_(\d)", path)[1] for path in images]
-    assert [row["group"] for row in found] == list(dict.fromkeys(groups))
-    for row in found:
-        own = p[[group == row["group"] for group in groups]]
-        np.testing.assert_allclose([float(row[f"p:{name}"]) for name in names], own.mean(0), rtol=1e-5)
-        assert row["label"] == names[own.mean(0).argmax()] and int(row["images"]) == len(own)
-    (tmp_path / "t.csv").write_text("\n".join(["path,slide", *(f"{path},{path[-5]}" for path in images)]))
-    predict(small_model, tmp_path, "t.csv", "--group-by", "slide", "--out", "groups.jsonl")
-    of_slides = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
-    assert sum(row["images"] for row in of_slides) == 11 and of_slides[0]["group"] == images[0][-5]
+def test_cached_features_are_used_and_are_the_same_bits(small_model, model, images, tmp_path):
+    def state():
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in small_model.cache.rglob("*")}
+
+    before, sources = state(), Sources([str(small_model.data)])
+    for loaded in (model, library.load(small_model.run, held_out="sketch")):
+        logits, z, computed = joined(stream(loaded, sources, batch_size=8, cache=small_model.cache))
+        again = joined(stream(loaded, sources, batch_size=8, cache=tmp_path / "missing"))
+        assert len(logits) > 20 and (computed, again[2]) == (0, sources.count())
+        assert torch.equal(z, again[1]) and torch.equal(logits, again[0])
+    known = [item.path for item in sources]
+    mixed = [Item(path, path) for pair in zip(known, images, strict=False) for path in pair]
+    logits, _, computed = joined(stream(model, mixed, batch_size=8, cache=small_model.cache))
+    assert computed == 11 and torch.equal(logits, joined(stream(model, mixed, batch_size=8))[0])
+    assert len(cached_features(model, small_model.cache)) == len({Path(path).read_bytes() for path in known})
+    assert state() == before and not (tmp_path / "missing").exists(), "nothing is written"
 
 
-def test_every_image_has_a_row_and_other_files_are_counted(small_model, images, tmp_path):
-    broken = "new/<img src=x onerror=alert(1)>.png"
-    (tmp_path / broken).write_text("<html></html>")
-    odd = tmp_path / "new" / 'a\n"b", c\r\x1b[31m.png'
-    shutil.copy(tmp_path / images[0], odd)
-    shutil.copy(tmp_path / images[0], os.fsencode(tmp_path / "new") + b"/\xff.png")
-    (tmp_path / "new" / "z.png").mkdir()
-    for name in ("1.dcm", "2.DCM", "notes.txt", "1.2.840.5", "README", ".hidden"):
-        (tmp_path / "new" / name).touch()
-    done = predict(small_model, tmp_path, "new", "gone.png", "--out", "out.csv", "--probabilities", status=2)
-    assert "gone.png: does not exist" in done.stderr, "a path is checked at once"
-    (tmp_path / "list.csv").write_text(f"path\n{images[0]}\ngone.png\n")
-    given = ["new", "list.csv", "--probabilities", "--abstain-below", "0.1", "--entropy"]
-    done = predict(small_model, tmp_path, *given, "--out", "out.csv")
-    of_images, of_files = done.stderr.splitlines()
-    assert of_images.startswith("2 images can not be read: new/<img src=x on")
-    assert of_files == "5 other files: 2 .dcm, 2 without an extension, 1 .txt"
-    with open(tmp_path / "out.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        found = list(csv.DictReader(file))
-    paths = [row["path"] for row in found]
-    in_folder = sorted([*images, broken, str(odd.relative_to(tmp_path)), "new/\udcff.png"])
-    assert paths == [*in_folder, images[0], "gone.png"]
-    reasons = {row["path"]: row["error"] for row in found if row["error"]}
-    assert reasons == {
-        broken: "not an image in a format that Pillow reads", "gone.png": "No such file or directory"
-    }  # fmt: skip
-    for row in found:
-        cells = [cell for column, cell in row.items() if column not in ("path", "error")]
-        assert not any(cells) if row["error"] else all(cells)
-    predict(small_model, tmp_path, *given, "--out", "out.parquet")
-    of_parquet = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    assert "new/\\xff.png" in [row["path"] for row in of_parquet]
-    lines = predict(small_model, tmp_path, *given, "--format", "jsonl").stdout.splitlines()
-    of_json = [json.loads(line) for line in lines]
-    assert [row["path"] for row in of_json] == paths
-    for rows in (of_json, of_parquet):
-        assert [row["error"] for row in rows] == [row["error"] or None for row in found]
-        assert [list(row.values())[1:-1].count(None) for row in rows] == [
-            12 - 1 if row["error"] else 0 for row in found
-        ]
+def test_damaged_shards_and_those_of_another_encoder_are_not_used(small_model, model, tmp_path):
+    shutil.copytree(small_model.cache, tmp_path / "cache")
+    shards, sources = sorted((tmp_path / "cache").rglob("shard-*")), Sources([str(small_model.data)])
+    assert shards
+    for shard in shards:
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1  # of the last feature
+        shard.write_bytes(content)
+    assert joined(stream(model, sources, batch_size=8, cache=tmp_path / "cache"))[2] == sources.count()
+    for shard in shards:
+        shard.write_bytes(b"no shard")
+    assert cached_features(model, tmp_path / "cache") is None
+    other = library.load(small_model.model)
+    encoder = other.config.encoder.model_copy(update={"xxh3": "0" * 32})
+    other.config = other.config.model_copy(update={"encoder": encoder})
+    assert cached_features(other, small_model.cache) is None
+    assert cached_features(library.load(small_model.model, precision="bf16"), small_model.cache) is None
 
 
-def test_a_group_counts_its_images_without_a_prediction(small_model, images, tmp_path):
-    for name in ("patient_1-zz.png", "patient_1-zy.png", "patient_9-00.png"):
-        (tmp_path / "new" / name).write_text("no")
-    (tmp_path / "new" / "patient_9-00.dcm").touch()
-    done = predict(small_model, tmp_path, "new", "--group-by", r"patient_(\d)", "--out", "groups.csv")
-    assert done.stdout == "wrote groups.csv: predictions of 11 images in 4 groups\n"
-    assert done.stderr.splitlines()[-1] == "1 other file: 1 .dcm"
-    found = {row["group"]: row for row in rows((tmp_path / "groups.csv").read_text())}
-    why = "not an image in a format that Pillow reads"
-    assert found["1"]["images"] == "4" and found["1"]["error"] == f"2 of 6 images: new/patient_1-zy.png: {why}"
-    assert found["9"] == {
-        "group": "9", "label": "", "probability": "", "images": "0",
-        "error": f"1 of 1 images: new/patient_9-00.png: {why}",
-    }  # fmt: skip
-    assert not found["0"]["error"] and found["0"]["label"]
+@pytest.mark.parametrize("trainable", [False, True])
+def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
+    """Training, extraction and the model that comes of it decode large JPEGs alike, at a fraction of their size."""
+    monkeypatch.chdir(tmp_path)
+    for path in miniature.domainbed(tmp_path / "data", "pacs", suffix=".jpg").rglob("*.jpg"):
+        Image.open(path).resize((400, 300), Image.Resampling.BICUBIC).save(path)
+    encoder = {"name": "timm", "model": "test_resnet", "trainable": trainable}
+    encoder["preprocessing"] = {"size": 32, "crop": 1.0, "draft": True}
+    changes = [f"encoder={json.dumps(encoder)}", "methods=[erm]", "protocol.test_domains=sketch", "training.steps=2"]
+    made, sizes = recipe(*changes, "features.batch_size=8"), set()
+    with monkeypatch.context() as patch:
+        to_rgb = decode_module.to_rgb
+        patch.setattr(inputs, "worker_count", lambda accelerator: 0)  # what other processes decode is not seen
+        patch.setattr(decode_module, "to_rgb", lambda image: sizes.add(image.size) or to_rgb(image))
+        assert not run(made).failed
+    assert sizes == ({(400, 300), (100, 75)} if trainable else {(100, 75)})  # all are decoded whole once, as a check
+    model, sources = library.load(Path(made.output.dir) / made.name, held_out="sketch"), Sources(["data"])
+    paths = [item.path for item in sources]
+    logits, z, computed = joined(stream(model, sources, batch_size=8, cache=tmp_path / "cache"))
+    assert computed == (len(paths) if trainable else 0)
+    assert torch.equal(logits, joined(stream(model, sources, batch_size=8))[0])
+    np.testing.assert_allclose(model.module.as_read(z).numpy(), model.encode(paths), rtol=1e-4, atol=1e-5)
+    full_images = [decode(Path(path), path) for path in paths]
+    assert 0 < np.abs(z.numpy() - model.encode(full_images)).mean() < 0.1 * z.abs().mean()
 
 
-def test_without_any_prediction_the_rows_say_why(small_model, tmp_path):
-    (tmp_path / "bad.png").write_text("no")
-    done = predict(small_model, tmp_path, "bad.png", status=2)
-    assert done.stderr.startswith("xdm-ft: no image was predicted: 1 image can not be read: bad.png (not an image in")
-    assert done.stdout == "path,label,probability,error\nbad.png,,,not an image in a format that Pillow reads\n"
-    predict(small_model, tmp_path, "bad.png", "--out", "out.csv", status=2)
-    assert (tmp_path / "out.csv").read_text() == done.stdout
-    (tmp_path / "list.txt").touch()
-    nothing = xdm_ft("predict", small_model.model, "-", "--out", "none.csv", cwd=tmp_path, first=read_the_list)
-    assert nothing.returncode == 2 and "no image was predicted: none is listed" in nothing.stderr
-    assert not list(tmp_path.glob("none*"))
+def test_unreadable_images_are_reported_and_the_others_unchanged(model, images, small_model):
+    folder = Path("new/photo")
+    good = sorted(map(str, folder.iterdir()))
+    expected, _, _ = joined(stream(model, Sources([str(folder)]), batch_size=8))
+    image = Path(good[2]).read_bytes()
+    os.mkfifo(folder / "a.png")
+    (folder / "b.png").write_text("<html>")
+    (folder / "c.png").symlink_to("nowhere.png")
+    (folder / "q.png").write_bytes(image[: len(image) // 2])
+    (folder / "r.png").mkdir()
+    items = [*Sources([str(folder)]), Item("in memory", image), Item("a\0b", "a\0b")]
+    batches = list(stream(model, items, batch_size=8))
+    reasons = {os.path.basename(b.items[row].path): reason for b in batches for row, reason in b.unreadable.items()}
+    assert list(reasons) == ["a.png", "b.png", "c.png", "q.png", "a\0b"]
+    assert (reasons["a.png"], reasons["c.png"]) == ("not a regular file", "No such file or directory")
+    assert "truncated" in reasons["q.png"] and "null byte" in reasons["a\0b"]
+    readable = torch.cat([batch.logits[batch.readable] for batch in batches])
+    torch.testing.assert_close(readable, torch.cat([expected, expected[2:3]]), rtol=1e-5, atol=1e-6)
+    broken = library.load(small_model.model)
+    broken.module.head.bias.data[0] = float("nan")
+    [batch] = stream(broken, [Item(path, path) for path in good[:3]], batch_size=8)
+    assert batch.unreadable == dict.fromkeys(range(3), NOT_FINITE)
 
 
-@pytest.mark.parametrize("extra", ["new/bad.png", "new/scan.dcm"])
-def test_strict(small_model, images, tmp_path, extra):
-    assert not predict(small_model, tmp_path, "new", "--strict").stderr
-    (tmp_path / extra).write_text("no")
-    predict(small_model, tmp_path, "new")
-    done = predict(small_model, tmp_path, "new", "--strict", "--out", "out.csv", status=2)
-    assert done.stdout == "wrote out.csv: predictions of 11 images\n"
-    line = "1 other file: 1 .dcm" if "dcm" in extra else "1 image can not be read: new/bad.png"
-    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
-    found = json.loads(predict(small_model, tmp_path, "new", "--strict", "--out", "o.csv", "--json", status=2).stdout)
-    assert found["unreadable"] + sum(found["other_files"].values()) == 1
+def test_images_are_listed_as_they_are_needed(model, images):
+    asked = []
+
+    def endless():
+        while True:
+            asked.append(images[0])
+            yield Item(images[0], images[0])
+
+    batches = stream(model, endless(), batch_size=4, workers=1)
+    for _ in range(3):
+        next(batches)
+    batches.close()
+    assert len(asked) <= 4 * 8
 
 
-def test_a_probability_does_not_depend_on_the_number_of_images(small_model, images, tmp_path):
-    options = ["--probabilities", "--format", "jsonl"]
-    of_all = predict(small_model, tmp_path, *images, *options).stdout.splitlines()
-    for some in ([0], [3], [9, 2], range(1, 8)):
-        found = predict(small_model, tmp_path, *(images[place] for place in some), *options).stdout.splitlines()
-        assert found == [of_all[place] for place in some]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["nowhere"], "nowhere: does not exist"),
-        (["empty"], "empty: contains no image"),
-        (["dicom"], "dicom: contains no image (known by its extension); 1 other file: 1 .dcm"),
-        (["new", "--json"], "--json: prints a summary, so that"),
-        (["new", "--format", "parquet"], "--format parquet: needs a file; add --out FILE"),
-        (["new", "--resume"], "--resume: needs a file; add --out FILE"),
-        (["new", "--spread"], "--spread: the model has a single head"),
-        (["new", "--top-k", "99"], "--top-k: 99 is not in 2…"),
-        (["new", "--abstain-below", "1.5"], "--abstain-below: 1.5 is not a probability"),
-        (["new", "--batch-size", "0"], "--batch-size: 0 is not positive"),
-        (["new", "--out", "taken.csv"], "taken.csv: exists already"),
-        (["new", "--out", "bad.png/x.csv"], "bad.png/x.csv"),
-        (["new", "--device", "toaster"], "device: toaster can not be used"),
-        (["new", "--seed", "0"], "is no run directory"),
-    ],
-)
-def test_what_is_refused(small_model, images, tmp_path, arguments, line):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "dicom").mkdir()
-    (tmp_path / "dicom" / "1.dcm").touch()
-    (tmp_path / "bad.png").write_text("no")
-    (tmp_path / "taken.csv").write_text("mine")
-    before = sorted(tmp_path.iterdir())
-    done = predict(small_model, tmp_path, *arguments, status=2)
-    assert line in done.stderr and done.stderr.count("\n") == 1 and "path," not in done.stdout
-    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "taken.csv").read_text() == "mine"
-
-
-def test_a_summary_as_json(small_model, images, tmp_path):
-    shutil.copy(sorted(small_model.data.rglob("*/photo/*/*"))[0], tmp_path / "known.png")
-    (tmp_path / "bad.png").write_text("no")
-    (tmp_path / "new" / "notes.txt").touch()
-    done = predict(small_model, tmp_path, "new", "known.png", "bad.png", "--out", "o.csv", "--json")
-    found = json.loads(done.stdout)
-    assert found.pop("unreadable_images") == {"bad.png": "not an image in a format that Pillow reads"}
-    counts = {"predicted": 12, "unreadable": 1, "other_files": {".txt": 1}, "computed": 12, "resumed": 0}
-    assert found == {"out": "o.csv", "groups": None, "strict": False, **counts}
-    fold = ("predict", small_model.run, "known.png", "--held-out", "sketch", "--json", "--out")
-    of_run = xdm_ft(*fold, "p.csv", cwd=small_model.folder)
-    assert of_run.returncode == 2  # no such file there
-    (small_model.folder / "known.png").write_bytes((tmp_path / "known.png").read_bytes())
-    of_run = xdm_ft(*fold, tmp_path / "p.csv", cwd=small_model.folder)
-    assert json.loads(of_run.stdout)["computed"] == 0, "the cache of the run's recipe is used"
-
-
-@pytest.mark.slow
-def test_a_reader_that_ends_early(small_model, images, tmp_path):
-    command = [sys.executable, "-m", "xdm_ft", "predict", small_model.model, many(images, tmp_path, 1000), "--quiet"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **piped)
-    assert process.stdout.readline() == b"path,label,probability,error\n"
-    process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait(60) == 141
-    process.stderr.close()
-
-
-def many(images, tmp_path, times=MANY):
-    """A table that lists the images many times."""
-    (tmp_path / "many.csv").write_text("\n".join(["path", *images * times]))
-    return "many.csv"
-
-
-def begun(small_model, tmp_path, images, *options, first=decode_slowly):
-    """A process that has some predictions of many on the disk, and its children."""
-    table = many(images, tmp_path)
-    arguments = ["predict", str(small_model.model), table, "--batch-size", "4", "--out", "out.csv", *options]
-    process = begin(arguments, tmp_path, tmp_path / "log", tmp_path / "log", first=first)
-    until = time.monotonic() + 60
-    while not (tmp_path / "out.csv.unfinished").exists() or len((tmp_path / "out.csv.unfinished").read_bytes()) < 2000:
-        assert time.monotonic() < until and process.is_alive(), (tmp_path / "log").read_text()
-        time.sleep(0.05)
-    return process, psutil.Process(process.pid).children(recursive=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [[], ["--format", "parquet", "--group-by", "new/(.*)"]])
-def test_killed_and_resumed(small_model, images, tmp_path, options):
-    options = ["--batch-size", "4", "--probabilities", *options]
-    process, _ = begun(small_model, tmp_path, images, *options)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert not (tmp_path / "out.csv").exists()
-    with open(tmp_path / "out.csv.unfinished", "ab") as file:
-        file.write(b'{"value": {"tal')  # as a kill may cut a line
-    common = ["many.csv", "--out", "out.csv"]
-    refused = predict(small_model, tmp_path, *common, *options, status=2)
-    assert "out.csv.unfinished: unfinished predictions of an earlier command; add --resume" in refused.stderr
-    other = predict(small_model, tmp_path, *common, *options, "--resume", "--entropy", status=2)
-    assert "out.csv.unfinished: entropy was False and is True now" in other.stderr
-    other = predict(small_model, tmp_path, images[1], *common, *options, "--resume", status=2)
-    assert "out.csv.unfinished: is of other images" in other.stderr
-    done = json.loads(predict(small_model, tmp_path, *common, *options, "--resume", "--json").stdout)
-    assert 0 < done["resumed"] < 11 * MANY == done["predicted"] == done["computed"] + done["resumed"]
-    predict(small_model, tmp_path, "many.csv", *options, "--out", "whole.csv")
-    assert (tmp_path / "out.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
-    assert not list(tmp_path.glob("*unfinished*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [decode_slowly, decode_slowly_in_workers])
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(small_model, images, tmp_path, number, status, first):
-    process, workers = begun(small_model, tmp_path, images, "--quiet", first=first)
-    os.killpg(process.pid, number)
-    process.join()
-    said = "xdm-ft: interrupted; finished work is kept; run the same command with --resume to resume\n"
-    assert process.exitcode == status and (tmp_path / "log").read_text() == said
-    assert len(workers) == (2 if first is decode_slowly_in_workers else 0)
-    assert not psutil.wait_procs(workers, 5)[1]
+# rows
 
 
 def table_of(*names, members=0, temperature=1.0, grouped=False, **columns):
@@ -352,17 +209,15 @@ def table_of(*names, members=0, temperature=1.0, grouped=False, **columns):
     return Predictions(model, Columns(**columns), "csv", grouped)
 
 
-def batch_of(paths, logits, members=None, groups=None):
-    items = [Item(path, path, group) for path, group in zip(paths, groups or paths, strict=True)]
-    return Batch(items, torch.zeros(len(items), 1), logits, members, {}, len(items))
+def batch_of(names, logits, members=None):
+    return Batch([Item(name, name, name) for name in names], torch.zeros(len(names), 1), logits, members, {}, 0)
 
 
-def test_entropy_spread_and_columns():
-    table = table_of("path", "p:x", "c", probabilities=True, entropy=True, spread=True, abstain_below=0.6,
-                     members=4, temperature=2.0)  # fmt: skip
-    assert list(table.types) == [
-        "path", "label", "probability", "entropy", "spread", "abstained", "p:path", "p:p:x", "p:c", "error"
-    ]  # fmt: skip
+def test_entropy_spread_and_columns_by_hand():
+    columns = {"probabilities": True, "entropy": True, "spread": True, "abstain_below": 0.6}
+    table = table_of("path", "p:x", "c", members=4, temperature=2.0, **columns)
+    names = ["path", "label", "probability", "entropy", "spread", "abstained", "p:path", "p:p:x", "p:c", "error"]
+    assert list(table.types) == names
     members = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
     logits = torch.tensor([[0.0, 0.0, -200.0], [-200.0, 200.0, -200.0]])
     first, second = table.rows_of(batch_of(["x", "y"], logits, members))
@@ -376,15 +231,567 @@ def test_entropy_spread_and_columns():
 def test_means_of_many_groups_are_those_of_numpy():
     generator = np.random.default_rng(0)
     p = generator.dirichlet(np.ones(3), 5000).astype(np.float32)
-    groups = generator.integers(0, 2000, 5000)
+    numbers = generator.integers(0, 500, 5000)
+    groups = [str(number) for number in numbers]
     table = table_of("a", "b", "c", probabilities=True, grouped=True)
-    names = [str(group) for group in groups]
     for first in range(0, 5000, 1000):
         part = slice(first, first + 1000)
-        table.add_to_groups(table.rows_of(batch_of(names[part], torch.from_numpy(p[part]).log())))
-    found = {row[0]: row for row in table.group_rows()}
-    assert len(found) == table.groups == len(set(names)) and list(found) == list(dict.fromkeys(names))
-    for group in set(groups.tolist()):
-        own = p[groups == group].astype(np.float64)
-        np.testing.assert_allclose(found[str(group)][3:6], own.mean(0), rtol=1e-5)
-        assert found[str(group)][-2:] == [len(own), None]
+        table.add_to_groups(table.rows_of(batch_of(groups[part], torch.from_numpy(p[part]).log())))
+    means = {row[0]: row for row in table.group_rows()}
+    assert list(means) == list(dict.fromkeys(groups)) and len(means) == table.groups
+    for group, row in means.items():
+        of_group = p[numbers == int(group)].astype(np.float64)
+        np.testing.assert_allclose(row[3:6], of_group.mean(0), rtol=1e-5)
+        assert row[-2:] == [len(of_group), None]
+
+
+def test_labels_and_probabilities_are_the_models(small_model, model, images, predict, monkeypatch):
+    p = model.predict_proba(images)
+    found = rows(predict("new").out)
+    assert [row["path"] for row in found] == images and list(found[0]) == ["path", "label", "probability", "error"]
+    assert [row["label"] for row in found] == [model.class_names[i] for i in p.argmax(1)]
+    np.testing.assert_allclose([float(row["probability"]) for row in found], p.max(1), rtol=1e-5)
+    fold = ("--method", "erm", "--held-out", "sketch", "--seed", "0")
+    assert rows(predict("new", *fold, model=small_model.run).out) == found
+    with open("list.txt", "w+") as listed:
+        listed.write("\n".join(images))
+        listed.seek(0)
+        monkeypatch.setattr(sys, "stdin", listed)
+        assert rows(predict("-").out) == found
+    options = ["--probabilities", "--format", "jsonl"]  # nor does a row depend on the number of images
+    of_all = predict(*images, *options).out.splitlines()
+    for some in ([0], [9, 2], range(1, 8)):
+        assert predict(*(images[i] for i in some), *options).out.splitlines() == [of_all[i] for i in some]
+
+
+def test_all_columns_in_all_formats(model, images, predict):
+    names, p = model.class_names, model.predict_proba(images)
+    options = ["new", "--probabilities", "--entropy", "--top-k", "2", "--abstain-below", "0.3"]
+    for format_ in ("csv", "jsonl", "parquet"):
+        done = predict(*options, "--out", f"out.{format_}")
+        assert done.out == f"wrote out.{format_}: predictions of 11 images\n" and not done.err
+    of_csv = rows(Path("out.csv").read_text())
+    of_json = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    of_parquet = pyarrow.parquet.read_table("out.parquet").to_pylist()
+    assert list(of_csv[0]) == list(of_json[0]) == list(of_parquet[0])
+    assert list(of_csv[0])[-len(names) - 1 :] == [*(f"p:{name}" for name in names), "error"]
+    for one, two, three in zip(of_csv, of_json, of_parquet, strict=True):
+        assert one == {
+            key: "" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for key, v in two.items()
+        }
+        assert two == {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in three.items()}
+    found = np.array([[row[f"p:{name}"] for name in names] for row in of_json], np.float32)
+    np.testing.assert_allclose(found, p, rtol=1e-5)
+    for rank, column in enumerate(np.argsort(-found, axis=1).T[:2], start=1):
+        assert [row[f"label_{rank}"] for row in of_json] == [names[i] for i in column]
+    np.testing.assert_allclose([row["entropy"] for row in of_json], -(p * np.log(p)).sum(1), rtol=1e-4)
+    abstained = [row["abstained"] for row in of_json]
+    assert abstained == [row["probability"] < 0.3 for row in of_json] == [row["label"] is None for row in of_json]
+    assert not [path for path in Path().iterdir() if "unfinished" in path.name]
+
+
+def test_columns_of_distances(small_model, model, images, predict):
+    distances = model.distance(images)
+    percentiles = model.distance_percentile(distances)
+    for given in ([], ["--held-out", "sketch"]):
+        of_run = {"model": small_model.run} if given else {}
+        found = rows(predict("new", *given, "--distance", "--entropy", "--abstain-below", "0.5", **of_run).out)
+        assert list(found[0])[2:] == ["probability", "entropy", "distance", "distance_percentile", "abstained", "error"]
+        np.testing.assert_allclose([float(row["distance"]) for row in found], distances, rtol=1e-4)
+        np.testing.assert_allclose([float(row["distance_percentile"]) for row in found], percentiles, atol=0.1)
+    [row] = rows(predict("new", "--distance", "--probabilities", "--group-by", "new").out)
+    assert float(row["distance"]) == pytest.approx(distances.mean(), rel=1e-4) and row["images"] == "11"
+    assert float(row["distance_percentile"]) == pytest.approx(percentiles.mean(), abs=0.1)
+    Path("broken.png").write_text("no")
+    for more in ([], ["--group-by", "broken"]):
+        [row] = rows(predict("broken.png", "--distance", *more, status=2).out)
+        assert row["error"] and not row["distance"] and not row["label"]
+    shutil.copytree(small_model.run, "old")
+    shutil.rmtree("old/training_features")
+    said = predict("new", "--held-out", "sketch", "--distance", model="old", status=2)
+    [line] = [line for line in said.err.splitlines() if line.startswith("xdm-ft: ")]
+    assert line.startswith("xdm-ft: --distance: not known for this model") and "run its recipe again" in line
+    assert said.out == ""
+
+
+def test_groups_have_the_mean_of_their_images_and_count_the_others(model, images, predict):
+    names, p = model.class_names, model.predict_proba(images)
+    for name in ("patient_1-zz.png", "patient_1-zy.png", "patient_9-00.png"):
+        Path("new", name).write_text("no")
+    Path("new/patient_9-00.dcm").touch()
+    done = predict("new", "--group-by", r"patient_(\d)", "--probabilities", "--out", "groups.csv")
+    assert done.out == "wrote groups.csv: predictions of 11 images in 4 groups\n"
+    assert done.err.splitlines()[-1] == "1 other file: 1 .dcm"
+    found = {row["group"]: row for row in rows(Path("groups.csv").read_text())}
+    groups = np.array([re.search(r"patient_(\d)", path)[1] for path in images])
+    assert list(found) == [*dict.fromkeys(groups), "9"]
+    for group in set(groups):
+        mean, row = p[groups == group].mean(0), found[group]
+        np.testing.assert_allclose([float(row[f"p:{name}"]) for name in names], mean, rtol=1e-5)
+        assert row["label"] == names[mean.argmax()] and int(row["images"]) == (groups == group).sum()
+    assert found["1"]["error"] == f"2 of 6 images: new/patient_1-zy.png: {WHY}" and not found["0"]["error"]
+    assert found["9"]["error"] == f"1 of 1 images: new/patient_9-00.png: {WHY}" and found["9"]["label"] == ""
+    Path("t.csv").write_text("\n".join(["path,slide", *(f"{path},{path[-5]}" for path in images)]))
+    predict("t.csv", "--group-by", "slide", "--out", "groups.jsonl")
+    of_slides = [json.loads(line) for line in Path("groups.jsonl").read_text().splitlines()]
+    assert sum(row["images"] for row in of_slides) == 11 and of_slides[0]["group"] == images[0][-5]
+
+
+def test_every_image_has_a_row_and_other_files_are_counted(images, predict):
+    broken, odd = "new/<img src=x onerror=alert(1)>.png", 'new/a\n"b", c\r\x1b[31m.png'
+    Path(broken).write_text("<html></html>")
+    shutil.copy(images[0], odd)
+    shutil.copy(images[0], b"new/\xff.png")
+    Path("new/z.png").mkdir()
+    for name in ("1.dcm", "2.DCM", "notes.txt", "1.2.840.5", "README", ".hidden"):
+        Path("new", name).touch()
+    Path("list.csv").write_text(f"path\n{images[0]}\ngone.png\n")
+    given = ["new", "list.csv", "--probabilities", "--abstain-below", "0.1", "--entropy"]
+    of_images, of_files = predict(*given, "--out", "out.csv").err.splitlines()
+    assert of_images.startswith("2 images can not be read: new/<img src=x on")
+    assert of_files == "5 other files: 2 .dcm, 2 without an extension, 1 .txt"
+    with open("out.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        found = list(csv.DictReader(file))
+    paths = [row["path"] for row in found]
+    assert paths == [*sorted([*images, broken, odd, "new/\udcff.png"]), images[0], "gone.png"]
+    reasons = {row["path"]: row["error"] for row in found if row["error"]}
+    assert reasons == {broken: WHY, "gone.png": "No such file or directory"}
+    for row in found:
+        cells = [cell for column, cell in row.items() if column not in ("path", "error")]
+        assert not any(cells) if row["error"] else all(cells)
+    predict(*given, "--out", "out.parquet")
+    of_parquet = pyarrow.parquet.read_table("out.parquet").to_pylist()
+    assert "new/\\xff.png" in [row["path"] for row in of_parquet]
+    of_json = [json.loads(line) for line in predict(*given, "--format", "jsonl").out.splitlines()]
+    assert [row["path"] for row in of_json] == paths
+    for table in (of_json, of_parquet):
+        assert [row["error"] for row in table] == [row["error"] or None for row in found]
+        empty = [12 - 1 if row["error"] else 0 for row in found]
+        assert [list(row.values())[1:-1].count(None) for row in table] == empty
+
+
+def test_without_any_prediction_the_rows_say_why(images, predict, monkeypatch):
+    Path("bad.png").write_text("no")
+    done = predict("bad.png", status=2)
+    assert done.err.startswith("xdm-ft: no image was predicted: 1 image can not be read: bad.png (not an image in")
+    assert done.out == f"path,label,probability,error\nbad.png,,,{WHY}\n"
+    predict("bad.png", "--out", "out.csv", status=2)
+    assert Path("out.csv").read_text() == done.out
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        assert "no image was predicted: none is listed" in predict("-", "--out", "none.csv", status=2).err
+    assert not list(Path().glob("none*"))
+
+
+@pytest.mark.parametrize("extra", ["new/bad.png", "new/scan.dcm"])
+def test_strict(images, predict, extra):
+    assert not predict("new", "--strict").err
+    Path(extra).write_text("no")
+    predict("new")
+    done = predict("new", "--strict", "--out", "out.csv", status=2)
+    assert done.out == "wrote out.csv: predictions of 11 images\n"
+    line = "1 other file: 1 .dcm" if "dcm" in extra else "1 image can not be read: new/bad.png"
+    assert done.err.startswith(line) and done.err.count("\n") == 1
+    found = json.loads(predict("new", "--strict", "--out", "o.csv", "--json", status=2).out)
+    assert found["unreadable"] + sum(found["other_files"].values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nowhere"], "nowhere: does not exist"),
+        (["new", "gone.png"], "gone.png: does not exist"),
+        (["empty"], "empty: contains no image"),
+        (["dicom"], "dicom: contains no image (known by its extension); 1 other file: 1 .dcm"),
+        (["new", "--out", "x.csv.gz"], "--out x.csv.gz: the name asks for no known format; end it in .csv, .jsonl"),
+        (["new", "--format", "parquet"], "--format parquet: needs a file; add --out FILE"),
+        (["new", "--resume"], "--resume: needs a file; add --out FILE"),
+        (["new", "--spread"], "--spread: the model has a single head"),
+        (["new", "--top-k", "99"], "--top-k: 99 is not in 2…"),
+        (["new", "--top-k", "1"], "--top-k: 1 is not in 2…"),
+        (["new", "--abstain-below", "1.5"], "--abstain-below: 1.5 is not a probability"),
+        (["new", "--abstain-below", "0"], "--abstain-below: 0.0 is not a probability"),
+        (["new", "--batch-size", "0"], "--batch-size: 0 is not positive"),
+        (["new", "--out", "taken.csv"], "taken.csv: exists already"),
+        (["new", "--out", "bad.png/x.csv"], "bad.png/x.csv"),
+        (["new", "--device", "toaster"], "device: toaster can not be used"),
+        (["new", "--seed", "0"], "is no run directory"),
+    ],
+)
+def test_what_is_refused(images, predict, arguments, line):
+    Path("empty").mkdir()
+    Path("dicom").mkdir()
+    Path("dicom/1.dcm").touch()
+    Path("bad.png").write_text("no")
+    Path("taken.csv").write_text("mine")
+    before = sorted(Path().iterdir())
+    done = predict(*arguments, status=2)
+    assert line in done.err and done.err.count("\n") == 1 and "path," not in done.out
+    assert sorted(Path().iterdir()) == before and Path("taken.csv").read_text() == "mine"
+
+
+def test_a_summary_as_json(small_model, images, predict, monkeypatch):
+    assert "--json: prints a summary, so that" in predict("new", "--json", status=2).err
+    shutil.copy(sorted(small_model.data.rglob("*/photo/*/*"))[0], "known.png")
+    Path("bad.png").write_text("no")
+    Path("new/notes.txt").touch()
+    found = json.loads(predict("new", "known.png", "bad.png", "--out", "o.csv", "--json").out)
+    assert found.pop("unreadable_images") == {"bad.png": WHY}
+    counts = {"predicted": 12, "unreadable": 1, "other_files": {".txt": 1}, "computed": 12, "resumed": 0}
+    assert found == {"out": "o.csv", "groups": None, "strict": False, **counts}
+    known, out = Path("known.png").absolute(), Path("p.csv").absolute()
+    monkeypatch.chdir(small_model.folder)  # where the run has its cache
+    given = [known, "--held-out", "sketch", "--json", "--out", out]
+    assert json.loads(predict(*given, model=small_model.run).out)["computed"] == 0
+
+
+# the file of rows that are not complete
+
+ABOUT = {"model": "m"}
+ROWS = [["a.png", "cat", 0.5, None], ["b.png", None, None, "no"], ["c.png", "dog", 0.75, None]]
+
+
+def opened(folder, resume=False):
+    return open_unfinished(folder / "o.csv", ABOUT, resume)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_link_or_a_pipe_is_refused(tmp_path, resume):
+    target, file = tmp_path / "mine.txt", tmp_path / "o.csv.unfinished"
+    for text in ("mine", None):
+        target.unlink(missing_ok=True) if text is None else target.write_text(text)
+        file.unlink(missing_ok=True)
+        file.symlink_to(target)
+        with pytest.raises(UserError, match=r"o\.csv\.unfinished: can not be written: .* symbolic links"):
+            opened(tmp_path, resume).__enter__()
+        assert file.is_symlink() and (target.exists() and target.read_text()) == (text or False)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match=r"o\.csv\.unfinished: is damaged \(it is no file\)"):
+        opened(tmp_path, resume).__enter__()
+    assert file.exists()
+
+
+@pytest.mark.parametrize("text", [b"mine", b"mine\n", b'{"value": 1, "xxh3": "x"}\n'])
+def test_a_file_of_another_program_stays(tmp_path, text):
+    file = tmp_path / "o.csv.unfinished"
+    file.write_bytes(text)
+    with pytest.raises(UserError, match=r"is damaged .*; delete it to begin anew"):
+        opened(tmp_path, resume=True).__enter__()
+    assert file.read_bytes() == text
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([0, 0, 1, 2, 3], r"is damaged \(line 2: it is not where it was written\)"),
+        ([0, 1, 1, 2, 3], r"is damaged \(line 3: it is not where it was written\)"),
+        ([0, 1, 3], r"is damaged \(line 3: it is not where it was written\)"),
+        ([1, 2, 3], r"is damaged \(line 1: it is not where it was written\)"),
+        ([0, 1, 2], "has 2 rows of 3 images, since another program has changed it"),
+    ],
+)
+def test_lines_that_are_missing_moved_or_there_twice(tmp_path, order, message):
+    file = tmp_path / "o.csv.unfinished"
+    with opened(tmp_path) as found:
+        for row in ROWS:
+            found.add([row])
+            found.flush()
+        assert list(found.rows()) == ROWS
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join(lines[number] for number in order))
+        with pytest.raises(UserError, match=f"unfinished: {message}"):
+            found.complete(lambda path: path.write_text(str(list(found.rows()))))
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    if "damaged" in message:
+        items = iter([Item(row[0], row[0]) for row in ROWS])
+        with pytest.raises(UserError, match=message), opened(tmp_path, resume=True) as again:
+            again.skip_done(items)
+        assert file.exists()
+
+
+@pytest.mark.parametrize("content", [None, b"mine"])
+@pytest.mark.parametrize("when", ["before a line", "before the end"])
+def test_a_file_that_was_deleted_or_replaced_is_not_written(tmp_path, content, when):
+    file = tmp_path / "o.csv.unfinished"
+    with pytest.raises(UserError, match="deleted or replaced"), opened(tmp_path) as found:
+        found.add(ROWS)
+        if when == "before the end":
+            found.flush()
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        found.flush()
+        found.complete(lambda path: path.touch())
+    assert not file.exists() if content is None else file.read_bytes() == content, "what one does not hold stays"
+    assert not (tmp_path / "o.csv").exists()
+
+
+def test_a_table_that_another_command_completed_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    lock, flock, locked = unfinished._lock, unfinished.fcntl.flock, []
+
+    def complete_first(file):
+        (tmp_path / "o.csv").write_text("theirs")
+        return lock(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "_lock", complete_first)
+        with pytest.raises(UserError, match="exists already"), opened(tmp_path, resume=True):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["o.csv"]
+    (tmp_path / "o.csv").unlink()
+
+    def remove_first(handle, how):
+        """The command that held the lock has completed: the next one begins a file of its own."""
+        if not locked:
+            (tmp_path / "o.csv.unfinished").unlink()
+        locked.append(handle)
+        flock(handle, how)
+
+    monkeypatch.setattr(unfinished.fcntl, "flock", remove_first)
+    with opened(tmp_path) as found:
+        found.add(ROWS)
+        found.flush()
+        assert list(found.rows()) == ROWS and (tmp_path / "o.csv.unfinished").stat().st_size
+    assert len(locked) == 2
+
+
+def test_only_what_a_killed_command_left_is_removed(tmp_path):
+    theirs = tmp_path / ".o.csv.csv.abcdefgh.unfinished"  # the temporary file of a table `o.csv.csv`
+    theirs.touch()
+    with opened(tmp_path) as found:
+        (tmp_path / ".o.csv.abcdefgh.unfinished").touch()
+        found.add(ROWS)
+        found.flush()
+        found.complete(lambda path: path.write_text("done"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, "o.csv"]
+
+
+# commands that are killed, in processes of their own
+
+
+@pytest.fixture
+def command(small_model, images, tmp_path):
+    """The arguments that predict a table of 120 rows, some of images that do not decode; without the file."""
+    (tmp_path / "bad.png").write_text("no image")
+    names = [*images[:9], "bad.png"]
+    (tmp_path / "table.csv").write_text("\n".join(["path", *(names[number % 10] for number in range(120))]))
+    return ["predict", str(small_model.model), "table.csv", "--batch-size", "4", "--quiet", "--out"]
+
+
+def write_every_batch():
+    unfinished.SECONDS, unfinished.LOCK_SECONDS = 0, 0.2
+
+
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die(where):
+    """Kills this process at its third batch: when its rows are on the disk, or half of their line is."""
+    write_every_batch()
+    unfinished.LOCK_SECONDS = 20  # a busy machine may take long to end what was killed
+    flush, append, batches = Unfinished.flush, unfinished.append_lines, []
+
+    def flush_and_count(self):
+        batches.append(self)
+        flush(self)
+        if where == "after a line" and len(batches) == 3:
+            kill()
+
+    def append_half(path, values):
+        if where == "in a line" and len(batches) == 3:
+            text = b"".join(map(checked_line, values))
+            with path.open("ab") as file:
+                file.write(text[: len(text) // 2])
+            kill()
+        append(path, values)
+
+    Unfinished.flush, unfinished.append_lines = flush_and_count, append_half
+    if where == "before the end":
+        Unfinished.remove = kill
+
+
+def status(process):
+    process.join(120)
+    return process.exitcode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--format", "parquet", "--group-by", "new/.*|bad"]])
+def test_kills_each_followed_at_once_by_resume(command, tmp_path, options):
+    command += ["out.csv", *options, "--probabilities"]
+    done = xdm_ft(*command[:-1], "--probabilities", "--out", "undisturbed.csv", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.startswith("12 images can not be read: bad.png")
+    log, resume = tmp_path / "log", []
+    for where in ("after a line", "in a line", "after a line", "in a line", "before the end"):
+        process = begin([*command, *resume], tmp_path, log, log, first=partial(die, where))
+        assert status(process) == -signal.SIGKILL and not log.read_text()
+        assert (tmp_path / "out.csv").exists() == (where == "before the end")
+        if not resume:
+            for others, line in (
+                ([], "unfinished predictions of an earlier command; add --resume"),
+                (["--resume", "--entropy"], "entropy was False and is True now"),
+                (["--resume", "new"], "is of other images"),
+            ):
+                given = ["predict", command[1], *(["new"] if "new" in others else []), *command[2:]]
+                refused = xdm_ft(*given, *(one for one in others if one != "new"), cwd=tmp_path)
+                assert refused.returncode == 2 and f"out.csv.unfinished: {line}" in refused.stderr
+        resume = ["--resume"]
+    resumed = xdm_ft(*command, "--resume", "--json", cwd=tmp_path)
+    assert resumed.returncode == 0 and '"resumed": 120' in resumed.stdout and '"unreadable": 12' in resumed.stdout
+    assert resumed.stderr == done.stderr, "errors of earlier commands are counted again"
+    assert (tmp_path / "out.csv").read_bytes() == (tmp_path / "undisturbed.csv").read_bytes()
+    assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+
+
+def wait_with_some_rows():
+    """Lets the command wait for a file `go` when it has written some rows."""
+    write_every_batch()
+    decode = inference.decode
+
+    def wait_and_decode(*given):
+        while os.stat("out.csv.unfinished").st_size > 3000 and not os.path.exists("go"):
+            time.sleep(0.01)
+        return decode(*given)
+
+    inference.decode = wait_and_decode
+
+
+def wait_in_workers():
+    wait_with_some_rows()
+    inference.decoding_workers = lambda device, most: 2
+
+
+def begin_waiting(command, tmp_path, first=wait_with_some_rows):
+    """A process that has some predictions on the disk."""
+    log, file = tmp_path / "log", tmp_path / "out.csv.unfinished"
+    process = begin([*command, "out.csv"], tmp_path, log, log, first=first)
+    until = time.monotonic() + 60
+    while not file.exists() or file.stat().st_size <= 3000:
+        assert process.is_alive() and time.monotonic() < until, log.read_text()
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.slow
+def test_a_second_command_is_refused_and_the_first_loses_nothing(command, tmp_path):
+    file = tmp_path / "out.csv.unfinished"
+    first = begin_waiting(command, tmp_path)
+    for options in ([], ["--resume"]):
+        second = xdm_ft(*command, "out.csv", *options, cwd=tmp_path, first=write_every_batch)
+        assert second.returncode == 2 and second.stderr == (
+            "xdm-ft: out.csv.unfinished: another command is writing to it; wait for it, or name another file\n"
+        )
+        assert file.exists() and first.is_alive()
+    (tmp_path / "go").touch()
+    assert status(first) == 0
+    listed = (tmp_path / "table.csv").read_text().splitlines()[1:]
+    assert [row["path"] for row in rows((tmp_path / "out.csv").read_text())] == listed
+    for options in ([], ["--resume"]):
+        late = xdm_ft(*command, "out.csv", *options, cwd=tmp_path)
+        assert late.returncode == 2 and "out.csv: exists already" in late.stderr and not file.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [wait_with_some_rows, wait_in_workers])
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals(command, tmp_path, number, expected, first):
+    process = begin_waiting(command, tmp_path, first)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    (tmp_path / "go").touch()
+    os.killpg(process.pid, number)
+    assert status(process) == expected
+    said = "xdm-ft: interrupted; finished work is kept; run the same command with --resume to resume\n"
+    assert (tmp_path / "log").read_text() == said
+    assert len(workers) == (2 if first is wait_in_workers else 0) and not psutil.wait_procs(workers, 5)[1]
+
+
+def leave_a_child(folder):
+    """Adds a row, forks a process that stays, as those that decode images do for a moment, and is killed."""
+    with opened(folder) as found:
+        found.add(ROWS[:1])
+        found.flush()
+        if not os.fork():
+            end_with_parent(os.getppid())
+            time.sleep(600)
+        kill()
+
+
+@pytest.mark.slow
+def test_what_a_killed_command_leaves_behind_holds_no_lock(tmp_path):
+    process = server.Process(target=leave_a_child, args=(tmp_path,))
+    process.start()
+    assert status(process) == -signal.SIGKILL
+    with opened(tmp_path, resume=True) as found:
+        found.skip_done(iter([Item("a.png", "a.png")]))
+        assert found.tally.images == 1
+
+
+def test_a_full_disk_is_resumed_with_resume(command, predict, monkeypatch):
+    append, lines = unfinished.append_lines, []
+
+    def append_if_there_is_space(path, values):
+        lines.append(values)
+        if len(lines) > 3:
+            with disk_errors(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(path, values)
+
+    monkeypatch.setattr(unfinished, "SECONDS", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(unfinished, "append_lines", append_if_there_is_space)
+        given = ["table.csv", "--batch-size", "4", "--out", "out.csv"]
+        remedy = "free some space and run the same command with --resume to resume"
+        assert predict(*given, status=2).err == f"xdm-ft: out.csv.unfinished: the disk is full; {remedy}\n"
+    assert json.loads(predict(*given, "--resume", "--json").out)["resumed"] == 8
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_early(small_model, images, tmp_path):
+    (tmp_path / "many.csv").write_text("\n".join(["path", *images * 1000]))
+    arguments = [sys.executable, "-m", "xdm_ft", "predict", small_model.model, "many.csv", "--quiet"]
+    environment = os.environ | {"PYTHONPATH": str(Path(library.__file__).parents[1])}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(arguments, cwd=tmp_path, env=environment, **piped) as process:
+        assert process.stdout.readline() == b"path,label,probability,error\n"
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 141
+
+
+MEGABYTE, SOAK_IMAGES = 1e6, 100_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_memory_is_flat(small_model, tmp_path):
+    """100,000 images that differ in one pixel, in memory that does not grow: `pytest -m soak -s` prints it."""
+    image = Image.effect_noise((32, 32), 60).convert("RGB")
+    for number in range(SOAK_IMAGES):
+        path = tmp_path / "images" / f"{number // 1000:03}" / f"{number:06}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.putpixel((0, 0), (number >> 16, number >> 8 & 255, number & 255))
+        image.save(path, compress_level=1)
+    arguments = ["predict", str(small_model.model), "images", "--out", "out.csv"]
+    process = begin(arguments, tmp_path, tmp_path / "log", tmp_path / "log")
+    reached: dict[int, tuple[int, int]] = {}
+    file, read, done = tmp_path / "out.csv.unfinished", 0, 0
+    while process.is_alive():
+        time.sleep(0.5)
+        if not file.exists():
+            continue
+        with file.open("rb") as lines:
+            lines.seek(read)
+            for line in lines:
+                if line.endswith(b"\n"):
+                    read += len(line)
+                    done = json.loads(line)["value"].get("count", 0)
+        for share in (10, 50, 99):
+            if share not in reached and done >= SOAK_IMAGES * share / 100:
+                found = psutil.Process(process.pid)
+                children = sum(child.memory_info().rss for child in found.children())
+                reached[share] = found.memory_info().rss, children
+                print(f"{share}%: {reached[share]} bytes of the process and of its workers", flush=True)
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert len(rows((tmp_path / "out.csv").read_text())) == SOAK_IMAGES and reached.keys() == {10, 50, 99}
+    assert all(late - early < 30 * MEGABYTE for early, late in zip(reached[10], reached[99], strict=True))

@@ -13,21 +13,14 @@ from xdm_ft.export.sources import Sources, counted
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.csv_cells import csv_line
 
+NAMES = ("b/2.png", "b/1.JPG", "a/x/deep.tif", "b/notes.txt", ".hidden/h.png", "b/.h.png", "top.png", "c.png/i.bmp")
+
 
 @pytest.fixture
 def scans(tmp_path, monkeypatch):
     """Some empty files: a source knows images by their extension alone."""
     monkeypatch.chdir(tmp_path)
-    for name in [
-        "b/2.png",
-        "b/1.JPG",
-        "a/x/deep.tif",
-        "b/notes.txt",
-        ".hidden/h.png",
-        "b/.h.png",
-        "top.png",
-        "c.png/i.bmp",
-    ]:
+    for name in NAMES:
         (tmp_path / "scans" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "scans" / name).touch()
     return tmp_path / "scans"

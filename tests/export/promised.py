@@ -1,0 +1,42 @@
+"""A run directory with predictions of random models, for the tests of what a model promises."""
+
+import numpy as np
+import torch
+
+from xdm_ft.evaluation.metrics import score
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.storage.names import images_file
+from xdm_ft.storage.run_directory import RunDirectory
+
+CLASSES, DOMAINS, SEEDS, IMAGES = ("cat", "dog", "ox"), ("a", "b", "c", "d"), (0, 1, 2), 24
+METHOD, RULE = "erm", "train_val"
+
+
+def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_one_domain_out", temperature=2.0):
+    """A run directory with predictions of random models: (results, records, {(held-out set, seed): logits}, images)."""
+    drawn, directory = np.random.default_rng(1), RunDirectory(path)
+    records, logits_of, images_of = [], {}, {}
+    for held in held_out:
+        domains = np.repeat([DOMAINS.index(name) for name in held], IMAGES)
+        labels = drawn.integers(0, 3, len(domains))
+        images = {"rows": np.arange(len(domains)), "labels": labels.astype(np.int32)}
+        images |= {"worst_of": domains.astype(np.int32), "names": np.zeros(1, np.uint8)}
+        if groups:
+            images["groups"] = (np.arange(len(domains)) // 3).astype(np.int32)
+        directory.write_arrays(images_file(held), images, {})
+        images_of[held] = labels, domains
+        for seed in SEEDS:
+            logits = torch.from_numpy(drawn.normal(size=(len(labels), 3)) + 1.5 * np.eye(3)[labels]).float()
+            logits_of[held, seed] = logits
+            found = score(logits, torch.from_numpy(labels), torch.from_numpy(domains), CLASSES, DOMAINS)
+            pick = Pick(1, "x", {"test": found}, value=0.5, temperature=temperature)
+            record = Record(ModelKey(METHOD, held, seed, 0), {}, "ok", selected={RULE: pick})
+            records.append(record)
+            probabilities = logits.double().softmax(-1).float().numpy()
+            tested = HeldOutImages(images["rows"], labels, domains)
+            one = Prediction(METHOD, held, seed, RULE, tested, probabilities.argmax(1), None, probabilities)
+            directory.write_predictions(record.folder, arrays_of([one]))
+    recipe = {"protocol": {"name": protocol, "metric": metric}, "data": {"name": "folder"}}
+    results = {"recipe": recipe, "runs": [{"test_domains": list(held)} for held in held_out]}
+    return results, records, logits_of, images_of
