@@ -172,6 +172,23 @@ def test_loss_is_a_pure_function_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
+def test_a_second_pass_at_other_weights_keeps_the_draws_of_the_first(name: str) -> None:
+    """What depends on the weights would differ; the second pass must see the loss of the first."""
+    algorithm, batch = METHODS[name](setup()), toy()
+    first = algorithm(batch.x, batch, STEPS - 1)
+    with torch.no_grad():
+        for parameter in algorithm.parameters():
+            parameter.mul_(-3)
+    other = algorithm(batch.x, batch, STEPS - 1)
+    second = algorithm(batch.x, batch, STEPS - 1, first.first_pass_draws)
+    for kept in ("first_pass_draws", "buffers"):
+        values = getattr(first, kept)
+        assert all(torch.equal(getattr(second, kept)[key], value) for key, value in values.items())
+        assert not values or any(not torch.equal(getattr(other, kept)[key], value) for key, value in values.items())
+    assert (second.total != other.total) == bool(first.first_pass_draws)
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_same_seed_same_numbers_also_when_restored_in_the_middle(name: str) -> None:
     torch.manual_seed(1)
     through = METHODS[name](setup(3))

@@ -97,16 +97,3 @@ def test_one_sample_is_muted() -> None:
     torch.testing.assert_close(
         losses.total, F.cross_entropy(algorithm.head(sample * losses.first_pass_draws["kept"]), batch.y)
     )
-
-
-def test_second_pass_keeps_the_masks() -> None:
-    recorded = Recorded("rsc.npz", after="_param")
-    algorithm, z = RSC(SETUP), torch.randn(15, SETUP.width)
-    first = algorithm(z, recorded.batch, 0)
-    with torch.no_grad():
-        algorithm.head.weight.mul_(-1)
-    assert not torch.equal(algorithm(z, recorded.batch, 0).first_pass_draws["kept"], first.first_pass_draws["kept"])
-    second = algorithm(z, recorded.batch, 0, first.first_pass_draws)
-    assert all(torch.equal(second.first_pass_draws[key], mask) for key, mask in first.first_pass_draws.items())
-    mask = first.first_pass_draws["kept"] | first.first_pass_draws["spared"][:, None]
-    torch.testing.assert_close(second.total, F.cross_entropy(algorithm.head(z * mask), recorded.batch.y))

@@ -1,5 +1,9 @@
 """The protocol's splits: which images train, which select, which test."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +12,16 @@ from hypothesis import strategies as st
 from made_up import MadeUp
 
 from xdm_ft.data.digits import Digits
-from xdm_ft.protocol.splits import Protocol, Split, leave_one_domain_out, official, splits
+from xdm_ft.protocol.splits import (
+    Protocol,
+    Split,
+    all_domains,
+    leave_one_domain_out,
+    official,
+    seed_hash,
+    splits,
+    with_validation,
+)
 from xdm_ft.runtime.errors import UserError
 
 
@@ -80,18 +93,13 @@ def two_domains(n: int = 40) -> MadeUp:
     return MadeUp(np.arange(n) % 2, np.arange(n) // (n // 2))
 
 
-def test_the_split_depends_on_the_seed() -> None:
-    dataset = two_domains()
+def test_the_split_depends_on_the_seed_and_not_on_what_is_held_out() -> None:
+    dataset = MadeUp(np.arange(90) % 3, np.arange(90) // 30)
     one, same, other = (parts(leave_one_domain_out(dataset, Protocol(), "d1", seed)) for seed in (3, 3, 4))
     assert all(np.array_equal(one[name], same[name]) for name in one)
     assert not np.array_equal(one["train_val"], other["train_val"])
-
-
-def test_a_validation_part_is_the_same_whichever_domain_is_held_out() -> None:
-    dataset = MadeUp(np.arange(90) % 3, np.arange(90) // 30)
-    first, second = (parts(split) for split in splits(dataset, Protocol(test_domains=("d0", "d1")), seed=0))
-    of_third = [rows[dataset.domains[rows] == 2] for rows in (first["train_val"], second["train_val"])]
-    assert np.array_equal(*of_third)
+    first, second = (parts(split)["train_val"] for split in splits(dataset, Protocol(test_domains=("d0", "d1")), 0))
+    assert np.array_equal(*(rows[dataset.domains[rows] == 2] for rows in (first, second)))
 
 
 def test_unreadable_rows_are_in_no_part() -> None:
@@ -108,13 +116,6 @@ def test_training_images_of_a_held_out_group_are_removed() -> None:
     split = leave_one_domain_out(dataset, Protocol(), "d1", 0)
     assert not {0, 1, 2} & set(np.concatenate([parts(split)["train"], parts(split)["train_val"]]).tolist())
     assert "3 training images left out whose group is also in d1" in split.notes
-
-
-def test_groups_numbered_anew_in_each_domain_are_explained() -> None:
-    dataset = two_domains()
-    dataset.groups = np.arange(40) % 20
-    with pytest.raises(UserError, match="no image left for training with d1 held out; if groups are numbered anew"):
-        leave_one_domain_out(dataset, Protocol(), "d1", 0)
 
 
 def test_the_splits_of_the_data_are_used() -> None:
@@ -229,41 +230,42 @@ def fault(dataset: MadeUp, protocol: Protocol, unreadable: tuple[int, ...] = ())
     return str(caught.value)
 
 
-def test_every_fault_is_one_clear_line() -> None:
-    dataset = two_domains()
-    assert '"d3" is not a domain of the data' in fault(dataset, Protocol(test_domains=("d3",)))
-    assert "did you mean" in fault(dataset, Protocol(test_domains=("d01",)))
-    assert "d0, d0: a domain appears twice" in fault(dataset, Protocol(test_domains=("d0", "d0")))
-    assert "val_domain needs val_domain images" in fault(dataset, Protocol(selection="val_domain"))
-    assert "possible here: train_val, oracle" in fault(dataset, Protocol(selection="val_domain"))
-    assert "comes with a split" in fault(dataset, Protocol(name="official"))
-    assert "is the only domain" in fault(MadeUp([0, 1], [0, 0]), Protocol())
+GROUPED_ANEW = MadeUp(np.arange(40) % 2, np.arange(40) // 20, groups=np.arange(40) % 20)
+FEW_GROUPS = MadeUp(np.arange(40) % 2, np.arange(40) // 20, groups=np.arange(40) // 10)
+ONE_CLASS = MadeUp([0, 1, 0, 1, 0, 0], [0, 0, 1, 1, 2, 2])
+THREE = MadeUp([0, 1, 0, 1, 0, 0, 1], [0, 0, 1, 1, 2, 2, 2])
 
 
-def test_a_domain_of_one_class_is_refused() -> None:
-    labels, domains = [0, 1, 0, 1, 0, 0], [0, 0, 1, 1, 2, 2]
-    message = fault(MadeUp(labels, domains), Protocol())
-    assert 'the domain "d2" has images of one class only ("c0")' in message
-    whole = MadeUp([*labels, 1], [*domains, 2])
-    assert 'the domain "d2" has images of one class only ("c0")' in fault(whole, Protocol(), unreadable=(6,))
-    assert 'the domain "d2" has no image' in fault(whole, Protocol(), unreadable=(4, 5, 6))
+@pytest.mark.parametrize(
+    ("dataset", "changes", "unreadable", "message"),
+    [
+        (two_domains(), {"test_domains": ("d3",)}, (), '"d3" is not a domain of the data'),
+        (two_domains(), {"test_domains": ("d01",)}, (), "did you mean"),
+        (two_domains(), {"test_domains": ("d0", "d0")}, (), "d0, d0: a domain appears twice"),
+        (two_domains(), {"selection": "val_domain"}, (), "val_domain needs val_domain images"),
+        (two_domains(), {"selection": "val_domain"}, (), "possible here: train_val, oracle"),
+        (two_domains(), {"name": "official"}, (), "comes with a split"),
+        (MadeUp([0, 1], [0, 0]), {}, (), "is the only domain"),
+        (GROUPED_ANEW, {}, (), "no image left for training with d0 held out; if groups are numbered anew"),
+        (FEW_GROUPS, {}, (), "a group may be too large for val_fraction 0.2"),
+        (ONE_CLASS, {}, (), 'the domain "d2" has images of one class only ("c0")'),
+        (THREE, {}, (6,), 'the domain "d2" has images of one class only ("c0")'),
+        (THREE, {}, (4, 5, 6), 'the domain "d2" has no image'),
+    ],
+)
+def test_every_fault_is_one_clear_line(
+    dataset: MadeUp, changes: dict[str, Any], unreadable: tuple[int, ...], message: str
+) -> None:
+    assert message in fault(dataset, Protocol(**changes), unreadable)
 
 
-def test_official_needs_training_and_test_images() -> None:
-    for part in ("train", "test"):
-        dataset = wilds_like()
-        assert dataset.splits is not None
-        dataset.splits[dataset.splits == part] = "val"
-        assert f'official needs images whose split is "{part}"; the data has none' in fault(
-            dataset, Protocol(name="official")
-        )
-
-
-def test_groups_too_large_for_a_validation_part_are_explained() -> None:
-    dataset = MadeUp(np.arange(40) % 2, np.arange(40) // 20, groups=np.arange(40) // 10)  # two groups per domain
-    assert "a group may be too large for val_fraction 0.2" in fault(dataset, Protocol())
-    split = leave_one_domain_out(dataset, Protocol(val_fraction=0.4), "d1", 0)
-    assert len(parts(split)["train_val"]) == 10
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_official_needs_training_and_test_images(part: str) -> None:
+    dataset = wilds_like()
+    assert dataset.splits is not None
+    dataset.splits[dataset.splits == part] = "val"
+    message = f'official needs images whose split is "{part}"; the data has none'
+    assert message in fault(dataset, Protocol(name="official"))
 
 
 @given(dataset=datasets(with_groups=False), seed=st.integers(0, 99))
@@ -273,3 +275,90 @@ def test_parts_drawn_once_for_all_domains_are_those_drawn_for_each(dataset: Made
     for name, split in zip(dataset.domain_names, together, strict=True):
         alone, found = parts(leave_one_domain_out(dataset, Protocol(), name, seed)), parts(split)
         assert found.keys() == alone.keys() and all(np.array_equal(found[key], alone[key]) for key in alone)
+
+
+# Validation images for splits that have none
+
+
+def made(groups: bool) -> MadeUp:
+    rows = np.arange(240)
+    return MadeUp(rows % 3, rows // 3 % 2, rows // 12 if groups else None)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_part_of_the_training_images_validates_where_none_does(groups: bool) -> None:
+    dataset = made(groups)
+    whole = all_domains(dataset)
+    split = with_validation(dataset, whole, 0.25, seed=0)
+    training, part = torch.cat(split.train), split.evaluation["train_val"]
+    assert sorted([*training.tolist(), *part.tolist()]) == list(range(240)) and len(part) == 60
+    for number, rows in enumerate(split.train):
+        assert set(dataset.domains[rows]) == {number} and set(dataset.labels[rows]) == {0, 1, 2}
+    if groups:
+        assert dataset.groups is not None
+        assert not set(dataset.groups[training]) & set(dataset.groups[part])
+    assert torch.equal(with_validation(dataset, whole, 0.25, seed=0).evaluation["train_val"], part)
+    assert not torch.equal(with_validation(dataset, whole, 0.25, seed=1).evaluation["train_val"], part)
+
+
+def test_a_split_with_validation_images_stays_as_it_is() -> None:
+    dataset = made(groups=False)
+    for split in splits(dataset, Protocol(), 0):
+        assert with_validation(dataset, split, 0.5, 0) is split
+
+
+def test_without_enough_images_the_part_is_empty() -> None:
+    dataset = MadeUp(np.array([0, 1]), np.array([0, 0]), None)
+    split = with_validation(dataset, all_domains(dataset), 0.25, 0)
+    assert len(split.evaluation["train_val"]) == 0 and len(torch.cat(split.train)) == 2
+
+
+# DomainBed's split, against recorded output of its own code
+
+GOLDEN = json.loads((Path(__file__).resolve().parents[1] / "golden" / "seeds_splits_hparams.json").read_text())
+
+
+def numbers(key):
+    return tuple(int(part) for part in key.split(","))
+
+
+def test_seeds():
+    assert len(GOLDEN["seed_hash"]) == 18
+    assert {key: seed_hash(*numbers(key)) for key in GOLDEN["seed_hash"]} == GOLDEN["seed_hash"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_are_those_of_domainbed(seed):
+    """Three domains of 20 images: row 20·d + k is DomainBed's key k of environment d."""
+    data = MadeUp([0, 1] * 30, np.repeat([0, 1, 2], 20))
+    expected = {d: GOLDEN["split_n20_first4"][f"{seed},{d}"] for d in range(3)}
+    found = splits(data, Protocol(split_rule="domainbed"), seed)
+    assert len(found) == 3
+    for held_out, split in enumerate(found):
+        sources = [d for d in range(3) if d != held_out]
+        for d, rows in zip(sources, split.train, strict=True):
+            assert rows.tolist() == sorted(20 * d + k for k in expected[d][1])
+        validation = sorted(20 * d + k for d in sources for k in expected[d][0])
+        assert split.evaluation["train_val"].tolist() == validation
+        assert split.evaluation["test_val"].tolist() == sorted(20 * held_out + k for k in expected[held_out][0])
+        assert split.evaluation["test"].tolist() == list(range(20 * held_out, 20 * held_out + 20))
+        assert any("DomainBed" in note for note in split.notes)
+
+
+def test_unreadable_images_are_removed_without_moving_others():
+    data = MadeUp([0, 1] * 30, np.repeat([0, 1, 2], 20))
+    protocol = Protocol(split_rule="domainbed", test_domains=("d0",))
+    (whole,), (without,) = splits(data, protocol, 0), splits(data, protocol, 0, [23, 24, 57])
+    for d in range(2):
+        assert set(without.train[d].tolist()) == set(whole.train[d].tolist()) - {23, 24, 57}
+    assert set(without.evaluation["train_val"].tolist()) == set(whole.evaluation["train_val"].tolist()) - {23, 24, 57}
+
+
+def test_it_refuses_groups_and_the_datas_own_split():
+    rule = {"split_rule": "domainbed"}
+    labels, domains = [0, 1] * 4, [0] * 4 + [1] * 4
+    with pytest.raises(UserError, match="divide groups"):
+        splits(MadeUp(labels, domains, groups=range(8)), Protocol(**rule), 0)
+    with_splits = MadeUp(labels, domains, splits=["train", "train", "val", "val"] * 2)
+    with pytest.raises(UserError, match="would ignore the split that the data comes with"):
+        splits(with_splits, Protocol(**rule), 0)
