@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from loop_models import SmallCNN
@@ -32,14 +34,10 @@ def features(n: int, width: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     return z, y, domain
 
 
-def test_halves_are_disjoint_and_random() -> None:
+def test_halves_are_disjoint_and_random_and_the_levels_are_the_papers() -> None:
     first, second = halves(11, 0)
     assert len(first) == len(second) == 5 and not set(first.tolist()) & set(second.tolist())
-    assert sorted(first.tolist()) != list(range(5))
-    assert not torch.equal(first, halves(11, 1)[0])
-
-
-def test_the_levels_are_the_papers() -> None:
+    assert sorted(first.tolist()) != list(range(5)) and not torch.equal(first, halves(11, 1)[0])
     assert QUANTILES == (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
@@ -60,19 +58,17 @@ def test_masks_have_the_level_that_was_asked_for(quantile: float, head: type | N
 
 
 def test_discarding_and_mixing_are_those_of_the_method() -> None:
-    z, y, domain = features(64)
-    off = {"p_discard": 0.0, "mix_class_specific": False, "mix_class_generic": False}
-    torch.testing.assert_close(xdomainmix_features(XDomainMix(SETUP, **off), z, y, domain, 0.5), z)
-    discarded = xdomainmix_features(XDomainMix(SETUP, **{**off, "p_discard": 1.0}), z, y, domain, 0.5)
-    assert ((discarded == z) | (discarded == 0)).all() and (discarded == 0).any()
-
-
-def test_discards_per_batch_differ_between_batches() -> None:
     z, y, domain = features(640)
-    own = {"mix_class_specific": False, "mix_class_generic": False, "p_discard": 0.5, "discard_per": "batch"}
-    found = xdomainmix_features(XDomainMix(SETUP, **own), z, y, domain, 0.5).view(20, 32, 16)
-    kept = (found == z.view(20, 32, 16)).all(2).all(1)
-    assert 3 < kept.sum() < 17
+    off = {"p_discard": 0.0, "mix_class_specific": False, "mix_class_generic": False}
+
+    def augmented(**changes: Any) -> Tensor:
+        return xdomainmix_features(XDomainMix(SETUP, **off | changes), z, y, domain, 0.5)
+
+    torch.testing.assert_close(augmented(), z)
+    discarded = augmented(p_discard=1.0)
+    assert ((discarded == z) | (discarded == 0)).all() and (discarded == 0).any()
+    of_batches = augmented(p_discard=0.5, discard_per="batch").view(20, 32, 16)
+    assert 3 < (of_batches == z.view(20, 32, 16)).all(2).all(1).sum() < 17, "each batch has its own draw"
 
 
 @pytest.mark.parametrize(
@@ -108,10 +104,11 @@ def batches(n: int = 64) -> list[tuple[Tensor, Tensor, Tensor]]:
     return list(zip(images.split(32), y.split(32), domain.split(32), strict=True))
 
 
-def test_a_method_without_augmentation_gives_the_features_of_the_encoder() -> None:
+@pytest.mark.parametrize("algorithm", [ERM(SETUP), MixStyle(SETUP, p=0.0)], ids=["erm", "a stage that never draws"])
+def test_without_augmentation_features_are_those_of_the_encoder(algorithm: Algorithm) -> None:
     encoder = Staged(dropout=0.5)
     plain = torch.cat([encoder(images) for images, _, _ in batches()])
-    torch.testing.assert_close(augmented_in_encoder(ERM(SETUP), encoder, batches()), plain.detach())
+    torch.testing.assert_close(augmented_in_encoder(algorithm, encoder, batches()), plain.detach())
 
 
 @pytest.mark.parametrize(
@@ -130,12 +127,6 @@ def test_augmentation_changes_features_and_leaves_the_encoder_as_it_was(
     assert not any(module._forward_hooks for module in encoder.modules())  # each would call a method's module again
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
     assert torch.equal(found, augmented_in_encoder(method(SETUP, **settings), encoder, batches()))
-
-
-def test_a_stage_that_never_draws_changes_nothing() -> None:
-    encoder = Staged()
-    plain = torch.cat([encoder(images) for images, _, _ in batches()]).detach()
-    torch.testing.assert_close(augmented_in_encoder(MixStyle(SETUP, p=0.0), encoder, batches()), plain)
 
 
 def test_more_of_the_domain_is_mixed_the_lower_the_quantile() -> None:

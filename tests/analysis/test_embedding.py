@@ -60,22 +60,21 @@ def anew(seed: int = 0, augmented: Tensor | None = None, n: int = 300) -> Json:
     return of(z, y, domain, head, domain_head, augmented, 3, 2, seed)
 
 
-def test_specific_parts_are_separated_by_their_label_and_generic_ones_are_not() -> None:
+def test_two_points_of_each_image_separated_by_their_label_or_not() -> None:
     pairs = made()
     assert list(pairs) == ["class_specific_vs_generic", "domain_specific_vs_generic"]
     for found in pairs.values():
         for points in (found["map"], found["pca"]):
             specific, generic = points["silhouette_of_labels"]
             assert specific > 0.7 and generic < 0.1
-
-
-def test_each_image_is_two_points() -> None:
-    points = made()["class_specific_vs_generic"]["map"]
-    assert len(points["points"]) == len(points["kind"]) == len(points["label"]) == 300
-    assert points["kind"] == [0] * 150 + [1] * 150
+    points = pairs["class_specific_vs_generic"]["map"]
+    assert len(points["points"]) == len(points["label"]) == 300 and points["kind"] == [0] * 150 + [1] * 150
     assert points["label"][:150] == points["label"][150:] and set(points["label"]) == {0, 1, 2}
     assert all(round(x, 3) == x for point in points["points"] for x in point)
     assert len(made(n=900)["class_specific_vs_generic"]["map"]["points"]) == 400
+    assert pairs == anew() and made(seed=1) != pairs
+    z, y, domain = planted()
+    assert list(of(z, y, domain, heads()[0], None, None, 3, 2, 0)) == ["class_specific_vs_generic"], "no domain head"
 
 
 def test_augmented_features_that_are_the_originals_can_not_be_told_apart() -> None:
@@ -85,16 +84,6 @@ def test_augmented_features_that_are_the_originals_can_not_be_told_apart() -> No
     assert abs(same["map"]["silhouette"]) < 0.05 and abs(same["pca"]["silhouette"]) < 0.05
     first, second = same["map"]["silhouette_of_labels"]
     assert first == pytest.approx(second) and far["pca"]["silhouette"] > 0.9
-
-
-def test_without_a_domain_head_there_is_no_pair_of_domains() -> None:
-    z, y, domain = planted()
-    assert list(of(z, y, domain, heads()[0], None, None, 3, 2, 0)) == ["class_specific_vs_generic"]
-
-
-def test_the_same_seed_gives_the_same_points() -> None:
-    assert made() == anew()
-    assert made(seed=1) != made()
 
 
 def test_labels_that_mean_nothing_are_not_separated() -> None:
@@ -107,18 +96,12 @@ def test_labels_that_mean_nothing_are_not_separated() -> None:
     assert silhouette(itself, y) > 0.4
 
 
-def test_the_map_does_not_depend_on_the_scale_of_features() -> None:
+def test_the_map_does_not_depend_on_the_scale_of_features_and_parts_sum_to_them() -> None:
     z, y, _ = planted()
     small, large = linear_map(z, y, 3, 0)(z), linear_map(1000 * z, y, 3, 0)(1000 * z)
     torch.testing.assert_close(small, large, rtol=1e-2, atol=1e-2)
-
-
-def test_parts_sum_to_the_features() -> None:
-    z, y, _ = planted()
-    scores = linear_scores(z, heads()[0].weight, y)
-    specific, generic = specific_and_generic(z, scores)
-    assert torch.equal(specific + generic, z)
-    assert (specific != 0).sum(1).max() <= WIDTH // 2
+    specific, generic = specific_and_generic(z, linear_scores(z, heads()[0].weight, y))
+    assert torch.equal(specific + generic, z) and (specific != 0).sum(1).max() <= WIDTH // 2
 
 
 def test_principal_components_are_those_of_scikit_learn() -> None:
@@ -145,13 +128,10 @@ def test_few_or_equal_images() -> None:
     head = heads()[0]
     equal = of(torch.zeros(8, WIDTH), torch.zeros(8).long(), torch.zeros(8).long(), head, None, None, 3, 1, 0)
     found = equal["class_specific_vs_generic"]
-    assert found["pca"]["points"] == [[0.0, 0.0]] * 8 and found["map"]["silhouette_of_labels"] == [None, None]
-
-
-def test_one_feature_is_a_line() -> None:
     z, y = torch.arange(1.0, 9)[:, None], torch.arange(8) % 2
     points = of(z, y, y, lambda z: torch.cat([z, -z], 1), None, None, 2, 2, 0)["class_specific_vs_generic"]
-    assert all(point[1] == 0 for point in points["pca"]["points"])
+    assert all(point[1] == 0 for point in points["pca"]["points"]), "one feature is a line"
+    assert found["pca"]["points"] == [[0.0, 0.0]] * 8 and found["map"]["silhouette_of_labels"] == [None, None]
 
 
 @given(seed=st.integers(0, 10**6))

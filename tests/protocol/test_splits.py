@@ -277,6 +277,16 @@ def test_parts_drawn_once_for_all_domains_are_those_drawn_for_each(dataset: Made
         assert found.keys() == alone.keys() and all(np.array_equal(found[key], alone[key]) for key in alone)
 
 
+def test_parts_of_groups_that_span_domains_are_drawn_for_each_held_out_domain() -> None:
+    groups = np.arange(90)
+    groups[30:36] = groups[:6]  # of d1, as images of d0
+    dataset = MadeUp(np.arange(90) % 2, np.arange(90) // 30, groups=groups)
+    for split in splits(dataset, Protocol(), 0):
+        alone, together = parts(leave_one_domain_out(dataset, Protocol(), *split.test_domains, 0)), parts(split)
+        assert all(np.array_equal(together[key], alone[key]) for key in alone)
+        assert not {*groups[together["train"]]} & {*groups[together["train_val"]]}
+
+
 # Validation images for splits that have none
 
 
