@@ -43,10 +43,10 @@ def test_the_mean_is_the_weighted_sum_over_all_steps_and_the_start(every: int) -
     for head, beta in enumerate(betas):
         factors = [beta_distribution.pdf((step + 0.5) / (steps + 1), beta, beta) for step in range(steps + 1)]
         expected = sum(factor * weights[step, head] for step, factor in enumerate(factors)) / sum(factors)
-        selected = averages.selected(head, lambda mean: mean, ("train_val",))["train_val"]
+        selected = averages.selected(head)
         assert (selected.step, selected.hparams) == (steps, {"averaged_from": 0})
         torch.testing.assert_close(selected.state["w"], expected, rtol=1e-5, atol=1e-6)
-    one, other = (averages.selected(head, lambda mean: mean, ("train_val",))["train_val"] for head in (0, 2))
+    one, other = (averages.selected(head) for head in (0, 2))
     assert not torch.allclose(one.state["w"], other.state["w"], atol=1e-3)
 
 
@@ -169,12 +169,9 @@ def test_averages_of_stacked_models_are_those_of_each_alone() -> None:
         averages.add(taken, {"w": weights[taken - 1]})
         if taken % 3 == 0:
             averages.evaluated(taken, losses[taken // 3 - 1].tolist())
-    first = averages.selected(0, lambda mean: mean | {"b": torch.ones(())}, ("train_val", "oracle"))
-    assert first["train_val"] is first["oracle"]
-    assert first["oracle"].step == 12 and first["oracle"].hparams == {"averaged_from": 3}
-    torch.testing.assert_close(first["oracle"].state["w"], weights[2:, 0].mean(0))
-    torch.testing.assert_close(first["oracle"].state["b"], torch.ones(()))
-    second = averages.selected(1, lambda mean: mean, ("oracle",))["oracle"]  # its loss only ever falls
+    first, second = averages.selected(0), averages.selected(1)  # the loss of the second only ever falls
+    assert first.step == 12 and first.hparams == {"averaged_from": 3}
+    torch.testing.assert_close(first.state["w"], weights[2:, 0].mean(0))
     torch.testing.assert_close(second.state["w"], weights[9:, 1].mean(0))
 
 
@@ -182,5 +179,5 @@ def test_a_loss_that_is_not_finite_is_no_average() -> None:
     averages = Averages([SWAD(), SWAD()], first_step=1, steps=1)
     averages.add(1, {"w": torch.zeros(2, 1)})
     averages.evaluated(1, [None, 0.5])
-    assert "not finite after step 1" in str(averages.nothing_averaged(0))
-    assert averages.nothing_averaged(1) is None
+    assert "not finite after step 1" in str(averages.failure(0))
+    assert averages.failure(1) is None
