@@ -14,7 +14,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run, summary
 from xdm_ft.experiment.results import read_results
-from xdm_ft.experiment.resume import keeping_choices
+from xdm_ft.experiment.resume import keep_choices_of_run
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.settings import Recipe
 
@@ -86,10 +86,10 @@ def test_rows_that_stay_unsettled_get_all_looks_also_after_kills(
         run(recipe(SMALL))  # after the second look's models are trained
     assert written() == "auto" and results()["recipe"]["protocol"]["seeds"] == [*range(10)]
     assert json.loads(first)["runs"][1] in results()["runs"]
-    assert [*keeping_choices(recipe(SMALL)).protocol.seeds] == validate(recipe(SMALL)).document["recipe"]["protocol"][
-        "seeds"
-    ]
-    assert len(keeping_choices(recipe(SMALL)).protocol.seeds) == 10
+    assert [*keep_choices_of_run(recipe(SMALL)).protocol.seeds] == validate(recipe(SMALL)).document["recipe"][
+        "protocol"
+    ]["seeds"]
+    assert len(keep_choices_of_run(recipe(SMALL)).protocol.seeds) == 10
 
     caplog.clear()
     run(recipe(SMALL))

@@ -20,14 +20,13 @@ from xdm_ft.experiment.prepare import (
     Prepared,
     RecipeCut,
     build_encoders,
+    cached_cuts,
     check_low_rank,
     counted_unhashed,
     cuts_of,
-    decided,
     prepare,
 )
-from xdm_ft.experiment.results import inputs
-from xdm_ft.experiment.resume import Earlier
+from xdm_ft.experiment.results import inputs, refuse_other_inputs
 from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
@@ -125,7 +124,7 @@ def test_a_run_that_goes_on_follows_its_decision(monkeypatch: pytest.MonkeyPatch
     assert block is not None and block is lora and not block.in_memory
     assert [*cached["features"]["cuts"].values()] == [block.key]
     with pytest.raises(UserError, match=r"run: .* have changed since this run started \(features\.cuts\."):
-        Earlier(environment=computed).refuse_other_inputs(path, cached)
+        refuse_other_inputs(path, computed, cached)
     free(monkeypatch, 1000)
     assert prepared([ONE_CUT], cached)[1] == cached
     # a method that joins the run at the same cut reads what the others read
@@ -135,9 +134,9 @@ def test_a_run_that_goes_on_follows_its_decision(monkeypatch: pytest.MonkeyPatch
 
 def test_decisions_of_several_encoders() -> None:
     features = {"small": {"key": "a", "cuts": {"blocks.1": "b", "blocks.2": None}}, "large": {"key": "c"}}
-    assert decided({"features": features}, "small") == {"blocks.1": True, "blocks.2": False}
-    assert decided({"features": features}, "large") == decided({}, None) == decided(None, "small") == {}
-    assert decided({"features": features["small"]}, None) == {"blocks.1": True, "blocks.2": False}
+    assert cached_cuts({"features": features}, "small") == {"blocks.1": True, "blocks.2": False}
+    assert cached_cuts({"features": features}, "large") == cached_cuts({}, None) == cached_cuts(None, "small") == {}
+    assert cached_cuts({"features": features["small"]}, None) == {"blocks.1": True, "blocks.2": False}
 
 
 def test_an_encoder_that_can_not_be_cut_there_is_refused_before_all_else() -> None:
@@ -189,7 +188,7 @@ def test_what_can_not_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("xdm_ft.experiment.estimate.cut_seconds", broken)
+    monkeypatch.setattr("xdm_ft.experiment.estimate.image_seconds", broken)
     found = validate(recipe(ONE_CUT))
     assert "its saving could not be measured (RuntimeError: no such kernel)" in found.text()
     assert found.document["cuts"][0]["share_below"] is None

@@ -21,7 +21,7 @@ from PIL import Image
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment.faults import faults, roles
 from xdm_ft.experiment.plan import Plan, describe, make_plan, read_data
-from xdm_ft.experiment.results import about
+from xdm_ft.experiment.results import data_facts
 from xdm_ft.features import hashes as hashing
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
@@ -291,7 +291,7 @@ def test_a_random_split_tests_on_seen_domains(domains, images, told):
 
 def test_a_split_with_some_unseen_domains_names_the_others(images):
     table(images, lambda domain, i: "test" if domain == "c" else ["train", "train", "val", "test"][i])
-    told = about(planned(*OFFICIAL), [])["tested_on"]
+    told = data_facts(planned(*OFFICIAL), [])["tested_on"]
     assert told == "domains of which a, b are also trained on" and f"tested on {told}" in planned(*OFFICIAL).notes
 
 

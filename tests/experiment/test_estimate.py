@@ -100,8 +100,8 @@ def test_what_lies_below_a_cut_is_paid_once_or_at_every_step(
 ) -> None:
     """Two cuts, and SAM above one of them; decoding takes one process of one core 0.5 s."""
     monkeypatch.setattr(module, "own_cores", lambda: 1)
-    monkeypatch.setattr(module, "cut_seconds", lambda *_: CUT)
-    monkeypatch.setattr(module, "frozen_seconds", lambda *_: ImageSeconds(0.5, 2.0))
+    seconds = lambda plan, encoder, accelerator, frozen_in=None: ImageSeconds(0.5, 2.0) if frozen_in else CUT  # noqa: E731
+    monkeypatch.setattr(module, "image_seconds", seconds)
     one, two = "{name: erm, trainable: {blocks: 1}}", "{name: sam, trainable: {blocks: 2}}"
     plan, encoders = planned(f"methods=[{one}, {two}]", f"features.cut={use}", "protocol.test_domains=[sketch]")
     found = estimate(plan, encoders, CPU)
@@ -122,7 +122,7 @@ def test_what_can_not_be_measured_is_said_and_the_run_goes_on(
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(module, "timed", broken)
+    monkeypatch.setattr(module, "head_seconds", broken)
     caplog.set_level(logging.INFO, "xdm_ft")
     assert not run(recipe("methods=[erm]", "protocol.test_domains=[sketch]")).failed
     assert said(caplog).endswith("to train, the time could not be measured (RuntimeError: no such kernel)")
@@ -142,11 +142,11 @@ def test_bf16_is_named_where_it_is_twice_as_fast(
 ) -> None:
     """An image takes 4 s in fp32 and `seconds` in bf16, beside 1 s to decode it; `found`: in bf16, with decoding."""
 
-    def frozen_seconds(plan: Plan, encoder: Any, precision: str, accelerator: Any) -> ImageSeconds:
-        return ImageSeconds(1.0, seconds if precision == "bf16" else 4.0)
+    def image_seconds(plan: Plan, encoder: Any, accelerator: Any, frozen_in: str) -> ImageSeconds:
+        return ImageSeconds(1.0, seconds if frozen_in == "bf16" else 4.0)
 
     monkeypatch.setattr(module, "own_cores", lambda: 1)
-    monkeypatch.setattr(module, "frozen_seconds", frozen_seconds)
+    monkeypatch.setattr(module, "image_seconds", image_seconds)
     monkeypatch.setattr(module, "cpu_has_bf16", lambda: has_bf16)
     plan, encoders = planned("methods=[erm]")
     images = len(plan.dataset)
@@ -164,13 +164,13 @@ def test_bf16_is_named_where_it_is_twice_as_fast(
 def test_known_models_take_no_time(measuring: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, encoders = planned("methods=[erm]")
     timed: list[int] = []
-    real: Callable[..., Any] = module.timed
+    real: Callable[..., Any] = module.head_seconds
 
     def noted(jobs: Any, *rest: Any) -> Any:
         timed.append(len(jobs))
         return real(jobs, *rest)
 
-    monkeypatch.setattr(module, "timed", noted)
+    monkeypatch.setattr(module, "head_seconds", noted)
     keys = [model.key for model in plan.models]
     line = first_line(plan, encoders, CPU, keys[:-1])
     assert f"1 of {len(keys)} models to train (erm: 1 model), about" in line and timed == [1]

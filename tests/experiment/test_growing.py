@@ -17,16 +17,17 @@ import pytest
 import small_runs
 import yaml
 
-from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment import pieces, run, summary
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.results import ResultsFile, in_order
-from xdm_ft.experiment.resume import Generation, generation, grown_from, refused_changes
+from xdm_ft.experiment.results import RECORDS, RunResults
+from xdm_ft.experiment.resume import Generation, grown_from, refused_changes
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.results_file import COSTS
+from xdm_ft.storage.run_directory import RunDirectory
 
 RUN = Path("output/small")
 SEEDS = "protocol.seeds=3"
@@ -122,18 +123,23 @@ def test_the_draws_of_a_trial_do_not_depend_on_the_number_of_trials() -> None:
 def test_a_model_belongs_to_the_first_recipe_that_planned_it() -> None:
     first, second = Generation(("erm",), (0, 1), 1), Generation(("erm", "rsc"), (0, 1), 2)
     keys = [("erm", 0, 0), ("erm", 1, 1), ("rsc", 0, 0), ("erm", 2, 0), ("vrex", 0, 0)]
-    found = [generation((method, ("a",), seed, trial), (first, second)) for method, seed, trial in keys]
-    assert found == [0, 1, 1, 2, 2]
+    growing = RunResults(load("demo", []), RunDirectory(Path("nowhere")), [first, second])
+    groups = [growing.chunk_group(ModelKey(method, ("a",), seed, trial)) for method, seed, trial in keys]
+    assert groups == [("erm", 0), ("erm", 1), ("rsc", 1), ("erm", 2), ("vrex", 2)]
     results = {"recipe": resolved("methods=[erm,rsc]", SEEDS), "grown_from": [first.to_json()]}
     assert grown_from(results, resolved("methods=[rsc,erm]", SEEDS, "protocol.final_fit=true")) == (first,)
     [*earlier, last] = grown_from(results, resolved("methods=[rsc,erm,vrex]", SEEDS))
     assert earlier == [first] and last == Generation(("erm", "rsc"), (0, 1, 2), 1)
 
 
-def test_records_of_earlier_versions_get_what_their_rows_say() -> None:
+def test_records_of_earlier_versions_get_what_their_rows_say(tmp_path: Path) -> None:
     recipe = load("demo", [])
     plan = make_plan(recipe, read_data(recipe))
-    records = in_order(plan, [Record(model.key, {}, "failed", "why") for model in plan.models[::-1]]).values()
+    directory = RunDirectory(tmp_path)
+    directory.append(RECORDS, *(Record(model.key, {}, "failed", "why").to_json() for model in plan.models[::-1]))
+    growing = RunResults(recipe, directory)
+    growing.read_all(plan)
+    records = growing.records.values()
     assert [record.key for record in records] == [model.key for model in plan.models]
     rows = {record.method: (record.encoder, record.trainable, record.deterministic) for record in records}
     assert rows["zero_shot"] == ("demo", False, True) and rows["erm"] == ("demo", False, None)
@@ -215,7 +221,7 @@ def test_a_start_that_ends_before_the_first_new_record(place: str, monkeypatch: 
             raise Stopped
 
         if place == "before results.json":
-            patch.setattr(ResultsFile, "write", stop)
+            patch.setattr(RunResults, "write", stop)
         else:
             patch.setattr("xdm_ft.experiment.models.left_to_train", stop)
         with pytest.raises(Stopped):

@@ -100,7 +100,7 @@ class TestRefusals:
 def kill_a_node_in_time(nodes: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Kills the node of a task that has just taken a piece, and adds another one. Returns the names of lost tasks."""
     lost, killed = list[str](), list[str]()
-    poll, release = cluster_module._Tasks.poll, RunDirectory.release
+    poll, release = cluster_module.Tasks.poll, RunDirectory.release
 
     def polled(tasks: Any) -> None:
         poll(tasks)
@@ -114,7 +114,7 @@ def kill_a_node_in_time(nodes: Any, directory: Path, monkeypatch: pytest.MonkeyP
         lost.append(process)
         release(directory, process)
 
-    monkeypatch.setattr(cluster_module._Tasks, "poll", polled)
+    monkeypatch.setattr(cluster_module.Tasks, "poll", polled)
     monkeypatch.setattr(RunDirectory, "release", released)
     return lost
 

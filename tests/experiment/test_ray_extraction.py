@@ -93,7 +93,7 @@ def idle_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def call_once(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
     """Calls the function when some shards are there."""
-    called, poll = list[bool](), cluster._Tasks.poll
+    called, poll = list[bool](), cluster.Tasks.poll
 
     def polled(tasks: Any) -> None:
         poll(tasks)
@@ -101,7 +101,7 @@ def call_once(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -
             called.append(True)
             function()
 
-    monkeypatch.setattr(cluster._Tasks, "poll", polled)
+    monkeypatch.setattr(cluster.Tasks, "poll", polled)
 
 
 def test_features_activations_and_models_are_those_of_one_process(
@@ -182,14 +182,14 @@ def test_faults_of_a_user_are_one_line(
     assert str(broken) in own
 
     broken.write_bytes(whole)
-    submit = cluster._Tasks.submit
+    submit = cluster.Tasks.submit
 
     def hidden(tasks: Any, part: Any) -> None:
         broken.unlink(missing_ok=True)
         submit(tasks, part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cluster._Tasks, "submit", hidden)
+        patch.setattr(cluster.Tasks, "submit", hidden)
         line = fault()
     assert str(broken) in line and "this file is not here, or has changed since it was hashed" in line
 
@@ -199,7 +199,7 @@ def test_faults_of_a_user_are_one_line(
 
     broken.write_bytes(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(cluster._Tasks, "submit", elsewhere)
+        patch.setattr(cluster.Tasks, "submit", elsewhere)
         assert fault().startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
     assert not [*Path("cache").glob("tasks-*")]
 

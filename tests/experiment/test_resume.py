@@ -9,7 +9,8 @@ import pytest
 from small_runs import recipe, results
 
 from xdm_ft.evaluation.records import ModelKey, Record
-from xdm_ft.experiment.resume import RECORDS, keeping_choices, recorded
+from xdm_ft.experiment.results import RECORDS, read_records
+from xdm_ft.experiment.resume import keep_choices_of_run
 from xdm_ft.storage.run_directory import RunDirectory
 
 OK = Record(ModelKey("erm", ("a",), 0, 0), {}, "ok", train_seconds=1.0)
@@ -22,7 +23,7 @@ def test_a_model_that_was_trained_again_counts_as_trained(first: str, tmp_path: 
     second = {"0": "0.1", "0.1": "0"}[first]
     RunDirectory(tmp_path, first).append(RECORDS, FAILED.to_json())
     RunDirectory(tmp_path, second).append(RECORDS, OK.to_json())
-    assert recorded(RunDirectory(tmp_path)) == {OK.key: OK}
+    assert read_records(RunDirectory(tmp_path)) == {OK.key: OK}
 
 
 def test_a_run_that_goes_on_keeps_the_precision_and_the_batch_size_of_its_features(
@@ -35,4 +36,4 @@ def test_a_run_that_goes_on_keeps_the_precision_and_the_batch_size_of_its_featur
     caplog.set_level(logging.INFO, "xdm_ft")
     assert results(*short, "protocol.seeds=2")["recipe"]["features"] == begun
     assert "features.precision: bf16, as when this run started" in caplog.messages
-    assert keeping_choices(recipe(*short, "features.batch_size=5")).features.batch_size == 5
+    assert keep_choices_of_run(recipe(*short, "features.batch_size=5")).features.batch_size == 5

@@ -17,7 +17,7 @@ from xdm_ft.experiment import models, pieces, run
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
-from xdm_ft.experiment.resume import RECORDS
+from xdm_ft.experiment.results import RECORDS
 from xdm_ft.export.expected import expected_performance
 from xdm_ft.protocol.splits import LEFT_OUT, mean_course, splits, without
 from xdm_ft.report.finished import read_run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -99,13 +100,19 @@ def test_a_tracker_that_is_not_installed_is_found_before_any_data_is_read(
     assert not Path("output").exists()
 
 
-def test_means_of_summarised_heads_weigh_by_their_number() -> None:
-    assert tracking._mean([(1.0, 3.0), (5.0, 1.0)]) == 2.0
+def test_means_of_summarised_heads_weigh_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    scalars = {
+        "erm/sketch/a": {"train/heads": [(2, 3.0)], "val/loss": [(2, 1.0)]},
+        "erm/sketch/b": {"val/loss": [(2, 5.0)]},
+    }
+    monkeypatch.setattr(tracking, "read_scalars", lambda path: scalars)
+    run: Any = SimpleNamespace(path=Path())
+    assert tracking.curves(run) == {2: {"erm/sketch/val/loss": 2.0}}
 
 
 def test_names_stay_distinct() -> None:
-    names = tracking._Names()
+    names = tracking._AcceptedNames()
     given = ["a+b", "a_b", "a%b", "a+b/train", "語", "犬"]
-    found = [names.of(name) for name in given]
-    assert found == [names.of(name) for name in given] and len(set(found)) == len(given)
+    found = [names[name] for name in given]
+    assert found == [names[name] for name in given] and len(set(found)) == len(given)
     assert all(name.isascii() and "+" not in name for name in found)

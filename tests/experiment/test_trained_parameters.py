@@ -13,7 +13,7 @@ from xdm_ft.algorithms.knn import KNN
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.algorithms.zero_shot import ZeroShot
-from xdm_ft.experiment.models import _trained_parameters
+from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.training import Trained
@@ -35,5 +35,5 @@ HEAD = 10 * 8 + 10  # 10 classes, 8 features
 def test_by_hand(method: Any, head: Any, expected: int) -> None:
     job = make_job(method, width=8, **({} if head is None else {"head": head}))
     trained = Trained(job, {}, None, 0.0)
-    assert _trained_parameters(trained) == expected
+    assert trained_parameters(trained) == expected
     assert trained.peak_memory is None, "of a bank, which trains several models at once"

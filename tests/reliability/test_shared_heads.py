@@ -15,7 +15,7 @@ from real_runs import Run, bank, kill_until_done, leftovers, outcome, ranks
 
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import pieces, plan, results
-from xdm_ft.experiment.resume import RECORDS, recorded
+from xdm_ft.experiment.results import RECORDS, read_records
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.run_directory import RunDirectory
@@ -103,7 +103,7 @@ def test_of_two_records_the_one_counts_whose_files_are_whole(later: str, copy: P
     }
     for process, selected in (("0.1" if later == "0" else "0", lost), (later, record.selected)):
         RunDirectory(copy, process).append(RECORDS, replace(record, selected=selected).to_json())
-    found = recorded(RunDirectory(copy))[record.key]
+    found = read_records(RunDirectory(copy))[record.key]
     assert found.selected["train_val"].weights == record.selected["train_val"].weights
 
 

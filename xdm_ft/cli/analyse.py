@@ -46,8 +46,8 @@ def main(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, prepare
-    from xdm_ft.experiment.results import inputs
-    from xdm_ft.experiment.resume import Earlier, written_recipe
+    from xdm_ft.experiment.results import inputs, refuse_other_inputs
+    from xdm_ft.experiment.resume import written_recipe
     from xdm_ft.recipe.check import check
     from xdm_ft.report.finished import read_run
     from xdm_ft.report.written import write_reports
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> Answer:
         prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, before)
 
         now, features = inputs(dataset, prepared), before.pop("features", None)
-        Earlier(environment=before).refuse_other_inputs(run.path, now, REMEDY)
+        refuse_other_inputs(run.path, before, now, REMEDY)
         if features is not None and features != now.get("features", features):
             note = "the features were computed by other libraries, or on another device, than those of the run"
             logger.warning("%s; they differ by rounding", note)

@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     from xdm_ft.experiment.faults import Finding, fault
-    from xdm_ft.experiment.resume import keeping_choices
+    from xdm_ft.experiment.resume import keep_choices_of_run
     from xdm_ft.features import FeatureSettings
     from xdm_ft.recipe.settings import Cluster
 
@@ -62,7 +62,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield from _guarded("cluster", ray_cluster(Cluster()))
         return
     try:
-        recipe = keeping_choices(load_recipe(arguments))
+        recipe = keep_choices_of_run(load_recipe(arguments))
     except UserError as error:
         yield from fault("recipe", error)
         return

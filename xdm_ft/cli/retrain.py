@@ -52,8 +52,8 @@ def main(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, prepare
-    from xdm_ft.experiment.results import ResultsFile, about, environment, inputs
-    from xdm_ft.experiment.resume import Earlier, grown_from, opened, recorded, written_recipe
+    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
+    from xdm_ft.experiment.resume import grown_from, open_run_directory, written_recipe
     from xdm_ft.recipe.check import check
     from xdm_ft.recipe.settings import Cluster, Output
     from xdm_ft.recipe.text import apply_override
@@ -87,17 +87,18 @@ def main(arguments: argparse.Namespace) -> Answer:
         plan = make_plan(recipe, dataset)
         prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, run.results["environment"])
         plan = plan.without(prepared.unreadable)
-        with opened(replace(recipe, output=Output(dir=scratch)), accelerator) as directory:
-            earlier = Earlier(generations=grown_from(run.results, recipe.resolved()))  # nothing counts as trained yet
-            trained_on = environment(accelerator) | inputs(dataset, prepared)
-            results = ResultsFile(recipe, directory, earlier, trained_on, about(plan, faults(plan, show=True)))
+        with open_run_directory(replace(recipe, output=Output(dir=scratch)), accelerator) as directory:
+            # nothing counts as trained yet
+            results = RunResults(recipe, directory, grown_from(run.results, recipe.resolved()))
+            facts = environment(accelerator) | inputs(dataset, prepared)
+            results.begin(facts, data_facts(plan, faults(plan, show=True)))
             context = RunContext(plan, prepared, directory, accelerator)
             group = results.chunk_group(before.key)  # heads of one group share a chunk
             of_group = [m.key for m in plan.models if results.chunk_group(m.key) == group and not m.skipped]
             keys = [before.key] if arguments.alone else of_group
             pieces = planned_pieces(context, keys, {before.key}, results)
             do_pieces(context, pieces, measure, results, what="training")
-            now = recorded(directory)[before.key]
+            now = read_records(directory)[before.key]
             rules = _compare(folder, before, directory.path, now)
             if keep is not None and now.status == "ok":
                 splits = [split for split in plan.splits if split.test_domains == before.test_domains]

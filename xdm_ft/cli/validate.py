@@ -40,11 +40,11 @@ def validate(recipe: Recipe) -> Answer:
     from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
-    from xdm_ft.experiment.resume import keeping_choices
+    from xdm_ft.experiment.resume import keep_choices_of_run
     from xdm_ft.experiment.tracking import installed_trackers
     from xdm_ft.weights.prompts import warn_of_class_names
 
-    recipe = keeping_choices(recipe)
+    recipe = keep_choices_of_run(recipe)
     installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)

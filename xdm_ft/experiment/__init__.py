@@ -35,8 +35,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
-    from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
-    from xdm_ft.experiment.resume import earlier, growth, keeping_choices, opened, recorded
+    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs
+    from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
     from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.report.written import refresh_reports
@@ -44,7 +44,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone
     from xdm_ft.storage.run_directory import COPIES
 
-    recipe = keeping_choices(as_launched(recipe))
+    recipe = keep_choices_of_run(as_launched(recipe))
     with launched(recipe, installed_trackers(recipe)) as accelerator, heartbeat(accelerator):
         main = accelerator.is_main_process
         if recipe.cluster.name is not None:
@@ -56,13 +56,14 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             if (served := with_text(recipe, encoders)) is not recipe:
                 recipe, plan = served, make_plan(served, dataset)
             check_low_rank(recipe, encoders)
-        with opened(recipe, accelerator) as directory:
-            before = earlier(directory, recipe, accelerator)
+        with open_run_directory(recipe, accelerator) as directory:
+            results = RunResults.resume(directory, recipe, accelerator)
+            before, recipe_before = results.environment_before, results.recipe_before
             if main:
-                logger.info("%s", first_line(plan, encoders, accelerator, before.records.keys()))
+                logger.info("%s", first_line(plan, encoders, accelerator, results.records.keys()))
                 if len({recipe.augmentation_of(item) for item in recipe.methods}) > 1:
                     logger.info("%s", augmentation_line(recipe))
-            if before.recipe is not None and (added := growth(before.recipe, plan)):
+            if recipe_before is not None and (added := growth(recipe_before, plan)):
                 logger.info("%s: %s", directory.path, added)
             hashes = image_hashes(recipe, dataset, accelerator)
             findings = faults(plan, True, hashes) if main else []
@@ -72,25 +73,26 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                     logger.warning("finding: %s", finding.line)
                 elif copies:  # once, not at every start
                     logger.warning("finding: %s%s", finding.line, copies)
-            prepared = prepare(recipe, dataset, encoders, accelerator, before.environment, hashes)
+            prepared = prepare(recipe, dataset, encoders, accelerator, before, hashes)
             plan = plan.without(prepared.unreadable)
 
             trained_on = inputs(dataset, prepared)
-            before.refuse_other_inputs(directory.path, trained_on)
-            costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before.environment or {})
-            where = environment(accelerator) | environment_of(recipe.cluster, accelerator.device)
+            refuse_other_inputs(directory.path, before, trained_on)
+            costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before or {})
+            facts = environment(accelerator) | environment_of(recipe.cluster, accelerator.device) | trained_on | costs
             while True:
-                results = ResultsFile(recipe, directory, before, where | trained_on | costs, about(plan, findings))
+                results.begin(facts, data_facts(plan, findings))
                 context = RunContext(plan, prepared, directory, accelerator)
                 keep_common_files(context, results)
                 pieces, done = left_to_train(context, results)
                 do_pieces(context, pieces, measure, results, what="training", done=done)
 
-                results.records = in_order(plan, (results.records | recorded(directory)).values())
+                results.read_all(plan)
+                looks = results.summary.looks
                 if main:
-                    results.summary = summary_of(plan, prepared, [*results.records.values()], directory, before.looks)
+                    results.summary = summary_of(plan, prepared, [*results.records.values()], directory, looks)
                 results.summary = from_main(accelerator, results.summary)
-                found = results.write()
+                results.write()
                 more = None if results.summary.settled else recipe.next_seeds()
                 if more is None:
                     break
@@ -98,17 +100,17 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 wait_for_everyone(accelerator)  # all processes read what the main one wrote
                 recipe, plan = more, make_plan(more, dataset, prepared.unreadable)
                 findings = faults(plan, True, hashes) if main else []
-                before = earlier(directory, recipe, accelerator)
+                results = RunResults.resume(directory, recipe, accelerator)
             if main:
                 write_sessions(plan, results.records.values(), directory)
             final_fits(context, results, fits)
-            found = results.write()
+            finished = results.write()
             if recipe.analyse:
                 if main:
-                    analyse(found.as_read, plan, prepared, directory, accelerator)
+                    analyse(finished.as_read, plan, prepared, directory, accelerator)
                 wait_for_everyone(accelerator)
             if main:
-                refresh_reports(directory, found.as_read)
+                refresh_reports(directory, finished.as_read)
                 directory.complete()
-                log_results(accelerator, recipe, found)
-    return found
+                log_results(accelerator, recipe, finished)
+    return finished

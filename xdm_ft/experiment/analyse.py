@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,6 +40,7 @@ from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_var
 from xdm_ft.analysis.reconstruction import COLUMNS, SIDE, Autoencoder, reconstructions, write_png
 from xdm_ft.evaluation.metrics import per_image_nll
 from xdm_ft.evaluation.records import ModelKey, Record
+from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, make_job
 from xdm_ft.experiment.results import inputs
@@ -47,7 +48,7 @@ from xdm_ft.experiment.work import run_forked
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images.loader import DTYPES, ImageRows, image_loader, loaded
-from xdm_ft.images.transforms import Preprocessing, evaluation_transform
+from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.splits import with_validation
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.errors import UserError, plural
@@ -109,38 +110,33 @@ class SplitImages:
     train_domains: tuple[str, ...]
     own_validation: bool  # False: the validation images are training images, as the split has none of its own
 
-    def counts(self) -> dict[str, int]:
-        """Returns the numbers of images for analysis.json."""
-        parts = {"training": self.training, "validation": self.validation, "test": self.test}
-        used = {"training": "used", "validation": "validation_used", "test": "test_used"}
-        return {key: n for name, part in parts.items() for key, n in ((name, part.n), (used[name], len(part.rows)))}
-
 
 def split_images(plan: Plan, model: PlannedModel, limits: Limits) -> SplitImages:
-    """Returns the images to measure of a model's split, which depend on the split alone."""
-    split = model.split
+    """Returns the images to measure of a model's split, which depend on the split alone.
+
+    Of more than the limit, a part has about as many of every domain, drawn by their number alone.
+    """
+    split, labels, of_row = model.split, plan.annotations.labels, plan.annotations.domains
+
+    def sample(rows: Tensor, most: int, domain_of: Tensor | None) -> Part:
+        rows, n = rows.sort().values, len(rows)
+        if n > most:
+            domains = of_row[rows].unique()
+            of_domains = [rows[of_row[rows] == domain] for domain in domains]
+            per_domain = max(2, most // len(domains))
+            drawn = [images[permutation(0, 0, Stream.ANALYSIS, len(images))[:per_domain]] for images in of_domains]
+            rows = torch.cat(drawn).sort().values
+        domain = of_row[rows]
+        return Part(rows, labels[rows], domain if domain_of is None else domain_of[domain], n)
+
     validated = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, model.key.seed)
     return SplitImages(
-        training=_sample(plan, torch.cat(split.train), limits.training, split.domain_of),
-        validation=_sample(plan, validated.evaluation["train_val"], limits.validation, split.domain_of),
-        test=_sample(plan, split.evaluation["test"], limits.test, None),
+        training=sample(torch.cat(split.train), limits.training, split.domain_of),
+        validation=sample(validated.evaluation["train_val"], limits.validation, split.domain_of),
+        test=sample(split.evaluation["test"], limits.test, None),
         train_domains=split.train_domains,
         own_validation="train_val" in split.evaluation,
     )
-
-
-def _sample(plan: Plan, rows: Tensor, most: int, domain_of: Tensor | None) -> Part:
-    """Returns the images, or of more than `most` about as many of every domain, drawn by their number alone."""
-    labels, of_row = plan.annotations.labels, plan.annotations.domains
-    rows, n = rows.sort().values, len(rows)
-    if n > most:
-        domains = of_row[rows].unique()
-        per_domain = max(2, most // len(domains))
-        of_domains = [rows[of_row[rows] == domain] for domain in domains]
-        drawn = [images[permutation(0, 0, Stream.ANALYSIS, len(images))[:per_domain]] for images in of_domains]
-        rows = torch.cat(drawn).sort().values
-    domain = of_row[rows]
-    return Part(rows, labels[rows], domain if domain_of is None else domain_of[domain], n)
 
 
 @dataclass(frozen=True)
@@ -231,24 +227,19 @@ def read_model(
     except (Damaged, FileNotFoundError) as error:
         problem = f"{directory.path / file}: is damaged ({error})"
         raise UserError(f"{problem}; run the run's recipe again to train this model again") from error
-    job = make_job(plan, prepared, planned, {})
-    method, batch = job.make(job.setup), job.training.images_per_step(len(job.split.train))
-    prepared_encoder = prepared.for_method(planned.item)
+    job, inputs = make_job(plan, prepared, planned, {}), prepared.for_method(planned.item)
+    method, batch = job.new_method(), job.training.images_per_step(len(job.split.train))
     if planned.item.trainable is False:
-        features = prepared_encoder.features_of(job)
+        features = inputs.features_of(job)
         method.load_state_dict(state)
         return TrainedModel(record, method.eval(), lambda rows: features[rows.to(features.device)].cpu(), None, batch)
     assert isinstance(method, Algorithm)
-    model = EndToEnd(copy.deepcopy(prepared_encoder.encoder), method, "frozen")
+    model = EndToEnd(copy.deepcopy(inputs.encoder), method, "frozen")
     model.load_weights(state)
-    head = copy.deepcopy(method).cpu().eval()
-    images = _images(plan, prepared_encoder.encoder.preprocessing)
+    head, preprocessing = copy.deepcopy(method).cpu().eval(), inputs.encoder.preprocessing
+    images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
     encoder = OwnEncoder(model.to(accelerator.device).eval(), images, accelerator)
     return TrainedModel(record, head, encoder.features, encoder, batch)
-
-
-def _images(plan: Plan, preprocessing: Preprocessing) -> ImageRows:
-    return ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
 
 
 class Seen:
@@ -295,6 +286,14 @@ def entry(model: TrainedModel, seen: Seen, limits: Limits, domain_names: Sequenc
     # images that also trained the model do not show how well its probabilities fit
     validation = seen.validation if seen.images.own_validation else seen.validation.at(torch.arange(0))
     temperature = record.selected[rule].temperature
+    divergences = None  # of augmented training features from original ones, per level
+    if augments(model.method, model.encoder is not None) and len(seen.training.z) >= 2 * BATCH_SIZE:
+        halves_of_training = halves(len(seen.training.z), seed=0)
+        original, other = (seen.training.at(half[: limits.augmented // 2]) for half in halves_of_training)
+        divergences = [
+            divergence(original.z, other.z, augmented, quantile, BATCH_SIZE)
+            for quantile, augmented in model.augmented(other)
+        ]
     values: Json = {
         "method": record.method,
         "test_domains": list(record.test_domains),
@@ -306,7 +305,7 @@ def entry(model: TrainedModel, seen: Seen, limits: Limits, domain_names: Sequenc
         "domain_head": None,
         "importance": None,
         "embedding": None,
-        "divergence": _divergences(model, seen.training, limits.augmented),
+        "divergence": divergences,
     }
     if first and len(z) >= MIN_IMAGES:
         has_own = isinstance(model.method, XDomainMix)
@@ -319,17 +318,6 @@ def entry(model: TrainedModel, seen: Seen, limits: Limits, domain_names: Sequenc
         heads = model.method.logits, domain_head
         values["embedding"] = embedding(shuffled, *heads, augmented, seen.num_classes, seen.num_domains, seed=0)
     return values
-
-
-def _divergences(model: TrainedModel, training: Encoded, most: int) -> list[Json] | None:
-    """Returns how far augmented training features are from original ones, per level; None without augmentation."""
-    if not augments(model.method, model.encoder is not None) or len(training.z) < 2 * BATCH_SIZE:
-        return None
-    original, other = (training.at(half[: most // 2]) for half in halves(len(training.z), seed=0))
-    return [
-        divergence(original.z, other.z, augmented, quantile, BATCH_SIZE)
-        for quantile, augmented in model.augmented(other)
-    ]
 
 
 class Task(NamedTuple):
@@ -363,7 +351,18 @@ def analyse(
     `directory` is locked, and `plan` has no unreadable images. One process calls this, whatever their number: it
     computes without the others. Raises `UserError` if a weights file is damaged.
     """
-    tasks = _tasks(run, plan, prepared)
+    # the models to measure, in the order of results.json
+    planned, tasks = {model.key: model for model in plan.models}, list[Task]()
+    of_run, seeds = [__version__, inputs(plan.dataset, prepared)], plan.recipe.protocol.seeds
+    first: dict[tuple[str, tuple[str, ...]], ModelKey] = {}
+    for record in sorted(run.picked, key=lambda record: seeds.index(record.seed)):
+        first.setdefault((record.method, record.test_domains), record.key)
+    for record in run.picked:
+        is_first = record.key == first[record.method, record.test_domains]
+        depends_on = [*of_run, record.key, is_first, record.selected[run.own_rule].to_json()]
+        model = planned[record.key]
+        tasks.append(Task(record, model, model.item.trainable is False, is_first, json_digest(depends_on)))
+
     wanted = {task.record.key: task.inputs for task in tasks}
     finished = _finished_entries(directory, wanted)
     missing = [task for task in tasks if task.record.key not in finished]
@@ -371,35 +370,33 @@ def analyse(
     if missing:
         with progress("analysis", len(tasks), "models") as bar:
             bar.skip(len(tasks) - len(missing))
-            _Measuring(plan, prepared, directory, accelerator, images, bar).all(missing)
+            _measure(RunContext(plan, prepared, directory, accelerator), images, missing, bar)
         finished = _finished_entries(directory, wanted)
     entries = [finished[task.record.key] for task in tasks]
+
+    # numbers of images, of the first seed: if the recipe trains the encoder, those of models that do, as solvers read
+    # cached features, of more images
+    counts: dict[str, dict[str, int]] = {}
+    for (held_out, _, _), split in sorted(images.items(), key=lambda item: item[0][2] == plan.recipe.trains_encoders):
+        of_split = {
+            "training": split.training.n,
+            "used": len(split.training.rows),
+            "validation": split.validation.n,
+            "validation_used": len(split.validation.rows),
+            "test": split.test.n,
+            "test_used": len(split.test.rows),
+        }
+        counts.setdefault(",".join(held_out), of_split)
     document = {
         "schema": 1,
         "selection": run.own_rule,
-        "seed": plan.recipe.protocol.seeds[0],
-        "images": _counts(images, plan.recipe.trains_encoders),
+        "seed": seeds[0],
+        "images": counts,
         "notes": [*_notes(plan, entries, images), *notes],
         "models": entries,
     }
     directory.write_analysis(document)
     return document
-
-
-def _tasks(run: Run, plan: Plan, prepared: Prepared) -> list[Task]:
-    """Returns the models to measure, in the order of results.json."""
-    planned = {model.key: model for model in plan.models}
-    order = {seed: position for position, seed in enumerate(plan.recipe.protocol.seeds)}
-    first: dict[tuple[str, tuple[str, ...]], ModelKey] = {}
-    for record in sorted(run.picked, key=lambda record: order[record.seed]):
-        first.setdefault((record.method, record.test_domains), record.key)
-    of_run, tasks = [__version__, inputs(plan.dataset, prepared)], []
-    for record in run.picked:
-        is_first = record.key == first[record.method, record.test_domains]
-        depends_on = [*of_run, record.key, is_first, record.selected[run.own_rule].to_json()]
-        model = planned[record.key]
-        tasks.append(Task(record, model, model.item.trainable is False, is_first, json_digest(depends_on)))
-    return tasks
 
 
 def _finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -> dict[ModelKey, Json]:
@@ -420,57 +417,52 @@ def _finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -
     return entries
 
 
-@dataclass(frozen=True)
-class _Measuring:
-    """Measures models, and appends a line for each one."""
+def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Sequence[Task], bar: Progress) -> None:
+    """Measures models, and appends a line for each one.
 
-    plan: Plan
-    prepared: Prepared
-    directory: RunDirectory
-    accelerator: Accelerator
-    images: Mapping[Group, SplitImages]
-    bar: Progress
+    Those on cached features are measured in forked processes, one group after the other in each of them.
+    """
+    groups: dict[Group, list[Task]] = {}
+    for task in sorted(tasks, key=lambda task: not task.first):  # the longest first
+        groups.setdefault(task.group, []).append(task)
+    frozen = [group for group in groups.values() if group[0].frozen]
+    begun, done = bar.done, get_context("fork").Value("i", 0)
 
-    def all(self, tasks: Sequence[Task]) -> None:
-        """Models on cached features are measured in forked processes, one group after the other in each of them."""
-        groups: dict[Group, list[Task]] = {}
-        for task in sorted(tasks, key=lambda task: not task.first):  # the longest first
-            groups.setdefault(task.group, []).append(task)
-        frozen = [group for group in groups.values() if group[0].frozen]
-        begun, done = self.bar.done, get_context("fork").Value("i", 0)
+    def measure_groups(number: int) -> None:
+        with context.directory.in_fork(number) as directory:
+            for position, group in enumerate(frozen):
+                if directory.take(f"{KIND}-{position}"):
+                    for _ in _measure_group(replace(context, directory=directory), images, group):
+                        with done.get_lock():
+                            done.value += 1
+                        if number == 0:
+                            bar.advance(begun + done.value - bar.done)
 
-        def work(number: int) -> None:
-            with self.directory.in_fork(number) as directory:
-                for position, group in enumerate(frozen):
-                    if directory.take(f"{KIND}-{position}"):
-                        for _ in self._measured(group, directory):
-                            with done.get_lock():
-                                done.value += 1
-                            if number == 0:
-                                self.bar.advance(begun + done.value - self.bar.done)
+    if frozen:
+        # a CUDA context can not be used in a forked process
+        forks = 1 if context.accelerator.device.type != "cpu" else own_cores()
+        run_forked(measure_groups, min(forks, len(frozen)))
+        bar.advance(begun + done.value - bar.done)
+    for group in groups.values():
+        if not group[0].frozen:
+            for _ in _measure_group(context, images, group):
+                bar.advance()
 
-        if frozen:
-            # a CUDA context can not be used in a forked process
-            forks = 1 if self.accelerator.device.type != "cpu" else own_cores()
-            run_forked(work, min(forks, len(frozen)))
-            self.bar.advance(begun + done.value - self.bar.done)
-        for group in groups.values():
-            if not group[0].frozen:
-                for _ in self._measured(group, self.directory):
-                    self.bar.advance()
 
-    def _measured(self, group: Sequence[Task], directory: RunDirectory) -> Iterator[None]:
-        """Measures models of one group, and yields after each line."""
-        shared: dict[tuple[str | None, bool], Seen] = {}
-        dataset, rule = self.plan.dataset, self.plan.recipe.protocol.selection
-        for task in group:
-            model = read_model(self.plan, self.prepared, task.planned, task.record, directory, self.accelerator)
-            seen = Seen(self.images[task.group], model.features, len(dataset.class_names))
-            if task.frozen:  # models on the same features share what follows from them
-                seen = shared.setdefault((task.planned.item.encoder_label, task.planned.item.reads_normalized), seen)
-            values = entry(model, seen, task.limits, dataset.domain_names, task.first, rule)
-            directory.append(KIND, plain(values | {"inputs": task.inputs}))
-            yield
+def _measure_group(context: RunContext, images: Mapping[Group, SplitImages], group: Sequence[Task]) -> Iterator[None]:
+    """Measures models of one group, and yields after each line."""
+    plan, prepared, directory = context.plan, context.prepared, context.directory
+    shared: dict[tuple[str | None, bool], Seen] = {}
+    for task in group:
+        item = task.planned.item
+        model = read_model(plan, prepared, task.planned, task.record, directory, context.accelerator)
+        seen = Seen(images[task.group], model.features, len(plan.dataset.class_names))
+        if task.frozen:  # models on the same features share what follows from them
+            seen = shared.setdefault((item.encoder_label, item.reads_normalized), seen)
+        rule = plan.recipe.protocol.selection
+        values = entry(model, seen, task.limits, plan.dataset.domain_names, task.first, rule)
+        directory.append(KIND, plain(values | {"inputs": task.inputs}))
+        yield
 
 
 def plain(value: Any) -> Any:
@@ -480,17 +472,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _counts(images: Mapping[Group, SplitImages], trains_encoders: bool) -> dict[str, dict[str, int]]:
-    """Returns {held-out domains: numbers of images}, of the first seed.
-
-    If the recipe trains the encoder, they are those of models that do: solvers read cached features, of more images.
-    """
-    counts: dict[str, dict[str, int]] = {}
-    for (held_out, _, _), split in sorted(images.items(), key=lambda item: item[0][2] == trains_encoders):
-        counts.setdefault(",".join(held_out), split.counts())
-    return counts
 
 
 def _notes(plan: Plan, entries: Sequence[Json], images: Mapping[Group, SplitImages]) -> Iterator[str]:
@@ -543,8 +524,8 @@ def write_reconstructions(
     autoencoder.decoder.to(device)
     pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "size": SIDE}  # the networks read pixels in 0…1
     preprocessing = prepared.for_method(plan.recipe.methods[0]).encoder.preprocessing.model_copy(update=pixels)
-    images, limits = _images(plan, preprocessing), Limits(RECONSTRUCTION_SAMPLE, 0, 0, 0)
-    seed = plan.recipe.protocol.seeds[0]
+    images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
+    limits, seed = Limits(RECONSTRUCTION_SAMPLE, 0, 0, 0), plan.recipe.protocol.seeds[0]
     planned = {model.split.test_domains: model for model in plan.models if model.key.seed == seed}
     splits, sets = {held: split_images(plan, model, limits) for held, model in planned.items()}, []
     with progress(RECONSTRUCTION, sum(len(split.training.rows) for split in splits.values()), "images") as bar:

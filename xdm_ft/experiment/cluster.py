@@ -7,6 +7,7 @@ nothing but its place in the queue is lost with a node: a part whose worker or n
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import math
 import os
@@ -127,13 +128,12 @@ def address_of(asked: str) -> str:
         return asked
     from ray._private.services import get_ray_address_from_environment  # `ray.init` alone waits for minutes
 
-    try:
-        found = get_ray_address_from_environment(asked, None)
-    except ConnectionError:
-        found = None
-    if found is None:
+    address = None
+    with suppress(ConnectionError):
+        address = get_ray_address_from_environment(asked, None)
+    if address is None:
         raise UserError(f"cluster.address: {asked}: no Ray runs on this machine; {START}")
-    return str(found)
+    return str(address)
 
 
 def reachable(asked: str) -> str:
@@ -192,26 +192,23 @@ class ClusterWork(Protocol):
         """Does one part. Raises `UserError` for a fault of a user, and `Interrupted` if it was asked to stop."""
 
 
-class Order(NamedTuple):
-    """What a node gets to do a part."""
-
-    name: str
-    what: Any
-    threads: int  # of torch
-    on_gpu: bool
-    folder: str  # in which relative paths of the recipe are
-    shared: Path  # a folder of the driver for messages: see `_Tasks`
-    setting: str  # the setting that says where it is
-    versions: Mapping[str, str]
-    log_level: int
+def versions_of(work: ClusterWork) -> dict[str, str]:
+    """Returns all versions that must be the same on all nodes, as the numbers of this work depend on them."""
+    versions = dict[str, str]()
+    for encoder in work.encoders:
+        libraries = encoder.identity().get("versions")
+        versions |= libraries if isinstance(libraries, dict) else {}
+    return versions | {"xdm_ft": __version__, "torch": torch.__version__}
 
 
-class Ending(NamedTuple):
-    """How a task ended: `done`, `stopped` on request, `refused` for a fault of a user, or `failed`."""
-
-    how: str
-    node: str
-    value: Any = None  # of `ClusterWork.do`; stopped: whether work was saved; else the lines of the fault
+def fitting(settings: Cluster, threads: int) -> int:
+    """Returns how many tasks of so many threads the cluster can do at a time."""
+    with connected(settings) as ray:
+        has, fits = ray.cluster_resources(), float("inf")
+    for kind, of_task in (("CPU", threads), ("GPU", settings.gpus_per_model)):
+        if of_task:
+            fits = min(fits, has.get(kind, 0) / of_task)
+    return int(fits)
 
 
 def do_on_cluster(
@@ -220,9 +217,9 @@ def do_on_cluster(
     threads: int,
     shared: tuple[str, Path],
     *,
-    done: Callable[[Part, Any], None] = lambda part, value: None,
+    done: Callable[[Any], None],
+    look: Callable[[], object],
     lost: Callable[[Part], None] = lambda part: None,
-    look: Callable[[], object] = lambda: None,
 ) -> None:
     """Does all parts in tasks of so many `threads`; parts of lost tasks are done again.
 
@@ -234,14 +231,30 @@ def do_on_cluster(
     """
     settings = work.recipe.cluster
     with connected(settings) as ray, deferred():
+        tasks = Tasks(ray, work, threads, shared, done, look, lost)
+        tasks.folder.mkdir(parents=True)
         try:
-            _Tasks(ray, work, threads, shared, done, lost, look).run(parts)
+            for part in parts:  # Ray does as many at a time as fit, and more when nodes come
+                tasks.submit(part)
+            while tasks.running and not stop_requested():
+                tasks.poll()
+            faults = tasks.stop() if stop_requested() else []
         except ray.exceptions.RayError as error:
             what = f"the cluster does not answer any more ({first_line(error)})"
             raise UserError(f"cluster.address: {settings.address}: {what}; {RESUME}") from error
+        except BaseException:
+            with suppress(ray.exceptions.RayError):
+                tasks.stop()
+            raise
+        finally:
+            shutil.rmtree(tasks.folder, ignore_errors=True)
+        if faults:
+            raise faults[0]
+        if stop_requested():
+            raise Interrupted(plural(tasks.saved, "unfinished training") if tasks.saved else "")
 
 
-class _Tasks:
+class Tasks:
     """The tasks of a queue. They stop when the file `stop` is in their folder, and write their logs there."""
 
     def __init__(
@@ -250,38 +263,20 @@ class _Tasks:
         work: ClusterWork,
         threads: int,
         shared: tuple[str, Path],
-        done: Callable[[Part, Any], None],
-        lost: Callable[[Part], None],
+        done: Callable[[Any], None],
         look: Callable[[], object],
+        lost: Callable[[Part], None],
     ) -> None:
         self.ray, self.settings, self.threads = ray, work.recipe.cluster, threads
         self.setting, self.folder = shared[0], shared[1] / f"tasks-{uuid.uuid4().hex}"
-        self.done, self.lost, self.look = done, lost, look
+        self.done, self.look, self.lost = done, look, lost
         self.versions, self.work = versions_of(work), ray.put(ray.cloudpickle.dumps(work))
-        self.task = _task(ray)
+        # a lost task is done again by the driver, which knows what is left of it
+        self.task = ray.remote(max_retries=0, scheduling_strategy="SPREAD")(_task())
         self.running: dict[Any, Part] = {}  # by the reference of the task
         self.losses, self.progress, self.next_look = 0, look(), 0.0
-        self.stopped = 0  # tasks that saved a training when they were asked to stop
-        self.read: dict[Path, int] = {}  # bytes of each log that have been read
-
-    def run(self, parts: Sequence[Part]) -> None:
-        self.folder.mkdir(parents=True)
-        try:
-            for part in parts:  # Ray does as many at a time as fit, and more when nodes come
-                self.submit(part)
-            while self.running and not stop_requested():
-                self.poll()
-        except BaseException:
-            with suppress(self.ray.exceptions.RayError):
-                self.stop()
-            raise
-        else:
-            if stop_requested():
-                for fault in self.stop():
-                    raise fault
-                raise Interrupted(plural(self.stopped, "unfinished training") if self.stopped else "")
-        finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self.saved = 0  # trainings that were unfinished when their tasks were asked to stop
+        self.logged: dict[Path, int] = {}  # lines of each log that have been read
 
     def submit(self, part: Part) -> None:
         gpus, level = self.settings.gpus_per_model, logger.getEffectiveLevel()
@@ -290,39 +285,43 @@ class _Tasks:
         self.running[task.remote([self.work], order._asdict())] = part  # a node may lack this package, and says so
 
     def poll(self) -> None:
+        """Waits for a moment, logs what tasks say, and takes what has ended. Raises the fault of a task."""
         ended, _ = self.ray.wait([*self.running], num_returns=len(self.running), timeout=POLL_SECONDS)
         if ended or time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + LOOK_SECONDS
-            self.log()
+            for file in self.folder.glob("*.log"):
+                lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                for line in lines[self.logged.get(file, 0) :]:
+                    level, node, message = json.loads(line)
+                    logger.log(level, "%s: %s", node, message)
+                self.logged[file] = len(lines)
             if (progress := self.look()) != self.progress:
                 self.progress, self.losses = progress, 0
         for task in ended:
-            self.end(self.running.pop(task), task)
-
-    def end(self, part: Part, task: Any) -> None:
-        try:
-            ending = Ending(*self.ray.get(task))
-        except self.ray.exceptions.TaskCancelledError:
-            return
-        except self.ray.exceptions.RayError as error:
-            self.losses += 1
-            why = f"{part.name}: its task was lost ({type(error).__name__})"
-            if self.losses >= MAX_LOSSES:
-                raise UserError(
-                    f"{why}, the last of {MAX_LOSSES}; nodes may lack memory, `ray status` and Ray's log say more"
-                ) from error
-            logger.warning("%s; it is done again", why)
-            self.lost(part)
-            self.submit(part)
-            return
-        if ending.how == "refused":
-            raise UserError(*ending.value)
-        if ending.how == "failed":
-            print_error(ending.value)
-            raise RuntimeError(f"a task on node {ending.node} failed; its traceback is above")
-        if ending.how == "done":
-            self.done(part, ending.value)
-        self.stopped += ending.how == "stopped" and ending.value
+            part = self.running.pop(task)
+            try:
+                how, node, value = self.ray.get(task)
+            except self.ray.exceptions.TaskCancelledError:
+                continue
+            except self.ray.exceptions.RayError as error:
+                self.losses += 1
+                why = f"{part.name}: its task was lost ({type(error).__name__})"
+                if self.losses >= MAX_LOSSES:
+                    raise UserError(
+                        f"{why}, the last of {MAX_LOSSES}; nodes may lack memory, `ray status` and Ray's log say more"
+                    ) from error
+                logger.warning("%s; it is done again", why)
+                self.lost(part)
+                self.submit(part)
+                continue
+            if how == "refused":
+                raise UserError(*value)
+            if how == "failed":
+                print_error(value)
+                raise RuntimeError(f"a task on node {node} failed; its traceback is above")
+            if how == "done":
+                self.done(value)
+            self.saved += how == "stopped" and value
 
     def stop(self) -> list[Exception]:
         """Lets all tasks save their state. Returns the faults of tasks that end by one meanwhile."""
@@ -340,30 +339,25 @@ class _Tasks:
                 faults.append(error)
         return faults
 
-    def log(self) -> None:
-        for file in self.folder.glob("*.log"):
-            with file.open("rb") as lines:
-                lines.seek(self.read.get(file, 0))
-                for line in lines:
-                    if line.endswith(b"\n"):
-                        self.read[file] = self.read.get(file, 0) + len(line)
-                        logger.log(*pickle.loads(bytes.fromhex(line.decode())))
+
+class Order(NamedTuple):
+    """What a node gets to do a part."""
+
+    name: str
+    what: Any
+    threads: int  # of torch
+    on_gpu: bool
+    relative_to: str  # the folder in which relative paths of the recipe are
+    shared: Path  # a folder of the driver for messages: see `Tasks`
+    setting: str  # the setting that says where it is
+    versions: Mapping[str, str]
+    log_level: int
 
 
-def fitting(settings: Cluster, threads: int) -> int:
-    """Returns how many tasks of so many threads the cluster can do at a time."""
-    with connected(settings) as ray:
-        has, fits = ray.cluster_resources(), float("inf")
-    for kind, of_task in (("CPU", threads), ("GPU", settings.gpus_per_model)):
-        if of_task:
-            fits = min(fits, has.get(kind, 0) / of_task)
-    return int(fits)
-
-
-def _task(ray: Any) -> Any:
+def _task() -> Callable[..., tuple[str, str, Any]]:
     """Returns the function that a node runs, which is sent as it stands here: a node may lack this package."""
 
-    def do(work: list[Any], order: dict[str, Any]) -> tuple[Any, ...]:
+    def do(work: list[Any], order: dict[str, Any]) -> tuple[str, str, Any]:
         import ray
 
         node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
@@ -372,67 +366,84 @@ def _task(ray: Any) -> Any:
         except ImportError as error:
             why = f"node {node}: xdm_ft can not be imported ({error}); install the version of the run on all nodes"
             return "refused", node, (why,)
-        return tuple(cluster.do_task(lambda: ray.get(work[0]), work[0].hex(), node, cluster.Order(**order)))
+        how, value = cluster.do_task(lambda: ray.get(work[0]), work[0].hex(), node, cluster.Order(**order))
+        return how, node, value
 
-    # a lost task is done again by the driver, which knows what is left of it
-    return ray.remote(max_retries=0, scheduling_strategy="SPREAD")(do)
+    return do
 
 
-def do_task(fetch_work: Callable[[], bytes], name: str, node: str, order: Order) -> Ending:
-    """Does a part in a process of a node. `name` stands for the pickled work that `fetch_work` returns."""
+def do_task(fetch_work: Callable[[], bytes], work_name: str, node: str, order: Order) -> tuple[str, Any]:
+    """Does a part in a process of a node. `work_name` stands for the pickled work that `fetch_work` returns.
+
+    Returns how it ended, and what comes of it: `done` and the value of `ClusterWork.do`; `stopped` on request, and
+    whether work was saved; `refused` for a fault of a user, and the lines; `failed`, and the traceback.
+    """
+    request_stop(False)  # an earlier task of this process was asked to stop
     try:
-        request_stop(False)  # an earlier task of this process was asked to stop
         if not order.shared.exists():
             raise UserError(
                 f"{order.setting}: {order.shared.parent} is another folder here than in the run; put it on a disk that "
                 "all nodes share"
             )
-        with _logged(order, node), _stopped_by(order.shared / "stop"):
-            work, accelerator = _loaded(fetch_work, name, order)
+        with _attached(order, node):
+            work, accelerator = _load_work(fetch_work, work_name, order)
             torch.set_num_threads(order.threads)
-            return Ending("done", node, work.do(Part(order.name, order.what), accelerator))
+            return "done", work.do(Part(order.name, order.what), accelerator)
     except UserError as error:
-        return Ending("refused", node, tuple(f"node {node}: {line}" for line in error.args))
+        return "refused", tuple(f"node {node}: {line}" for line in error.args)
     except Interrupted as stop:
-        return Ending("stopped", node, bool(stop.saved))
+        return "stopped", bool(stop.saved)
     except Exception:
-        return Ending("failed", node, traceback.format_exc())
+        return "failed", traceback.format_exc()
 
 
-def versions_of(work: ClusterWork) -> dict[str, str]:
-    """Returns all versions that must be the same on all nodes, as the numbers of this work depend on them."""
-    found = dict[str, str]()
-    for encoder in work.encoders:
-        libraries = encoder.identity().get("versions")
-        found |= libraries if isinstance(libraries, dict) else {}
-    return found | _versions()
+@contextmanager
+def _attached(order: Order, node: str) -> Iterator[None]:
+    """Context in which the log goes to a file of the task, and the file `stop` of the driver stops this process."""
+    log, ended, level = order.shared / f"{order.name}.log", threading.Event(), logger.level
+    log.touch()
 
+    def watch() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if (order.shared / "stop").exists():
+                request_stop()
 
-def _versions() -> dict[str, str]:
-    """Returns the versions that must be the same on a node before it can unpickle any work."""
-    return {"xdm_ft": __version__, "torch": torch.__version__}
-
-
-def _require_versions(here: Mapping[str, str], order: Order) -> None:
-    for program, version in here.items():
-        if version != order.versions[program]:
-            raise UserError(
-                f"{program} is {version} here and {order.versions[program]} in the run; install the same everywhere"
-            )
+    handler = logging.FileHandler(log)
+    handler.format = lambda record: json.dumps([record.levelno, node, record.getMessage()])  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(order.log_level)
+    thread = threading.Thread(target=watch, daemon=True, name="stop")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        logger.removeHandler(handler)
+        handler.close()
+        logger.setLevel(level)
 
 
 _kept: tuple[str, ClusterWork, Accelerator] | None = None  # of the last task of this process
 
 
-def _loaded(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[ClusterWork, Accelerator]:
+def _load_work(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[ClusterWork, Accelerator]:
     """Returns the work on this process's device. Raises `UserError` if this node can not do it."""
     global _kept
-    _require_versions(_versions(), order)
+
+    def require(versions: Mapping[str, str]) -> None:
+        for program, version in versions.items():
+            if version != order.versions[program]:
+                raise UserError(
+                    f"{program} is {version} here and {order.versions[program]} in the run; install the same everywhere"
+                )
+
+    require({"xdm_ft": __version__, "torch": torch.__version__})  # another version can not unpickle the work
     try:
-        os.chdir(order.folder)
+        os.chdir(order.relative_to)
     except OSError as error:
         raise UserError(
-            f"{order.folder}: {error.strerror}; start the run in a folder that all nodes see, as the paths of a "
+            f"{order.relative_to}: {error.strerror}; start the run in a folder that all nodes see, as the paths of a "
             "recipe are relative to it"
         ) from error
     for variable in LAUNCHERS:
@@ -447,50 +458,10 @@ def _loaded(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[C
             work: ClusterWork = pickle.loads(pickled)
         except OSError as error:  # data in files that are opened here
             raise UserError(f"data: {error}; all nodes must see the run's data under the same paths") from error
-        _require_versions(versions_of(work), order)
+        require(versions_of(work))
         accelerator = start(work.recipe)
         _kept = name, work.on(accelerator.device), accelerator
     return _kept[1], _kept[2]
-
-
-@contextmanager
-def _stopped_by(file: Path) -> Iterator[None]:
-    """Context whose work is asked to stop when the file exists."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(LOOK_SECONDS):
-            if file.exists():
-                request_stop()
-
-    thread = threading.Thread(target=watch, daemon=True, name="stop")
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-@contextmanager
-def _logged(order: Order, node: str) -> Iterator[None]:
-    """Context in which lines of the log go to a file of the task, from which the driver takes them."""
-
-    class Shared(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            line = pickle.dumps((record.levelno, "%s: %s", node, record.getMessage())).hex()
-            with (order.shared / f"{order.name}.log").open("a") as file:
-                file.write(f"{line}\n")
-
-    (order.shared / f"{order.name}.log").touch()
-    handler, before = Shared(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(order.log_level)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 class Extracting(NamedTuple):
@@ -550,7 +521,7 @@ def extraction_on(recipe: Recipe) -> Elsewhere | None:
             return arrived
 
         work, shared = Extracting(recipe, extraction, size), ("features.dir", store.cache)
-        do_on_cluster(work, parts, threads, shared, done=lambda part, names: store.open(names), look=look)
+        do_on_cluster(work, parts, threads, shared, done=store.open, look=look)
         return look()
 
     return Elsewhere(device_of(recipe.cluster, torch.device("cpu")), run)

@@ -13,15 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xdm_ft.cut.cut import Below
-from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.pieces import SOLVER_PASSES
@@ -51,13 +50,12 @@ if TYPE_CHECKING:
 
 Encoders = Mapping[str | None, Encoder]
 """By their labels in results, as `build_encoders` returns them."""
-Models = Sequence[PlannedModel]
 SMALL_SECONDS = 30.0  # a run that surely takes no longer is not measured
 MEASURING_SECONDS = 2.0  # for the heads of all methods together
 SECONDS_PER_MODEL = 0.01  # to test a model and to write its files
 TIMING_SECONDS = 0.1  # of a batch, which is repeated so long
 DECODED_IMAGES = 4  # that are timed
-ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # at most, in the batch that is timed
+ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # in the batch that is timed
 MADE_UP_ROWS = 1024  # distinct made-up features
 MEASURED_STEPS = (0.95, 0.05, 0.5)  # shares of a training: a step late in it may do more than one in a warm-up
 MUCH_FASTER = 2.0  # times; extraction in another precision is then worth a word
@@ -84,12 +82,12 @@ class Estimate:
     def text(self) -> str:
         if self.problem is not None:
             return f"the time could not be measured ({self.problem})"
-        if self.seconds is None or self.features is None or self.training is None:
+        if self.features is None or self.training is None:
             return "less than a minute"
-        parts = [("features", self.features), ("training", self.training)]
-        several = ", ".join(f"{what} {_duration(s)}" for what, s in parts if s > 0.05 * self.seconds)
-        text = f"about {_duration(self.seconds)}"
-        text += f" ({several})" if "," in several and self.seconds > 100 else ""
+        total = self.features + self.training
+        text = f"about {_duration(total)}"
+        if total > 100 and min(self.features, self.training) > 0.05 * total:
+            text += f" (features {_duration(self.features)}, training {_duration(self.training)})"
         if self.features_in_bf16 is not None:
             fast, slow = _duration(self.features_in_bf16), _duration(self.features)
             text += f"; features.precision=bf16 would take {fast} instead of {slow} for features on this processor"
@@ -97,9 +95,15 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         """Seconds are null where they were not measured: because of `problem`, or as all takes less than a minute."""
-        seconds = {"seconds": self.seconds, "features_seconds": self.features, "training_seconds": self.training}
-        seconds["features_seconds_in_bf16"] = self.features_in_bf16
-        return {"device": self.device, **seconds, "problem": self.problem, "text": self.text()}
+        return {
+            "device": self.device,
+            "seconds": self.seconds,
+            "features_seconds": self.features,
+            "training_seconds": self.training,
+            "features_seconds_in_bf16": self.features_in_bf16,
+            "problem": self.problem,
+            "text": self.text(),
+        }
 
 
 def _duration(seconds: float) -> str:
@@ -112,7 +116,7 @@ def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Co
 
     A problem that prevents the measurement does not end the run: the estimate names it.
     """
-    where = machine(accelerator)
+    device = machine(accelerator)
     models = [model for model in plan.models if not model.skipped and model.key not in known]
     models += [model for model in plan.extra if any(key not in known for key in model.serves)]
     works = [
@@ -120,20 +124,20 @@ def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Co
         for label, encoder in encoders.items()
     ]
     if sum(work.bound() for work in works) < SMALL_SECONDS:
-        return Estimate(where)
+        return Estimate(device)
     keep_freed_memory()  # as the run will do
-    on_cpu = accelerator.device.type == "cpu"
     try:
         with torch.random.fork_rng():
-            features, in_bf16 = sum(work.features() for work in works), None
-            is_slow = plan.recipe.features.precision == "fp32" and on_cpu and features > SMALL_SECONDS
+            precision, in_bf16 = plan.recipe.features.precision, None
+            features = sum(work.features(precision) for work in works)
+            is_slow = precision == "fp32" and accelerator.device.type == "cpu" and features > SMALL_SECONDS
             if is_slow and cpu_has_bf16():
                 in_bf16 = sum(work.features("bf16") for work in works)
             training = sum(work.training() for work in works)
     except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
-        return Estimate(where, problem=f"{type(error).__name__}: {error}")
+        return Estimate(device, problem=f"{type(error).__name__}: {error}")
     is_faster = in_bf16 is not None and features >= MUCH_FASTER * in_bf16
-    return Estimate(where, features, training, features_in_bf16=in_bf16 if is_faster else None)
+    return Estimate(device, features, training, features_in_bf16=in_bf16 if is_faster else None)
 
 
 def machine(accelerator: Accelerator) -> str:
@@ -173,105 +177,108 @@ class ImageSeconds(NamedTuple):
         """The same, when activations are read from the cache. The time of reading is not counted."""
         return self._replace(decode=0.0, below=0.0)
 
-    def step(self, device: torch.device, gradients: int = 1) -> float:
-        """Seconds of a training step per image; `gradients`: forward and backward passes of a step."""
-        return self._beside_decoding(self.below + gradients * self.train, device)
+    def total(self, device: torch.device, *, gradients: int = 0) -> float:
+        """Seconds per image of a training step with so many forward and backward passes; 0: of a prediction.
 
-    def prediction(self, device: torch.device) -> float:
-        return self._beside_decoding(self.below + self.forward, device)
-
-    def _beside_decoding(self, encode: float, device: torch.device) -> float:
-        """All cores decode: on a CPU, decoding and the encoder share them."""
+        All cores decode: on a CPU, decoding and the encoder share them.
+        """
+        encode = self.below + (gradients * self.train if gradients else self.forward)
         decode = self.decode / own_cores()
         return encode + decode if device.type == "cpu" else max(encode, decode)
 
 
-def frozen_seconds(plan: Plan, encoder: Encoder, precision: Precision, accelerator: Accelerator) -> ImageSeconds:
-    """Measures an encoder, or the part of it below a cut, as an extraction uses it."""
-    decode, pixels = _decode(plan, encoder)
-    model = frozen_copy(encoder, precision, accelerator.device)
-    return ImageSeconds(decode, _forward(model, pixels.to(DTYPES[precision]), accelerator))
+def image_seconds(
+    plan: Plan, encoder: Encoder, accelerator: Accelerator, frozen_in: Precision | None = None
+) -> ImageSeconds:
+    """Measures a copy of an encoder as it trains, or above a cut if it is a `Below`, on a few images of the plan.
+
+    `frozen_in`: as an extraction in this precision uses it. Raises `ValueError` if no image decodes.
+    """
+    device = accelerator.device
+    images, decode = _decoded(plan, encoder)
+    x = _batch(images, device)  # [B,3,S,S]
+    if frozen_in is not None:
+        frozen = frozen_copy(encoder, frozen_in, device)
+        return ImageSeconds(decode, _forward(frozen, x.to(DTYPES[frozen_in]), accelerator))
+    model = copy.deepcopy(encoder).to(device).train()
+    whole = model.cut.encoder if isinstance(model, Below) else model
+    if is_cnn(whole):
+        whole.to(memory_format=torch.channels_last)
+    below = 0.0
+    above: Callable[[Tensor], Tensor] = model
+    if isinstance(model, Below):
+        cut, above = model.cut, model.cut.above
+        cut.freeze()
+        cut.train_above()
+        below = _forward(cut.below, x, accelerator)
+        with torch.no_grad(), accelerator.autocast():
+            x = cut.below(x).float()  # [B,…], the activations
+
+    def step() -> None:
+        with accelerator.autocast():
+            z = above(x)
+        z.float().square().mean().backward()
+
+    step()  # the first call allocates
+    train = seconds_of(step, TIMING_SECONDS) / len(x)
+    return ImageSeconds(decode, below, _forward(above, x, accelerator), train)
 
 
-def trained_seconds(plan: Plan, encoder: Encoder, accelerator: Accelerator) -> ImageSeconds:
-    """Measures a copy of a whole encoder as it trains."""
-    decode, pixels = _decode(plan, encoder)
-    model = copy.deepcopy(encoder).to(accelerator.device).train()
-    _as_it_trains(model)
-    return ImageSeconds(decode, 0.0, _forward(model, pixels, accelerator), _train(model, pixels, accelerator))
-
-
-def cut_seconds(plan: Plan, below: Below, accelerator: Accelerator) -> ImageSeconds:
-    """Measures a copy of a cut encoder as it trains."""
-    decode, pixels = _decode(plan, below)
-    part = copy.deepcopy(below).to(accelerator.device).cut
-    _as_it_trains(part.encoder)
-    part.freeze()
-    part.train_above()
-    with torch.no_grad(), accelerator.autocast():
-        activations = part.below(pixels.to(accelerator.device)).float()
-    lower, upper = _forward(part.below, pixels, accelerator), _forward(part.above, activations, accelerator)
-    return ImageSeconds(decode, lower, upper, _train(part.above, activations, accelerator))
-
-
-def _as_it_trains(encoder: nn.Module) -> None:
-    if is_cnn(encoder):
-        encoder.to(memory_format=torch.channels_last)
-
-
-def _decode(plan: Plan, encoder: Encoder) -> tuple[float, Tensor]:
-    """Returns the seconds to decode and transform an image, and a few images, float32 [n,3,S,S]."""
+def _decoded(plan: Plan, encoder: Encoder) -> tuple[Tensor, float]:
+    """Returns a few images, float32 [n,3,S,S], and the seconds to decode and transform one."""
     dataset, preprocessing = plan.dataset, encoder.preprocessing
     transform, images, seconds = evaluation_transform(preprocessing), list[Tensor](), list[float]()
-
-    def read(row: int) -> None:
-        images.append(transform(dataset.draft(row, preprocessing.least_side)))
-
     for row in np.linspace(0, len(dataset) - 1, 4 * DECODED_IMAGES).astype(int).tolist():
+        if len(images) == DECODED_IMAGES:
+            break
+
+        def read(row: int = row) -> None:
+            images.append(transform(dataset.draft(row, preprocessing.least_side)))
+
         try:
-            seconds += [seconds_of(partial(read, row), 0.0)] if len(images) < DECODED_IMAGES else []
+            seconds.append(seconds_of(read, 0.0))
         except UnreadableImage:  # extraction reports it
             continue
     if not images:
         raise ValueError("none of the images that were tried decodes")
-    return min(seconds), torch.stack(images)
+    return torch.stack(images), min(seconds)
 
 
-def _batch(inputs: Tensor, accelerator: Accelerator) -> Tensor:
-    """Returns `inputs` [n,…], repeated to the batch that is timed."""
-    count = max(2, ENCODED_IMAGES.get(accelerator.device.type, 4))  # batch norm needs two
-    repeated = inputs.repeat(-(-count // len(inputs)), *[1] * (inputs.ndim - 1))
-    return repeated[:count].to(accelerator.device)
+def _batch(images: Tensor, device: torch.device) -> Tensor:
+    """Returns the images, repeated to the batch that is timed. It has two at least, which batch norm needs."""
+    count = ENCODED_IMAGES.get(device.type, 4)
+    return images.repeat(-(-count // len(images)), 1, 1, 1)[:count].to(device)
 
 
-def _forward(model: Callable[[Tensor], Tensor], inputs: Tensor, accelerator: Accelerator) -> float:
-    x = _batch(inputs, accelerator)
+def _forward(model: Callable[[Tensor], Tensor], x: Tensor, accelerator: Accelerator) -> float:
     with torch.inference_mode(), accelerator.autocast():
         model(x)  # the first call of a size allocates
         return seconds_of(lambda: model(x), TIMING_SECONDS) / len(x)
 
 
-def _train(model: Callable[[Tensor], Tensor], inputs: Tensor, accelerator: Accelerator) -> float:
-    x = _batch(inputs, accelerator)
-
-    def step() -> None:
-        with accelerator.autocast():
-            z = model(x)
-        z.float().square().mean().backward()
-
-    step()
-    return seconds_of(step, TIMING_SECONDS) / len(x)
-
-
-@dataclass(frozen=True)
 class _Work:
     """The work of a run under one encoder."""
 
-    plan: Plan
-    label: str | None  # of the encoder
-    encoder: Encoder
-    accelerator: Accelerator
-    models: Models  # of this encoder
+    def __init__(
+        self,
+        plan: Plan,
+        label: str | None,  # of the encoder
+        encoder: Encoder,
+        accelerator: Accelerator,
+        models: Sequence[PlannedModel],  # of this encoder
+    ) -> None:
+        self.plan, self.encoder, self.accelerator, self.models = plan, encoder, accelerator, models
+        recipe, dataset, device = plan.recipe, plan.dataset, device_of(plan.recipe.cluster, accelerator.device)
+        items = [item for item in recipe.served if item.encoder_label == label]
+        self.cuts = cuts_of(recipe, encoder, items, counted_unhashed(recipe, dataset, device))
+        # encoders and parts below cuts, with the number of images that the cache lacks; equal ones count each
+        missing: list[tuple[Encoder, int]] = [
+            (cut.below, cut.activations.missing) for cut in self.cuts if cut.is_cached
+        ]
+        if any(item.trainable is False for item in items):
+            counts = cached_images(encoder, dataset.decoder, recipe.features, recipe.train_augmentation, device)
+            missing.append((encoder, sum(max(0, len(dataset) - count) for count in counts)))
+        self.missing = [(encoder, count) for encoder, count in missing if count]
 
     def bound(self) -> float:
         """Returns the seconds that the work takes at most, by its number of steps and images: a generous bound."""
@@ -279,7 +286,7 @@ class _Work:
         parameters = sum(parameter.numel() for parameter in self.encoder.parameters())
         # of an image through the encoder: a parameter is used at every fourth pixel of a row and column
         operations = 2.0 * parameters * max(1, self.encoder.preprocessing.size // 4) ** 2
-        seconds = sum(missing for _, missing in self._missing) * (IMAGE + operations / SPEED)
+        seconds = sum(missing for _, missing in self.missing) * (IMAGE + operations / SPEED)
         for model in self.models:
             images, steps = SOLVER_PASSES * sum(map(len, model.split.train)), 1
             if not model.item.is_solver:
@@ -288,111 +295,82 @@ class _Work:
             seconds += images * (IMAGE + 6 * operations / SPEED) if model.item.trainable is not False else 0.0
         return seconds
 
-    @cached_property
-    def _cuts(self) -> list[RecipeCut]:
-        recipe, device = self.plan.recipe, device_of(self.plan.recipe.cluster, self.accelerator.device)
-        items = [item for item in recipe.served if item.encoder_label == self.label]
-        return cuts_of(recipe, self.encoder, items, counted_unhashed(recipe, self.plan.dataset, device))
-
-    @cached_property
-    def _missing(self) -> list[tuple[Encoder, int]]:
-        """Encoders and parts below cuts, with the number of images that the cache lacks; equal ones count each."""
-        recipe, dataset = self.plan.recipe, self.plan.dataset
-        missing: list[tuple[Encoder, int]] = []
-        if any(item.trainable is False and item.encoder_label == self.label for item in recipe.served):
-            device = device_of(recipe.cluster, self.accelerator.device)
-            counts = cached_images(self.encoder, dataset.decoder, recipe.features, recipe.train_augmentation, device)
-            missing.append((self.encoder, sum(max(0, len(dataset) - count) for count in counts)))
-        missing += [(cut.below, cut.activations.missing) for cut in self._cuts if cut.is_cached]
-        return [(encoder, count) for encoder, count in missing if count]
-
-    def features(self, precision: Precision | None = None) -> float:
+    def features(self, precision: Precision) -> float:
         """Returns the seconds to compute what the cache lacks: features, and activations of cuts."""
-        seconds, precision = 0.0, precision or self.plan.recipe.features.precision
-        for encoder, count in self._missing:
-            image = frozen_seconds(self.plan, encoder, precision, self.accelerator)
-            seconds += count * image.prediction(self.accelerator.device)
+        seconds = 0.0
+        for encoder, count in self.missing:
+            image = image_seconds(self.plan, encoder, self.accelerator, precision)
+            seconds += count * image.total(self.accelerator.device)
         return seconds / self.accelerator.num_processes
 
     def training(self) -> float:
-        seconds = SECONDS_PER_MODEL * len(self.models)
-        seconds += self._heads([model for model in self.models if model.item.trainable is False])
+        seconds = SECONDS_PER_MODEL * len(self.models) + self._heads()
         if models := [model for model in self.models if model.item.trainable is True]:
-            seconds += self._end_to_end(models, trained_seconds(self.plan, self.encoder, self.accelerator))
-        for cut in self._cuts:
+            image = image_seconds(self.plan, self.encoder, self.accelerator)
+            seconds += sum(self._end_to_end(model, image) for model in models)
+        for cut in self.cuts:
             if models := [model for model in self.models if model.item.trainable in cut.serves]:
-                image = cut_seconds(self.plan, cut.below, self.accelerator)
-                seconds += self._end_to_end(models, image.cached() if cut.is_cached else image)
+                image = image_seconds(self.plan, cut.below, self.accelerator)
+                image = image.cached() if cut.is_cached else image
+                seconds += sum(self._end_to_end(model, image) for model in models)
         return seconds
 
-    def _end_to_end(self, models: Models, image: ImageSeconds) -> float:
-        """All processes train each model together."""
-        device, rules, seconds = self.accelerator.device, self.plan.rules, 0.0
-        for model in models:
-            sizes = {name: len(rows) for name, rows in model.split.evaluation.items()}
-            evaluations = len(evaluation_steps(model.steps, model.training.evaluate_every))
-            predicted = evaluations * sum(sizes.get(name, 0) for name in {split_of(rule) for rule in rules})
-            predicted += len(rules) * sum(sizes.values())
-            trained = model.training.images_per_step(len(model.split.train)) * model.steps
-            seconds += trained * image.step(device, 2 if model.item.sharpness else 1)
-            seconds += predicted * image.prediction(device)
-        return seconds / self.accelerator.num_processes
+    def _end_to_end(self, model: PlannedModel, image: ImageSeconds) -> float:
+        device, rules = self.accelerator.device, self.plan.rules
+        sizes = {name: len(rows) for name, rows in model.split.evaluation.items()}
+        evaluations = len(evaluation_steps(model.steps, model.training.evaluate_every))
+        predicted = evaluations * sum(sizes.get(name, 0) for name in {split_of(rule) for rule in rules})
+        predicted += len(rules) * sum(sizes.values())
+        trained = model.training.images_per_step(len(model.split.train)) * model.steps
+        seconds = trained * image.total(device, gradients=2 if model.item.sharpness else 1)
+        return (seconds + predicted * image.total(device)) / self.accelerator.num_processes  # which train it together
 
-    def _heads(self, models: Models) -> float:
-        """The queue of heads: processes take the longest chunk first."""
-        labels = dict.fromkeys(model.item.label for model in models)
+    def _heads(self) -> float:
+        """The queue of heads: processes take the longest piece first. One chunk is measured for all of a method's."""
+        methods = dict[str, list[PlannedModel]]()
+        for model in self.models:
+            if model.item.trainable is False:
+                methods.setdefault(model.item.label, []).append(model)
+        pieces = list[float]()
         with one_thread():  # as in the forks that train them
-            pieces = [
-                seconds
-                for label in labels
-                for seconds in self._pieces([model for model in models if model.item.label == label], len(labels))
-            ]
+            for models in methods.values():
+                if models[0].item.is_solver:
+                    pieces += map(self._solver, models)
+                else:
+                    pieces += self._chunks(models, MEASURING_SECONDS / len(methods))
         forks = 1 if self.accelerator.device.type != "cpu" else own_cores()
         return max(sum(pieces) / (forks * self.accelerator.num_processes), max(pieces)) if pieces else 0.0
 
-    def _pieces(self, group: Models, methods: int) -> list[float]:
-        """Returns the seconds of the pieces of work of one method's models. One chunk is measured for all."""
-        first, device = group[0], self.accelerator.device
-        if first.item.is_solver:
-            return [self._solver(model) for model in group]
-        prepared = self._made_up()
-        jobs = [make_job(self.plan, prepared, model, {}) for model in group[: max_heads(device)]]
+    def _chunks(self, models: Sequence[PlannedModel], seconds: float) -> list[float]:
+        plan, device, encoder = self.plan, self.accelerator.device, self.encoder
+        item, classes = models[0].item, len(plan.dataset.class_names)
+        features = _MadeUp([torch.randn(MADE_UP_ROWS, encoder.width)], device=device)
+        features.views = plan.recipe.features.views
+        texts = {item.block.prompts: torch.randn(classes, encoder.width)} if item.reads_text else {}
+        made_up = PreparedEncoder(encoder, "", features, texts, activations={})
+        prepared = Prepared({item.encoder_label: made_up}, unreadable={}, content="")
+        jobs = [make_job(plan, prepared, model, {}) for model in models[: max_heads(device)]]
         largest = max(chunks(jobs, device), key=len)
-        features = prepared.for_method(first.item).features_of(largest[0])
-        data = CachedData(features, self.plan.annotations.to(features.device))
-        step_seconds, evaluation_seconds = head_seconds(largest, data, self.plan.criteria, MEASURING_SECONDS / methods)
-        evaluations = len(evaluation_steps(first.steps, first.training.evaluate_every))
-        mean_steps = sum(model.steps for model in group) / len(group)
-        number = -(-len(group) // len(largest))
+        data = CachedData(made_up.features_of(largest[0]), plan.annotations.to(device))
+        step_seconds, evaluation_seconds = head_seconds(largest, data, plan.criteria, seconds)
+        evaluations = len(evaluation_steps(models[0].steps, models[0].training.evaluate_every))
+        mean_steps = sum(model.steps for model in models) / len(models)
+        number = -(-len(models) // len(largest))
         chunk = mean_steps * step_seconds + evaluations * evaluation_seconds
-        return [chunk * len(group) / (number * len(largest))] * number
+        return [chunk * len(models) / (number * len(largest))] * number
 
     def _solver(self, model: PlannedModel) -> float:
         """Of linear_probe: its passes over all images, and the matrices of its coordinates in float64."""
         if model.item.algorithm.cls.needs_text:
             return 0.0
-        rows, width = sum(map(len, model.split.train)), self.encoder.width
-        few = min(rows, MADE_UP_ROWS)
-        x, head = torch.randn(few, width), torch.randn(len(self.plan.dataset.class_names), width)
-        wide = x.double()
-        one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / few
-        gram = seconds_of(lambda: wide.T @ wide, 0.0) / few
-        return SOLVER_PASSES * (STEP + rows * one_pass) + (rows + 5 * width) * gram
-
-    def _made_up(self) -> Prepared:
-        """Returns what a job needs of the prepared inputs, with made-up features and class embeddings."""
-        encoder, classes = self.encoder, len(self.plan.dataset.class_names)
-        items = [model.item for model in self.models]
-        prompts = {item.block.prompts for item in items if item.reads_text}
-        assert not prompts or isinstance(encoder, TextEncoder), "checked with the recipe"
-        inputs = PreparedEncoder(
-            encoder,
-            weights="",
-            features=_MadeUp(encoder.width, self.plan.recipe.features.views, self.accelerator.device),
-            text_weights={one: torch.randn(classes, encoder.width) for one in prompts},
-            activations={},
+        x, head = (
+            torch.randn(MADE_UP_ROWS, self.encoder.width),
+            torch.randn(len(self.plan.dataset.class_names), self.encoder.width),
         )
-        return Prepared({item.encoder_label: inputs for item in items}, unreadable={}, content="")
+        rows, wide = sum(map(len, model.split.train)), x.double()
+        one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / MADE_UP_ROWS
+        gram = seconds_of(lambda: wide.T @ wide, 0.0) / MADE_UP_ROWS
+        return SOLVER_PASSES * (STEP + rows * one_pass) + (rows + 5 * self.encoder.width) * gram
 
 
 def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria, seconds: float) -> tuple[float, float]:
@@ -435,10 +413,6 @@ def seconds_of(work: Callable[[], object], seconds: float) -> float:
 class _MadeUp(Features):
     """Random features of any number of rows, a few of them distinct."""
 
-    def __init__(self, width: int, views: int, device: torch.device) -> None:
-        super().__init__([torch.randn(MADE_UP_ROWS, width)], device=device)
-        self.views = views
-
     def _read(self, positions: Tensor, end: int) -> Tensor:
         return super()._read(positions % MADE_UP_ROWS, MADE_UP_ROWS)
 
@@ -459,27 +433,22 @@ class CutCost:
         line = f"{'' if self.encoder is None else f'{self.encoder}, '}{serves}: {self.cut.text()}"
         if self.seconds is None:
             return [line, f"its saving could not be measured ({self.problem})"]
-        found = self._measured(self.seconds)
-        share = f"{100 * found['share_below']:.0f}% of the encoder's forward pass lies below"
-        computed, cached = (found[f"{way}_step_seconds"] for way in ("computed", "cached"))
+        values = self.to_json()
+        share = f"{100 * values['share_below']:.0f}% of the encoder's forward pass lies below"
+        computed, cached = values["computed_step_seconds"], values["cached_step_seconds"]
         step = f"a step of {self.images} images: computed {computed:.3g} s, cached {cached:.3g} s"
         return [line, f"{share}; {step} (without reading)"]
 
-    def _measured(self, one: ImageSeconds) -> dict[str, Any]:
-        whole = one.below + one.forward
-        speeds = {"whole": 1 / whole, "below": 1 / one.below, "above_forward_backward": 1 / one.train}
-        return {
-            "share_below": one.below / whole,
-            "images_per_second": speeds,
-            "step_images": self.images,
-            "computed_step_seconds": self.images * one.step(self.device),
-            "cached_step_seconds": self.images * one.cached().step(self.device),
-        }
-
     def to_json(self) -> dict[str, Any]:
         """Seconds and shares are null if they could not be measured."""
-        cut, unknown = self.cut, dict.fromkeys(("share_below", "images_per_second"))
-        steps = {"step_images": self.images, "computed_step_seconds": None, "cached_step_seconds": None}
+        cut, image = self.cut, self.seconds
+        share = speeds = computed = cached = None
+        if image is not None:
+            full = image.below + image.forward
+            share = image.below / full
+            speeds = {"whole": 1 / full, "below": 1 / image.below, "above_forward_backward": 1 / image.train}
+            computed = self.images * image.total(self.device, gradients=1)
+            cached = self.images * image.cached().total(self.device, gradients=1)
         return {
             "encoder": self.encoder,
             "trainable": [trained_words(trainable) for trainable in cut.serves],
@@ -490,7 +459,11 @@ class CutCost:
             "missing_bytes": cut.missing_bytes,
             "is_cached": cut.is_cached,
             "why_computed": cut.why_computed or None,
-            **(unknown | steps if self.seconds is None else self._measured(self.seconds)),
+            "share_below": share,
+            "images_per_second": speeds,
+            "step_images": self.images,
+            "computed_step_seconds": computed,
+            "cached_step_seconds": cached,
             "problem": self.problem,
         }
 
@@ -506,7 +479,7 @@ def cut_costs(plan: Plan, encoders: Encoders, accelerator: Accelerator) -> list[
             seconds, problem = None, None
             try:
                 with torch.random.fork_rng():
-                    seconds = cut_seconds(plan, cut.below, accelerator)
+                    seconds = image_seconds(plan, cut.below, accelerator)
             except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
                 problem = f"{type(error).__name__}: {error}"
             costs.append(CutCost(label, cut, images, accelerator.device, seconds, problem))
@@ -518,29 +491,29 @@ def encoder_costs(
 ) -> dict[str, Any]:
     """Returns `environment.encoders` of results.json, what each of several encoders costs: {} for one encoder.
 
-    `before`: what an earlier process of this run has measured, which is kept.
+    `before`: what an earlier process of this run has measured, which is kept. The time is that of a forward pass in a
+    batch, without decoding, measured on black images.
     """
     if None in prepared.encoders:
         return {}
-    known = before.get("encoders", {})
-    costs = {}
+    costs, measured_before, device = {}, before.get("encoders", {}), accelerator.device
     for label, inputs in prepared.encoders.items():
-        encoder, identity = inputs.encoder, inputs.encoder.identity()
-        stored = (1 + settings.views) * encoder.width * DTYPES[settings.precision].itemsize
-        costs[label] = known.get(label) or {
+        if label in measured_before:
+            costs[label] = measured_before[label]
+            continue
+        encoder, identity, dtype = inputs.encoder, inputs.encoder.identity(), DTYPES[settings.precision]
+        size = encoder.preprocessing.size
+        black = torch.zeros(2, 3, size, size, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        seconds = _forward(frozen_copy(encoder, settings.precision, device), _batch(black, device), accelerator)
+        costs[label] = {
             "component": identity["component"],
             "model": identity.get("model"),
             "pretraining": encoder.pretraining,
             "width": encoder.width,
             "parameters": sum(one.numel() for one in encoder.parameters() if one.requires_grad),  # without a text side
-            "ms_per_image": round(1e3 * _seconds_per_image(encoder, settings.precision, accelerator), 3),
-            "feature_bytes": None if inputs.features is None else images * stored,
+            "ms_per_image": round(1e3 * seconds, 3),
+            "feature_bytes": None
+            if inputs.features is None
+            else images * (1 + settings.views) * encoder.width * dtype.itemsize,
         }
     return {"encoders": costs}
-
-
-def _seconds_per_image(encoder: Encoder, precision: Precision, accelerator: Accelerator) -> float:
-    """Returns the time of an image's forward pass in a batch, without decoding, measured on black images."""
-    size = encoder.preprocessing.size
-    black = torch.zeros(2, 3, size, size, dtype=DTYPES[precision]).contiguous(memory_format=torch.channels_last)
-    return _forward(frozen_copy(encoder, precision, accelerator.device), black, accelerator)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+import torch
 
 from xdm_ft.containers.tables import alike
 from xdm_ft.evaluation.records import set_name
@@ -67,41 +68,43 @@ def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Fin
 
 
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
-    """Yields the faults of the data alone. `splits` show which repeated images affect the estimate."""
-    yield from names_spelt_alike(dataset)
-    yield from lacking_classes(dataset)
-    yield from repeated_images(dataset, hashes, splits)
+    """Yields the faults of the data alone. `splits` show which repeated images affect the estimate.
 
-
-def plan_faults(plan: Plan) -> Iterator[Finding]:
-    """Yields the faults that depend on data and recipe."""
-    yield from divided_groups(plan.dataset, plan.splits)
-    yield from skipped_methods(plan)
-
-
-def names_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
-    """Yields classes and domains whose names differ only in case, spaces, the encoding of an accent, or as 1 and 1.0.
-
-    A held-out domain that is also a training domain under such a name would not be unseen.
+    Names of classes or domains may differ only in case, spaces, the encoding of an accent, or as 1 and 1.0: a held-out
+    domain that is also a training domain under such a name would not be unseen. Classes may have no image in some
+    domain, unless the data set is published so.
     """
     images, how = images_of(dataset), "differ only in case, in spaces or in how a number is written"
     remedy = "give them one name in the data, or clearly different names"
+
+    def named(domains: np.ndarray) -> str:
+        return ", ".join(dataset.domain_names[d] for d in np.flatnonzero(domains))
+
     for numbers in alike(dataset.class_names):
-        named = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
-        yield Finding("classes", f"{' and '.join(named)} {how}", remedy)
+        names = [f'"{dataset.class_names[c]}" (in {named(images[c] > 0)})' for c in numbers]
+        yield Finding("classes", f"{' and '.join(names)} {how}", remedy)
     for numbers in alike(dataset.domain_names):
-        named = [f'"{dataset.domain_names[d]}" ({plural(images[:, d].sum(), "image")})' for d in numbers]
-        yield Finding("domains", f"{' and '.join(named)} {how}", remedy)
-
-
-def lacking_classes(dataset: ImageDataset) -> Iterator[Finding]:
-    """Yields classes that have no image in some domain, unless the data set is published so."""
-    images = images_of(dataset)
+        names = [f'"{dataset.domain_names[d]}" ({plural(images[:, d].sum(), "image")})' for d in numbers]
+        yield Finding("domains", f"{' and '.join(names)} {how}", remedy)
     lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(1)).tolist()
     if lacking:
-        named = [f'no image of "{dataset.class_names[c]}" in {_named(dataset, images[c] == 0)}' for c in lacking]
-        remedy = "add images, or remove the class from the other domains"
-        yield Finding("classes", _listed(named), remedy)
+        names = [f'no image of "{dataset.class_names[c]}" in {named(images[c] == 0)}' for c in lacking]
+        yield Finding("classes", _listed(names), "add images, or remove the class from the other domains")
+    yield from _repeated_images(dataset, hashes, splits)
+
+
+def plan_faults(plan: Plan) -> Iterator[Finding]:
+    """Yields the faults that depend on data and recipe: groups that are both in training and tested, unless the data
+    set is published so, and methods that can not be trained, one finding per reason.
+    """
+    yield from _divided_groups(plan.dataset, plan.splits)
+    for reason, items in plan.skipped.items():
+        first, remedy = next(iter(items.values())), "add a domain"
+        if first.skipped is not None:
+            starts = not first.algorithm.cls.needs_text
+            remedy = "set head_init: random" if starts else "use an encoder with a text side"
+        skipped = f"{', '.join(items)} {'is' if len(items) == 1 else 'are'} skipped ({reason})"
+        yield Finding("methods", skipped, f"remove these methods from the recipe, or {remedy}")
 
 
 def images_of(dataset: ImageDataset) -> np.ndarray:
@@ -111,11 +114,7 @@ def images_of(dataset: ImageDataset) -> np.ndarray:
     return images
 
 
-def _named(dataset: ImageDataset, domains: np.ndarray) -> str:
-    return ", ".join(dataset.domain_names[d] for d in np.flatnonzero(domains))
-
-
-def repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
+def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
     """Yields one finding if the files of some images occur more than once, byte for byte."""
     repeated = hashes.duplicates()
     if not repeated:
@@ -139,9 +138,10 @@ def repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[
             straddling += shared
     counts += [] if straddling or not splits else [f"none of them in two of {', '.join(ROLES)}"]
     first = repeated[0]
-    named = _pairs(dataset, [(first[0], _partner(dataset, first))])
+    other_domain = (row for row in first if dataset.domains[row] != dataset.domains[first[0]])
+    pair = f"{dataset.name(first[0])} and {dataset.name(next(other_domain, first[1]))}"
     remedy = "remove one of each pair, or both where their labels differ"
-    yield Finding(COPIED, f"{', '.join(counts)}; the first: {named}", remedy)
+    yield Finding(COPIED, f"{', '.join(counts)}; the first: {pair}", remedy)
 
 
 def roles(split: Split) -> dict[str, np.ndarray]:
@@ -180,64 +180,30 @@ def keep_copies(plan: Plan, hashes: FileHashes, directory: RunDirectory) -> bool
     return True
 
 
-def _partner(dataset: ImageDataset, rows: Sequence[int]) -> int:
-    """Returns the first row of another domain than rows[0]; if there is none, the second row."""
-    return next((row for row in rows if dataset.domains[row] != dataset.domains[rows[0]]), rows[1])
-
-
-def _pairs(dataset: ImageDataset, pairs: Sequence[tuple[int, int]]) -> str:
-    return _listed([f"{dataset.name(a)} and {dataset.name(b)}" for a, b in pairs])
-
-
 def _listed(parts: Sequence[str]) -> str:
     more = [f"and {len(parts) - NAMED_AT_MOST} more"] if len(parts) > NAMED_AT_MOST else []
     return "; ".join([*parts[:NAMED_AT_MOST], *more])
 
 
-def _shared(splits: Iterable[Split], numbers: np.ndarray) -> dict[str, int]:
-    """Returns {evaluation split: how many of the `numbers` are both in it and in training}, over all splits.
-
-    `numbers` holds one number per image, int64 [N]; −1 is ignored. Splits without shared numbers are left out.
-    """
-    shared: dict[str, set[int]] = {}
-    for split in splits:
-        train = np.concatenate([numbers[rows.numpy()] for rows in split.train])
-        for part in TESTED:
-            tested = numbers[split.evaluation[part].numpy()] if part in split.evaluation else train[:0]
-            shared.setdefault(part, set()).update(np.intersect1d(train, tested).tolist())
-    return {part: len(found - {-1}) for part, found in shared.items() if found - {-1}}
-
-
-def divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[Finding]:
-    """Yields groups that are both in training and tested, unless the data set is published so.
+def _divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[Finding]:
+    """Yields groups that are both in training and in a tested part, unless the data set is published so.
 
     Only an official split can have such groups; the other splits are made so that they have none.
     """
     if dataset.groups is None or dataset.as_published:
         return
-    for part, number in _shared(splits, dataset.groups).items():
-        pairs = [pair for split in splits for pair in _of_one_group(split, part, dataset.groups)]
-        remedy = "change the split so that a group is on one side, or correct the groups"
-        count = "1 is" if number == 1 else f"{number} are"
-        yield Finding("groups", f"{count} in training and {part}: {_pairs(dataset, pairs)}", remedy)
-
-
-def _of_one_group(split: Split, part: str, groups: np.ndarray) -> list[tuple[int, int]]:
-    """Returns, for each group in both training and the evaluation split, a row of each."""
-    train = np.concatenate([rows.numpy() for rows in split.train])
-    tested = split.evaluation[part].numpy()
-    one, at_train = np.unique(groups[train], return_index=True)
-    other, at_test = np.unique(groups[tested], return_index=True)
-    _, i, j = np.intersect1d(one, other, return_indices=True)
-    return list(zip(train[at_train[i]].tolist(), tested[at_test[j]].tolist(), strict=True))
-
-
-def skipped_methods(plan: Plan) -> Iterator[Finding]:
-    """Yields the methods that can not be trained on this data, one finding per reason."""
-    for reason, items in plan.skipped.items():
-        found = f"{', '.join(items)} {'is' if len(items) == 1 else 'are'} skipped ({reason})"
-        first, other = next(iter(items.values())), "add a domain"
-        if first.skipped is not None:
-            starts = not first.algorithm.cls.needs_text
-            other = "set head_init: random" if starts else "use an encoder with a text side"
-        yield Finding("methods", found, f"remove these methods from the recipe, or {other}")
+    for part in TESTED:
+        shared, pairs = set[int](), list[str]()
+        for split in splits:
+            train = torch.cat(split.train).numpy()
+            tested = split.evaluation[part].numpy() if part in split.evaluation else train[:0]
+            groups, i, j = np.intersect1d(dataset.groups[train], dataset.groups[tested], return_indices=True)
+            shared.update(groups[groups >= 0].tolist())  # −1: in no group
+            pairs += [
+                f"{dataset.name(a)} and {dataset.name(b)}"
+                for a, b in zip(train[i].tolist(), tested[j].tolist(), strict=True)
+            ]
+        if shared:
+            remedy = "change the split so that a group is on one side, or correct the groups"
+            count = "1 is" if len(shared) == 1 else f"{len(shared)} are"
+            yield Finding("groups", f"{count} in training and {part}: {_listed(pairs)}", remedy)

@@ -22,12 +22,11 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
 from xdm_ft.evaluation.records import ModelKey, Record, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, picked_trials
-from xdm_ft.experiment.cluster import device_of
-from xdm_ft.experiment.models import keep_references, own_reference, restarted, weights_metadata
-from xdm_ft.experiment.pieces import Group, Piece, RunContext, do_pieces, pieces_of
+from xdm_ft.experiment.models import keep_references, own_reference, restarts, weights_metadata
+from xdm_ft.experiment.pieces import Piece, RunContext, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.prepare import make_job
-from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.experiment.results import Outcome, RunResults
 from xdm_ft.protocol.splits import all_domains
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
@@ -72,6 +71,23 @@ class Fit:
             return job
         return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
 
+    def settings(self, recipe: Recipe) -> dict[str, Any]:
+        """Returns all that determines the weights of the fit, given the recipe, as plain JSON values."""
+        model, split = self.model, self.model.split
+        settings = {
+            "method": model.item.label,
+            "seed": model.key.seed,
+            "hparams": hparams(recipe, model.item, model.training),
+            "domains": list(split.train_domains),
+            "images": {name: len(rows) for name, rows in zip(split.train_domains, split.train, strict=True)},
+            "step": self.step,
+            **self.varied,
+            **({} if self.averaged_from is None else {"averaged_from": self.averaged_from}),
+            **({} if self.temperature is None else {"temperature": self.temperature}),
+        }
+        as_read: dict[str, Any] = json.loads(json.dumps(settings))  # to compare with an earlier results.json
+        return as_read
+
     def finished(self, trained: Trained, predictor: Predictor) -> Selected:
         """Returns the selected weights, after the finish of methods that vary something then."""
         selected, algorithm = trained.selected[FINAL_FIT], trained.job.new_method()
@@ -90,7 +106,7 @@ class Wanted(NamedTuple):
     all_seeds: bool
 
 
-def final_fits(context: RunContext, results: ResultsFile, named: Sequence[Wanted] = ()) -> None:
+def final_fits(context: RunContext, results: RunResults, named: Sequence[Wanted] = ()) -> None:
     """Trains the final fits that the recipe asks for, and those `named`, and sets `final_fits` of the results.
 
     Those of an earlier run stay if they are still what their method's runs determine.
@@ -114,7 +130,7 @@ def final_fits(context: RunContext, results: ResultsFile, named: Sequence[Wanted
 
 def _final_fit(
     context: RunContext,
-    results: ResultsFile,
+    results: RunResults,
     row: SummaryRow,
     choice: MethodChoice,
     before: Mapping[str, Any] | None,
@@ -124,80 +140,64 @@ def _final_fit(
 
     `all_seeds` None: it is not wanted, but kept if it was trained. Returns None if there is none then.
     """
-    plan, protocol = context.plan, context.plan.recipe.protocol
+    plan, protocol, directory = context.plan, context.plan.recipe.protocol, context.directory
     of_method = [record for record in results.records.values() if record.method == row.method]
     picked = picked_trials(of_method, protocol.selection, protocol.metric)
     fit = fit_of_runs(plan, picked, context.prepared.unreadable)
-    settings = _settings(plan, fit)
-    fitted = _fitted(context.directory, settings, before)
+    first, settings = fit.model.key.seed, fit.settings(plan.recipe)
+
+    # what an earlier run trained that finished, and an interrupted one
+    trained = dict[int, Line]()
+    if before is not None and {key: before.get(key) for key in settings} == settings:
+        files = before.get("seeds") or {str(first): before["weights"]}
+        trained = {int(seed): {"status": "ok", "weights": file} for seed, file in files.items()}
+        about_all = (*settings, "chosen_by", "estimate", "how", "seeds", "reason")
+        if first in trained:
+            trained[first] = {key: value for key, value in before.items() if key not in about_all} | {"status": "ok"}
+    trained |= _lines(directory, settings)
+    trained = {
+        seed: line
+        for seed, line in trained.items()
+        if line["status"] == "ok" and directory.verify_or_warn(line["weights"])
+    }
     if all_seeds is None:
-        if fit.model.key.seed not in fitted:
+        if first not in trained:
             return None
-        seeds = (fit.model.key.seed, *(seed for seed in fitted if seed != fit.model.key.seed))
-        all_seeds = before is not None and "seeds" in before
+        seeds, all_seeds = (first, *trained), before is not None and "seeds" in before
     else:
         # a solver is deterministic: every seed would give the same model
-        every = all_seeds and not fit.model.item.is_solver
-        seeds = tuple(dict.fromkeys((fit.model.key.seed, *protocol.seeds))) if every else (fit.model.key.seed,)
-    jobs = {seed: fit.job(context, seed) for seed in seeds}
+        seeds = (first, *protocol.seeds) if all_seeds and not fit.model.item.is_solver else (first,)
+    jobs = {seed: fit.job(context, seed) for seed in dict.fromkeys(seeds)}
     wait_for_everyone(context.accelerator)  # all processes must have read before one of them writes
     if context.accelerator.is_main_process:
-        keep_references(plan, context.prepared, [fit.model.split], context.directory)
-    wanted = {job.key for seed, job in jobs.items() if seed not in fitted}
-    if wanted:
+        keep_references(plan, context.prepared, [fit.model.split], directory)
+    missing = {job.key for seed, job in jobs.items() if seed not in trained}
+    if missing:
         logger.info("final fit: %s", fit.how)
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
-        group = Group(fit.model.item, [*jobs.values()], Criteria((FINAL_FIT,), protocol.metric))
-        pieces = pieces_of([group], wanted, device_of(plan.recipe.cluster, context.accelerator.device))
+        criteria = Criteria((FINAL_FIT,), protocol.metric)
+        pieces = pieces_of(context, fit.model.item, [*jobs.values()], criteria, missing)
         do_pieces(context, pieces, partial(_outcome, fit, settings), results, what="final fit")
         # from the run directory, because another process may have trained the models
-        fitted = _lines(context.directory, settings) | fitted
+        trained = _lines(directory, settings) | trained
     estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
+    why = str(choice) if row.method == choice.method else f"{row.method} was named ({choice})"
     about = {
         "chosen_by": choice.to_json(),
         "estimate": estimate | {"of": protocol.name},
-        "how": f"{_why(row.method, choice)}; {fit.how}",
+        "how": f"{why}; {fit.how}",
     }
-    return settings | about | _entry({seed: fitted[seed] for seed in seeds}, all_seeds)
-
-
-def _why(method: str, choice: MethodChoice) -> str:
-    return str(choice) if method == choice.method else f"{method} was named ({choice})"
-
-
-def _fitted(directory: RunDirectory, settings: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[int, Line]:
-    """Returns the lines of the seeds whose models are trained, with intact files.
-
-    They are those of an interrupted run, and those in `before`, the entry of an earlier results.json for the same fit.
-    """
-    found = {}
-    if before is not None and {key: before.get(key) for key in settings} == settings:
-        known = (*settings, "chosen_by", "estimate", "how", "seeds", "reason")
-        first = {key: value for key, value in before.items() if key not in known}
-        files = before.get("seeds") or {str(settings["seed"]): before["weights"]}
-        found = {int(seed): {"status": "ok", "weights": file} for seed, file in files.items()}
-        if settings["seed"] in found:
-            found[settings["seed"]] = first | {"status": "ok"}
-    found |= _lines(directory, settings)
-    return {
-        seed: line
-        for seed, line in found.items()
-        if line["status"] == "ok" and directory.verify_or_warn(line["weights"])
-    }
+    return settings | about | _entry({seed: trained[seed] for seed in jobs}, all_seeds)
 
 
 def _lines(directory: RunDirectory, settings: Mapping[str, Any]) -> dict[int, Line]:
     """Returns the lines of this fit by seed. Of several for a seed one without failure, which trained it again."""
-    found = dict[int, Line]()
+    lines = dict[int, Line]()
     for line in directory.lines(FINAL_FIT):
-        line, seed = dict(line), line.get("seed")
-        if line.pop("of", None) == _digest(settings) and (seed not in found or line["status"] == "ok"):
-            found[line.pop("seed")] = line
-    return found
-
-
-def _digest(settings: Mapping[str, Any]) -> str:
-    return digest(json.dumps(settings))
+        rest = {key: value for key, value in line.items() if key not in ("of", "seed")}
+        if line.get("of") == digest(json.dumps(settings)) and (line["seed"] not in lines or line["status"] == "ok"):
+            lines[line["seed"]] = rest
+    return lines
 
 
 def _entry(fitted: Mapping[int, Line], all_seeds: bool) -> Line:
@@ -221,66 +221,46 @@ def _outcome(
 ) -> Outcome:
     """Returns the status of the fit of one seed as a line, and its weights."""
     failure, seed = trained.failure, trained.job.seed
-    start = {"of": _digest(settings), "seed": seed}
+    start = {"of": digest(json.dumps(settings)), "seed": seed}
     if failure is None:
         selected = fit.finished(trained, predictor)
         if all(value.isfinite().all() for value in selected.state.values()):
             plan, rule = context.plan, context.plan.recipe.protocol.selection
             planned, file, known = fit.of_seed(seed), fit.file(seed), {"images": settings["images"], "how": fit.how}
             metadata = weights_metadata(plan, context.prepared, planned, rule, selected, known, fit.temperature)
-            again = restarted(trained)
-            trouble = {} if again is None else {"restarted": again}
-            line = {"status": "ok", **selected.hparams, "weights": file, **trouble}
+            line = {**start, "status": "ok", **selected.hparams, "weights": file}
+            if trained.restarts:
+                line["restarted"] = restarts(trained)
             references = {}
             if piece.is_end_to_end:
                 references = own_reference(plan, planned.split, predictor, selected, file)
-            return Outcome(FINAL_FIT, start | line, {file: (selected.state, metadata)}, references=references)
+            return Outcome(FINAL_FIT, line, {file: (selected.state, metadata)}, references=references)
         failure = f"the weights are not finite after step {selected.step}"
     return Outcome(FINAL_FIT, start | {"status": "failed", "reason": failure})
-
-
-def _settings(plan: Plan, fit: Fit) -> dict[str, Any]:
-    """Returns all that determines the weights of a fit, given the recipe, as plain JSON values."""
-    model, split = fit.model, fit.model.split
-    settings = {
-        "method": model.item.label,
-        "seed": model.key.seed,
-        "hparams": hparams(plan.recipe, model.item, model.training),
-        "domains": list(split.train_domains),
-        "images": {name: len(rows) for name, rows in zip(split.train_domains, split.train, strict=True)},
-        "step": fit.step,
-        **fit.varied,
-        **({} if fit.averaged_from is None else {"averaged_from": fit.averaged_from}),
-        **({} if fit.temperature is None else {"temperature": fit.temperature}),
-    }
-    found: dict[str, Any] = json.loads(json.dumps(settings))  # to compare with an earlier results.json
-    return found
 
 
 def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ()) -> Fit:
     """Combines the picked runs of one method (one per set of held-out domains and seed) into the settings of a fit."""
     recipe, rule = plan.recipe, plan.recipe.protocol.selection
-    models = {model.key: model for model in plan.models}
-    planned = [models[record.key] for record in picked]
-    selected = [record.selected[rule] for record in picked]
-    item = next(item for item in recipe.methods if item.label == planned[0].item.label)
-    step, drawn = median(one.step for one in selected), combined(recipe, item, [one.hparams for one in picked])
+    planned, selected = [plan.by_key[record.key] for record in picked], [record.selected[rule] for record in picked]
+    item = plan.item(planned[0].item.label)
+    step, drawn = median(pick.step for pick in selected), combined(recipe, item, [record.hparams for record in picked])
     averaged_from = None
     if item.averaging is not None and item.averaging.cls.reads_loss:  # the fit has no images to measure a loss on
-        averaged_from = median(one.hparams["averaged_from"] for one in selected)
+        averaged_from = median(pick.hparams["averaged_from"] for pick in selected)
     names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
-    varied = {name: median(one.hparams[name] for one in selected) for name in names}
+    varied = {name: median(pick.hparams[name] for pick in selected) for name in names}
     training = drawn_training(recipe.training, item, drawn)
     if not item.is_solver:
         # engines keep and average weights only at evaluations, so these must include the steps chosen above
         every = step if averaged_from is None else math.gcd(averaged_from - 1, step)
         training = training.model_copy(update={"patience": None, "evaluate_every": every})
-    split, steps = all_domains(plan.dataset, tuple(unreadable)), median(one.steps for one in planned)
+    split, steps = all_domains(plan.dataset, tuple(unreadable)), median(model.steps for model in planned)
     key = ModelKey(item.label, split.test_domains, planned[0].key.seed, 0)
     model = PlannedModel(key, drawn_item(item, drawn), training, split, steps)
-    temperatures = [one.temperature for one in selected if one.temperature is not None]
+    temperatures = [pick.temperature for pick in selected if pick.temperature is not None]
     fit = Fit(model, step, averaged_from, varied, median(temperatures) if temperatures else None, "")
-    differs = [key for key in drawn if len({drawn_value(one.hparams, key) for one in picked}) > 1]
+    differs = [key for key in drawn if len({drawn_value(record.hparams, key) for record in picked}) > 1]
     return dataclasses.replace(fit, how=_how(recipe, fit, len(picked), differs))
 
 

@@ -116,7 +116,21 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
     from accelerate.state import AcceleratorState, is_initialized
     from accelerate.utils import InitProcessGroupKwargs
 
-    _refuse_missing_gpus()
+    # without this check, Accelerate trains on the CPU without a message, and each of several processes runs as if it
+    # were the only one
+    if not on_cpu_by_request() and not torch.accelerator.is_available():
+        visible, processes = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("WORLD_SIZE", "1")
+        what = None
+        if visible not in ("", "-1", "NoDevFiles"):  # these hide all GPUs on purpose; schedulers set the last one
+            what = f"GPU {visible} is selected (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
+            remedy = "leave it out"
+        elif processes != "1":
+            what, remedy = f"{processes} processes are launched for GPUs", "launch one process"
+        if what is not None:
+            raise UserError(
+                f"accelerate: {what}, but torch {torch.__version__} finds none; {remedy}, or set ACCELERATE_USE_CPU=1 "
+                "to train on the CPU"
+            )
     precision = recipe.training.mixed_precision or "no"
     if is_initialized() and AcceleratorState().mixed_precision != precision:
         raise UserError(
@@ -130,42 +144,9 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
     torch.set_num_threads(own_cores())
-    set_precision_on_gpus(recipe.training.tf32)
+    # by torch's default convolutions multiply float32 numbers in TF32, and nothing else; not `fp32_precision` of each
+    # operator: where it is set, torch refuses to read these, as its exporter does
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.training.tf32
     # images of one training all have one size: the fastest convolutions are found once
     torch.backends.cudnn.benchmark = recipe.trains_encoders
     return accelerator
-
-
-def set_precision_on_gpus(tf32: bool) -> None:
-    """Sets whether GPUs multiply float32 numbers in TF32. By torch's default convolutions do, and nothing else."""
-    import torch
-
-    # not `fp32_precision` of each operator: where it is set, torch refuses to read these, as its exporter does
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-
-
-def _refuse_missing_gpus() -> None:
-    """Raises `UserError` if the launcher asks for GPUs and torch finds none.
-
-    Without this check, Accelerate trains on the CPU without a message, and each of several processes runs as if it were
-    the only one.
-    """
-    import torch
-
-    if on_cpu_by_request():
-        return
-    if torch.accelerator.is_available():
-        return
-    visible, processes = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("WORLD_SIZE", "1")
-    if visible not in ("", "-1", "NoDevFiles"):  # these hide all GPUs on purpose; schedulers set the last one
-        what = f"GPU {visible} is selected (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
-        remedy = "leave it out"
-    elif processes != "1":
-        what, remedy = f"{processes} processes are launched for GPUs", "launch one process"
-    else:
-        return
-    raise UserError(
-        f"accelerate: {what}, but torch {torch.__version__} finds none; {remedy}, or set ACCELERATE_USE_CPU=1 to train "
-        "on the CPU"
-    )

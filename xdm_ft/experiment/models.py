@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -21,12 +22,10 @@ from xdm_ft.evaluation.distance import fit
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import ModelKey, Pick, Record
-from xdm_ft.experiment.cluster import device_of
-from xdm_ft.experiment.pieces import Group, Piece, RunContext, cost, do_pieces, pieces_of
+from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
-from xdm_ft.experiment.prepare import ExternalValues, Prepared, PreparedEncoder, make_job
-from xdm_ft.experiment.results import Outcome, ResultsFile, save
-from xdm_ft.experiment.resume import RECORDS
+from xdm_ft.experiment.prepare import ExternalValues, Prepared, make_job
+from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, save
 from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.experiment.work import NOTHING, Work
 from xdm_ft.features.cache import Features
@@ -36,7 +35,7 @@ from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.search import at_the_edge
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.randomness import Stream, permutation
-from xdm_ft.runtime.tensors import Criteria, Score
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.names import (
     address_in,
@@ -56,9 +55,13 @@ from xdm_ft.weights.prompts import expand_templates
 logger = logging.getLogger("xdm_ft")
 WARNING_LENGTH = 160  # characters of a failure, at most: it may list the rows of a batch
 LARGEST = 16_000_000  # bytes of a model's probabilities: thousands of heads on DomainNet would fill the disk
+FEW = 10  # images: the mean of fewer says much about each of them
+ROWS_AT_ONCE = 4096
+MAX_TRAINING, MAX_VALIDATION = 5000, 1000  # images whose features one more pass of a trained encoder computes
+MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
 
 
-def left_to_train(context: RunContext, results: ResultsFile) -> tuple[list[Piece], Work]:
+def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece], Work]:
     """Returns the pieces of all planned models without a record, and the work on the others.
 
     Extra models of `cross_domain` are trained first. Raises `UserError` if a folder for the models can not be written.
@@ -69,7 +72,9 @@ def left_to_train(context: RunContext, results: ResultsFile) -> tuple[list[Piece
     if not wanted:
         return [], NOTHING
     if context.accelerator.is_main_process:
-        folders = sorted({_folder_on_disk(plan, planned[key]) for key in wanted})
+        # with the model's files, or with the file that it may share with other heads
+        shared = {key for key in wanted if _shares_files(plan, planned[key].item)}
+        folders = sorted({method_folder(key.method) if key in shared else key.folder for key in wanted})
         folders += sorted({f"events/{sub_run(*key).rpartition('/')[0]}" for key in wanted})
         context.directory.require_writable(["state", *folders])
     # also the models that may share a chunk of heads with a wanted one
@@ -80,7 +85,7 @@ def left_to_train(context: RunContext, results: ResultsFile) -> tuple[list[Piece
 
 
 def planned_pieces(
-    context: RunContext, keys: Sequence[ModelKey], wanted: Collection[ModelKey], results: ResultsFile
+    context: RunContext, keys: Sequence[ModelKey], wanted: Collection[ModelKey], results: RunResults
 ) -> list[Piece]:
     """Returns the pieces of the wanted models. All models in `keys` determine the chunks of heads."""
     plan, groups = context.plan, dict[tuple[str, int], list[Job]]()
@@ -88,14 +93,11 @@ def planned_pieces(
     for key in keys:
         job = make_job(plan, context.prepared, plan.by_key[key], external.get(key, {}))
         groups.setdefault(results.chunk_group(key), []).append(job)
-    items = {group: plan.by_key[jobs[0].key].item for group, jobs in groups.items()}
-    made = [Group(items[group], jobs, plan.criteria) for group, jobs in groups.items()]
-    return pieces_of(made, wanted, device_of(plan.recipe.cluster, context.accelerator.device))
-
-
-def _folder_on_disk(plan: Plan, model: PlannedModel) -> str:
-    """Returns the folder with the model's files, or with the file that it may share with other heads."""
-    return method_folder(model.item.label) if _shares_files(plan, model.item) else model.key.folder
+    return [
+        piece
+        for jobs in groups.values()
+        for piece in pieces_of(context, plan.by_key[jobs[0].key].item, jobs, plan.criteria, wanted)
+    ]
 
 
 def _shares_files(plan: Plan, item: MethodItem) -> bool:
@@ -103,7 +105,7 @@ def _shares_files(plan: Plan, item: MethodItem) -> bool:
     return plan.is_large and item.trainable is False and not item.is_solver
 
 
-def keep_common_files(context: RunContext, results: ResultsFile) -> None:
+def keep_common_files(context: RunContext, results: RunResults) -> None:
     """Writes the records of skipped models, and the test images and references that several models share."""
     plan = context.plan
     if not context.accelerator.is_main_process:
@@ -136,59 +138,87 @@ def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: 
 
 def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Predictor) -> Outcome:
     """Returns a planned model's record, with its weights and its predictions on the test images."""
-    plan, planned, key = context.plan, context.plan.by_key[trained.job.key], trained.job.key
-    trained = _finished(plan, planned, trained, predictor)
-    record = _unmeasured(plan, planned, trained)
+    plan, key, job = context.plan, trained.job.key, trained.job
+    planned, item = plan.by_key[key], plan.by_key[key].item
+    trained = _finish(plan, trained, predictor)
+    steps = planned.steps if trained.stopped_at is None else trained.stopped_at
+    record = Record(
+        key,
+        hparams=hparams(plan.recipe, item, planned.training),
+        status="ok",
+        mixed_steps=trained.mixed_steps,
+        gradient_evaluations=item.gradient_evaluations(steps, len(planned.split.train)),
+        stopped_at=trained.stopped_at,
+        train_seconds=round(trained.seconds, 3),
+        trained_parameters=trained_parameters(trained),
+        peak_memory=trained.peak_memory,
+        restarted=restarts(trained),
+        **item.of_records,
+    )
     if trained.failure is not None:
         short = textwrap.shorten(trained.failure, WARNING_LENGTH, placeholder=" … (the rest is in results.json)")
         logger.warning("%s: %s", key, short)
         return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
-    folder = model_folder(*key, piece.shared_file(key)) if _shares_files(plan, piece.item) else key.folder
+    folder = model_folder(*key, piece.shared_file(key)) if _shares_files(plan, item) else key.folder
     weights, predictions, picks = {}, [], {}
     by_state: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
+    test, own_rule = planned.split.evaluation["test"], plan.rules[0]
     for rule, selected in trained.selected.items():
         if id(selected.state) not in by_state:
-            logits = _logits(trained.job, selected, predictor)
+            logits = {name: predictor.logits(selected.state, rows) for name, rows in job.split.evaluation.items()}
             broken = [name for name, values in logits.items() if not values.isfinite().all()]
             if broken:
                 reason = f"the logits of {', '.join(broken)} images are not finite at step {selected.step}"
                 return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
             file = address_in(folder, rule)
-            is_own = selected.state is trained.selected[plan.rules[0]].state  # other rules are for comparison
-            pick = _pick(plan, planned, selected, logits, file, is_own)
+            # other rules are for comparison
+            pick = _pick(plan, planned, selected, logits, file, selected.state is trained.selected[own_rule].state)
             measured = {"metrics": pick.to_json()["metrics"]}
             metadata = weights_metadata(plan, context.prepared, planned, rule, selected, measured, pick.temperature)
             weights[file] = selected.state, metadata
             by_state[id(selected.state)] = logits, pick
         logits, pick = by_state[id(selected.state)]
-        picks[rule] = dataclasses.replace(pick, value=_value(plan, trained.job, rule, selected, logits))
-        predictions.append(_prediction(plan, planned, rule, logits["test"]))
-    rule = plan.rules[0]
-    done = dataclasses.replace(record, selected=picks, **_of_head(trained.job, planned, picks))
+        # values in `external_values` were measured on other models, so the logits of this one can not give them
+        external = job.external_values.get(rule)
+        value = selected.value if external is None else external.get(selected.step)
+        if value is None:  # of averaged weights, which have none yet
+            name = split_of(rule)
+            value = _rule_images(plan, name, job.split.evaluation[name]).value(logits[name])
+        picks[rule] = dataclasses.replace(pick, value=value if math.isfinite(value) else None)
+        probabilities = None
+        if rule == own_rule:  # those of others would only multiply the size of the file
+            found = logits["test"].double().softmax(-1).float()
+            probabilities = (found if found.nbytes <= LARGEST else found.amax(-1)).numpy()
+        values = per_image(plan.recipe.protocol.metric, logits["test"], plan.annotations.labels[test])
+        predicted = logits["test"].argmax(-1).numpy().astype(np.int64)
+        images = HeldOutImages.of(plan.dataset, test.numpy())
+        predictions.append(Prediction(*key[:3], rule, images, predicted, values, probabilities))
+    method = job.new_method()
+    tuned = max((len(pick.curve) for pick in picks.values() if pick.curve), default=1)
+    tuned = method.candidates if isinstance(method, Solver) else tuned
+    done = dataclasses.replace(
+        record,
+        selected=picks,
+        tuned_settings=tuned if tuned > 1 else None,
+        training_features=sum(map(len, planned.split.train)) if item.head.cls.training_features else None,
+    )
     references = {}
-    if rule in picks and piece.is_end_to_end:
-        references = own_reference(plan, planned.split, predictor, trained.selected[rule], picks[rule].weights)
+    if own_rule in picks and piece.is_end_to_end:
+        references = own_reference(plan, planned.split, predictor, trained.selected[own_rule], picks[own_rule].weights)
     return Outcome(RECORDS, done, weights, {folder: arrays_of(predictions)}, references)
 
 
-def _logits(job: Job, selected: Selected, predictor: Predictor) -> dict[str, Tensor]:
-    return {name: predictor.logits(selected.state, rows) for name, rows in job.split.evaluation.items()}
-
-
-def _finished(plan: Plan, planned: PlannedModel, trained: Trained, predictor: Predictor) -> Trained:
+def _finish(plan: Plan, trained: Trained, predictor: Predictor) -> Trained:
     """Returns the model after its method's finish. Each rule selects among the finished weights as it did the step."""
-    job, metric = trained.job, plan.recipe.protocol.metric
-    if not getattr(planned.item.algorithm.cls, "varied_by_finish", ()) or trained.failure is not None:
-        return trained  # solvers lack this attribute
-    algorithm, start = job.new_method(), predictor.starting_weights()
-    assert isinstance(algorithm, Algorithm)
-    images = {name: _images(plan, name, rows) for name, rows in job.split.evaluation.items()}
+    job, algorithm = trained.job, trained.job.new_method()
+    if not isinstance(algorithm, Algorithm) or not algorithm.varied_by_finish or trained.failure is not None:
+        return trained
+    start = predictor.starting_weights()
+    images = {name: _rule_images(plan, name, rows) for name, rows in job.split.evaluation.items()}
 
     def measured(selected: Selected) -> dict[str, float]:
-        logits = _logits(job, selected, predictor)
-        return {
-            name: images[name].value(values) if values.isfinite().all() else math.nan for name, values in logits.items()
-        }
+        logits = {name: predictor.logits(selected.state, rows) for name, rows in job.split.evaluation.items()}
+        return {name: images[name].value(z) if z.isfinite().all() else math.nan for name, z in logits.items()}
 
     picked = {}
     for rule, selected in trained.selected.items():
@@ -196,43 +226,13 @@ def _finished(plan: Plan, planned: PlannedModel, trained: Trained, predictor: Pr
         if best is not None:
             picked[rule] = best
         elif rule == plan.rules[0]:
-            varied = " and ".join(algorithm.varied_by_finish.values())
+            metric, varied = plan.recipe.protocol.metric, " and ".join(algorithm.varied_by_finish.values())
             reason = f"{metric} on the images of {rule} is undefined for every {varied}"
             return dataclasses.replace(trained, selected={}, failure=reason)
     return dataclasses.replace(trained, selected=picked)
 
 
-def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
-    """Returns the record without selected weights."""
-    taken = planned.steps if trained.stopped_at is None else trained.stopped_at
-    return Record(
-        planned.key,
-        hparams=hparams(plan.recipe, planned.item, planned.training),
-        status="ok",
-        mixed_steps=trained.mixed_steps,
-        gradient_evaluations=planned.item.gradient_evaluations(taken, len(trained.job.split.train)),
-        stopped_at=trained.stopped_at,
-        train_seconds=round(trained.seconds, 3),
-        trained_parameters=_trained_parameters(trained),
-        peak_memory=trained.peak_memory,
-        restarted=restarted(trained),
-        **planned.item.of_records,
-    )
-
-
-def _of_head(job: Job, planned: PlannedModel, picks: Mapping[str, Pick]) -> dict[str, Any]:
-    """Returns what the record says of the head: what it was picked from, and what it holds of the training images."""
-    item, images = planned.item, sum(map(len, planned.split.train))
-    solver = job.new_method() if item.is_solver else None
-    if isinstance(solver, Solver):
-        tuned = solver.candidates
-    else:
-        tuned = max((len(pick.curve) for pick in picks.values() if pick.curve), default=1)
-    holds = {"training_features": images} if item.head.cls.training_features else {}
-    return ({"tuned_settings": tuned} if tuned > 1 else {}) | holds
-
-
-def _trained_parameters(trained: Trained) -> int:
+def trained_parameters(trained: Trained) -> int:
     """Returns the number of values that training changes: none of a head that the text encoder gives."""
     if trained.parameters is not None:
         return trained.parameters
@@ -242,11 +242,9 @@ def _trained_parameters(trained: Trained) -> int:
     return sum(parameter.numel() for parameter in method.parameters() if parameter.requires_grad)
 
 
-def restarted(trained: Trained) -> dict[str, Any] | None:
+def restarts(trained: Trained) -> dict[str, Any] | None:
     """Returns the number of restarts of a training that could not be resumed, and their reasons; None without any."""
-    if not trained.restarts:
-        return None
-    return {"times": len(trained.restarts), "reasons": list(trained.restarts)}
+    return {"times": len(trained.restarts), "reasons": list(trained.restarts)} if trained.restarts else None
 
 
 def _pick(
@@ -256,72 +254,40 @@ def _pick(
 
     The NLL is that of logits divided by it, on its images, or else on those of a validation domain.
     """
-    evaluation, labels = planned.split.evaluation, plan.annotations.labels
-    metrics = {name: _score(plan, rows, logits[name]) for name, rows in evaluation.items()}
-    validated = [name for name in (BY_DOMAIN, SELECTION_SPLIT["val_domain"]) if name in evaluation]
+    evaluation, dataset, annotations = planned.split.evaluation, plan.dataset, plan.annotations
+    labels, names = annotations.labels, (dataset.class_names, dataset.domain_names)
+    metrics = {
+        name: score(logits[name], labels[rows], annotations.domains[rows], *names, worst_of=annotations.worst_of[rows])
+        for name, rows in evaluation.items()
+    }
     divisor = nll = None
     if is_own and BY_DOMAIN in evaluation:
         divisor = temperature(logits[BY_DOMAIN], labels[evaluation[BY_DOMAIN]])
-    if validated:
-        nll = validation_nll(logits[validated[0]], labels[evaluation[validated[0]]], divisor)
+    for name in (BY_DOMAIN, SELECTION_SPLIT["val_domain"]):
+        if name in evaluation and nll is None:
+            nll = validation_nll(logits[name], labels[evaluation[name]], divisor)
     return Pick(
         selected.step, file, metrics, dict(selected.hparams), selected.curve or None,
         flags(plan, planned, selected) or None, temperature=divisor, validation_nll=nll,
     )  # fmt: skip
 
 
-def _score(plan: Plan, rows: Tensor, logits: Tensor) -> Score:
-    about, names = plan.annotations, (plan.dataset.class_names, plan.dataset.domain_names)
-    return score(logits, about.labels[rows], about.domains[rows], *names, worst_of=about.worst_of[rows])
-
-
 def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
     """Returns the reasons to doubt a pick: a better one may lie beyond the last step or beyond a searched range."""
-    found = []
+    reasons = []
     if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
-        found.append("last step picked")
-    values = hparams(plan.recipe, planned.item, planned.training)
-    item = next(item for item in plan.recipe.methods if item.label == planned.item.label)
+        reasons.append("last step picked")
+    values, item = hparams(plan.recipe, planned.item, planned.training), plan.item(planned.item.label)
     for key, _ in searched(plan.recipe, item):
         if at_the_edge(plan.recipe.search_of(item), key, drawn_value(values, key)):
-            found.append(f"{key} at the edge of its range")
-    return found
+            reasons.append(f"{key} at the edge of its range")
+    return reasons
 
 
-def _value(plan: Plan, job: Job, rule: str, selected: Selected, logits: Mapping[str, Tensor]) -> float | None:
-    """Returns the selection value of a pick. Averaged weights have none yet: it is computed here from their logits."""
-    # values in `external_values` were measured on other models, so the logits of this one can not give them
-    value = job.external_values[rule].get(selected.step) if rule in job.external_values else selected.value
-    if value is None:
-        name = split_of(rule)
-        value = _images(plan, name, job.split.evaluation[name]).value(logits[name])
-    return value if math.isfinite(value) else None
-
-
-def _images(plan: Plan, split: str, rows: Tensor) -> RuleImages:
+def _rule_images(plan: Plan, split: str, rows: Tensor) -> RuleImages:
     """Returns the images of a split, on which selection measures the protocol's metric."""
     metric, classes = plan.recipe.protocol.metric, len(plan.dataset.class_names)
     return RuleImages(split, rows, plan.annotations, metric, classes)
-
-
-def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) -> Prediction:
-    rows = planned.split.evaluation["test"]
-    values = per_image(plan.recipe.protocol.metric, logits, plan.annotations.labels[rows])
-    predicted = logits.argmax(-1).numpy().astype(np.int64)
-    # other rules are for comparison: their probabilities would only multiply the size of the file
-    probabilities = _probabilities(logits) if rule == plan.rules[0] else None
-    images = HeldOutImages.of(plan.dataset, rows.numpy())
-    return Prediction(*planned.key[:3], rule, images, predicted, values, probabilities)
-
-
-def _probabilities(logits: Tensor) -> np.ndarray:
-    """Returns float32 [n,C], or those of the predicted classes, [n], if all would take more than `LARGEST` bytes."""
-    found = logits.double().softmax(-1).float()
-    kept: np.ndarray = (found if found.nbytes <= LARGEST else found.amax(-1)).numpy()
-    return kept
-
-
-FEW = 10  # images: the mean of fewer says much about each of them
 
 
 def weights_metadata(
@@ -338,28 +304,48 @@ def weights_metadata(
     `rule` is the selection rule that picked the weights. `measured` is what is known of their quality. `temperature`
     divides their logits for calibrated probabilities; None: not known.
     """
-    item = planned.item
+    recipe, item, split, of_item = plan.recipe, planned.item, planned.split, prepared.for_method(planned.item)
+    encoder, class_names = of_item.encoder, plan.dataset.class_names
+    counts = plan.annotations.labels[torch.cat(split.train)].bincount(minlength=len(class_names)).tolist()
+    trains_encoder = any(name.startswith("encoder.") for name in selected.state)
+    is_full = trains_encoder and not item.is_cut
+    templates = item.block.prompts or item.encoder.kwargs()["prompts"] if item.reads_text else None
     described = {
-        "class_names": plan.dataset.class_names,
-        "encoder": _encoder(plan, prepared.for_method(item), item, selected),
+        "class_names": class_names,
+        "encoder": {
+            "label": item.encoder_label,  # of several encoders
+            "settings": item.encoder.block.model_dump(mode="json"),  # which build it
+            "identity": encoder.identity(),
+            "width": encoder.width,
+            "pretraining": encoder.pretraining,
+            "trainable": item.trainable if isinstance(item.trainable, bool) else item.trainable.model_dump(mode="json"),
+            # "part": its other weights are those of the named encoder
+            "in_this_file": "all" if is_full else "part" if trains_encoder else None,
+            # of what is frozen; random weights are drawn from the seed
+            "xxh3": None if is_full else of_item.weights,
+            "seed": None if is_full else recipe.protocol.seeds[0],
+            "precision": recipe.training.mixed_precision if trains_encoder else recipe.features.precision,
+        },
         "head": {"name": item.head.name, "settings": item.head.kwargs()},
-        "few_images": _few_images(plan, planned),
+        # {class: number of training images}, where it is small
+        "few_images": {name: n for name, n in zip(class_names, counts, strict=True) if 0 < n < FEW},
         "class_means": getattr(item.algorithm.cls, "class_means", False),  # algorithms that take steps lack it
         "method": {
             "label": item.label,
-            "test_domains": planned.split.test_domains,
-            "train_domains": planned.split.train_domains,
+            "test_domains": split.test_domains,
+            "train_domains": split.train_domains,
             "seed": planned.key.seed,
             "trial": planned.key.trial,
             "steps": planned.steps,
-            "hparams": hparams(plan.recipe, item, planned.training) | selected.hparams,
+            "hparams": hparams(recipe, item, planned.training) | selected.hparams,
         },
         # whether the head reads L2-normalised features
-        "normalize": prepared.for_method(item).encoder.normalize or item.reads_normalized,
-        "preprocessing": prepared.for_method(item).encoder.preprocessing.model_dump(mode="json"),
-        "prompts": _prompts(plan, planned),
+        "normalize": encoder.normalize or item.reads_normalized,
+        "preprocessing": encoder.preprocessing.model_dump(mode="json"),
+        # templates of the class embeddings that the head was computed or started from
+        "prompts": None if templates is None else expand_templates(templates),
         "protocol": {
-            **plan.recipe.protocol.model_dump(mode="json"),
+            **recipe.protocol.model_dump(mode="json"),
             "selected_by": rule,
             "description": protocol_of(plan, prepared, rule),
         },
@@ -370,72 +356,36 @@ def weights_metadata(
     return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
 
 
-def _few_images(plan: Plan, planned: PlannedModel) -> dict[str, int]:
-    """Returns {class: number of training images}, where it is below `FEW`."""
-    counts = plan.annotations.labels[torch.cat(planned.split.train)].bincount(minlength=len(plan.dataset.class_names))
-    return {name: n for name, n in zip(plan.dataset.class_names, counts.tolist(), strict=True) if 0 < n < FEW}
-
-
-def _encoder(plan: Plan, prepared: PreparedEncoder, item: MethodItem, selected: Selected) -> dict[str, Any]:
-    """Describes the encoder: its block of the recipe, which builds it, and what its weights are.
-
-    "in_this_file": "all" of its weights, a "part", whose others are those of the named encoder, or None.
-    """
-    recipe, is_trained = plan.recipe, any(name.startswith("encoder.") for name in selected.state)
-    whole = is_trained and not item.is_cut
-    return {
-        "label": item.encoder_label,  # of several encoders
-        "settings": item.encoder.block.model_dump(mode="json"),
-        "identity": prepared.encoder.identity(),
-        "width": prepared.width,
-        "pretraining": prepared.encoder.pretraining,
-        "trainable": item.trainable if isinstance(item.trainable, bool) else item.trainable.model_dump(mode="json"),
-        "in_this_file": "all" if whole else "part" if is_trained else None,
-        # of what is frozen; random weights are drawn from the seed
-        "xxh3": None if whole else prepared.weights,
-        "seed": None if whole else recipe.protocol.seeds[0],
-        "precision": recipe.training.mixed_precision if is_trained else recipe.features.precision,
-    }
-
-
-def _prompts(plan: Plan, planned: PlannedModel) -> list[str] | None:
-    """Returns the templates of the class embeddings that the head was computed or started from; None if it was not."""
-    if not planned.item.reads_text:
-        return None
-    return expand_templates(planned.item.block.prompts or planned.item.encoder.kwargs()["prompts"])
-
-
-ROWS_AT_ONCE = 4096
-MOST_TRAINING, MOST_VALIDATION = 5000, 1000  # images whose features one more pass of a trained encoder computes
-
-
 def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], directory: RunDirectory) -> None:
     """Writes the reference of each split under each frozen encoder whose features the run has.
 
     All models on these features with the same test domains share it, whatever their method and seed: it is made of the
     first seed's split. Without validation images of training domains, a part of the training images takes their place.
     """
-    protocol = plan.recipe.protocol
-    for label, own in prepared.encoders.items():
-        for split in splits if own.features is not None else ():
-            file = reference_file(split.test_domains, label)
-            if own.features is not None and not directory.verify_or_warn(file, "it will be written again"):
-                validated = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
-                _keep(plan, own.features, validated, file, directory)
+    protocol, labels, class_names = plan.recipe.protocol, plan.dataset.labels, plan.dataset.class_names
 
+    def blocks(features: Features, rows: np.ndarray, bar: Progress) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            some = rows[first : first + ROWS_AT_ONCE]
+            yield _finite(features[torch.from_numpy(some).to(features.device)].cpu().numpy(), labels[some])
+            bar.advance(len(some))
 
-def _keep(plan: Plan, features: Features, split: Split, file: str, directory: RunDirectory) -> None:
-    training, validation = torch.cat(split.train).sort().values.numpy(), split.evaluation["train_val"].numpy()
-    labels, class_names = plan.dataset.labels, plan.dataset.class_names
-    with progress("training features", 2 * len(training) + len(validation), "images", directory.main) as bar:
-        read = partial(_blocks, features, labels, bar)
-        try:
-            reference = fit(partial(read, training), partial(read, validation), len(class_names))
-        except ValueError as error:
-            logger.warning("%s: not written: %s with finite features", directory.path / file, error)
-            return
-    about = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
-    directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
+    frozen = {label: of.features for label, of in prepared.encoders.items() if of.features is not None}
+    for (label, features), split in itertools.product(frozen.items(), splits):
+        file = reference_file(split.test_domains, label)
+        if directory.verify_or_warn(file, "it will be written again"):
+            continue
+        split = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
+        training, validation = torch.cat(split.train).sort().values.numpy(), split.evaluation["train_val"].numpy()
+        with progress("training features", 2 * len(training) + len(validation), "images", directory.main) as bar:
+            read = partial(blocks, features, bar=bar)
+            try:
+                reference = fit(partial(read, training), partial(read, validation), len(class_names))
+            except ValueError as error:
+                logger.warning("%s: not written: %s with finite features", directory.path / file, error)
+                continue
+        about = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
+        directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
 
 
 def own_reference(
@@ -443,13 +393,13 @@ def own_reference(
 ) -> dict[str, Arrays]:
     """Returns {file: arrays} of the reference of a model that has trained its encoder.
 
-    It costs a forward pass of at most `MOST_TRAINING` training and `MOST_VALIDATION` validation images, which are drawn
+    It costs a forward pass of at most `MAX_TRAINING` training and `MAX_VALIDATION` validation images, which are drawn
     by their number alone. All processes compute the features together.
     """
     protocol, labels = plan.recipe.protocol, plan.dataset.labels
     split = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
     parts = []
-    for pool, most in ((torch.cat(split.train), MOST_TRAINING), (split.evaluation["train_val"], MOST_VALIDATION)):
+    for pool, most in ((torch.cat(split.train), MAX_TRAINING), (split.evaluation["train_val"], MAX_VALIDATION)):
         drawn = permutation(0, 0, Stream.TRAINING_FEATURES, len(pool))[:most]
         rows = pool.sort().values[drawn.sort().values]
         parts.append(_finite(predictor.features(selected.state, rows).numpy(), labels[rows.numpy()]))
@@ -462,39 +412,35 @@ def own_reference(
     return {reference_beside(weights): reference.arrays()}
 
 
-def _blocks(
-    features: Features, labels: np.ndarray, bar: Progress, rows: np.ndarray
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the finite features of these rows, with their labels."""
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        some = rows[first : first + ROWS_AT_ONCE]
-        z = features[torch.from_numpy(some).to(features.device)].cpu().numpy()
-        yield _finite(z, labels[some])
-        bar.advance(len(some))
-
-
 def _finite(z: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the features [n,K] that are finite, with their labels. Training reports the others."""
     finite = np.isfinite(z).all(1)
     return z[finite], labels[finite]
 
 
-MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
-Measured = dict[str, dict[str, dict[int, float]]]
-
-
 def cross_domain_values(
-    context: RunContext, wanted: Collection[ModelKey], results: ResultsFile
+    context: RunContext, wanted: Collection[ModelKey], results: RunResults
 ) -> dict[ModelKey, ExternalValues]:
     """Trains the missing extra models. Returns `Job.external_values` of each wanted model: their mean metric.
 
     Returns an empty dict if the recipe selects by another rule.
     """
-    extra = [model for model in context.plan.extra if any(key in wanted for key in model.serves)]
+    plan = context.plan
+    extra = [model for model in plan.extra if any(key in wanted for key in model.serves)]
     if not extra:
         return {}
-    jobs = [make_job(context.plan, context.prepared, model, {}) for model in extra]
-    before = _measured_values(context)
+
+    def read_values() -> dict[str, dict[str, dict[int, float]]]:
+        """Returns {extra model: {evaluation split: {step: metric}}}, from the lines of all processes."""
+        return {
+            line["model"]: {
+                part: {int(step): value for step, value in course.items()} for part, course in line["values"].items()
+            }
+            for line in context.directory.lines(MEASURED)
+        }
+
+    jobs = [make_job(plan, context.prepared, model, {}) for model in extra]
+    before = read_values()
     missing = {job.key for job in jobs if _extra_name(job) not in before}
     wait_for_everyone(context.accelerator)  # all processes must read the same lines before one of them appends
     alike: dict[tuple[tuple[str, int], tuple[str, ...]], list[tuple[PlannedModel, Job]]] = {}
@@ -502,16 +448,14 @@ def cross_domain_values(
         # the models that it serves are of one method, seed and trial, so of one group too
         group = results.chunk_group(model.serves[0])
         alike.setdefault((group, tuple(job.split.evaluation)), []).append((model, job))
-    metric = context.plan.recipe.protocol.metric
-    groups = [
-        Group(models[0][0].item, [job for _, job in models], Criteria(parts, metric))
-        for (_, parts), models in alike.items()
-    ]
-    pieces = pieces_of(groups, missing, device_of(context.plan.recipe.cluster, context.accelerator.device))
+    pieces = list[Piece]()
+    for (_, parts), pairs in alike.items():
+        item, criteria = pairs[0][0].item, Criteria(parts, plan.recipe.protocol.metric)
+        pieces += pieces_of(context, item, [job for _, job in pairs], criteria, missing)
     if pieces:
-        logger.info("%s; %d are missing", extra_models(context.plan), len(missing))
+        logger.info("%s; %d are missing", extra_models(plan), len(missing))
         do_pieces(context, pieces, _measure_extra, results, what="extra models")
-    measured, courses = _measured_values(context), dict[ModelKey, list[Mapping[int, float]]]()
+    measured, courses = read_values(), dict[ModelKey, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.serves, strict=False):  # a model serves one planned model, or two
             courses.setdefault(key, []).append(measured[_extra_name(job)][part])
@@ -529,16 +473,6 @@ def _measure_extra(context: RunContext, piece: Piece, trained: Trained, predicto
         for part in job.split.evaluation
     }
     return Outcome(MEASURED, {"model": _extra_name(job), "values": defined})
-
-
-def _measured_values(context: RunContext) -> Measured:
-    """Returns {extra model: {evaluation split: {step: metric}}}, from the lines of all processes."""
-    return {
-        line["model"]: {
-            part: {int(step): value for step, value in course.items()} for part, course in line["values"].items()
-        }
-        for line in context.directory.lines(MEASURED)
-    }
 
 
 def _extra_name(job: Job) -> str:

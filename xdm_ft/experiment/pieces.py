@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +18,13 @@ import torch
 from xdm_ft.algorithms import Solver
 from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.records import ModelKey, Record
-from xdm_ft.experiment.cluster import Part, do_on_cluster, fitting
+from xdm_ft.experiment.cluster import Part, device_of, do_on_cluster, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
-from xdm_ft.experiment.results import Outcome, ResultsFile, save
+from xdm_ft.experiment.results import Outcome, RunResults, save
 from xdm_ft.experiment.resume import comparable, of_method
 from xdm_ft.experiment.tracking import write_curves
-from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked
+from xdm_ft.experiment.work import NOTHING, RunProgress, Work, one_thread, run_forked
 from xdm_ft.features.key import weights_digest
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import MethodItem
@@ -32,11 +32,9 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import stop_requested
 from xdm_ft.runtime.machine import libraries_left_out, out_of_memory_as_user_error, own_cores
-from xdm_ft.runtime.progress import Progress
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.atomic import replace_file
-from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
@@ -69,14 +67,6 @@ class RunContext:
     accelerator: Accelerator
 
 
-class Group(NamedTuple):
-    """Models of one method, wanted or not: together they determine which heads share a chunk."""
-
-    item: MethodItem
-    jobs: Sequence[Job]
-    criteria: Criteria
-
-
 class Piece(NamedTuple):
     """The unit of work: a chunk of heads, one model of a solver, or one model that trains end to end."""
 
@@ -91,30 +81,31 @@ class Piece(NamedTuple):
         return self.item.trainable is not False
 
     @property
-    def note(self) -> str:
-        """What trains now, for people."""
-        if len(self.jobs) > 1:
-            return f"{self.jobs[0].method} ({len(self.jobs)} models)"
-        return str(self.jobs[0].key) if self.is_end_to_end else self.jobs[0].method
-
-    @property
     def name(self) -> str:
         """The file name for its training."""
-        return f"{file_name(self.jobs[0].method, safe='+ ')}-{self._hash(self.jobs)}"
+        return f"{file_name(self.jobs[0].method, safe='+ ')}-{digest(json.dumps(self.identity(self.jobs)))}"
 
     def shared_file(self, key: ModelKey) -> str:
         """Returns the name of the file that a head of a large run shares with others of its chunk."""
         first = [job.key for job in self.jobs].index(key) // HEADS_PER_FILE * HEADS_PER_FILE
-        return self._hash(self.jobs[first : first + HEADS_PER_FILE])
-
-    def _hash(self, jobs: Sequence[Job]) -> str:
-        return digest(json.dumps(self.identity(jobs)))
+        return digest(json.dumps(self.identity(self.jobs[first : first + HEADS_PER_FILE])))
 
     def identity(self, jobs: Sequence[Job]) -> list[Any]:
         """Returns what no other models that train together have, as JSON values."""
         # lists throughout: a checkpoint is compared with what JSON makes of this
         models = [[job.method, list(job.test_domains), job.seed, job.trial, job.setup.steps] for job in jobs]
         return [models, list(self.criteria.rules)]
+
+    def does_not_fit(self) -> tuple[str, str]:
+        """Returns what does not fit if memory runs out, and the remedy."""
+        key = self.jobs[0].key
+        if self.is_end_to_end:
+            return str(key), "lower training.batch_size or raise training.accumulation"
+        if self.item.is_solver:
+            remedy = "a solver needs all training features in memory; train on fewer images or free some memory"
+            return f"{key.method}, {', '.join(key.test_domains)} held out", remedy
+        together = f"{len(self.jobs)} heads together" if len(self.jobs) > 1 else "one head"
+        return f"{key.method}, {together}", "lower training.batch_size"
 
 
 Measure = Callable[[RunContext, Piece, Trained, Predictor], Outcome]
@@ -132,67 +123,71 @@ def cost(item: MethodItem, training: Training, split: Split, steps: int) -> int:
     return images * (1 if item.trainable is False else ENCODER_PASSES)
 
 
-def pieces_of(groups: Iterable[Group], wanted: Collection[ModelKey], device: torch.device) -> list[Piece]:
-    """Returns the pieces with a wanted model: first those on cached features, the longest first, so that all processes
-    end at about the same time; then those end to end, in their order. The kind of the device decides the chunks.
+def pieces_of(
+    context: RunContext, item: MethodItem, jobs: Sequence[Job], criteria: Criteria, wanted: Collection[ModelKey]
+) -> list[Piece]:
+    """Returns the pieces with a wanted model. All `jobs` of the method determine which heads share a chunk, as does the
+    kind of the device.
     """
-    heads, end_to_end = list[Piece](), list[Piece]()
-    for item, jobs, criteria in groups:
-        if not any(job.key in wanted for job in jobs):
-            continue
-        alone = item.is_solver or item.trainable is not False
-        for together in ([job] for job in jobs) if alone else chunks(jobs, device):
-            keys = frozenset(job.key for job in together if job.key in wanted)
-            if keys:
-                first = together[0]
-                each = cost(item, first.training, first.split, first.setup.steps)
-                piece = Piece(item, together, criteria, keys, len(together) * each)
-                (heads if item.trainable is False else end_to_end).append(piece)
-    return [*sorted(heads, key=lambda piece: -piece.cost), *end_to_end]
+    pieces = list[Piece]()
+    device = device_of(context.plan.recipe.cluster, context.accelerator.device)
+    alone = item.is_solver or item.trainable is not False
+    for together in [[job] for job in jobs] if alone else chunks(jobs, device):
+        keys = frozenset(job.key for job in together if job.key in wanted)
+        if keys:
+            first = together[0]
+            of_job = cost(item, first.training, first.split, first.setup.steps)
+            pieces.append(Piece(item, together, criteria, keys, len(together) * of_job))
+    return pieces
 
 
 def do_pieces(
     context: RunContext,
     pieces: Sequence[Piece],
     measure: Measure,
-    results: ResultsFile,
+    results: RunResults,
     *,
     what: str,
     done: Work = NOTHING,
 ) -> None:
     """Does all pieces, in all processes of the run, and returns when every process is done.
 
-    Those on cached features come first. All processes take pieces of them from one queue, the run directory; on a CPU
-    each process also forks, to use all of its cores. Then all processes together train one model end to end after the
-    other. `what` names the work on the bar, which counts the `done` models too.
+    Those on cached features come first, the longest ones first, so that all processes end at about the same time. All
+    processes take pieces of them from one queue, the run directory; on a CPU each process also forks, to use all of its
+    cores. Then all processes together train one model end to end after the other. `what` names the work on the bar,
+    which counts the `done` models too.
     """
     if not pieces:
         return
     accelerator, main = context.accelerator, bool(context.accelerator.is_main_process)
-    queue = [piece for piece in pieces if not piece.is_end_to_end]
-    parts = {piece.name: Work(len(piece.wanted), piece.cost) for piece in pieces}
+    queue = sorted((piece for piece in pieces if not piece.is_end_to_end), key=lambda piece: -piece.cost)
+    together = [piece for piece in pieces if piece.is_end_to_end]
+    work = {piece.name: Work(len(piece.wanted), piece.cost) for piece in pieces}
     # a CUDA context can not be used in a forked process
     processes = 1 if accelerator.device.type != "cpu" else min(own_cores(), max(1, len(queue)))
-    with RunProgress(what, parts, done, context.directory, processes, shows=main) as progress:
+    with RunProgress(what, work, done, context.directory, processes, shows=main) as progress:
         if context.plan.recipe.cluster.name is not None:
-            _do_on_cluster(context, pieces, measure, progress)
+            _do_on_cluster(context, queue, 1, measure, progress)
+            _do_on_cluster(context, together, context.plan.recipe.cluster.cpus_per_model, measure, progress)
             return
 
-        def work(number: int) -> None:
+        def take_pieces(number: int) -> None:
             progress.in_process(number)
             with context.directory.in_fork(number) as directory:
-                own = dataclasses.replace(context, directory=directory)
+                in_process = dataclasses.replace(context, directory=directory)
                 for piece in queue:
                     if directory.take(piece.name):
-                        records = do_piece(own, piece, measure, progress)
+                        records = do_piece(in_process, piece, measure, progress)
                         if number == 0:  # a fork's are in the run directory
                             results.add(records)
 
-        if queue:
-            run_forked(work, processes, progress.watched)
+        if queue and processes == 1:
+            with one_thread():
+                take_pieces(0)
+        elif queue:
+            run_forked(take_pieces, processes, progress.watched)
         with progress.watched():
             wait_for_everyone(accelerator)  # other processes may still train their last piece
-        together = [piece for piece in pieces if piece.is_end_to_end]
         with libraries_left_out() if together else nullcontext():
             for piece in together:
                 results.add(do_piece(context, piece, measure, progress))
@@ -207,13 +202,17 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
     plan, accelerator, item, job = context.plan, context.accelerator, piece.item, piece.jobs[0]
     prepared, data = context.prepared.for_method(item), (plan.annotations, piece.criteria)
     saves = not piece.is_end_to_end or bool(accelerator.is_main_process)
-    checkpoint = _checkpoint(context, piece, saves)
+    checkpoint = context.directory.checkpoint(piece.name, _checkpoint_settings(plan, piece), saves)
     record = partial(write_curves, plan, piece.jobs, directory=context.directory)
+    method, note = job.new_method(), str(job.key) if piece.is_end_to_end else job.method
+    note = f"{job.method} ({len(piece.jobs)} models)" if len(piece.jobs) > 1 else note
+    units = method.candidates if isinstance(method, Solver) else sum(job.setup.steps for job in piece.jobs)
+    trace = context.directory.profile_file(job.method) if saves and plan.recipe.training.profile else None
     predictor: Predictor
     with (
-        out_of_memory_as_user_error(*_memory_words(piece)),
-        progress.of_piece(piece.name, piece.note, _units(piece)) as steps,
-        profiled(steps, _profile(context, job.method) if saves else None) as bar,
+        out_of_memory_as_user_error(*piece.does_not_fit()),
+        profiled(trace) as traced_step,
+        progress.of_piece(piece.name, note, units, traced_step) as bar,
     ):
         if item.is_solver:
             features = prepared.features_of(job)
@@ -224,10 +223,8 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
             trained = train_chunk(piece.jobs, features, *data, record=record, bar=bar, checkpoint=checkpoint)
             predictor = CachedPredictor(job, features)  # heads that train together differ in their weights only
         else:
-            encoder, part = (
-                prepared.encoder,
-                FULL_ENCODER,
-            )  # what lies below a cut is the same for all seeds, as it is cached
+            # what lies below a cut is the same for all seeds, as it is cached
+            encoder, part = prepared.encoder, FULL_ENCODER
             if item.is_cut:
                 part = EncoderPart(item.trainable, prepared.activations[item.trainable])
             else:
@@ -251,6 +248,21 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
     return records
 
 
+def _checkpoint_settings(plan: Plan, piece: Piece) -> dict[str, Any]:
+    """Returns all that a training follows from: a checkpoint of other settings is not resumed."""
+    recipe = plan.recipe
+    item = plan.item(piece.item.label)  # without drawn settings
+    # its own augmentation, as the recipe's becomes null when it gains methods that have another default
+    resolved = recipe.with_augmentation(recipe.augmentation_of(item)).resolved()
+    return {
+        # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
+        "recipe": comparable(resolved) if FINAL_FIT in piece.criteria.rules else of_method(resolved, item.label),
+        "models": piece.identity(piece.jobs),
+        "xdm_ft": __version__,
+        "torch": torch.__version__,
+    }
+
+
 class _ClusterTraining(NamedTuple):
     """The `ClusterWork` of tasks that train: each takes pieces from the run directory until none is left."""
 
@@ -266,147 +278,89 @@ class _ClusterTraining(NamedTuple):
 
     @property
     def encoders(self) -> list[Encoder]:
-        return [own.encoder for own in self.prepared.encoders.values()]
+        return [prepared.encoder for prepared in self.prepared.encoders.values()]
 
     def on(self, device: torch.device) -> _ClusterTraining:
         return self._replace(prepared=self.prepared.to(device))
 
     def do(self, part: Part, accelerator: Accelerator) -> list[str]:
         """Returns the names of the pieces that this task has done."""
-        sizes, done = {piece.name: Work(len(piece.wanted), piece.cost) for piece in self.pieces}, list[str]()
+        work, done = {piece.name: Work(len(piece.wanted), piece.cost) for piece in self.pieces}, list[str]()
         with RunDirectory(self.path, part.name, main=False) as directory:
             context = RunContext(self.plan, self.prepared, directory, accelerator)
-            progress = RunProgress("", sizes, NOTHING, directory, processes=1, shows=False)
+            progress = RunProgress("", work, NOTHING, directory, processes=1, shows=False)
             for piece in self.pieces:
                 if not stop_requested() and directory.take(piece.name):
-                    _require_inputs(self.plan, self.prepared, piece.item)
+                    self._require_inputs(piece.item)
                     do_piece(context, piece, self.measure, progress)
                     done.append(piece.name)
         return done
 
+    def _require_inputs(self, item: MethodItem) -> None:
+        """Raises `UserError` if this node does not see the images and weights that a training end to end reads."""
+        plan, dataset = self.plan, self.plan.dataset
+        if not plan.recipe.trains_on_images(item):
+            return
+        for domain, name in enumerate(dataset.domain_names):
+            rows = [row for row in (dataset.domains == domain).nonzero()[0] if row not in self.prepared.unreadable]
+            try:
+                if rows:
+                    dataset.image(int(rows[0]))
+            except (UserError, OSError) as error:
+                raise UserError(
+                    f"data: an image of {name} is unreadable ({error}); all nodes must see the data"
+                ) from error
+        if not item.is_cut:
+            encoder = build_encoder(item.encoder, plan.recipe.protocol.seeds[0])
+            if weights_digest(encoder) != self.prepared.for_method(item).weights:
+                raise UserError("encoder: its weights here are not those of the run; put the same file on all nodes")
 
-def _do_on_cluster(context: RunContext, pieces: Sequence[Piece], measure: Measure, progress: RunProgress) -> None:
+
+def _do_on_cluster(
+    context: RunContext, queue: Sequence[Piece], threads: int, measure: Measure, progress: RunProgress
+) -> None:
     """Does the pieces in tasks of the cluster, which write into the run directory."""
     settings, directory, done = context.plan.recipe.cluster, context.directory, set[str]()
-
-    def look() -> tuple[int, float]:
-        return len(directory.finished()), directory.last_checkpoint()
-
-    for end_to_end, threads in ((False, 1), (True, settings.cpus_per_model)):
-        queue = [piece for piece in pieces if piece.is_end_to_end == end_to_end]
-        while queue:
-            tasks = min(len(queue), 4 * max(1, fitting(settings, threads)))  # more than fit: nodes may come
-            names = [f"worker-{uuid.uuid4().hex[:12]}" for _ in range(tasks)]
-            directory.others.update(names)
-            work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
-            with progress.watched():
-                do_on_cluster(
-                    work,
-                    [Part(name, None) for name in names],
-                    threads,
-                    ("output.dir", directory.path.absolute() / "state"),
-                    done=lambda part, finished: done.update(finished),
-                    lost=lambda part: directory.release(part.name),
-                    look=look,
-                )
-            # a network disk may have shown too late that a dead task had taken a piece
-            queue = [piece for piece in queue if piece.name not in done and not directory.is_finished(piece.name)]
-            for piece in queue:
-                directory.give_back(piece.name)
-
-
-def _require_inputs(plan: Plan, prepared: Prepared, item: MethodItem) -> None:
-    """Raises `UserError` if this node does not see the images and weights that a training end to end reads."""
-    if not plan.recipe.trains_on_images(item):
-        return
-    for domain, name in enumerate(plan.dataset.domain_names):
-        rows = [row for row in (plan.dataset.domains == domain).nonzero()[0] if row not in prepared.unreadable]
-        try:
-            if rows:
-                plan.dataset.image(int(rows[0]))
-        except (UserError, OSError) as error:
-            raise UserError(f"data: an image of {name} is unreadable ({error}); all nodes must see the data") from error
-    if not item.is_cut:
-        encoder = build_encoder(item.encoder, plan.recipe.protocol.seeds[0])
-        if weights_digest(encoder) != prepared.for_method(item).weights:
-            raise UserError("encoder: its weights here are not those of the run; put the same file on all nodes")
-
-
-def _units(piece: Piece) -> int:
-    """Returns the units that the engine counts: steps of all models, or candidates of a solver."""
-    method = piece.jobs[0].new_method()
-    return method.candidates if isinstance(method, Solver) else sum(job.setup.steps for job in piece.jobs)
-
-
-def _memory_words(piece: Piece) -> tuple[str, str]:
-    """Returns what does not fit if memory runs out, and the remedy."""
-    key = piece.jobs[0].key
-    if piece.is_end_to_end:
-        return str(key), "lower training.batch_size or raise training.accumulation"
-    if piece.item.is_solver:
-        remedy = "a solver needs all training features in memory; train on fewer images or free some memory"
-        return f"{key.method}, {', '.join(key.test_domains)} held out", remedy
-    together = f"{len(piece.jobs)} heads together" if len(piece.jobs) > 1 else "one head"
-    return f"{key.method}, {together}", "lower training.batch_size"
-
-
-def _checkpoint(context: RunContext, piece: Piece, writes: bool) -> Checkpoint:
-    recipe = context.plan.recipe
-    item = next(item for item in recipe.methods if item.label == piece.item.label)  # without drawn settings
-    # its own augmentation, as the recipe's becomes null when it gains methods that have another default
-    resolved = recipe.with_augmentation(recipe.augmentation_of(item)).resolved()
-    about = {
-        # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
-        "recipe": comparable(resolved) if FINAL_FIT in piece.criteria.rules else of_method(resolved, item.label),
-        "models": piece.identity(piece.jobs),
-        "xdm_ft": __version__,
-        "torch": torch.__version__,
-    }
-    return context.directory.checkpoint(piece.name, about, writes)
-
-
-def _profile(context: RunContext, method: str) -> Path | None:
-    """Returns the file for the trace of a method's training; None: the recipe wants none, or there is one."""
-    if not context.plan.recipe.training.profile:
-        return None
-    file = context.directory.profile_file(method)
-    return None if file.exists() else file
+    while queue:
+        tasks = min(len(queue), 4 * max(1, fitting(settings, threads)))  # more than fit: nodes may come
+        names = [f"worker-{uuid.uuid4().hex[:12]}" for _ in range(tasks)]
+        directory.others.update(names)
+        work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
+        with progress.watched():
+            do_on_cluster(
+                work,
+                [Part(name, None) for name in names],
+                threads,
+                ("output.dir", directory.path.absolute() / "state"),
+                done=done.update,
+                look=lambda: (len(directory.finished()), directory.last_checkpoint()),
+                lost=lambda part: directory.release(part.name),
+            )
+        # a network disk may have shown too late that a dead task had taken a piece
+        queue = [piece for piece in queue if piece.name not in done and not directory.is_finished(piece.name)]
+        for piece in queue:
+            directory.give_back(piece.name)
 
 
 @contextmanager
-def profiled(bar: Progress, file: Path | None) -> Iterator[Progress]:
-    """Context of a training that yields its progress bar; every advance of it is a step.
+def profiled(file: Path | None) -> Iterator[Callable[[], object]]:
+    """Context of a training that yields a function, to be called after each step.
 
     Steps 6 to 10 are traced, and the trace is written to `file`, for chrome://tracing or ui.perfetto.dev. A training of
-    fewer steps leaves none. The trace does not name the machine. `file` None: nothing is traced.
+    fewer steps leaves none. The trace does not name the machine. Nothing is traced if `file` is None or exists.
     """
-    if file is None:
-        yield bar
+    if file is None or file.exists():
+        yield lambda: None
         return
     from torch.profiler import profile, schedule
 
-    def export(traced: profile, path: Path) -> None:
-        traced.export_chrome_trace(str(path))
-        path.write_bytes(re.sub(rb'("host_name": )"[^"]*"', rb'\1""', path.read_bytes(), count=1))
+    def write(tracer: profile) -> None:
+        def export(path: Path) -> None:
+            tracer.export_chrome_trace(str(path))
+            path.write_bytes(re.sub(rb'("host_name": )"[^"]*"', rb'\1""', path.read_bytes(), count=1))
 
-    def write(traced: profile) -> None:
-        replace_file(file, lambda path: export(traced, path))
+        replace_file(file, export)
 
     steps = schedule(wait=WAIT, warmup=WARM_UP, active=RECORDED, repeat=1)
     with profile(schedule=steps, on_trace_ready=write) as tracer:
-        yield _Traced(bar, tracer)
-
-
-class _Traced(Progress):
-    """A bar whose advances are the profiler's steps too."""
-
-    def __init__(self, bar: Progress, tracer: profile) -> None:
-        super().__init__(bar.description, bar.total, "")
-        self.bar, self.tracer = bar, tracer
-
-    def skip(self, n: int) -> None:
-        self.bar.skip(n)
-
-    def advance(self, n: int = 1, note: str = "") -> None:
-        self.bar.advance(n, note)
-        self.tracer.step()
+        yield tracer.step

@@ -54,6 +54,10 @@ class Plan:
     def by_key(self) -> dict[ModelKey, PlannedModel]:
         return {model.key: model for model in self.models}
 
+    def item(self, label: str) -> MethodItem:
+        """Returns the recipe's method of this label, without settings that a trial drew."""
+        return next(item for item in self.recipe.methods if item.label == label)
+
     @property
     def is_large(self) -> bool:
         """Whether heads that train together share files and curves. TensorBoard is slow with a curve for each."""
@@ -122,33 +126,28 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     models = []
     for item in recipe.methods:
         seeds = recipe.protocol.seeds[:1] if item.is_text else recipe.protocol.seeds
-        for place in range(len(by_seed[seeds[0]])):
+        for number in range(len(by_seed[seeds[0]])):
             for seed in seeds:
-                models += _planned(recipe, item, by_seed[seed][place], seed, dataset)
+                models += _planned(recipe, item, by_seed[seed][number], seed, dataset)
     every = [split for of_seed in by_seed.values() for split in of_seed]
     notes = dict.fromkeys(note for split in every for note in split.notes)
-    notes |= dict.fromkeys([*_left_out_of_selection(recipe, dataset, every), *_draws(recipe)])
+    # a note per training domain on whose validation images the metric is undefined
+    metric, annotations, undefined = recipe.protocol.metric, annotations_of(dataset), Counter[int]()
+    validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
+    for rows in validated:
+        undefined.update(defined_domains(rows, annotations, metric, len(dataset.class_names))[1])
+    for domain, count in sorted(undefined.items()):
+        share = f"{count} of {len(validated)} splits"
+        notes[f"{BY_DOMAIN} leaves out {dataset.domain_names[domain]}, where {metric} is not defined, in {share}"] = (
+            None
+        )
+    if recipe.search.trials > 1:
+        draws = "the same hyper-parameter draws for every held-out domain and seed (DomainBed draws anew for each seed)"
+        notes[draws] = None
     extra = _extra_models(dataset, models) if recipe.protocol.selection == "cross_domain" else ()
     if recipe.protocol.final_fit:
         all_domains(dataset, unreadable)  # raises its faults before any training
     return Plan(recipe, dataset, tuple(models), extra, rules_of(recipe.protocol, every), tuple(notes))
-
-
-def _left_out_of_selection(recipe: Recipe, dataset: ImageDataset, every: list[Split]) -> Iterator[str]:
-    """Yields a note per training domain on whose validation images the metric is undefined."""
-    metric, found = recipe.protocol.metric, Counter[int]()
-    annotations = annotations_of(dataset)
-    validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
-    for rows in validated:
-        found.update(defined_domains(rows, annotations, metric, len(dataset.class_names))[1])
-    for domain, splits_without in sorted(found.items()):
-        name, share = dataset.domain_names[domain], f"{splits_without} of {len(validated)} splits"
-        yield f"{BY_DOMAIN} leaves out {name}, where {metric} is not defined, in {share}"
-
-
-def _draws(recipe: Recipe) -> Iterator[str]:
-    if recipe.search.trials > 1:
-        yield "the same hyper-parameter draws for every held-out domain and seed (DomainBed draws anew for each seed)"
 
 
 def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[PlannedModel, ...]:
@@ -182,31 +181,26 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     if skipped is None and have < needed:
         held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")
         skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
-    if skipped is not None:
-        key = ModelKey(item.label, split.test_domains, seed, 0)
-        return [PlannedModel(key, item, recipe.training, split, _steps(recipe.training, split), skipped)]
-    models, checked = [], dict[int, MethodItem]()  # items that were checked, by their number of steps
-    for trial in range(trials_of(recipe, item)):
-        drawn = recipe.search_of(item).drawn(trial)
-        training = drawn_training(recipe.training, item, drawn)
+
+    def planned(trial: int, item: MethodItem, training: Training, skipped: str | None = None) -> PlannedModel:
+        rows = sum(len(pool) for pool in split.train)
+        steps = steps_of(training.steps, training.epochs, rows, training.images_per_step(len(split.train)))
         key = ModelKey(item.label, split.test_domains, seed, trial)
-        model = PlannedModel(key, drawn_item(item, drawn), training, split, _steps(training, split))
+        return PlannedModel(key, item, training, split, steps, skipped)
+
+    if skipped is not None:
+        return [planned(0, item, recipe.training, skipped)]
+    draws = [recipe.search_of(item).drawn(trial) for trial in range(recipe.search.trials)]
+    if item.is_solver and all(drawn_item(item, recipe.search.drawn(n)) is item for n in range(recipe.search.trials)):
+        draws = draws[:1]  # a solver does not read `training`
+    models, checked = [], dict[int, MethodItem]()  # items that were checked, by their number of steps
+    for trial, drawn in enumerate(draws):
+        model = planned(trial, drawn_item(item, drawn), drawn_training(recipe.training, item, drawn))
         if not item.is_solver and checked.get(model.steps) is not model.item:  # a draw may leave it as it is
             _check_settings(recipe, model.item, split, dataset, model.steps)
             checked[model.steps] = model.item
         models.append(model)
     return models
-
-
-def _steps(training: Training, split: Split) -> int:
-    rows = sum(len(pool) for pool in split.train)
-    return steps_of(training.steps, training.epochs, rows, training.images_per_step(len(split.train)))
-
-
-def trials_of(recipe: Recipe, item: MethodItem) -> int:
-    """Returns the number of trials: 1 for a solver without searched settings, as it does not read `training`."""
-    searched = any(drawn_item(item, recipe.search.drawn(trial)) is not item for trial in range(recipe.search.trials))
-    return 1 if item.is_solver and not searched else recipe.search.trials
 
 
 def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:

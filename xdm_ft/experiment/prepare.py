@@ -28,7 +28,6 @@ from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.loader import DTYPES
-from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.check import checked_algorithm
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("xdm_ft")
+MAX_SHARE = 0.5  # of the free disk that `features.cut: auto` takes, for all cuts of an encoder together
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,18 @@ class Prepared:
     def to(self, device: torch.device) -> Prepared:
         """Returns the same with features on a device."""
 
-        def placed(own: PreparedEncoder) -> PreparedEncoder:
-            cut = {key: None if cached is None else cached.to(device) for key, cached in own.activations.items()}
-            return replace(own, features=None if own.features is None else own.features.to(device), activations=cut)
+        def on_device(features: Features | None) -> Features | None:
+            return None if features is None else features.to(device)
 
-        return replace(self, encoders={label: placed(own) for label, own in self.encoders.items()})
+        encoders = {
+            label: replace(
+                encoder,
+                features=on_device(encoder.features),
+                activations={trainable: on_device(cached) for trainable, cached in encoder.activations.items()},
+            )
+            for label, encoder in self.encoders.items()
+        }
+        return replace(self, encoders=encoders)
 
     def for_method(self, item: MethodItem) -> PreparedEncoder:
         return self.encoders[item.encoder_label]
@@ -106,20 +113,23 @@ def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
     Raises `UserError` if all methods need class embeddings that their encoders lack, or if one can not train the part
-    of its encoder that the recipe says.
+    of its encoder that the recipe says: before all else, not after hours.
     """
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
-    for place, (label, component) in enumerate(by_label(recipe).items()):
+    for position, (label, component) in enumerate(by_label(recipe).items()):
         try:
             encoders[label] = build_encoder(component, seed)
         except UserError as error:
             if label is None:
                 raise
             lines = (line if re.match(r"encoder\b", line) else f"encoder: {line}" for line in error.args)
-            raise UserError(*(line.replace("encoder", f"encoders.{place}", 1) for line in lines)) from error
+            raise UserError(*(line.replace("encoder", f"encoders.{position}", 1) for line in lines)) from error
     for item in with_text(recipe, encoders).served:
         if item.trainable is not False:
-            _check_trained(recipe, item, encoders[item.encoder_label])
+            encoder = encoders[item.encoder_label]
+            if recipe.training.layer_decay != 1 or "layer_decay" in recipe.search.distributions:
+                require_blocks(encoder)
+            check_trainable(encoder, checked_algorithm(item, recipe), item.trainable)
     return encoders
 
 
@@ -150,13 +160,6 @@ def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> No
             check_updates(encoders[label], trainable)
 
 
-def _check_trained(recipe: Recipe, item: MethodItem, encoder: Encoder) -> None:
-    """Raises `UserError` if a method can not train its part of the encoder: before all else, not after hours."""
-    if recipe.training.layer_decay != 1 or "layer_decay" in recipe.search.distributions:
-        require_blocks(encoder)
-    check_trainable(encoder, checked_algorithm(item, recipe), item.trainable)
-
-
 def by_label(recipe: Recipe) -> dict[str | None, Component]:
     """Returns the encoders of a recipe by their labels in results. The label of the only one is None."""
     return {item.encoder_label: item.encoder for item in recipe.methods}
@@ -185,9 +188,9 @@ def prepare(
     `data.on_bad_image` is `error`.
     """
     on_bad_image, main = recipe.data_common.on_bad_image, bool(accelerator.is_main_process)
-    index = index_folder(recipe)
+    index, device = index_folder(recipe), device_of(recipe.cluster, accelerator.device)
     hashes = image_hashes(recipe, dataset, accelerator) if hashes is None else hashes
-    found, unreadable = dict[str | None, PreparedEncoder](), dict[int, str]()
+    prepared, unreadable = dict[str | None, PreparedEncoder](), dict[int, str]()
     recipe = with_text(recipe, encoders)
     extracted = partial(
         extract,
@@ -201,35 +204,37 @@ def prepare(
         elsewhere=extraction_on(recipe),
         accelerator=accelerator,
     )
+    count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
     for label, component in by_label(recipe).items():
         encoder = encoders[label]
         if main:
             log_encoder(encoder)
         items = [item for item in recipe.served if item.encoder is component]
         features = extracted(encoder) if recipe.needs_features(component) else None
+        cuts = cuts_of(recipe, encoder, items, count, cached_cuts(environment, label))
         activations = dict[Trainable, Features | None]()
-        device = device_of(recipe.cluster, accelerator.device)
-        count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
-        cuts = cuts_of(recipe, encoder, items, count, decided(environment, label))
         # by the time that another process looks, the disk may be fuller
         for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
             if main:
                 logger.info("%s", cut.text())
             cached = extracted(cut.below, streamed=True) if is_cached else None
             activations |= {trainable: cached for trainable in cut.serves}
-        read = [one for one in (features, *activations.values()) if one is not None]
+        read = [features for features in (features, *activations.values()) if features is not None]
         # before training end to end, which would fail at a broken image after hours; extraction decodes all too
         if not read and any(item.trainable is not False for item in items):
             broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main, accelerator)
             refuse_unreadable(broken, dataset, on_bad_image)
             unreadable |= broken
-        for one in read:
-            unreadable |= one.unreadable
-        texts = text_weights(items, encoder, dataset.class_names)
-        found[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
+        for of_images in read:
+            unreadable |= of_images.unreadable
+        texts = dict[tuple[str, ...] | None, Tensor]()
+        for prompts in dict.fromkeys(item.block.prompts for item in items if item.reads_text):
+            assert isinstance(encoder, TextEncoder), "checked with the recipe"
+            texts[prompts] = encoder.logit_scale * encoder.text_embeddings(dataset.class_names, prompts)
+        prepared[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
-    return Prepared(found, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))
+    return Prepared(prepared, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))
 
 
 def index_folder(recipe: Recipe) -> Path | None:
@@ -251,20 +256,6 @@ def image_hashes(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator
         if found.digests.any(1).sum() + len(found.unreadable) == len(dataset):
             return found
     return hash_files(dataset, index, main)
-
-
-def text_weights(
-    items: Sequence[MethodItem], encoder: Encoder, class_names: tuple[str, ...]
-) -> dict[tuple[str, ...] | None, Tensor]:
-    """Returns `PreparedEncoder.text_weights` for all prompts that the methods use."""
-    weights: dict[tuple[str, ...] | None, Tensor] = {}
-    for prompts in dict.fromkeys(item.block.prompts for item in items if item.reads_text):
-        assert isinstance(encoder, TextEncoder), "checked with the recipe"
-        weights[prompts] = encoder.logit_scale * encoder.text_embeddings(class_names, prompts)
-    return weights
-
-
-LARGEST_SHARE = 0.5  # of the free disk that `features.cut: auto` takes, for all cuts of an encoder together
 
 
 class Activations(NamedTuple):
@@ -289,24 +280,16 @@ class RecipeCut:
         return not self.why_computed
 
     @property
-    def shape(self) -> str:
-        return "×".join(map(str, self.below.cut.shape))
-
-    @property
     def bytes(self) -> int:
         """Bytes on the disk of all activations, cached or not."""
-        return self.activations.all * self._bytes_each
+        return self.activations.all * math.prod(self.below.cut.shape) * self.dtype.itemsize
 
     @property
     def missing_bytes(self) -> int:
-        return self.activations.missing * self._bytes_each
-
-    @property
-    def _bytes_each(self) -> int:
-        return math.prod(self.below.cut.shape) * self.dtype.itemsize
+        return self.activations.missing * math.prod(self.below.cut.shape) * self.dtype.itemsize
 
     def text(self) -> str:
-        which = f"cut before {self.below.cut.name}: activations {self.shape}"
+        which = f"cut before {self.below.cut.name}: activations {'×'.join(map(str, self.below.cut.shape))}"
         if not self.is_cached:
             return f"{which}, computed at every step ({self.why_computed})"
         missing = f", {self.missing_bytes / 1e6:,.1f} MB of it to be computed" if self.activations.missing else ""
@@ -318,28 +301,27 @@ def cuts_of(
     encoder: Encoder,
     items: Sequence[MethodItem],
     count: Callable[[Below], Activations],
-    earlier: Mapping[str, bool] | None = None,
+    was_cached: Mapping[str, bool] | None = None,
 ) -> list[RecipeCut]:
     """Returns the cuts below the methods of one encoder. Raises `UserError` if the encoder can not be cut there.
 
-    `earlier`: as `decided` returns it, for a run that goes on.
+    `was_cached`: as `cached_cuts` returns it, for a run that goes on.
     """
-    cuts, serves = dict[str, Cut](), dict[str, list[Trainable]]()
+    cuts = dict[str, tuple[Cut, list[Trainable]]]()
     for trainable in dict.fromkeys(item.trainable for item in items):
         if isinstance(trainable, LastBlocks | LowRank):
             cut = cut_of(encoder, trainable)
-            cuts.setdefault(cut.name, cut)
-            serves.setdefault(cut.name, []).append(trainable)
+            cuts.setdefault(cut.name, (cut, []))[1].append(trainable)
     on_images = any(item.is_cut and recipe.trains_on_images(item) for item in items)
-    found, planned = list[RecipeCut](), 0
-    for cut in sorted(cuts.values(), key=lambda cut: -cut.number):
-        below, of_cut = Below(cut), tuple(serves[cut.name])
-        one = RecipeCut(below, of_cut, count(below), DTYPES[recipe.features.precision])
-        before = (earlier or {}).get(cut.name)
-        one = replace(one, why_computed=_why_computed(recipe, one, on_images, planned, before))
-        found.append(one)
-        planned += one.missing_bytes if one.is_cached else 0
-    return found
+    in_order, planned = list[RecipeCut](), 0
+    for cut, serves in sorted(cuts.values(), key=lambda pair: -pair[0].number):
+        below = Below(cut)
+        of_recipe = RecipeCut(below, tuple(serves), count(below), DTYPES[recipe.features.precision])
+        before = (was_cached or {}).get(cut.name)
+        of_recipe = replace(of_recipe, why_computed=_why_computed(recipe, of_recipe, on_images, planned, before))
+        in_order.append(of_recipe)
+        planned += of_recipe.missing_bytes if of_recipe.is_cached else 0
+    return in_order
 
 
 def _why_computed(recipe: Recipe, cut: RecipeCut, on_images: bool, planned: int, before: bool | None) -> str:
@@ -359,7 +341,7 @@ def _why_computed(recipe: Recipe, cut: RecipeCut, on_images: bool, planned: int,
     folder, free = cache_path(settings), free_bytes(settings)
     if folder.exists() and not is_writable(folder):
         return f"features.cut: auto, as {folder} can not be written"
-    if cut.missing_bytes + planned > LARGEST_SHARE * free:
+    if cut.missing_bytes + planned > MAX_SHARE * free:
         needs = f"{cut.missing_bytes / 1e6:,.1f} MB do not fit in half of the {free / 1e6:,.1f} MB that are free"
         return f"features.cut: auto, as {needs}"
     return ""
@@ -399,15 +381,15 @@ def counted_unhashed(recipe: Recipe, dataset: ImageDataset, device: torch.device
     return count
 
 
-def decided(environment: Mapping[str, Any] | None, label: str | None) -> dict[str, bool]:
-    """Returns {module above a cut: whether the activations below it are cached} of an earlier run.
+def cached_cuts(environment: Mapping[str, Any] | None, label: str | None) -> dict[str, bool]:
+    """Returns {module above a cut: whether the activations below it are cached} of an earlier run of this encoder.
 
-    `environment`: of its results.json, None if there is none. `label`: of the encoder. A run that goes on follows it,
-    whatever the disk looks like now, so that all its models are trained on the same numbers.
+    `environment`: of its results.json, None if there is none. A run that goes on follows it, whatever the disk looks
+    like now, so that all its models are trained on the same numbers.
     """
     features = (environment or {}).get("features", {})
-    own = features if label is None else features.get(label, {})
-    return {name: key is not None for name, key in own.get("cuts", {}).items()}
+    of_encoder = features if label is None else features.get(label, {})
+    return {name: key is not None for name, key in of_encoder.get("cuts", {}).items()}
 
 
 ExternalValues = Mapping[str, Mapping[int, float]]
@@ -415,17 +397,21 @@ ExternalValues = Mapping[str, Mapping[int, float]]
 
 
 def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_values: ExternalValues) -> Job:
-    recipe, item, split = plan.recipe, model.item, model.split
+    recipe, item, split, inputs = plan.recipe, model.item, model.split, prepared.for_method(model.item)
+    class_weight = None
+    if recipe.training.class_weights == "balanced":
+        labels = plan.annotations.labels[torch.cat(split.train)]
+        class_weight = balanced_class_weight(labels, len(plan.dataset.class_names))
     setup = Setup(
         task=Task(plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
-        width=prepared.for_method(item).width,
+        width=inputs.width,
         steps=model.steps,
         seed=model.key.seed,
         loss_average=recipe.training.loss_average,
         head=item.head.build,
         head_init=item.head_init,
-        text_weight=prepared.for_method(item).text_weights[item.block.prompts] if item.reads_text else None,
-        class_weight=_class_weight(plan, split),
+        text_weight=inputs.text_weights[item.block.prompts] if item.reads_text else None,
+        class_weight=class_weight,
     )
     return Job(
         key=model.key,
@@ -438,9 +424,3 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_value
         normalized=item.reads_normalized,
         external_values=external_values,
     )
-
-
-def _class_weight(plan: Plan, split: Split) -> Tensor | None:
-    if plan.recipe.training.class_weights == "none":
-        return None
-    return balanced_class_weight(plan.annotations.labels[torch.cat(split.train)], len(plan.dataset.class_names))

@@ -1,4 +1,4 @@
-"""results.json: its content, how it is written during a run, and the `Results` that a run returns."""
+"""results.json: its content, what earlier runs left of it, how a run writes it, and the `Results` that it returns."""
 
 from __future__ import annotations
 
@@ -16,19 +16,26 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.cut.trainable import LastBlocks, LowRank
-from xdm_ft.evaluation.records import Entries, ModelKey, Record, SummaryRow
+from xdm_ft.evaluation.looks import looks_of
+from xdm_ft.evaluation.records import Entries, ModelKey, Record, SummaryRow, record_in
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.evaluation.trials import MethodChoice, choose_method
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.faults import Finding, images_of
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared
-from xdm_ft.experiment.resume import GROWN_FROM, Earlier, comparable, generation
+from xdm_ft.experiment.resume import GROWN_FROM, NEW_DIRECTORY, Generation, comparable, grown_from
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.report.finished import Run, read_run
+from xdm_ft.report.comparisons import all_comparisons
+from xdm_ft.report.finished import Run, final_fits_of, read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.progress import progress
+from xdm_ft.runtime.watchdog import wait_for_everyone
+from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.digests import digest
+from xdm_ft.storage.names import predictions_in
+from xdm_ft.storage.results_file import INPUTS
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import Arrays, TensorFiles
 from xdm_ft.training.end_to_end.model import cut_of
@@ -38,8 +45,16 @@ if TYPE_CHECKING:
 
 KEEP_SECONDS = 5.0  # outcomes are made safe on the disk together, after this time at the latest
 KEEP_SHARED_SECONDS = 30.0  # those in a shared file, which is written whole each time
-MOST_WAITING = 128_000_000  # bytes of a shared file's entries in memory
+MAX_WAITING = 128_000_000  # bytes of a shared file's entries in memory
 LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accelerate", "numpy", "pillow")
+RECORDS = "records"  # kind of the lines that hold records of models
+INPUT_WORDS = {
+    "data.content": "images",
+    "data.images": "the number of images",
+    "data.annotations": "labels, domains or splits of the data",
+    "encoder": "the encoder's weights",
+    "features": "weights, libraries or settings that determine features",
+}
 
 
 @dataclass(frozen=True)
@@ -49,14 +64,22 @@ class Results:
     path: Path  # the run directory
     records: list[Record]  # one per model, in the recipe's order
     rows: list[SummaryRow]  # one per selection rule and method, the recipe's own rule first
-    final_fit: dict[str, Any] | None  # the method that validation prefers, trained on all images
-    final_fits: dict[str, dict[str, Any]]  # {method: its final fit}
     streamed: dict[str, Any] = field(repr=False)  # all of results.json; its models are made when they are read
 
     @property
     def document(self) -> dict[str, Any]:
         """All of results.json."""
         return self.streamed | {"runs": [*self.streamed["runs"]]}
+
+    @property
+    def final_fit(self) -> dict[str, Any] | None:
+        """The method that validation prefers, trained on all images."""
+        return self.streamed.get("final_fit")
+
+    @property
+    def final_fits(self) -> dict[str, dict[str, Any]]:
+        """{method: its final fit}"""
+        return final_fits_of(self.streamed)
 
     @property
     def failed(self) -> bool:
@@ -80,21 +103,172 @@ class Results:
         `selection`: by default the recipe's own rule; "oracle", which reads test labels, and the run's other rules on
         request. Raises `UserError` for a rule that the run does not have.
         """
-        own = self.as_read.own_rule
-        known = list(dict.fromkeys([own, *(row.selection for row in self.rows)]))
-        if selection is not None and selection not in known:
-            raise UserError(
-                f'{self.path}: selection: the run has no rule "{selection}"{did_you_mean(selection, known)}'
-            )
-        return [row.flat() for row in self.rows if row.selection == (own if selection is None else selection)]
+        own_rule = self.as_read.own_rule
+        rules = list(dict.fromkeys([own_rule, *(row.selection for row in self.rows)]))
+        rule = own_rule if selection is None else selection
+        if rule not in rules:
+            raise UserError(f'{self.path}: selection: the run has no rule "{rule}"{did_you_mean(rule, rules)}')
+        return [row.flat() for row in self.rows if row.selection == rule]
 
 
 def read_results(path: Path) -> Results:
     """Returns the results of a finished run. Raises `UserError` if the folder holds none, or damaged ones."""
     run = read_run(path)
     run.refuse_unfinished()
-    document = {key: value for key, value in run.results.items() if key != "checksum"}
-    return Results(run.path, run.every, run.rows, document.get("final_fit"), run.final_fits, document)
+    return Results(run.path, run.every, run.rows, {key: of for key, of in run.results.items() if key != "checksum"})
+
+
+class RunResults:
+    """The results of a run while it lasts. The main process writes results.json from them and never reads it again."""
+
+    def __init__(self, recipe: Recipe, directory: RunDirectory, generations: Sequence[Generation] = ()) -> None:
+        """`generations`: of the recipes before the present one."""
+        self.recipe, self.directory, self.generations = recipe, directory, generations
+        self.records: dict[ModelKey, Record] = {}
+        self.final_fits: dict[str, dict[str, Any]] = {}  # {method: final fit}
+        self.summary = Summary([], [], [])
+        self.environment: dict[str, Any] = {}
+        self.data: dict[str, Any] = {}  # `data_facts`
+        self.recipe_before: dict[str, Any] | None = None  # of results.json, as `environment_before`; None: not written
+        self.environment_before: dict[str, Any] | None = None
+
+    @classmethod
+    def resume(cls, directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -> RunResults:
+        """Reads what earlier runs in the directory finished, for a run of `recipe`. All processes call this.
+
+        Models that failed or whose files are damaged are left out, so that they are trained again. Raises `UserError`
+        if results.json is damaged, or an earlier version wrote it.
+        """
+        before = directory.results(record_in(directory.path / "results.json"))
+        results = cls(recipe, directory, () if before is None else grown_from(before, recipe.resolved()))
+        if before is not None:
+            results.recipe_before, results.environment_before = before["recipe"], before["environment"]
+            comparisons = all_comparisons(before | {"runs": Entries(before["runs"])})
+            results.summary = Summary([], [], looks_of(before, comparisons))
+            results.final_fits = {
+                method: fit
+                for method, fit in final_fits_of(before).items()
+                if "weights" in fit and directory.verify_or_warn(fit["weights"])
+            }
+        # lines are written for every model, results.json only now and then
+        records = {record.key: record for record in (before or {"runs": []})["runs"]} | read_records(directory)
+        intact = set[ModelKey]()
+        with progress("checking", len(records), "models", bool(accelerator.is_main_process)) as bar:
+            for record in sorted(records.values(), key=lambda record: record.folder):  # heads of one file in a row
+                if _is_intact(record, directory):
+                    intact.add(record.key)
+                bar.advance()
+        results.records = {key: record for key, record in records.items() if key in intact}
+        wait_for_everyone(accelerator)  # all processes must have read before the main one writes
+        return results
+
+    def begin(self, environment: dict[str, Any], data: dict[str, Any]) -> None:
+        """Sets what this run computes on and with, and writes results.json unless it has this recipe.
+
+        This comes before training: `cache prune --unreferenced` reads from results.json which features are in use, and
+        a run that grows again reads which models this recipe has planned.
+        """
+        self.environment, self.data = environment, data
+        before = self.recipe_before
+        if before is None or comparable(before) != comparable(self.recipe.resolved()):
+            self.write()
+
+    def chunk_group(self, key: ModelKey) -> tuple[str, int]:
+        """Returns method and generation of a model. Only models with equal ones share chunks of heads."""
+        planned = [number for number, one in enumerate(self.generations) if one.plans(key)]
+        return key.method, planned[0] if planned else len(self.generations)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Adds records that are in the run directory, and rewrites results.json unless that would take too long."""
+        new = {record.key: record for record in records}
+        self.records |= new
+        if new and self.directory.results_are_due:
+            self.write()
+
+    def read_all(self, plan: Plan) -> None:
+        """Adds the records of all processes, in the order of the plan, with what earlier versions did not write."""
+        records = self.records | read_records(self.directory)
+        planned = [model for model in plan.models if model.key in records]
+        self.records = {
+            model.key: dataclasses.replace(records[model.key], **model.item.of_records) for model in planned
+        }
+
+    @property
+    def choice(self) -> MethodChoice | None:
+        """The method that validation prefers; None if no method has a value, as long as models train."""
+        protocol = self.recipe.protocol
+        rows = [row for row in self.summary.rows if row.selection == protocol.selection]
+        return choose_method([*self.records.values()], rows, protocol.selection, protocol.metric)
+
+    def write(self) -> Results:
+        """Returns the results; the main process writes them."""
+        records, rows = [*self.records.values()], self.summary.rows
+        choice = self.choice if self.final_fits else None
+        final_fit = None if choice is None else self.final_fits.get(choice.method)
+        document = {
+            "schema": 1,
+            "recipe": self.recipe.resolved(),
+            "environment": self.environment,
+            **self.data,
+            **({GROWN_FROM: [one.to_json() for one in self.generations]} if self.generations else {}),
+            "runs": Entries(records),
+            "summary": [row.to_json() for row in rows],
+            "comparisons": [comparison.to_json() for comparison in self.summary.comparisons],
+            "looks": [look.to_json() for look in self.summary.looks],
+            **({} if final_fit is None else {"final_fit": final_fit}),
+            **({"final_fits": self.final_fits} if self.final_fits else {}),
+        }
+        if self.directory.main:
+            self.directory.write_results(document)
+        return Results(self.directory.path, records, rows, document)
+
+
+def refuse_other_inputs(
+    path: Path, before: Mapping[str, Any] | None, now: Mapping[str, Any], remedy: str = NEW_DIRECTORY
+) -> None:
+    """Raises `UserError` if models of the run directory `path` were trained on other inputs than `now` (`inputs`).
+
+    `before`: the environment in its results.json. Parts that one of them lacks are not compared: a run that grows may
+    read features or a cut for the first time.
+    """
+
+    def shared(one: Any, other: Any) -> Any:
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            return one
+        return {key: shared(one[key], other[key]) for key in one if key in other}
+
+    old = {key: before[key] for key in INPUTS if key in before} if before is not None else {}
+    changed = differences(shared(old, now), shared(now, old))
+    if changed:
+        named = [what for key, what in INPUT_WORDS.items() if any(one.startswith(key) for one in changed)]
+        if len(named) > 1 and any(one.startswith("encoder") for one in changed):
+            named.remove(INPUT_WORDS["features"])  # they follow from the weights
+        raise UserError(
+            f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); {remedy}"
+        )
+
+
+def read_records(directory: RunDirectory) -> dict[ModelKey, Record]:
+    """Returns the records in the lines of all processes, including those of failed and skipped models."""
+    records: dict[ModelKey, Record] = {}
+    for record in map(record_in(directory.path / "state" / RECORDS), directory.lines(RECORDS)):
+        # the lines of one process are in order, those of two are not: a model that failed, or whose files were damaged,
+        # may have been trained again; heads of a large run may then lie elsewhere, on another kind of device
+        before = records.get(record.key)
+        if before is not None and before.status == "ok":
+            if record.status != "ok":
+                continue
+            again = "its model was trained again"
+            if record.folder != before.folder and _is_intact(before, directory, again):
+                continue
+        records[record.key] = record
+    return records
+
+
+def _is_intact(record: Record, directory: RunDirectory, remedy: str | None = None) -> bool:
+    """Returns whether the model was trained without failure and all of its files are intact."""
+    files = [predictions_in(record.folder), *(pick.weights for pick in record.selected.values())]
+    return record.status == "ok" and all(directory.verify_or_warn(file, remedy) for file in dict.fromkeys(files))
 
 
 @dataclass(frozen=True)
@@ -111,71 +285,6 @@ class Outcome:
     """{file, relative to the run directory: the reference for distances of a model with an encoder of its own}"""
 
 
-class ResultsFile:
-    """results.json during a run. The main process writes it from memory and never reads it again."""
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        directory: RunDirectory,
-        before: Earlier,
-        environment: dict[str, Any],
-        about: dict[str, Any],
-    ) -> None:
-        self.recipe, self.directory, self.environment, self.about = recipe, directory, environment, about
-        self.records: dict[ModelKey, Record] = dict(before.records)
-        self.summary = Summary([], [], before.looks)
-        self.final_fits, self.generations = before.final_fits, before.generations
-        same = before.recipe is not None and comparable(before.recipe) == comparable(recipe.resolved())
-        if directory.main and not same:
-            # before training: `cache prune --unreferenced` reads from it which features are in use, and a run that
-            # grows again reads from it which models this recipe has planned
-            self.write()
-
-    def chunk_group(self, key: ModelKey) -> tuple[str, int]:
-        """Returns method and generation of a model. Only models with equal ones share chunks of heads."""
-        return key[0], generation(key, self.generations)
-
-    def add(self, records: Iterable[Record]) -> None:
-        """Adds records that are in the run directory, and rewrites results.json unless that would take too long."""
-        new = {record.key: record for record in records}
-        self.records |= new
-        if new and self.directory.results_are_due:
-            self.write()
-
-    def write(self) -> Results:
-        results = self.results()
-        if self.directory.main:
-            self.directory.write_results(results.streamed)
-        return results
-
-    @property
-    def choice(self) -> MethodChoice | None:
-        """The method that validation prefers; None if no method has a value, as long as models train."""
-        protocol = self.recipe.protocol
-        rows = [row for row in self.summary.rows if row.selection == protocol.selection]
-        return choose_method([*self.records.values()], rows, protocol.selection, protocol.metric)
-
-    def results(self) -> Results:
-        records, rows = [*self.records.values()], self.summary.rows
-        choice = self.choice if self.final_fits else None
-        final_fit = None if choice is None else self.final_fits.get(choice.method)
-        document = {
-            "schema": 1,
-            "recipe": self.recipe.resolved(),
-            "environment": self.environment,
-            **self.about,
-            **({GROWN_FROM: [one.to_json() for one in self.generations]} if self.generations else {}),
-            "runs": Entries(records),
-            "summary": [row.to_json() for row in rows],
-            "comparisons": [one.to_json() for one in self.summary.comparisons],
-            "looks": [one.to_json() for one in self.summary.looks],
-            **({} if final_fit is None else {"final_fit": final_fit}),
-            **({"final_fits": self.final_fits} if self.final_fits else {}),
-        }
-        return Results(self.directory.path, records, rows, final_fit, self.final_fits, document)
-
-
 def save(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = True) -> list[Record]:
     """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
 
@@ -184,8 +293,15 @@ def save(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = Tr
 
     Returns the records among the outcomes.
     """
-    records, written, began = list[Record](), list[Outcome](), time.monotonic()
+    records, lines, began = list[Record](), dict[str, list[Any]](), time.monotonic()
     with TensorFiles() as files:
+
+        def keep() -> None:
+            files.replace()
+            for kind, of_kind in lines.items():
+                directory.append(kind, *of_kind)
+            lines.clear()
+
         for outcome in outcomes:
             if not writes:
                 continue
@@ -195,23 +311,17 @@ def save(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = Tr
                 directory.write_predictions(folder, arrays, files)
             for file, arrays in outcome.references.items():
                 directory.write_arrays(file, arrays, {}, files)
-            written.append(Outcome(outcome.kind, outcome.line))  # without the arrays, which need memory
-            records += [outcome.line] if isinstance(outcome.line, Record) else []
-            waiting = files.waiting_bytes
-            latest = began + (KEEP_SHARED_SECONDS if waiting else KEEP_SECONDS)
-            if time.monotonic() > latest or waiting > MOST_WAITING:
-                _keep(files, written, directory)
-                written, began = [], time.monotonic()
-        _keep(files, written, directory)
+            line = outcome.line
+            if isinstance(line, Record):
+                records.append(line)
+                line = line.to_json()
+            lines.setdefault(outcome.kind, []).append(line)
+            latest = began + (KEEP_SHARED_SECONDS if files.waiting_bytes else KEEP_SECONDS)
+            if time.monotonic() > latest or files.waiting_bytes > MAX_WAITING:
+                keep()
+                began = time.monotonic()
+        keep()
     return records
-
-
-def _keep(files: TensorFiles, written: Sequence[Outcome], directory: RunDirectory) -> None:
-    """Makes files safe on the disk, then the lines that refer to them."""
-    files.replace()
-    for kind in dict.fromkeys(outcome.kind for outcome in written):
-        lines = [outcome.line for outcome in written if outcome.kind == kind]
-        directory.append(kind, *(line.to_json() if isinstance(line, Record) else line for line in lines))
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
@@ -235,38 +345,32 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
     texts = ("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
     data = {"images": len(dataset), "annotations": digest(names, *texts), "content": prepared.content}
-    found: dict[str, Any] = {"data": data}
-    for label, own in prepared.encoders.items():
-        keys = {} if own.features is None else {"key": own.features.key}
+    identity: dict[str, Any] = {"data": data}
+    for label, encoder in prepared.encoders.items():
+        features = {} if encoder.features is None else {"key": encoder.features.key}
         cuts = {
-            cut_of(own.encoder, trainable).name: None if cached is None else cached.key
-            for trainable, cached in own.activations.items()
+            cut_of(encoder.encoder, trainable).name: None if cached is None else cached.key
+            for trainable, cached in encoder.activations.items()
             if isinstance(trainable, LastBlocks | LowRank)
         }
-        features = keys | ({"cuts": cuts} if cuts else {})
-        for name, value in (("encoder", {"weights": own.weights}), ("features", features)):
+        for name, value in (
+            ("encoder", {"weights": encoder.weights}),
+            ("features", features | ({"cuts": cuts} if cuts else {})),
+        ):
             if value and label is None:
-                found[name] = value
+                identity[name] = value
             elif value:
-                found.setdefault(name, {})[label] = value
-    return found
+                identity.setdefault(name, {})[label] = value
+    return identity
 
 
-def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
+def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the other facts on the data in results.json: its size, whether test domains are unseen, its faults."""
     dataset = plan.dataset
     counts = dict(zip(dataset.domain_names, images_of(dataset).T.tolist(), strict=True))
     groups = {} if dataset.groups is None else {"groups": len(np.unique(dataset.groups))}
-    data = {"classes": list(dataset.class_names), "images": counts, **groups}
     return {
-        "data": data,
+        "data": {"classes": list(dataset.class_names), "images": counts, **groups},
         "tested_on": plan.splits[0].tested_on,
-        "findings": [finding.line for finding in faults],
+        "findings": [finding.line for finding in findings],
     }
-
-
-def in_order(plan: Plan, records: Iterable[Record]) -> dict[ModelKey, Record]:
-    """Returns the records of planned models, in the order of the recipe, with what earlier versions did not write."""
-    found = {record.key: record for record in records}
-    planned = {model.key: model.item.of_records for model in plan.models if model.key in found}
-    return {key: dataclasses.replace(found[key], **of_row) for key, of_row in planned.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.evaluation.looks import Look, look_at, place_of
@@ -30,8 +30,7 @@ def summary_of(
 
     Each rule picks one of several trials. Only the predictions of picked trials are read. `looks`: the earlier ones.
     """
-    recipe, metric = plan.recipe, plan.recipe.protocol.metric
-    methods = recipe.methods
+    recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
     encoders = list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None))
     picks = [pick for record in records for pick in record.selected.values()]
     tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
@@ -48,18 +47,14 @@ def summary_of(
     rows, comparisons = list[SummaryRow](), list[Comparison]()
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
+        predictions = (  # one at a time: those of all models would fill the memory
+            Prediction.from_arrays(directory.predictions(record.folder), images[record.test_domains], record.key, rule)
+            for record in sorted(picked, key=lambda record: record.seed)
+            if rule in record.selected
+        )
         of_rule = summarise(
             picked,
-            (  # one at a time: those of all models would fill the memory
-                Prediction.from_arrays(
-                    directory.predictions(record.folder),
-                    images[record.test_domains],
-                    record.key,
-                    rule,
-                )
-                for record in sorted(picked, key=lambda record: record.seed)
-                if rule in record.selected
-            ),
+            predictions,
             methods=labels,
             rule=rule,
             metric=metric,
@@ -75,10 +70,16 @@ def summary_of(
         )
         comparisons += of_rule.comparisons
         for row in of_rule.rows:
-            draws = len({record.trial for record in records if record.method == row.method})
-            flags = _flags(records, picked, row.method, rule) or None
-            budget = row.budget | {"draws": draws}
-            rows.append(dataclasses.replace(row, budget=budget, flags=flags, augmentation=augmented[row.method]))
+            of_method = [record for record in records if record.method == row.method]
+            picks = [one.selected[rule] for one in picked if one.method == row.method and rule in one.selected]
+            counts = Counter(flag for pick in picks for flag in pick.flags or ())
+            flags = [f"{flag} in {n} of {len(picks)} picks" for flag, n in counts.items()]
+            trials = [record for record in of_method if record.trial > 0]
+            if failed := [record.reason for record in trials if record.status == "failed"]:
+                flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
+            budget = row.budget | {"draws": len({record.trial for record in of_method})}
+            words = augmented[row.method]
+            rows.append(dataclasses.replace(row, budget=budget, flags=flags or None, augmentation=words))
     judged = [one for one in comparisons if one.p_here is not None and one.p_here.holm is not None]
     return Summary(
         rows,
@@ -100,27 +101,6 @@ def references(recipe: Recipe) -> dict[str, str]:
     return erm_of_each([compared(item) for item in recipe.served])
 
 
-def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> list[str]:
-    """Returns the flags of a method's picks with their counts, and the number of failed trials."""
-    picks = [one.selected[rule] for one in picked if one.method == method and rule in one.selected]
-    counts = Counter(flag for pick in picks for flag in pick.flags or ())
-    flags = [f"{flag} in {n} of {len(picks)} picks" for flag, n in counts.items()]
-    trials = [record for record in records if record.method == method and record.trial > 0]
-    failed = [record.reason for record in trials if record.status == "failed"]
-    if failed:
-        flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
-    return flags
-
-
-def _encoders(recipe: Recipe, prepared: Prepared) -> Iterator[str]:
-    """Yields for each encoder its pre-training, and how much of it trains."""
-    for label, own in prepared.encoders.items():
-        items = [item for item in recipe.served if item.encoder_label == label and not item.is_solver]
-        how = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
-        name = "" if label is None else f"{label}: "
-        yield f"encoder {name}{own.encoder.pretraining}, {' / '.join(how)}"
-
-
 def trained_words(trainable: Trainable) -> str:
     """Returns how much of an encoder trains, in words."""
     if isinstance(trainable, LastBlocks):
@@ -134,9 +114,12 @@ def trained_words(trainable: Trainable) -> str:
 
 def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
     """Returns the line that says how models were trained, selected by `rule` and tested."""
-    recipe, dataset = plan.recipe, plan.dataset
-    split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
-    notes = [*plan.notes, *_encoders(recipe, prepared)]
+    recipe, dataset, notes = plan.recipe, plan.dataset, [*plan.notes]
+    for label, of_encoder in prepared.encoders.items():
+        items = [item for item in recipe.served if item.encoder_label == label and not item.is_solver]
+        how = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
+        name = "" if label is None else f"{label}: "
+        notes.append(f"encoder {name}{of_encoder.encoder.pretraining}, {' / '.join(how)}")
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
     if recipe.training.tf32:
         notes.append("float32 products in TF32 on GPUs")
@@ -145,7 +128,7 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
     return protocol_line(
         data=f"{recipe.data.name}, {plural(len(dataset), 'image')}, {plural(len(dataset.class_names), 'class')}, "
         f"{plural(len(dataset.domain_names), 'domain')}",
-        split=split,
+        split="official split" if recipe.protocol.name == "official" else "leave one domain out",
         notes=notes,
         selection=rule,
         metric=recipe.protocol.metric,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Scalars = Mapping[str, float]
+TEST = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece")
 
 
 def write_curves(
@@ -37,24 +38,30 @@ def write_curves(
     In a large run the heads of a chunk with the same test domains share a sub-run. All of them train in one process, so
     each sub-run has one writer at a time. Models that train end to end, and those of the final fit, have their own.
     """
-    found = [(job, _by_tag(values, plan.rules[0])) for job, values in evaluated]
+    curves = [
+        (job, {_tag(name, plan.rules[0]): value for name, value in values.items() if _is_shown(name, value)})
+        for job, values in evaluated
+    ]
     final_fit = FINAL_FIT in chunk[0].external_values  # few models, which are the result of the run
     if not plan.is_large or plan.recipe.trains_encoders or final_fit:
-        for job, values in found:
+        for job, values in curves:
             directory.write_scalars(sub_run(*job.key), step, values)
         return
     first = {job.test_domains: job for job in reversed(chunk)}
     together: dict[tuple[str, ...], list[Scalars]] = {}
-    for job, values in found:
+    for job, values in curves:
         together.setdefault(job.test_domains, []).append(values)
     for test_domains, of_heads in together.items():
-        directory.write_scalars(sub_run(*first[test_domains].key, heads=True), step, _summary(of_heads))
+        # of every tag the mean over the heads that have it, and its range
+        summary = {"train/heads": float(len(of_heads))}
+        for tag, of_tag in _by_tag(of_heads).items():
+            summary |= {tag: math.fsum(of_tag) / len(of_tag)}
+            summary |= {f"lowest/{tag}": min(of_tag), f"highest/{tag}": max(of_tag)}
+        directory.write_scalars(sub_run(*first[test_domains].key, heads=True), step, summary)
 
 
-def _by_tag(values: Scalars, own_rule: str) -> dict[str, float]:
-    """Returns {tag: value} of those that are defined."""
-    found = {_tag(name, own_rule): value for name, value in values.items() if not name.startswith(f"{FINAL_FIT}/")}
-    return {tag: value for tag, value in found.items() if math.isfinite(value)}
+def _is_shown(name: str, value: float) -> bool:
+    return math.isfinite(value) and not name.startswith(f"{FINAL_FIT}/")
 
 
 def _tag(name: str, own_rule: str) -> str:
@@ -67,53 +74,36 @@ def _tag(name: str, own_rule: str) -> str:
     return f"val/{metric}" if rule == own_rule else f"val/{rule}/{metric}"
 
 
-def _summary(of_heads: Sequence[Scalars]) -> dict[str, float]:
-    """Returns the mean of every tag over the heads that have it, its range, and the number of heads."""
-    found = {"train/heads": float(len(of_heads))}
-    for tag in dict.fromkeys(tag for values in of_heads for tag in values):
-        values = [values[tag] for values in of_heads if tag in values]
-        found[tag] = math.fsum(values) / len(values)
-        found |= {f"lowest/{tag}": min(values), f"highest/{tag}": max(values)}
-    return found
-
-
-TEST = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece")
+def _by_tag(scalars: Sequence[Scalars]) -> dict[str, list[float]]:
+    by_tag = dict[str, list[float]]()
+    for values in scalars:
+        for tag, value in values.items():
+            by_tag.setdefault(tag, []).append(value)
+    return by_tag
 
 
 def write_sessions(plan: Plan, records: Iterable[Record], directory: RunDirectory) -> None:
-    """Writes a session per model. In a large run: one per method and trial, with means."""
-    trained = [record for record in records if record.status != "skipped"]
-    if not plan.is_large:
-        for record in trained:
-            directory.write_session(sub_run(*record.key), _of_model(plan, record))
-        return
-    by_trial: dict[tuple[str, int], list[Record]] = {}
-    for record in trained:
+    """Writes a session per model. In a large run: one per method and trial, with means over held-out domains and seeds;
+    with failed models those over the others, marked as failed.
+    """
+    rule, by_trial = plan.rules[0], dict[tuple[str, int], list[Record]]()
+    for record in (record for record in records if record.status != "skipped"):
         by_trial.setdefault((record.method, record.trial), []).append(record)
-    for (method, trial), of_trial in by_trial.items():
-        directory.write_session(trial_sub_run(method, trial), _of_trial(plan, of_trial))
-
-
-def _of_model(plan: Plan, record: Record) -> Session:
-    held_out = ", ".join(map(printable, record.test_domains))
-    pick = record.selected.get(plan.rules[0])
-    about = {"method": record.method, "held_out": held_out, "trial": record.trial, "selection": plan.rules[0]}
-    row = f"{printable(record.method)}/{held_out}/trial{record.trial}"
-    step = 0 if pick is None else pick.step
-    return Session(row, _plain(about | record.hparams), step, _scalars(plan, record), record.status == "failed")
-
-
-def _of_trial(plan: Plan, records: Sequence[Record]) -> Session:
-    """Returns the means over held-out domains and seeds; with failed models those over the others, marked as failed."""
-    first = records[0]
-    about = {"method": first.method, "trial": first.trial, "selection": plan.rules[0]}
-    values = [_scalars(plan, record) for record in records if record.status == "ok"]
-    tags = dict.fromkeys(tag for of_model in values for tag in of_model)
-    found = {tag: [of_model[tag] for of_model in values if tag in of_model] for tag in tags}
-    means = {tag: math.fsum(of_tag) / len(of_tag) for tag, of_tag in found.items()}
-    row = f"{printable(first.method)}/trial{first.trial}"
-    failed = len(values) < len(records)
-    return Session(row, _plain(about | first.hparams), 0, means | {"test/models": float(len(values))}, failed)
+        if plan.is_large:
+            continue
+        held_out, pick = ", ".join(map(printable, record.test_domains)), record.selected.get(rule)
+        about = {"method": record.method, "held_out": held_out, "trial": record.trial, "selection": rule}
+        row, step = f"{printable(record.method)}/{held_out}/trial{record.trial}", 0 if pick is None else pick.step
+        session = Session(row, _plain(about | record.hparams), step, _scalars(plan, record), record.status == "failed")
+        directory.write_session(sub_run(*record.key), session)
+    for (method, trial), of_trial in by_trial.items() if plan.is_large else ():
+        about = {"method": method, "trial": trial, "selection": rule}
+        values = [_scalars(plan, record) for record in of_trial if record.status == "ok"]
+        means = {tag: math.fsum(of_tag) / len(of_tag) for tag, of_tag in _by_tag(values).items()}
+        means["test/models"] = float(len(values))
+        row, failed = f"{printable(method)}/trial{trial}", len(values) < len(of_trial)
+        session = Session(row, _plain(about | of_trial[0].hparams), 0, means, failed)
+        directory.write_session(trial_sub_run(method, trial), session)
 
 
 def _scalars(plan: Plan, record: Record) -> dict[str, float]:
@@ -125,24 +115,21 @@ def _scalars(plan: Plan, record: Record) -> dict[str, float]:
     pick = record.selected.get(plan.rules[0])
     if pick is None:
         return {}
-    test = {f"test/{name}": getattr(pick.metrics["test"], name) for name in TEST}
+    scalars = {f"test/{name}": getattr(pick.metrics["test"], name) for name in TEST}
     picked = {plan.recipe.protocol.metric: pick.value, "step": pick.step, **pick.hparams}
-    found = test | {f"selection/{name}": value for name, value in picked.items()}
-    return {tag: value for tag, value in found.items() if value is not None}
+    scalars |= {f"selection/{name}": value for name, value in picked.items()}
+    return {tag: value for tag, value in scalars.items() if value is not None}
 
 
 def _plain(hparams: dict[str, Any]) -> dict[str, bool | float | str]:
     """Returns values that the table can show: lists as JSON, texts without control characters; None has no cell."""
-    found = dict[str, bool | float | str]()
+    plain = dict[str, bool | float | str]()
     for name, value in hparams.items():
         if isinstance(value, bool | int | float):
-            found[name] = value
+            plain[name] = value
         elif value is not None:
-            found[name] = printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-    return found
-
-
-Values = dict[str, float]
+            plain[name] = printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    return plain
 
 
 def installed_trackers(recipe: Recipe) -> list[str]:
@@ -159,22 +146,24 @@ def installed_trackers(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(recipe.report.log_with))
 
 
-def log_results(accelerator: Accelerator, recipe: Recipe, found: Results) -> None:
+def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> None:
     """Logs a finished run to the trackers of the accelerator. Called by the main process, after results are written.
 
     Raises `UserError` if a tracker fails: the run directory is complete then.
     """
     if not accelerator.log_with:
         return
-    names, steps = _Names(), curves(found)
+    accepted, steps = _AcceptedNames(), curves(results)
     last = max(steps, default=0)
-    steps[last] = steps.get(last, {}) | tested(found)
-    config = {names.of(key): value for key, value in _flat(_by_label(recipe.resolved()))}
+    steps[last] = steps.get(last, {}) | tested(results)
+    resolved = recipe.resolved()
+    resolved["methods"] = {label_of(item): item for item in resolved["methods"]}
+    config = {accepted[key]: value for key, value in _flat(resolved)}
     try:
         with pulse.waiting():  # for the network
             accelerator.init_trackers(recipe.name, config)
             for step in sorted(steps):
-                accelerator.log({names.of(name): value for name, value in steps[step].items()}, step=step)
+                accelerator.log({accepted[name]: value for name, value in steps[step].items()}, step=step)
             for tracker in accelerator.trackers:  # not `end_training`, which would also end the group of processes
                 tracker.finish()
     except Exception as error:  # each library raises errors of its own, such as for a missing login or network
@@ -185,39 +174,34 @@ def log_results(accelerator: Accelerator, recipe: Recipe, found: Results) -> Non
         accelerator.trackers.clear()
 
 
-def curves(found: Results) -> dict[int, Values]:
+def curves(results: Results) -> dict[int, dict[str, float]]:
     """Returns {step: {METHOD/HELD_OUT/TAG: mean over the models with a value there}} of the curves in `events/`."""
-    sums: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for name_of_run, scalars in read_scalars(found.path / "events").items():
+    points: dict[int, dict[str, list[tuple[float, float]]]] = {}  # pairs (value, number of heads)
+    for name_of_run, scalars in read_scalars(results.path / "events").items():
         heads = dict(scalars.get("train/heads", ()))
-        for tag, points in scalars.items():
+        for tag, of_tag in scalars.items():
             if name_of_run.count("/") == 2 and tag.startswith(("train/", "val/", "oracle/")) and tag != "train/heads":
                 name = f"{name_of_run.rpartition('/')[0]}/{tag}"
-                for step, value in points:
-                    sums.setdefault(step, {}).setdefault(name, []).append((value, heads.get(step, 1.0)))
-    return {step: {name: _mean(values) for name, values in of_step.items()} for step, of_step in sums.items()}
+                for step, value in of_tag:
+                    points.setdefault(step, {}).setdefault(name, []).append((value, heads.get(step, 1.0)))
+    return {
+        step: {
+            name: math.fsum(value * n for value, n in pairs) / math.fsum(n for _, n in pairs)
+            for name, pairs in of_step.items()
+        }
+        for step, of_step in points.items()
+    }
 
 
-def _mean(values: list[tuple[float, float]]) -> float:
-    """Returns Σ w v / Σ w of the pairs (v, w)."""
-    return math.fsum(value * weight for value, weight in values) / math.fsum(weight for _, weight in values)
-
-
-def tested(found: Results) -> Values:
+def tested(results: Results) -> dict[str, float]:
     """Returns {name: value} of the summary under the recipe's own rule, for methods that have results."""
     values: dict[str, float | None] = {}
-    own = found.streamed["recipe"]["protocol"]["selection"]
-    for row in found.rows:
-        if row.selection == own:
-            method = file_name(row.method, safe="+ ")
-            values |= {f"{method}/test/{row.metric}": row.mean, f"{method}/test/{row.metric}_stderr": row.stderr}
-            for domain, of_domain in row.per_test_domain.items():
-                values[f"{method}/{file_name(domain, safe=' ')}/test/{row.metric}"] = of_domain["mean"]
+    for row in results.as_read.own_rows:
+        method = file_name(row.method, safe="+ ")
+        values |= {f"{method}/test/{row.metric}": row.mean, f"{method}/test/{row.metric}_stderr": row.stderr}
+        for domain, of_domain in row.per_test_domain.items():
+            values[f"{method}/{file_name(domain, safe=' ')}/test/{row.metric}"] = of_domain["mean"]
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _by_label(resolved: dict[str, Any]) -> dict[str, Any]:
-    return resolved | {"methods": {label_of(item): item for item in resolved["methods"]}}
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, bool | float | str]]:
@@ -231,16 +215,14 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, bo
             yield f"{before}{key}", json.dumps(value)
 
 
-class _Names:
-    """Names that every tracker accepts, distinct for distinct names: MLflow accepts the fewest characters."""
+class _AcceptedNames(dict[str, str]):
+    """{name: a name that every tracker accepts}, distinct for distinct names: MLflow accepts the fewest characters."""
 
-    def __init__(self) -> None:
-        self.taken: dict[str, str] = {}  # accepted → given
-
-    def of(self, name: str) -> str:
+    def __missing__(self, name: str) -> str:
         accepted = clean = re.sub(r"[^A-Za-z0-9_./ :-]", "_", name)
         number = 1
-        while self.taken.setdefault(accepted, name) != name:
+        while accepted in self.values():
             number += 1
             accepted = f"{clean}_{number}"
+        self[name] = accepted
         return accepted

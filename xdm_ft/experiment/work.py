@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
@@ -42,18 +42,39 @@ def run_forked(
     memory with this process, and dies with it. If a process raises, the others are stopped and this raises `UserError`,
     `Interrupted` or `RuntimeError`.
     """
-    if processes == 1:
-        with one_thread():
-            work(0)
-        return
-    context, children = multiprocessing.get_context("fork"), list[tuple[BaseProcess, Connection]]()
+    context, parent = multiprocessing.get_context("fork"), os.getpid()
+    children = list[tuple[BaseProcess, Connection]]()
+
+    def work_in_fork(number: int, writer: Connection) -> None:
+        end_with_parent(parent)
+        handle(prints=False)
+        torch.set_num_threads(1)
+        try:
+            work(number)
+        except UserError as error:
+            writer.send(error.args)
+        except Interrupted as stop:  # the parent process received the signal too, and prints the message
+            sys.exit(stop.status)
+        except Exception:
+            print_error(traceback.format_exc())
+            sys.exit(1)
+
+    def stop() -> None:
+        """Lets the processes save their state, and returns when all have ended."""
+        for process, _ in children:
+            process.terminate()
+        for process, _ in children:
+            process.join(SECONDS_TO_SAVE)
+            process.kill()
+            process.join()
+
     sys.stdout.flush()  # or every fork would print a copy of what is still in the buffers
     sys.stderr.flush()
     try:
-        with before_exit(lambda: _stop(children)):  # a signal between two forks lets those that run save
+        with before_exit(stop):  # a signal between two forks lets those that run save
             for number in range(1, processes):
                 reader, writer = context.Pipe(duplex=False)
-                child = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
+                child = context.Process(target=work_in_fork, args=(number, writer), daemon=True)
                 with deferred(), held_back():  # a signal right after the fork would otherwise miss the child
                     child.start()
                     children.append((child, reader))
@@ -62,28 +83,16 @@ def run_forked(
                 work(0)
                 for process, reader in children:
                     process.join()
-                    _raise(process, reader)
+                    _raise_fault_of(process, reader)
     except BaseException:
-        _stop(children)
+        stop()
         raise
 
 
-def _stop(children: Sequence[tuple[BaseProcess, Connection]]) -> None:
-    """Lets the processes save their state, and returns when all have ended."""
-    for process, _ in children:
-        process.terminate()
-    for process, _ in children:
-        process.join(SECONDS_TO_SAVE)
-        process.kill()
-        process.join()
-
-
-def _raise(child: BaseProcess, reader: Connection) -> None:
+def _raise_fault_of(child: BaseProcess, reader: Connection) -> None:
     """Raises the error of a process that has ended, if it failed."""
-    try:
+    with suppress(EOFError):  # the process has sent no message
         raise UserError(*reader.recv())
-    except EOFError:  # the process has sent no message
-        pass
     if child.exitcode and child.exitcode < 0:
         name = signal.Signals(-child.exitcode).name
         raise UserError(
@@ -93,21 +102,6 @@ def _raise(child: BaseProcess, reader: Connection) -> None:
         raise Interrupted
     if child.exitcode:
         raise RuntimeError(f"a process that trained heads failed with status {child.exitcode}; its traceback is above")
-
-
-def _in_child(work: Callable[[int], None], number: int, parent: int, writer: Connection) -> None:
-    end_with_parent(parent)
-    handle(prints=False)
-    torch.set_num_threads(1)
-    try:
-        work(number)
-    except UserError as error:
-        writer.send(error.args)
-    except Interrupted as stop:  # the parent process received the signal too, and prints the message
-        sys.exit(stop.status)
-    except Exception:
-        print_error(traceback.format_exc())
-        sys.exit(1)
 
 
 @contextmanager
@@ -143,26 +137,29 @@ class RunProgress:
     ) -> None:
         """`pieces`: {name: its work}. `done`: of an earlier run. `processes`: this one and its forks."""
         self.what, self.pieces, self.done, self.directory, self.shows = what, pieces, done, directory, shows
-        self.models = done.models + sum(piece.models for piece in pieces.values())
-        self.cost = done.cost + sum(piece.cost for piece in pieces.values())
+        self.total = self._with_done(pieces)
         self.number, self.note = 0, ""  # of the process, and what it does
         # cost of the unfinished pieces' steps, and of all steps of earlier runs: forks share the memory
         self.begun, self.resumed = RawArray("d", processes), RawArray("d", processes)
-        self._lock = threading.Lock()
-        self._bar: AbstractContextManager[Any] = nullcontext()
+        self._lock, self._contexts = threading.Lock(), ExitStack()
+        self.bar: Any = None
 
     def __enter__(self) -> RunProgress:
         self.started = self._last = time.monotonic()
         if self.shows and shows_bars():
-            self._bar = _bar(self.what)
-        self.bar = self._bar.__enter__()
+            from tqdm import tqdm
+
+            form = "{desc} {percentage:3.0f}%|{bar}|{postfix}"
+            bar = tqdm(total=100, desc=self.what, leave=False, ncols=_columns(), file=sys.stderr, bar_format=form)
+            self.bar = self._contexts.enter_context(bar)
+            self._contexts.enter_context(with_bar(self.bar))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._bar.__exit__(None, None, None)
+        self._contexts.close()
         if self.shows and kind is None:
             seconds = time.monotonic() - self.started
-            logger.info("%s: %s in %s", self.what, self._models(self.finished.models), duration(seconds))
+            logger.info("%s: %s in %s", self.what, self._models(self.finished), duration(seconds))
 
     def in_process(self, number: int) -> None:
         """Must be called in each fork (`number` 1, 2, …), which then counts for itself and shows nothing."""
@@ -170,17 +167,24 @@ class RunProgress:
             self.number, self.shows = number, False
 
     @contextmanager
-    def of_piece(self, name: str, note: str, units: int) -> Iterator[Progress]:
-        """Context that yields the progress of one piece: `units` of its own."""
+    def of_piece(
+        self, name: str, note: str, units: int, after_step: Callable[[], object] = lambda: None
+    ) -> Iterator[Progress]:
+        """Context that yields the progress of one piece: `units` of its own. Each advance calls `after_step`."""
         self.note = note
-        yield PieceProgress(self, note, units, self.pieces[name].cost / max(1, units))
+        yield PieceProgress(self, note, units, self.pieces[name].cost / max(1, units), after_step)
         self.begun[self.number] = 0.0
 
     @property
     def finished(self) -> Work:
-        names = [name for name in self.directory.finished() if name in self.pieces]
-        models, cost = (sum(values) for values in zip(NOTHING, *(self.pieces[name] for name in names), strict=True))
-        return Work(self.done.models + models, self.done.cost + cost)
+        return self._with_done(name for name in self.directory.finished() if name in self.pieces)
+
+    def _with_done(self, names: Iterable[str]) -> Work:
+        models, cost = map(sum, zip(self.done, *(self.pieces[name] for name in names), strict=True))
+        return Work(models, cost)
+
+    def _models(self, finished: Work) -> str:
+        return f"{finished.models} of {plural(self.total.models, 'model')}"
 
     def show(self) -> None:
         now = time.monotonic()
@@ -188,10 +192,10 @@ class RunProgress:
             return
         with self._lock:  # the thread of `watched` shows too
             self._last, finished = now, self.finished
-            cost = min(self.cost, finished.cost + sum(self.begun))
-            share, new = cost / max(1, self.cost), cost - self.done.cost - sum(self.resumed)
-            left = f"about {duration((self.cost - cost) * (now - self.started) / new)} left, " if new > 0 else ""
-            text = f"{self._models(finished.models)}, {left}now {printable(self.note)}"
+            cost, total = min(self.total.cost, finished.cost + sum(self.begun)), self.total.cost
+            share, new = cost / max(1, total), cost - self.done.cost - sum(self.resumed)
+            left = f"about {duration((total - cost) * (now - self.started) / new)} left, " if new > 0 else ""
+            text = f"{self._models(finished)}, {left}now {printable(self.note)}"
             if self.bar:
                 self.bar.n, self.bar.postfix, self.bar.ncols = 100 * share, text, _columns()
                 self.bar.refresh()
@@ -201,6 +205,9 @@ class RunProgress:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context in which the main process shows the progress of all, also while it waits. It may not fork in it."""
+        if not self.shows:
+            yield
+            return
         ended = threading.Event()
 
         def watch() -> None:
@@ -208,23 +215,20 @@ class RunProgress:
                 self.show()
 
         thread = threading.Thread(target=watch, daemon=True, name="progress")
-        if self.shows:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            if self.shows:
-                thread.join()
-
-    def _models(self, finished: int) -> str:
-        return f"{finished} of {plural(self.models, 'model')}"
+            thread.join()
 
 
 class PieceProgress(Progress):
-    def __init__(self, run: RunProgress, note: str, units: int, cost_of_unit: float) -> None:
+    def __init__(
+        self, run: RunProgress, note: str, units: int, cost_of_unit: float, after_step: Callable[[], object]
+    ) -> None:
         super().__init__(note, units, "")
-        self.run, self.cost_of_unit = run, cost_of_unit
+        self.run, self.cost_of_unit, self.after_step = run, cost_of_unit, after_step
 
     def skip(self, n: int) -> None:
         self.run.resumed[self.run.number] += n * self.cost_of_unit
@@ -233,6 +237,7 @@ class PieceProgress(Progress):
     def advance(self, n: int = 1, note: str = "") -> None:
         pulse.beat()
         self._count(n, note)
+        self.after_step()
 
     def _count(self, n: int, note: str) -> None:
         self.done += n
@@ -248,15 +253,3 @@ def _columns() -> int:
     except (OSError, ValueError):  # a terminal that does not say
         width = shutil.get_terminal_size().columns
     return max(20, width - len("^C "))
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Any]:
-    from tqdm import tqdm
-
-    form = "{desc} {percentage:3.0f}%|{bar}|{postfix}"
-    with (
-        tqdm(total=100, desc=what, leave=False, ncols=_columns(), file=sys.stderr, bar_format=form) as bar,
-        with_bar(bar),
-    ):
-        yield bar

@@ -376,7 +376,7 @@ class Features:
 
     def normalized(self) -> Features:
         """The same features, L2-normalised when they are read (zero rows stay zero). Shares this object's memory."""
-        normalized = object.__new__(Features)  # `copy.copy` would do what `__reduce__` says
+        normalized = object.__new__(type(self))  # `copy.copy` would do what `__reduce__` says
         normalized.__dict__.update(vars(self) | {"_normalized": True})
         return normalized
 
