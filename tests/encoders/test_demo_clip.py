@@ -29,15 +29,9 @@ def seen() -> dict[str, Any]:
         return json.loads(file.metadata()["seen"])
 
 
-def test_size() -> None:
-    weights = list(DEMO.glob("*.safetensors"))
-    assert weights == [WEIGHTS]
-    assert WEIGHTS.stat().st_size <= 3_000_000
-
-
-def test_the_weights_are_those_of_the_script_as_it_is(seen: dict[str, Any]) -> None:
-    assert seen == script.seen(script.STEPS)
-    assert seen["images"] == "printed digits"
+def test_the_weights_are_small_and_those_of_the_script_as_it_is(seen: dict[str, Any]) -> None:
+    assert list(DEMO.glob("*.safetensors")) == [WEIGHTS] and WEIGHTS.stat().st_size <= 3_000_000
+    assert seen == script.seen(script.STEPS) and seen["images"] == "printed digits"
 
 
 def test_neither_script_imports_a_data_set() -> None:

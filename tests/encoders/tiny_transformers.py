@@ -16,20 +16,8 @@ IMAGE = {
     "image_size": SIDE, "patch_size": 8,
 }  # fmt: skip
 WORDS = (
-    "<pad>",
-    "</s>",
-    "<unk>",
-    "a",
-    "photo",
-    "sketch",
-    "of",
-    "dog",
-    "polar",
-    "bear",
-    "elephant",
-    "giraffe",
-    "guitar",
-)
+    "<pad>", "</s>", "<unk>", "a", "photo", "sketch", "of", "dog", "polar", "bear", "elephant", "giraffe", "guitar",
+)  # fmt: skip
 TEXT = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
     "vocab_size": len(WORDS), "max_position_embeddings": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,

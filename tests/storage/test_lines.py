@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
@@ -30,21 +29,16 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_wherever_the_last_line_is_torn_the_others_stay_and_it_is_cut_off(tmp_path: Path) -> None:
     path, short = tmp_path / "lines", tmp_path / "short"
-    whole = written(path)
-    last = whole.rindex(b"\n", 0, -1) + 1
-    for length in range(len(whole)):
-        short.write_bytes(whole[:length])
-        kept = VALUES[: whole[:length].count(b"\n")]
+    content = written(path)
+    last = content.rindex(b"\n", 0, -1) + 1
+    for length in range(len(content)):
+        short.write_bytes(content[:length])
+        kept = VALUES[: content[:length].count(b"\n")]
         assert list(read_lines(short)) == kept
-        if length in (0, 5, last, last + 1, len(whole) - 1):
+        if length in (0, 5, last, last + 1, len(content) - 1):
             append_lines(short, ["next"])
             assert list(read_lines(short)) == [*kept, "next"]
-
-
-def test_a_torn_line_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    whole = written(path)
-    path.write_bytes(whole + b"x" * 10_000)
+    path.write_bytes(content + b"x" * 10_000)  # more than what is read at once
     append_lines(path, ["next"])
     assert list(read_lines(path)) == [*VALUES, "next"]
 
@@ -83,18 +77,18 @@ def test_each_process_has_a_file_of_its_own_and_all_are_read(tmp_path: Path) -> 
     assert sorted(main.lines("records")) == ["by a fork", "by another rank", "by it too", "by the main process"]
 
 
-@pytest.mark.slow
-def test_a_killed_process_loses_no_line_that_it_had_added(tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from xdm_ft.storage.lines import append_lines
-for number in range(5):
-    append_lines(Path({str(tmp_path)!r}) / "lines", [number])
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    subprocess.run([sys.executable, "-c", code], check=False)
-    assert list(read_lines(tmp_path / "lines")) == list(range(5))
+def test_a_line_is_on_the_disk_when_the_call_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is the name of a new file."""
+    synced = list[str]()
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    for number in range(3):
+        append_lines(tmp_path / "lines", [number])
+        assert list(read_lines(tmp_path / "lines")) == list(range(number + 1))
+    path = str(tmp_path / "lines")
+    assert synced == [path, str(tmp_path), path, path]
 
 
 def test_a_disk_that_takes_nothing_is_the_users_to_mend(tmp_path: Path) -> None:

@@ -1,0 +1,471 @@
+"""The contract of encoders: every family computes its library's features, from any source of weights, and refuses the
+same faults in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import timm
+import tiny_transformers
+import torch
+import transformers
+from conftest import NAMES, TINY, Family, images, tiny_clip, tiny_resnet
+from open_clip.transform import PreprocessCfg, image_transform_v2
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from xdm_ft.encoders import LibraryEncoder, TextEncoder
+from xdm_ft.encoders.open_clip import OpenClip
+from xdm_ft.encoders.timm import Timm
+from xdm_ft.encoders.transformers import Transformers
+from xdm_ft.features.key import weights_digest
+from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
+from xdm_ft.recipe import components
+from xdm_ft.runtime.errors import UserError
+
+CLASSES = {"timm": Timm, "open_clip": OpenClip, "transformers": Transformers}
+SIZED = PreprocessingOverrides(size=64)
+
+
+def features(encoder: LibraryEncoder, size: int = 32) -> Tensor:
+    with torch.no_grad():
+        return encoder(images(size))
+
+
+@torch.no_grad()
+def test_features_are_the_librarys(family: Family) -> None:
+    encoder, expected = family.encoder(), family.features(images())
+    z = encoder(images())
+    torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-6)
+    assert z.dtype == torch.float32 and z.shape[1] == encoder.width
+    assert not any(module.training for module in encoder.modules())
+    unit = family.encoder(normalize=True)(images())
+    torch.testing.assert_close(unit, expected / expected.norm(dim=1, keepdim=True))
+    low = encoder.to(torch.bfloat16)(images())
+    assert low.dtype == torch.float32 and torch.nn.functional.cosine_similarity(low, expected).min() > 0.99
+
+
+def test_only_the_image_side_trains(family: Family) -> None:
+    encoder = family.encoder()
+    encoder(images()).square().sum().backward()
+    for name, parameter in encoder.named_parameters():
+        assert parameter.requires_grad == (not family.has_text or name.startswith("model.vis")), name
+        if family.has_text:
+            assert (parameter.grad is not None) == parameter.requires_grad, name
+    assert isinstance(encoder, TextEncoder) == (family.component != "timm")
+    assert not isinstance(encoder, TextEncoder) or bool(encoder.text_reason) != family.has_text
+
+
+def test_identity_differs_where_features_do(family: Family) -> None:
+    kwargs: dict[str, Any] = {
+        "timm": {"output_stride": 16}, "open_clip": {"quick_gelu": True}, "transformers": {"hidden_act": "relu"},
+    }[family.component]  # fmt: skip
+    if family.component == "transformers" and family.has_text:
+        kwargs = {"vision_config": kwargs}
+    changes: list[dict[str, Any]] = [
+        {}, {"normalize": True}, {"kwargs": kwargs}, {"preprocessing": PreprocessingOverrides(size=32, crop=0.5)},
+    ]  # fmt: skip
+    if family.component != "timm":  # it has no tokens
+        changes.append({"pooling": "mean"})
+    identities = [family.encoder(**change).identity() for change in changes]
+    assert len({json.dumps(identity, sort_keys=True) for identity in identities}) == len(changes)
+    assert "pooling" not in identities[0], "the keys of features that are cached already stay valid"
+    library = {"timm": timm, "open_clip": open_clip, "transformers": transformers}[family.component]
+    assert library.__version__ in json.dumps(identities[0]) and identities[0]["component"] == family.component
+    if family.component != "timm":  # they change text embeddings, not features
+        assert family.encoder(prompts=("{}",)).identity() == identities[0]
+
+
+def test_portable_builds_the_same_encoder_elsewhere(family: Family, tmp_path: Path) -> None:
+    encoder = family.encoder()
+    settings, state, files = encoder.portable()
+    assert not any(name in json.dumps([settings, files]) for name in family.source if "/" in name)
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    save_file({name: value.clone() for name, value in state.items()}, tmp_path / "encoder.safetensors")
+    model = str(tmp_path / settings["model"]) if settings["model"] in files else settings["model"]
+    again = CLASSES[family.component](
+        model=model,
+        kwargs=settings["kwargs"],
+        weights=str(tmp_path / "encoder.safetensors"),
+        preprocessing=PreprocessingOverrides(**encoder.preprocessing.model_dump()),
+    )
+    assert weights_digest(again) == weights_digest(encoder) and torch.equal(features(again), features(encoder))
+    if family.component == "transformers":  # the library itself reads both
+        library = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**files[settings["model"]]))
+        library.load_state_dict(state)
+        assert again.identity()["config"] == encoder.identity()["config"] and again.text_reason
+
+
+def test_recipe_keys() -> None:
+    keys = {"model", "weights", "kwargs", "preprocessing", "normalize", "pooling"}
+    for name in CLASSES:
+        fields = components.settings_model(components.find("encoders", name)).model_fields
+        assert set(fields) == keys | (set() if name == "timm" else {"prompts"})
+        assert all(field.description for field in fields.values())
+
+
+# mobilenetv3 has a layer between pooling and head: its features are wider than `num_features`
+@pytest.mark.parametrize(
+    ("name", "size", "width"),
+    [
+        ("test_resnet", 64, 96), ("test_efficientnet", 64, 256), ("mobilenetv3_small_050", 64, 1024),
+        ("convnext_atto", 64, 320), ("test_vit", 160, 64), ("densenet121", 64, 1024), ("levit_128s", 224, 384),
+    ],
+)  # fmt: skip
+def test_features_of_timm_are_the_input_of_the_head(name: str, size: int, width: int) -> None:
+    encoder = Timm(model=name, preprocessing=PreprocessingOverrides(size=size))
+    with torch.no_grad():  # without a head a timm model returns its features
+        assert torch.equal(encoder(images(size)), encoder.model(images(size)))
+    assert encoder.width == width
+
+
+RESNET = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
+TRUNK = {"timm_model_name": "test_resnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("test_resnet", 6),
+        ("test_vit", 7),
+        ("densenet121", 9),
+        ("resnet clip", 6),
+        ("trunk clip", 6),
+        *zip(NAMES[1:], (2, 3, 3, 3, 3), strict=True),
+    ],
+)
+def test_stages_run_in_the_order_of_their_names(
+    name: str, count: int, families: dict[str, Family], tmp_path: Path
+) -> None:
+    encoder: LibraryEncoder
+    if name in families:
+        encoder = families[name].encoder()
+    elif name.endswith("clip"):
+        vision = RESNET if name.startswith("resnet") else TRUNK
+        clip = tiny_clip(tmp_path, name.replace(" ", "_"), vision_cfg=vision)
+        encoder = clip.encoder()
+        assert torch.equal(features(encoder), clip.features(images()))
+    else:
+        encoder = Timm(model=name, preprocessing=PreprocessingOverrides(size=160 if name == "test_vit" else 64))
+    stages, transitions = encoder.stage_names, encoder.transition_names
+    between = [name for pair in zip(stages, (*transitions, ""), strict=False) for name in pair if name]
+    expected, order = [*encoder.stem_names, *(between if transitions else stages)], list[str]()
+    for stage in expected:
+        encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage: order.append(stage))
+    features(encoder, encoder.preprocessing.size)
+    assert order == expected and len(order) == count
+
+
+def test_random_weights_follow_torch_seed() -> None:
+    def drawn(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return features(Timm(model="test_resnet"), 160)
+
+    assert torch.equal(drawn(3), drawn(3)) and not torch.equal(drawn(3), drawn(4))
+
+
+@pytest.mark.parametrize("classes", [0, 7, 1000])
+@pytest.mark.parametrize("written", ["half.safetensors", "half.pth", "last.pth.tar"])
+def test_files_of_timm(tmp_path: Path, written: str, classes: int) -> None:
+    """In half precision, with and without a head; a training's checkpoint is unwrapped."""
+    own, path = tiny_resnet(tmp_path, classes), tmp_path / written
+    state = {name: value.half() if value.is_floating_point() else value for name, value in own.state.items()}
+    wrapped = {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}
+    save_file(state, path) if written.endswith("safetensors") else torch.save(
+        wrapped if "last" in written else state, path
+    )
+    encoder = own.encoder(weights=str(path))
+    own.model.load_state_dict({name: value.float() for name, value in state.items()})
+    torch.testing.assert_close(features(encoder), own.features(images()), rtol=1e-5, atol=1e-6)
+    assert next(encoder.parameters()).dtype == torch.float32
+    assert encoder.pretraining == f"weights from the file {written}"
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_files_of_open_clip(families: dict[str, Family], tmp_path: Path, suffix: str) -> None:
+    own, path = families["open_clip"], tmp_path / f"half.{suffix}"
+    state = {name: value.half() for name, value in own.state.items()}
+    save_file(state, path) if suffix == "safetensors" else torch.save({"epoch": 1, "state_dict": state}, path)
+    encoder, exact = own.encoder(weights=str(path)), own.encoder()
+    exact.model.load_state_dict({name: value.float() for name, value in state.items()})
+    assert next(encoder.parameters()).dtype == torch.float32 and torch.equal(features(encoder), features(exact))
+    assert encoder.pretraining.startswith(f"weights from the file half.{suffix}: unseen in fine-tuning")
+
+
+def test_timm_from_the_hub_cache(hub, tmp_path: Path) -> None:
+    own = tiny_resnet(tmp_path, 1000)
+    hub("timm/test_resnet.r160_in1k", {"model.safetensors": own.state})
+    for model, weights in (
+        ("test_resnet", "pretrained"), ("test_resnet", "r160_in1k"), ("test_resnet.r160_in1k", "pretrained"),
+    ):  # fmt: skip
+        encoder = own.encoder(model=model, weights=weights)
+        torch.testing.assert_close(features(encoder), own.features(images()), rtol=1e-5, atol=1e-6)
+        assert encoder.pretraining == "weights test_resnet.r160_in1k, pre-trained on ImageNet-1k"
+    config = {
+        "input_size": [3, 48, 48], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "crop_pct": 0.9,
+        "interpolation": "bilinear", "num_classes": 1000, "classifier": "fc", "first_conv": "conv1.0",
+    }  # fmt: skip
+    files = {"architecture": "test_resnet", "num_classes": 1000, "pretrained_cfg": config}
+    hub("acme/own", {"config.json": files, "model.safetensors": own.state})
+    for model, weights in (("hf-hub:acme/own", "pretrained"), ("test_resnet", "hf-hub:acme/own")):
+        other = Timm(model=model, weights=weights)
+        torch.testing.assert_close(features(other), own.features(images()), rtol=1e-5, atol=1e-6)
+        assert (other.preprocessing.size, other.preprocessing.mean) == (48, (0.1, 0.2, 0.3))
+    with pytest.raises(UserError, match=r"is a test_resnet, not a resnet18; set encoder\.model to test_resnet"):
+        Timm(model="resnet18", weights="hf-hub:acme/own")
+
+
+def test_open_clip_from_a_hub_repository_and_a_folder(families: dict[str, Family], hub) -> None:
+    preprocess = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bilinear"}
+    config = {"model_cfg": TINY, "preprocess_cfg": preprocess}
+    own = families["open_clip"]
+    folder = hub("acme/clip", {"open_clip_config.json": config, "open_clip_model.safetensors": own.state})
+    for model in ("hf-hub:acme/clip", f"local-dir:{folder}"):
+        encoder = OpenClip(model=model, weights="pretrained")
+        assert torch.equal(features(encoder), own.features(images()))
+        assert (encoder.preprocessing.mean, encoder.preprocessing.size) == ((0.1, 0.2, 0.3), 32)
+        assert encoder.text_embeddings(("dog",)).shape == (1, 24)
+    with pytest.raises(UserError, match=r'is not a "ViT-B-16".*write model: hf-hub:acme/clip'):
+        OpenClip(model="ViT-B-16", weights="hf-hub:acme/clip")
+
+
+def test_transformers_from_the_hub_cache_and_from_a_file(families: dict[str, Family], hub, tmp_path: Path) -> None:
+    own = families["dinov2"]
+    folder = Path(own.source[0].removeprefix("local-dir:"))
+    read = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    hub("acme/own", {**read, "model.safetensors": load_file(folder / "model.safetensors")})
+    for written in ("acme/own", "hf-hub:acme/own"):
+        encoder = Transformers(model=written)
+        assert torch.equal(features(encoder), own.features(images()))
+        assert encoder.identity()["model"] == "acme/own" and encoder.pretraining.startswith("weights acme/own, ")
+    torch.save(own.model.state_dict(), tmp_path / "own.pth")
+    encoder = Transformers(model="acme/own", weights=str(tmp_path / "own.pth"))
+    assert torch.equal(features(encoder), own.features(images())) and "the file own.pth" in encoder.pretraining
+
+
+class Bomb:
+    """Creates a folder if it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def faulty(fault: str, state: dict[str, Tensor], folder: Path) -> Path:
+    """Writes a weights file with this fault, made of a correct state dict."""
+    path = folder / f"{fault}.{'safetensors' if 'safetensors' in fault else 'pth'}"
+    if fault == "folder":
+        path.mkdir()
+    elif fault == "truncated_safetensors":
+        save_file(state, path)
+        path.write_bytes(path.read_bytes()[:-100])
+    elif fault == "truncated":
+        torch.save(state, path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif fault.startswith("garbage"):
+        path.write_bytes(b"<html>404 not found</html>" * 20)
+    elif fault == "code":
+        torch.save({**state, "bomb": Bomb(folder / "exploded")}, path)
+    elif fault == "torchscript":
+        torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)).save(path)
+    elif fault == "nan":
+        first = next(name for name, value in state.items() if value.is_floating_point())
+        torch.save({**state, first: state[first] * float("nan")}, path)
+    elif fault == "no_tensors":
+        torch.save({"epoch": 3}, path)
+    return path
+
+
+FAULTS = {
+    "missing": "does not exist; give the path of a .safetensors or .pth file",
+    "folder": "is a folder",
+    "truncated_safetensors": "is damaged or has another format",
+    "truncated": "is damaged or has another format",
+    "garbage": "is damaged or has another format",
+    "garbage_safetensors": "is damaged or has another format",
+    "code": "holds pickled code .*never run",
+    "torchscript": "TorchScript archive, which is code",
+    "no_tensors": "holds no tensors",
+    "nan": r"holds NaN in 1 tensor \(",
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["timm", "open_clip", "vit"])
+def test_faulty_file(families: dict[str, Family], name: str, fault: str, tmp_path: Path) -> None:
+    path = faulty(fault, families[name].state, tmp_path)
+    with pytest.raises(UserError, match=FAULTS[fault]) as raised:
+        families[name].encoder(weights=str(path))
+    assert str(raised.value).startswith(f"encoder.weights: {path} ") and "\n" not in str(raised.value)
+    assert not (tmp_path / "exploded").exists()
+
+
+def without(part: str) -> Any:
+    return lambda state: {name: value for name, value in state.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "wording"),
+    [
+        ("timm", without("layer4"), r"lacks \d+ of the model's tensors \(layer4\."),
+        ("timm", lambda s: {**s, "extra": torch.zeros(2)}, r"holds 1 that the model has not \(extra\)"),
+        ("timm", lambda s: {**s, "conv1.0.weight": torch.zeros(2)}, r"1 of another shape \(conv1\.0\.weight: \[2\] in"),
+        ("timm", lambda s: {f"backbone.{k}": v for k, v in s.items()}, r"lacks \d+ of the model's tensors"),
+        ("open_clip", without("resblocks.1"), r"lacks \d+ of the model's tensors \(visual"),
+        ("open_clip", lambda s: {**s, "extra": torch.zeros(2)}, r"holds 1 that the model has not \(extra\)"),
+        ("open_clip", lambda s: {**s, "text_projection": torch.zeros(16, 8)}, r"another shape \(text_projection"),
+        ("vit", without("layers.2"), r"lacks \d+ of the model's tensors \(layers\.2"),
+        ("vit", lambda s: {**s, "layernorm.weight": torch.zeros(5)}, "can not be loaded"),
+        ("vit", lambda s: {f"x.{k}": v for k, v in s.items()}, r"lacks \d+ of the model's tensors"),
+    ],
+)
+def test_file_that_does_not_fit(families: dict[str, Family], name: str, change, wording: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file(change(families[name].state), path)
+    with pytest.raises(UserError, match=wording) as raised:
+        families[name].encoder(weights=str(path))
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+TIMM, CLIP, HUGGING = "timm", "open_clip", "vit"
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "wording"),
+    [
+        (TIMM, {"model": "resnet81"}, 'no model "resnet81"; did you mean resnet18'),
+        (TIMM, {"model": "resnet18.tv_in1k", "weights": None}, "write weights: pretrained, or model: resnet18"),
+        (TIMM, {"model": "resnet18", "weights": "tv_in1"}, 'did you mean "tv_in1k"'),
+        (TIMM, {"model": "resnet18.tv_in1k", "weights": "a1_in1k"}, "keep one of them"),
+        (TIMM, {"model": "test_resnet.no_such"}, 'no weights "no_such"'),
+        (TIMM, {"model": "vit_base_patch16_xp_224", "weights": "pretrained"}, "has no pretrained weights"),
+        (TIMM, {"model": "resnet18", "weights": "tv_in1k"}, 'download timm/resnet18.tv_in1k".*HF_HUB_OFFLINE=1'),
+        (TIMM, {"model": "resnet18", "weights": "pretrained"}, "resnet18.a1_in1k is not on this machine"),
+        (TIMM, {"model": "hf-hub:acme/none", "weights": "pretrained"}, "hf download acme/none"),
+        (TIMM, {"model": "hf-hub:acme/none", "weights": None}, "null: .* write weights: pretrained"),
+        (TIMM, {"weights": "hf-hub:acme/none"}, "hf download acme/none"),
+        (TIMM, {"kwargs": {"num_classes": 3}}, "encoder.kwargs: num_classes can not be set"),
+        (TIMM, {"kwargs": {"bn_epz": 1}}, "encoder.kwargs: .*unexpected keyword argument 'bn_epz'"),
+        (TIMM, {"weights": None, "kwargs": {"bn_epz": 1}}, "encoder.kwargs: .*unexpected keyword argument 'bn_epz'"),
+        (TIMM, {"weights": None, "kwargs": {"global_pool": ""}}, r"instead of \[batch, K\]"),
+        (TIMM, {"model": "vit_tiny_patch16_224", "weights": None, "preprocessing": SIZED}, "not take images of 64 px"),
+        (CLIP, {"model": "ViT-B-61", "weights": "openai"}, "did you mean ViT-B-16"),
+        (CLIP, {"model": "ViT-B-16", "weights": "opena"}, 'did you mean "openai"'),
+        (CLIP, {"model": "ViT-S-16", "weights": "openai"}, 'has no weights for "ViT-S-16"'),
+        (CLIP, {"model": "ViT-B/16-quickgelu", "weights": "openai"}, "download timm/vit_base_patch16_clip_224.openai"),
+        (CLIP, {"model": "ViT-B-16-quickgelu", "weights": "laion2b_s34b_b88k"}, 'they are those of "ViT-B-16"'),
+        (CLIP, {"model": "hf-hub:acme/none", "weights": "pretrained"}, "hf download acme/none"),
+        (CLIP, {"model": "hf-hub:acme/none", "weights": "openai"}, "write weights: pretrained"),
+        (CLIP, {"model": "ViT-B-16", "weights": "hf-hub:acme/none"}, "hf download acme/none"),
+        (CLIP, {"model": "demo", "weights": "openai"}, "write model: demo, weights: demo"),
+        (CLIP, {"kwargs": {"precision": "fp16"}}, "precision can not be set"),
+        (CLIP, {"kwargs": {"quick_gelo": True}}, "unexpected keyword argument 'quick_gelo'"),
+        (CLIP, {"kwargs": {"embed_dim": 32}}, "of another shape"),
+        (CLIP, {"weights": "openai"}, '"openai" is no file'),
+        (CLIP, {"preprocessing": SIZED}, "does not take images of 64 px"),
+        (CLIP, {"prompts": ("a {} of a {}",)}, r"encoder\.prompts: .* must hold \{\} once"),
+        (HUGGING, {"model": "acme/none"}, 'acme/none is not on this machine .*hf download acme/none".*HF_HUB_OFFLINE'),
+        (HUGGING, {"model": "hf-hub:acme/none"}, "hf download acme/none"),
+        (HUGGING, {"model": "resnet18"}, 'encoder.model: "resnet18" is no name of the hub; write ORGANISATION/NAME'),
+        (HUGGING, {"model": "local-dir:nowhere"}, "the folder nowhere has no config.json"),
+        (HUGGING, {"model": "sub/folder"}, "is a folder here; write local-dir:sub/folder"),
+        (HUGGING, {"model": "own.json"}, "is no file; own.json needs a .safetensors file"),
+        (HUGGING, {"model": "own.json", "weights": "own.safetensors"}, "own.json can not be read as a config"),
+        (HUGGING, {"model": "acme/none", "weights": "openai"}, "write weights: pretrained"),
+        (HUGGING, {"kwargs": {"hidden_sice": 3}}, '"hidden_sice" is no key of the config .*mean "hidden_size"'),
+        (HUGGING, {"kwargs": {"hidden_size": 33}}, r"encoder\.kwargs: \{'hidden_size': 33\} do not fit"),
+        (HUGGING, {"kwargs": {"model_type": "clip"}}, "encoder.kwargs: model_type can not be set here"),
+        (HUGGING, {"prompts": ("a photo",)}, "encoder.prompts: "),
+    ],
+)
+def test_faults_of_the_recipe(
+    families: dict[str, Family], name: str, keys: dict[str, Any], wording: str, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sub/folder").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match=wording) as raised:
+        families[name].encoder(**keys)
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr().err == "", "libraries report faults too"
+
+
+def photograph(width: int, height: int) -> Image.Image:
+    """Smooth areas, edges and fine texture."""
+    draw = np.random.default_rng(1)
+    coarse = Image.fromarray(draw.integers(0, 256, (7, 9, 3), dtype=np.uint8)).resize((width, height), 3)
+    pixels = np.asarray(coarse) + draw.normal(0, 8, (height, width, 3))
+    pixels[height // 3 : height // 2, width // 4 : width // 2] = (250, 20, 60)
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+@pytest.mark.parametrize("name", ["test_resnet", "test_vit", "resnet10t"])
+def test_preprocessing_is_timms(name: str) -> None:
+    config = timm.data.resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    ours = evaluation_transform(Timm(model=name).preprocessing)
+    assert torch.equal(ours(photograph(300, 200)), timm.data.create_transform(**config)(photograph(300, 200)))
+
+
+@pytest.mark.parametrize("mode", ["shortest", "squash"])
+def test_preprocessing_is_open_clips(families: dict[str, Family], mode: str, hub) -> None:
+    cfg = PreprocessCfg(size=32, resize_mode=mode, interpolation="bicubic" if mode == "shortest" else "bilinear")
+    config = {"model_cfg": TINY, "preprocess_cfg": {"resize_mode": mode, "interpolation": cfg.interpolation}}
+    files = {"open_clip_config.json": config, "open_clip_model.safetensors": families["open_clip"].state}
+    hub("acme/clip", files)
+    ours = evaluation_transform(OpenClip(model="hf-hub:acme/clip", weights="pretrained").preprocessing)
+    for size in ((300, 200), (20, 45)):
+        assert torch.equal(ours(photograph(*size)), image_transform_v2(cfg, is_train=False)(photograph(*size)))
+
+
+@pytest.mark.parametrize("kind", tiny_transformers.MAKE)
+def test_preprocessing_is_that_of_transformers(families: dict[str, Family], kind: str) -> None:
+    """To 1 level of 255 on average and 4 at most: both resize with rounding of their own."""
+    own = families[kind].encoder().preprocessing
+    for size in ((120, 80), (50, 90), (20, 25)):
+        theirs = tiny_transformers.processor(kind)(images=photograph(*size), return_tensors="pt")["pixel_values"][0]
+        difference = (evaluation_transform(own)(photograph(*size)) - theirs).abs()
+        levels = difference * torch.tensor(own.std).view(3, 1, 1) * 255
+        assert levels.mean() < 1 and levels.max() < 4
+
+
+def test_preprocessing_follows_overrides_and_image_size() -> None:
+    half = PreprocessingOverrides(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop=1.0)
+    own = Timm(model="test_vit", kwargs={"img_size": 64}, preprocessing=half).preprocessing
+    assert (own.size, own.mean, own.std, own.crop) == (64, (0.5,) * 3, (0.5,) * 3, 1.0)
+
+
+REAL = {"bn_eps": 1e-3, "pad_type": "same"}
+
+
+def test_real_weights_recognise_dogs(shared: Path) -> None:
+    path = shared / "weights/mobilenetv2_100.keras_in1k_int8deq.fp16.safetensors"
+    half = PreprocessingOverrides(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop=1.0)
+    encoder, head = Timm(model="mobilenetv2_100", weights=str(path), kwargs=REAL, preprocessing=half), load_file(path)
+    assert encoder.width == 1280
+    transform = evaluation_transform(encoder.preprocessing)
+    photos = sorted((shared / "pacs/photo/dog").iterdir())[:12]
+    with torch.no_grad():
+        z = encoder(torch.stack([transform(Image.open(photo).convert("RGB")) for photo in photos]))
+    classes = (z @ head["classifier.weight"].float().T + head["classifier.bias"].float()).argmax(1)
+    assert ((classes >= 151) & (classes <= 268)).sum() >= 9  # ImageNet's breeds of dogs
+
+
+def test_real_weights_without_a_head_and_incomplete_ones(shared: Path) -> None:
+    path = shared / "weights/mobilenetv2_035.tm_in1k_features.fp16.safetensors"
+    loaded = Timm(model="mobilenetv2_035", weights=str(path), kwargs=REAL).model.state_dict()
+    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in load_file(path).items())
+    path = shared / "weights/resnet18.tv_in1k_upto_layer3.fp16.safetensors"
+    with pytest.raises(UserError, match=r'does not fit "resnet18": lacks \d+ of the model.s tensors \(layer4'):
+        Timm(model="resnet18", weights=str(path))
