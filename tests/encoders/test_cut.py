@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TEXT, tiny_clip
+from tiny_models import TEXT, tiny_clip
 from torch import Tensor, nn
 
 from xdm_ft.cut.cut import Below, Cut, depth_from_top, describe_chain

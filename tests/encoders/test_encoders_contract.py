@@ -16,10 +16,10 @@ import timm
 import tiny_transformers
 import torch
 import transformers
-from conftest import NAMES, TINY, Family, images, tiny_clip, tiny_resnet
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_models import NAMES, TINY, Family, images, tiny_clip, tiny_resnet
 from torch import Tensor
 
 from xdm_ft.encoders import LibraryEncoder, TextEncoder

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import images, tiny_clip
 from pydantic import ValidationError
+from tiny_models import images, tiny_clip
 from torch import Tensor, nn
 
 from xdm_ft.cut.cut import Cut

@@ -9,8 +9,8 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from conftest import TINY, Family, images, tiny_clip
 from safetensors.torch import save_file
+from tiny_models import TINY, Family, images, tiny_clip
 
 from xdm_ft.encoders.open_clip import OpenClip, resolve
 from xdm_ft.runtime.errors import UserError

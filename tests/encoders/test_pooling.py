@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Family, images, tiny_clip
+from tiny_models import Family, images, tiny_clip
 from torch import Tensor, nn
 
 from xdm_ft.cut.cut import Cut

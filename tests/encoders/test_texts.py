@@ -11,8 +11,8 @@ import open_clip
 import pytest
 import tiny_transformers
 import torch
-from conftest import TEXT, Family, tiny_clip
 from pydantic import ValidationError
+from tiny_models import TEXT, Family, tiny_clip
 from torch import Tensor
 
 from xdm_ft.recipe import components

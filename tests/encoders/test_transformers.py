@@ -12,7 +12,7 @@ import pytest
 import tiny_transformers
 import torch
 import transformers
-from conftest import Family, images
+from tiny_models import Family, images
 
 from xdm_ft.encoders.transformers import TOLERANCE, Transformers, from_processor
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
