@@ -20,7 +20,7 @@ from PIL import Image
 from xdm_ft.data import rows_by_name
 from xdm_ft.data.folder import Folder
 from xdm_ft.report.finished import Run, trainable_of
-from xdm_ft.report.frame import MEASURES, Picked, costs, frame
+from xdm_ft.report.means import MEASURES, Picked, costs
 from xdm_ft.report.section import Section, Table
 from xdm_ft.report.sections import analysis, differences, predictions, sections, selection
 from xdm_ft.report.sections import results as tables_of
@@ -84,14 +84,7 @@ def test_means_are_those_of_a_loop_over_results_json() -> None:
             assert spread.stderr == pytest.approx(stdev(per_seed) / 2**0.5)
 
 
-def test_the_frame_and_seeds_without_a_value_for_every_set() -> None:
-    made = run_in_memory(methods=["erm"], trials=2)
-    table = frame(made.records)
-    assert len(table) == 2 * 2 * 2 * 2 and set(table["split"]) == {"train_val", "test"}
-    for record in made.records:
-        rows = table[(table["held_out"] == record.test_domains[0]) & (table["seed"] == record.seed)]
-        [value] = rows[(rows["trial"] == record.trial) & (rows["split"] == "test")]["accuracy"]
-        assert value == value_on_test(*record.key)
+def test_seeds_without_a_value_for_every_set_do_not_count() -> None:
     runs = two_sets()
     runs[1]["selected"]["train_val"]["metrics"]["test"]["auroc"] = None  # seed 1 of a
     runs[0]["selected"]["train_val"]["metrics"]["test"]["auroc"] = 0.6

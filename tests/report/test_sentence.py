@@ -115,6 +115,8 @@ def test_what_one_more_domain_brings_where_models_left_out_two() -> None:
 )
 def test_other_metrics(metric: str, number: str, difference: str) -> None:
     values = {"erm": {"a": 0.7, "b": 0.75}, "mix": {"a": 0.62, "b": 0.67}}
+    larger = run({"erm": values["mix"], "mix": values["erm"]}, metric="nll", chosen_by={"erm": 0.7, "mix": 0.6})
+    assert "+0.080 against erm (lower is better)" in sentence(larger)
     verdict, chosen_by = ("better", 0.6) if metric == "nll" else ("worse", 0.8)
     made = run(values, metric=metric, verdicts={"mix": verdict}, chosen_by={"erm": 0.7, "mix": chosen_by})
     assert number in sentence(made) and difference in sentence(made)

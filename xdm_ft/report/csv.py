@@ -16,7 +16,7 @@ from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, between_encoders, further
 from xdm_ft.report.finished import Run, encoder_block, trainable_of
-from xdm_ft.report.frame import MEASURES, Cost, Measure, Picked, costs
+from xdm_ft.report.means import MEASURES, Cost, Measure, Picked, costs
 from xdm_ft.report.words import trained_words
 from xdm_ft.storage.csv_cells import csv_line
 

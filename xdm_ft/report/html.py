@@ -20,7 +20,7 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow, set_name
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.finished import Run
-from xdm_ft.report.frame import ECE, Picked
+from xdm_ft.report.means import ECE, Picked
 from xdm_ft.report.section import Section
 from xdm_ft.report.sections import sections
 from xdm_ft.report.sections.results import mean_interval

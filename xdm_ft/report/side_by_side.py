@@ -13,7 +13,7 @@ from xdm_ft.evaluation.verdicts import Comparison, Pair, WithoutGroups, compared
 from xdm_ft.report.comparisons import beside_rows, cells_of, difference_text, header_of, reference_names
 from xdm_ft.report.csv import properties
 from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.report.frame import Picked
+from xdm_ft.report.means import Picked
 from xdm_ft.report.section import Section, Table, cells, metric_cell
 from xdm_ft.report.sections.differences import comparison_table, differences
 from xdm_ft.report.sections.results import metric_table, results

@@ -12,7 +12,7 @@ from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.evaluation.records import Held, set_name
 from xdm_ft.report.charts import MUTED, SERIES, Line, Look, curves, heat_maps
 from xdm_ft.report.finished import Run
-from xdm_ft.report.frame import ECE, Picked
+from xdm_ft.report.means import ECE, Picked
 from xdm_ft.report.pooled import Pool, confidences
 from xdm_ft.report.section import Cell, Section, Table, Thumbnail, cells, metric_cell
 from xdm_ft.report.words import short

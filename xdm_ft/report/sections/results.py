@@ -14,7 +14,7 @@ from xdm_ft.evaluation.records import Record, SummaryRow, set_name
 from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report.charts import Figure, Look, Mark, Row, looks, points
 from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
-from xdm_ft.report.frame import MEASURES, Picked, costs
+from xdm_ft.report.means import MEASURES, Picked, costs
 from xdm_ft.report.pooled import interval
 from xdm_ft.report.section import Cell, Section, Table, cells, metric_cell, spread_cell
 from xdm_ft.report.words import (
