@@ -371,6 +371,12 @@ def test_models_that_are_no_chain_are_refused(join: Any, blocks: tuple[str, ...]
     assert describe_chain(encoder) == [encoder.blocks_reason]
 
 
+def test_what_both_parts_use_lies_below() -> None:
+    encoder = Linears(lambda x, first, second: second(first(x + second.bias)), "first", "second")
+    encoder.shared = encoder.second.bias = nn.Parameter(torch.rand(12))
+    assert not Cut(encoder, 1).is_above("shared") and depth_from_top(encoder, "shared") == 3
+
+
 def overwriting() -> Encoder:
     encoder = Linears(in_turn, "first", "second")
     encoder.second = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 12))
