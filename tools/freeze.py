@@ -67,7 +67,7 @@ KEYS = {
     "bf16": {**DIGITS, "features": {"precision": "bf16"}},
     "normalize": {"data": {"name": "digits"}, "encoder": DIGITS["encoder"] | {"normalize": True}},
     "views": {"data": {"name": "folder", "root": "images", "train_augmentation": "domainbed"},
-              "encoder": DIGITS["encoder"], "features": {"views": 2}},
+              "encoder": DIGITS["encoder"], "features": {"views": 2}, "methods": ["erm"]},
     "squash": {"data": {"name": "folder", "root": "images"},
                "encoder": DIGITS["encoder"] | {"preprocessing": {"resize": "squash", "crop": 0.9}}},
     "resnet": {"data": {"name": "folder", "root": "images"},
@@ -132,7 +132,7 @@ def write_recipe(folder: Path, name: str, recipe: dict[str, Any]) -> Path:
     return path  # JSON is YAML  # fmt: skip
 
 
-MEASURED = re.compile(r"second|time|memory|peak|per_s|speed|version|commit|host|machine|started|ended|date|duration|"
+MEASURED = re.compile(r"second|time|memory|peak|per_s|ms_per|speed|version|commit|host|machine|started|ended|date|duration|"
                       r"^cpu|threads|created|python|torch|xxh|estimate|bytes$|_s$")  # fmt: skip
 
 
@@ -152,7 +152,8 @@ def words(text: str) -> str:
     text = text.replace(str(Path.cwd()), "HERE").replace(tempfile.gettempdir(), "TMP")
     text = re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d)?(\.\d+)?(Z|[+-]\d\d:\d\d)?", "DATE", text)
     text = re.sub(r"(/[\w.+-]+)+/(xdm_ft|site-packages)/", r"\2/", text)
-    return re.sub(r"\b\d+(\.\d+)? ?(h|min|s|ms|images/s|GB|MB|kB)\b( \d+ (s|min)\b)?", "AMOUNT", text)
+    text = re.sub(r"\b\d+(\.\d+)? ?(h|min|s|ms|images/s|GB|MB|kB)\b( \d+ (s|min)\b)?", "AMOUNT", text)
+    return re.sub(r"\b\d+(\.\d+)? of AMOUNT free", "AMOUNT free", text)
 
 
 def tensors(path: Path) -> Iterator[str]:
@@ -205,7 +206,7 @@ def succeed(*arguments: str) -> str:
 def record_recipes(folder: Path) -> None:
     for name, recipe in RECIPES.items():
         path = write_recipe(Path(), name, recipe)
-        succeed("run", str(path), f"output.dir=runs/{name}")
+        succeed("run", str(path), "output.dir=runs")
         save(folder / "recipes", name, contents(Path("runs") / name))
         print(f"recorded recipes/{name}", flush=True)
 
@@ -222,9 +223,7 @@ def record_keys(folder: Path) -> None:
     lines = []
     for name, recipe in KEYS.items():
         os.environ["XDM_FT_CACHE"] = str(Path(f"cache_{name}").absolute())
-        status, _, err = command("features", str(write_recipe(Path(), f"key_{name}", recipe)))
-        if status:
-            lines.append(f"{name}: {words(err.strip().splitlines()[-1])}")
+        succeed("features", str(write_recipe(Path(), f"key_{name}", recipe)))
         found = {path.parent for path in Path(f"cache_{name}").rglob("*.safetensors")}
         found |= {path.parent for path in Path(f"cache_{name}").rglob("manifest.json")}
         lines += [
@@ -237,14 +236,10 @@ def record_models(folder: Path) -> None:
     for run, method in (("bank", "erm"), ("bank", "knn"), ("cut", "one block"), ("lora", "LoRA"),
                         ("end_to_end", "mixstyle"), ("final_fit", None), ("bank", "linear_probe")):  # fmt: skip
         made = f"made_{run}_{method}".replace(" ", "_")
-        chosen = [] if method is None else ["--method", method, "--test-domain", "blurred", "--seed", "0"]
-        status, _, err = command("export", f"runs/{run}", "--to", made, *chosen)
-        lines = [f"status {status}", *(words(line) for line in err.splitlines()[-1:] if status)]
-        if status == 0:
-            lines += contents(Path(made))
-            succeed("predict", made, "images/blurred", "--output", f"{made}.csv")
-            lines += Path(f"{made}.csv").read_text().splitlines()
-        save(folder / "models", made, lines)
+        chosen = [] if method is None else ["--method", method, "--held-out", "blurred", "--seed", "0"]
+        succeed("export", f"runs/{run}", made, *chosen)
+        succeed("predict", made, "images/blurred", "--probabilities", "--out", f"{made}.csv")
+        save(folder / "models", made, [*contents(Path(made)), *Path(f"{made}.csv").read_text().splitlines()])
 
 
 def record_json(folder: Path) -> None:
@@ -252,19 +247,16 @@ def record_json(folder: Path) -> None:
     verbs = {
         "validate": ["validate", recipe], "ls": ["ls", "methods"], "ls_recipes": ["ls", "recipes"],
         "ls_data": ["ls", "data"], "ls_encoders": ["ls", "encoders"], "explain": ["explain", "verdict"],
-        "report": ["report", "runs/bank"], "report_two": ["report", "runs/bank", "runs/search"],
+        "report": ["report", "runs/bank"], "report_two": ["report", "runs/cut", "runs/lora"],
         "analyse": ["analyse", "runs/bank"], "analyse_end_to_end": ["analyse", "runs/end_to_end"],
-        "predict": ["predict", made, "images/ink"], "evaluate": ["evaluate", made, "images/ink"],
-        "retrain": ["retrain", "runs/bank", "--method", "erm", "--test-domain", "blurred", "--seed", "0"],
-        "run": ["run", recipe, "output.dir=runs/bank"], "cache": ["cache", "list"],
+        "predict": ["predict", made, "images/ink", "--out", "predictions.csv"], "evaluate": ["evaluate", made, "images/ink"],
+        "retrain": ["retrain", "runs/bank", "erm", "blurred", "0"],
+        "run": ["run", recipe, "output.dir=runs"], "cache": ["cache", "ls"],
         "doctor": ["doctor", recipe],
     }  # fmt: skip
     for name, arguments in verbs.items():
-        status, out, err = command(*arguments, "--json")
-        lines = [f"status {status}", *(words(line) for line in err.splitlines()[-1:] if status)]
-        with contextlib.suppress(ValueError):
-            out = json.dumps(stable(json.loads(out)), indent=1, sort_keys=True)
-        save(folder / "json", name, [*lines, *(words(line) for line in out.splitlines())])
+        document = json.dumps(stable(json.loads(succeed(*arguments, "--json"))), indent=1, sort_keys=True)
+        save(folder / "json", name, (words(line) for line in document.splitlines()))
 
 
 def wrong_inputs() -> Iterator[tuple[str, list[str]]]:
@@ -310,12 +302,12 @@ def wrong_inputs() -> Iterator[tuple[str, list[str]]]:
         yield f"recipe {name}", ["validate", f"wrong_{name.replace(' ', '_')}.yaml"]
     lines = """
         runs; run; run nowhere; run images; validate nowhere.yaml; run bank.yaml x; run demos; export; export nowhere
-        export runs/bank; export runs/bank --to made_bank_erm; export runs/bank --to x --method erms
-        export runs/bank --to x --method erm; export runs/bank --to x --method erm --test-domain ink --seed 9
-        report nowhere; report images; report runs/bank runs/nowhere; report runs/bank runs/bank; report runs/bank --to x
+        export runs/bank; export runs/bank made_bank_erm; export runs/bank x --method erms
+        export runs/bank x --method erm; export runs/bank x --method erm --held-out ink --seed 9
+        report nowhere; report images; report runs/bank runs/nowhere; report runs/bank runs/bank; report runs/bank --format x
         analyse nowhere; analyse images; analyse runs/bank --method x; predict nowhere images; predict made_bank_erm
         predict made_bank_erm nowhere; predict made_bank_erm runs; predict runs/bank images; evaluate made_bank_erm nowhere
-        evaluate made_bank_erm images; evaluate nowhere images/ink; retrain runs/bank; retrain nowhere; retrain runs/bank --seed 77
+        evaluate made_bank_erm images; evaluate nowhere images/ink; retrain runs/bank; retrain nowhere erm ink 0; retrain runs/bank erm ink 77
         cache lists; cache remove; cache verify extra; ls nothing; cp nothing x.yaml; cp demo bank.yaml; explain nothing
         doctor nowhere.yaml; features nowhere.yaml; completion fishes; --nothing; run demo --quiets; run demo --json=3
     """

@@ -252,9 +252,9 @@ def _plain(node: yaml.Node, key: Key, loader: _Loader, lines: dict[Key, int], se
         raise _yaml_fault(node, "aliases (*name) are not supported in recipes")
     seen.add(id(node))
     lines[key] = node.start_mark.line + 1
-    unsupported = node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-    # bytes end in UnicodeDecodeError where pydantic writes them into its message
-    if (isinstance(node, yaml.CollectionNode) and unsupported) or node.tag == "tag:yaml.org,2002:binary":
+    tag = node.tag.removeprefix("tag:yaml.org,2002:")
+    # pydantic can not write bytes, which `!!binary` makes, into its messages
+    if tag not in ("map", "seq") if isinstance(node, yaml.CollectionNode) else tag == "binary":
         raise _yaml_fault(node, f"the tag {node.tag} is not supported in recipes")
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, (*key, i), loader, lines, seen) for i, item in enumerate(node.value)]
