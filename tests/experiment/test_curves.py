@@ -160,9 +160,10 @@ def test_what_shares_a_curve(
     plan = of_models(models, SimpleNamespace(trains_encoders=trainable))
     directory = RunDirectory(tmp_path)
     for step, evaluated in ((5, jobs), (10, jobs[1:])):  # the first head has stopped before the second evaluation
-        write_curves(plan, jobs, step, [(job, {"loss": float(step)}) for job in evaluated], directory)
+        write_curves(plan, jobs, step, [(job, {"loss": float(step), "lr": math.nan}) for job in evaluated], directory)
     found = read_scalars(tmp_path / "events")
     assert found.keys() == names
+    assert not any("train/lr" in scalars for scalars in found.values()), "what is undefined has no point"
     if "erm/a/heads-from-seed0" in names:
         assert found["erm/a/heads-from-seed0"]["train/heads"] == [(5, 2.0), (10, 1.0)]
 

@@ -1,9 +1,11 @@
 """The final fit under every seed: one model each, for an ensemble; and its temperature."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
+import miniature
 import pytest
 import small_runs
 import torch
@@ -12,7 +14,6 @@ from safetensors.torch import load_file
 
 from xdm_ft.experiment import pieces, run
 from xdm_ft.experiment.final_fit import median
-from xdm_ft.storage.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 RUN = Path("output/small")
@@ -52,10 +53,28 @@ def contents():
     return {seed: (RUN / file).read_bytes() for seed, file in FILES.items()}
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run with a final fit of every seed, and one with the fit of the first seed alone."""
+    folder = tmp_path_factory.mktemp("finished")
+    miniature.domainbed(folder / "data", "pacs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        results(ONE, "output.dir=alone")
+        results(ALL)
+    return folder
+
+
+@pytest.fixture
+def final(finished):
+    """Copies the folder here. Returns the final fit of all seeds."""
+    shutil.copytree(finished, ".", dirs_exist_ok=True)
+    return json.loads((RUN / "results.json").read_text())["final_fit"]
+
+
 @pytest.mark.slow
-def test_one_model_for_each_seed_of_the_recipe():
-    alone = results(ONE, "output.dir=alone")["final_fit"]
-    final = results(ALL)["final_fit"]
+def test_one_model_for_each_seed_of_the_recipe(final):
+    alone = json.loads(Path("alone/small/results.json").read_text())["final_fit"]
     assert final.pop("seeds") == FILES and final == alone and "seeds" not in alone
     weights = {seed: load_file(RUN / file) for seed, file in FILES.items()}
     torch.testing.assert_close(load_file(Path("alone/small") / alone["weights"]), weights["4"], rtol=1e-5, atol=1e-6)
@@ -67,28 +86,23 @@ def test_one_model_for_each_seed_of_the_recipe():
 
 
 @pytest.mark.slow
-def test_a_kill_between_two_seeds_repeats_none(monkeypatch):
-    results(ALL)
-    whole, expected = contents(), json.loads((RUN / "results.json").read_text())["final_fit"]
-    (RUN / "results.json").rename("finished.json")
+def test_a_kill_between_two_seeds_repeats_none(final, monkeypatch):
+    whole = contents()
+    (RUN / "results.json").unlink()
     for file in (RUN / "models").rglob("*.safetensors"):
         file.unlink()
     with monkeypatch.context() as patch:
         first = fits_saved(patch, stop_after=1)
         with pytest.raises(InterruptedError):
             run(recipe(ALL))
-    with monkeypatch.context() as patch:
-        then = fits_saved(patch)
-        assert results(ALL)["final_fit"] == expected
-    assert len(first) == 1 and sorted([*first, *then]) == [0, 1, 4]
-    assert contents() == whole
+    then = fits_saved(monkeypatch)
+    assert results(ALL)["final_fit"] == final
+    assert len(first) == 1 and sorted([*first, *then]) == [0, 1, 4] and contents() == whole
 
 
 @pytest.mark.slow
-def test_a_damaged_file_trains_its_seed_again_and_nothing_else(monkeypatch):
-    final = results(ALL)["final_fit"]
-    whole = contents()
-    saved = fits_saved(monkeypatch)
+def test_a_damaged_file_trains_its_seed_again_and_nothing_else(final, monkeypatch):
+    whole, saved = contents(), fits_saved(monkeypatch)
     assert results(ALL)["final_fit"] == final and saved == []
     damaged = RUN / FILES["1"]
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -98,18 +112,12 @@ def test_a_damaged_file_trains_its_seed_again_and_nothing_else(monkeypatch):
 
 
 @pytest.mark.slow
-def test_more_seeds_are_added_to_a_fit_of_one(monkeypatch):
-    before = results(ONE)["final_fit"]
-    first = (RUN / FILES["4"]).read_bytes()
-    # the same run directory, with the other recipe
-    recipe_text = (RUN / "recipe.yaml").read_text()
-    (RUN / "recipe.yaml").write_text(recipe_text.replace("final_fit: true", "final_fit: all_seeds"))
-    found = json.loads((RUN / "results.json").read_text())
-    found["recipe"]["protocol"]["final_fit"] = "all_seeds"
-    RunDirectory(RUN).write_results({key: value for key, value in found.items() if key != "checksum"})
+def test_more_seeds_are_added_to_a_fit_of_one(final, monkeypatch):
+    shutil.rmtree(RUN)
+    shutil.copytree("alone/small", RUN)
+    before, first = json.loads((RUN / "results.json").read_text())["final_fit"], (RUN / FILES["4"]).read_bytes()
     saved = fits_saved(monkeypatch)
-    final = results(ALL)["final_fit"]
-    assert final == before | {"seeds": FILES} and sorted(saved) == [0, 1]
+    assert results(ALL)["final_fit"] == before | {"seeds": FILES} and sorted(saved) == [0, 1]
     assert (RUN / FILES["4"]).read_bytes() == first
 
 

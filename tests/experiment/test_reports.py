@@ -43,19 +43,12 @@ def fault(small_pacs: None, monkeypatch: pytest.MonkeyPatch) -> list[BaseExcepti
     return raised
 
 
-def test_a_finished_run_leaves_its_reports(fault: list[BaseException]) -> None:
+def test_a_finished_run_leaves_its_reports_and_growth_renews_them(fault: list[BaseException]) -> None:
     files: dict[Path, int] = {}
     assert not run(recipe(*ONE)).failed
     assert changed(files) == {"recipe.yaml", "results.json", *REPORTS}
     run(recipe(*ONE))
     assert changed(files) == set()
-
-
-@pytest.mark.slow
-def test_growth_renews_the_reports(fault: list[BaseException]) -> None:
-    files: dict[Path, int] = {}
-    run(recipe(*ONE))
-    changed(files)
     run(recipe(*ONE, "methods=[erm,linear_probe]"))
     assert changed(files) == {"recipe.yaml", "results.json", *REPORTS}
     assert "| linear_probe |" in (RUN / "results.md").read_text()
