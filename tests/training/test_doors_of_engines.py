@@ -11,34 +11,24 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from bank_problems import job_of
-from bank_problems import train as train_heads
-from loop_models import SmallCNN, assert_close, batch_of, digits, final_state, make_job, predict, split, train
-from partnered import mixed
+from loop_models import SmallCNN, Staged, assert_close, batch_of, digits, final_state, make_job, predict, split, train
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.dsu import DSU
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.fish import Fish
-from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
-from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Batch, Losses, Task
+from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.step import Bank, step
 from xdm_ft.training.end_to_end.model import EndToEnd
-
-
-class Staged(SmallCNN):
-    """The small encoder with its stages named."""
-
-    stem_names, stage_names = ("layers.0",), ("layers.2", "layers.5")
 
 
 class InFixedOrder(Fish):
@@ -47,50 +37,6 @@ class InFixedOrder(Fish):
 
 
 # --- on_inputs
-
-
-class Spy(LISA):
-    """Remembers what its loss was given."""
-
-    seen: list[tuple[Tensor, Tensor]]
-
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        self.seen.append((batch.x.detach().clone(), batch.targets.clone()))
-        return super().loss(z, batch, step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mix", ["mixup", "cutmix"])
-def test_the_loop_encodes_the_changed_inputs_and_both_passes_see_the_same(accelerator: Accelerator, mix: str) -> None:
-    Spy.seen = []
-    job, training = make_job(lambda setup: Spy(setup, mix=mix), steps=2, sharpness=SAM(rho=0.1)), Training(batch_size=8)
-    train(job, SmallCNN(), training, accelerator)
-    assert len(Spy.seen) == 4
-    for number in range(2):
-        expected = mixed(LISA(job.setup, mix=mix), batch_of(job, training, number), number)
-        for x, targets in Spy.seen[2 * number : 2 * number + 2]:
-            assert torch.equal(x, expected.x) and torch.equal(targets, expected.targets)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [LISA, Mixup])
-def test_both_engines_record_the_share_of_samples_without_a_partner(
-    accelerator: Accelerator, method: type[ERM]
-) -> None:
-    """Batches of two per domain, in ten classes: most are without one of their class in another domain."""
-    recorded: list[float] = []
-    settings, training = {} if method is LISA else {"partners": "other_domain"}, Training(batch_size=2)
-
-    def keep(step: int, models: list[tuple[Job, dict[str, float]]]) -> None:
-        recorded.extend(values["without_partner"] for _, values in models)
-
-    jobs = [job_of(method, held_out=h, seed=h, steps=2, **settings) for h in range(2)]
-    train_heads(jobs, training, record=keep)
-    assert len(recorded) == 4
-    job = make_job(lambda setup: method(setup, **settings), steps=2)
-    train(job, SmallCNN(), training, accelerator, record=keep)
-    assert len(recorded) > 4
-    assert all(0.3 < share <= 1 for share in recorded) if method is LISA else not any(recorded)
 
 
 # --- stage_modules

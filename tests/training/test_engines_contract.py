@@ -47,6 +47,7 @@ from xdm_ft.algorithms.irm import IRM
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.averaging import Averaging
 from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.heads import Head
@@ -87,11 +88,12 @@ BANK = {
     "plain": (PLAIN, None, None),
     "sam, clip": (Training(optimizer="sgd", momentum=0.7, clip_norm=0.5), "sam", None),
     "swad": (Training(optimizer="adamw"), None, ANY_VALLEY),
+    "bma": (PLAIN, None, BMA(beta=0.5)),
     **{name: (PLAIN, name, None) for name in SHARPNESS if name != "sam"},
 }
 
 
-def bank_jobs(name: str, sharpness: str | None, averaging: SWAD | None, **more: Any) -> list[Job]:
+def bank_jobs(name: str, sharpness: str | None, averaging: Averaging | None, **more: Any) -> list[Job]:
     return [
         dataclasses.replace(
             job_of(
@@ -99,10 +101,18 @@ def bank_jobs(name: str, sharpness: str | None, averaging: SWAD | None, **more: 
                 sharpness=SHARPNESS[sharpness](rho=0.05 * (1 + h)) if sharpness else None,
                 **EARLY.get(name, {}), **more,
             ),
-            averaging=averaging,
+            averaging=BMA(beta=0.5 + 2 * h) if isinstance(averaging, BMA) else averaging,
         )
         for h in range(3)
     ]  # fmt: skip
+
+
+def beta_factors(job: Job, count: int) -> list[float] | None:
+    """Of BMA: scipy's density at the weights after 0, 1, …, T steps. None: every step counts the same."""
+    if not isinstance(job.averaging, BMA):
+        return None
+    beta = job.averaging.beta
+    return [float(beta_distribution.pdf((number + 0.5) / count, beta, beta)) for number in range(count)]
 
 
 def cached_batch(job: Job, training: Training, step: int) -> Batch:
@@ -114,6 +124,7 @@ def cached_batch(job: Job, training: Training, step: int) -> Batch:
 
 def bank_cases() -> list[tuple[str, str, str]]:
     cases = [(name, variant, "linear") for name, variant in product(CACHED, ("plain", "sam, clip", "swad"))]
+    cases += [("xdomainmix", "bma", "linear")]
     cases += [("erm", variant, "linear") for variant in BANK if variant not in ("plain", "sam, clip", "swad")]
     return cases + [(name, "sam, clip", head) for name in ("erm", "xdomainmix") for head in HEADS if head != "linear"]
 
@@ -126,9 +137,12 @@ def test_heads_of_a_bank(name: str, variant: str, head: str) -> None:
     for job, trained in zip(jobs, bank_problems.train(jobs, training), strict=True):
         states = naive(job, training, partial(cached_batch, job, training))
         first = job.make(job.setup).first_selectable_step
-        expected = mean(states[first:], job) if averaging else states[-1]
+        expected, begin = states[-1], 0 if variant == "bma" else first
+        if job.averaging is not None:
+            expected = mean(states[begin:], job, beta_factors(job, len(states)))
         selected = trained.selected["train_val"]
         assert selected.step == STEPS and trained.job.key == job.key
+        assert selected.hparams == ({"averaged_from": begin} if job.averaging else {})
         assert_close(selected.state, expected, atol=5e-5, rtol=1e-4)
 
 
@@ -187,6 +201,7 @@ LOOP = {
     ),
     "fish, parts": Case(make_job(Fish), {"accumulation": 2, "clip_norm": 0.5}),
     "mixup": Case(make_job(partial(Mixup, alpha=2.0), sharpness=SAM(rho=0.1)), SGD),
+    "cutmix": Case(make_job(partial(LISA, mix="cutmix"), sharpness=SAM(rho=0.1)), SGD),
     "lisa, parts": Case(make_job(LISA), SGD | {"accumulation": 2}),
     "optimizer that is reset": Case(make_job(partial(IRM, anneal_steps=2, penalty_weight=1.0)), SGD),
     "unfreezing": Case(make_job(steps=5), {}, arguments={"unfreeze_at": 3, "batch_norm": "train"}),
@@ -227,9 +242,8 @@ def test_a_model_end_to_end(name: str, reads: str, accelerator: Accelerator, tmp
     states = naive(job, training, by_hand, encoder, above=case.above, **arguments)
     expected = states[-1]
     if job.averaging is not None:
-        places = [(number + 0.5) / len(states) for number in range(len(states))]
-        factors = [float(beta_distribution.pdf(place, 0.5, 0.5)) for place in places]
-        expected = mean(states, job, factors) if isinstance(job.averaging, BMA) else mean(states[1:], job)
+        first = 0 if isinstance(job.averaging, BMA) else 1
+        expected = mean(states[first:], job, beta_factors(job, len(states)))
     assert_close(got, expected, case.atol)
     trained = [
         key for key in expected if key.startswith("encoder.") and key.endswith(".weight") and "unreached" not in key

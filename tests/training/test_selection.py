@@ -41,29 +41,22 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {"step": torch.tensor(step)}
 
 
-def selected_step(values: list[float], metric: str = "accuracy", first_selectable_step: int = 1) -> int:
-    selector = Selector(Criteria(("train_val",), metric), first_selectable_step)
+@pytest.mark.parametrize(
+    ("values", "metric", "first_step", "best"),
+    [
+        ([0.1, 0.5, 0.4, 0.5], "accuracy", 1, 2),  # the first of equals
+        ([0.9, 0.2, 0.3, 0.2], "nll", 1, 2),
+        ([0.9, 0.9, 0.1, 0.2], "accuracy", 3, 4),  # not in the warm-up
+        ([math.nan, 0.2, math.nan], "auroc", 1, 2),
+    ],
+)
+def test_the_best_step_is_selected(values: list[float], metric: str, first_step: int, best: int) -> None:
+    selector = Selector(Criteria(("train_val",), metric), first_step)
     for step, value in enumerate(values, start=1):
         selector.offer(step, {"train_val": value}, lambda step=step: state_of(step))
     selected = selector.selected["train_val"]
-    assert int(selected.state["step"]) == selected.step
-    return selected.step
-
-
-def test_the_best_step_is_selected_and_the_first_of_equals() -> None:
-    assert selected_step([0.1, 0.5, 0.4, 0.5]) == 2
-
-
-def test_lower_is_better_for_losses() -> None:
-    assert selected_step([0.9, 0.2, 0.3, 0.2], metric="nll") == 2
-
-
-def test_steps_of_the_warm_up_are_never_selected() -> None:
-    assert selected_step([0.9, 0.9, 0.1, 0.2], first_selectable_step=3) == 4
-
-
-def test_an_undefined_metric_is_never_selected() -> None:
-    assert selected_step([math.nan, 0.2, math.nan], metric="auroc") == 2
+    assert int(selected.state["step"]) == selected.step == best
+    assert [*selector.course["train_val"]] == [*range(1, len(values) + 1)], "steps of a warm-up are measured too"
 
 
 def test_rules_select_apart_and_a_state_is_made_only_where_needed() -> None:
@@ -108,33 +101,17 @@ def test_a_tie_that_oracle_follows_resets_no_patience() -> None:
     assert selector.selected["oracle"].step == 3 and selector.stopped_at == 3
 
 
-def test_a_resumed_oracle_follows_too() -> None:
-    first, second = (Selector(Criteria(("train_val", "oracle"), "accuracy")) for _ in range(2))
-    first.offer(1, {"train_val": 0.5, "oracle": 0.9}, lambda: state_of(1))
-    second.load_state(first.state())
-    second.offer(2, {"train_val": 0.6, "oracle": 0.9}, lambda: state_of(2))
-    assert second.selected["oracle"].step == 2
-
-
-def test_nothing_selected_says_which_rule_and_why() -> None:
+def test_only_the_recipes_own_rule_must_select() -> None:
     selector = Selector(Criteria(("train_val", "oracle"), "auroc"), first_selectable_step=5)
     selector.offer(5, {"train_val": math.nan, "oracle": 0.5}, lambda: state_of(5))
-    reason = selector.failure()
-    assert reason is not None and "train_val" in reason and "oracle" not in reason
-    assert "auroc" in reason and "from step 5 on" in reason
-
-
-def test_only_the_recipes_own_rule_must_select() -> None:
-    selector = Selector(Criteria(("train_val", "oracle"), "auroc"))
-    selector.offer(1, {"train_val": 0.5, "oracle": math.nan}, lambda: state_of(1))
-    assert selector.failure() is None and set(selector.selected) == {"train_val"}
-
-
-def test_the_course_holds_what_every_rule_saw_even_in_the_warm_up() -> None:
-    selector = Selector(Criteria(("train_val",), "accuracy"), first_selectable_step=3)
-    for step, value in ((2, 0.9), (4, 0.5)):
-        selector.offer(step, {"train_val": value}, lambda: state_of(0))
-    assert selector.course == {"train_val": {2: 0.9, 4: 0.5}}
+    reason = str(selector.failure())
+    assert reason.startswith("train_val could select no step: from step 5 on, auroc was") and "oracle" not in reason
+    selector.offer(6, {"train_val": 0.5, "oracle": math.nan}, lambda: state_of(6))
+    assert selector.failure() is None and selector.selected["oracle"].step == 5
+    resumed = Selector(Criteria(("train_val", "oracle"), "auroc"), first_selectable_step=5)
+    resumed.load_state(selector.state())
+    resumed.offer(7, {"train_val": 0.6, "oracle": 0.5}, lambda: state_of(7))
+    assert resumed.selected["oracle"].step == 7, "a resumed oracle follows the other rule too"
 
 
 def test_patience_ends_after_so_many_evaluations_without_a_better_value() -> None:
@@ -243,17 +220,6 @@ def of_train_val(trained: Trained, data: CachedData, name: str) -> float:
     return naive(name, logits, data.annotations.labels[rows], data.annotations.domains[rows])
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_the_bank_selects_by_the_mean_over_domains(name: str) -> None:
-    jobs = [job_of(held_out=h, steps=40, lr=0.05, split=uneven(h)) for h in range(2)]
-    for trained in bank_problems.train(jobs, Training(batch_size=8, evaluate_every=8), metric=name):
-        selected, course = trained.selected["train_val"], trained.course["train_val"]
-        best = (min if name in ("nll", "ece") else max)(course.values())
-        assert selected.value == best == course[selected.step]
-        assert selected.step == next(step for step, value in course.items() if value == best)
-        assert of_train_val(trained, digits(), name) == pytest.approx(best, abs=1e-6)
-
-
 @pytest.mark.parametrize("name", ["accuracy", "nll"])
 def test_a_solver_selects_by_the_mean_over_domains(name: str) -> None:
     data, job = digits(), job_of(LinearProbe, strengths=(10.0, 0.1, 1e-3), split=uneven(0))
@@ -319,37 +285,21 @@ def test_balanced_by_hand() -> None:
     assert balanced_class_weight(labels, 5).dtype == torch.float32
 
 
-def test_balanced_is_scikit_learns() -> None:
-    from sklearn.utils.class_weight import compute_class_weight
-
-    labels = np.random.default_rng(0).choice(6, 500, p=[0.5, 0.3, 0.1, 0.05, 0.04, 0.01])
-    theirs = compute_class_weight("balanced", classes=np.arange(6), y=labels)
-    np.testing.assert_allclose(balanced_class_weight(torch.from_numpy(labels), 6).numpy(), theirs, rtol=1e-6)
-    torch.testing.assert_close(
-        balanced_class_weight(torch.from_numpy(labels), 6)[torch.from_numpy(labels)].mean(), torch.tensor(1.0)
-    )
-
-
 def course(steps: int, **settings: object) -> list[float]:
     return [Schedule(**settings).factor(step, steps) for step in range(steps)]
 
 
-def test_constant() -> None:
-    assert course(3) == [1.0, 1.0, 1.0]
-
-
-def test_constant_with_warm_up() -> None:
-    assert course(6, warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-
-
-def test_cosine() -> None:
-    half = 0.5**0.5
-    expected = [1.0, (1 + half) / 2, 0.5, (1 - half) / 2]
-    assert course(4, name="cosine") == pytest.approx(expected)
-
-
-def test_cosine_with_warm_up() -> None:
-    assert course(4, name="cosine", warmup_steps=2) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1.0, 1.0, 1.0]),
+        ({"warmup_steps": 3}, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        ({"name": "cosine"}, [1.0, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2]),
+        ({"name": "cosine", "warmup_steps": 2}, [1 / 3, 2 / 3, 1.0, 0.5]),
+    ],
+)
+def test_schedules_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
+    assert course(len(expected), **settings) == pytest.approx(expected)
 
 
 def test_cosine_is_torchs() -> None:

@@ -21,6 +21,7 @@ from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
@@ -35,16 +36,6 @@ from xdm_ft.training.selection import RuleImages
 
 CPU = torch.device("cpu")
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.9)
-
-
-def trajectory(jobs: list[Job], training: Training, steps: int) -> tuple[Bank, list[dict[str, Tensor]]]:
-    """The bank after `steps` steps, and its parameters after each."""
-    jobs = [under(training, job) for job in jobs]
-    bank, after = Bank(jobs, torch.device("cpu")), []
-    for number, batch in zip(range(steps), batches(jobs, digits()), strict=False):
-        step(bank, batch, number)
-        after.append({name: value.detach().clone() for name, value in (bank.main | bank.auxiliary).items()})
-    return bank, after
 
 
 def accuracy(state: dict[str, Tensor], rows: Tensor) -> float:
@@ -72,53 +63,17 @@ def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
             assert names == [f"d{d}" for d in data.annotations.domains[expected].tolist()]
 
 
-def test_chunks_hold_neighbours_of_one_shape() -> None:
-    jobs = [job_of(steps=5, seed=s) for s in range(2 * CHUNK_HEADS + 1)] + [job_of(steps=6)]
-    sizes = [len(chunk) for chunk in chunks(jobs, CPU)]
-    assert sizes == [CHUNK_HEADS, CHUNK_HEADS, 1, 1]
-    assert [job for chunk in chunks(jobs, CPU) for job in chunk] == jobs
-
-
-def test_trials_with_the_same_batches_share_a_chunk_if_they_fill_half_of_it() -> None:
-    many, few = CHUNK_HEADS // 2 + 1, CHUNK_HEADS // 2
-    splits = [split_of(held_out, seed=0) for held_out in range(4)]
-    jobs = [
-        job_of(held_out=held_out, split=split)
-        for held_out, (split, trials) in enumerate(zip(splits, (many, few, CHUNK_HEADS + few, many), strict=True))
-        for _ in range(trials)
-    ]
-    found = [sorted({job.test_domains[0] for job in chunk}) for chunk in chunks(jobs, CPU)]
-    assert found == [["d0"], ["d2"], ["d3"], ["d1", "d2"]]
-    assert sorted(map(id, jobs)) == sorted(id(job) for chunk in chunks(jobs, CPU) for job in chunk)
-
-
 @pytest.mark.parametrize("method", [ERM, XDomainMix, Mixup, RSC], ids=lambda method: method.__name__)
 def test_heads_with_the_same_batches_train_as_among_others(method: type[Algorithm]) -> None:
     """Bit for bit: their batches are a view of one, those of the others are copies."""
     split = split_of(0, seed=0)
     jobs = [under(SGD, job_of(method, split=split, steps=6, lr=1e-2 * (1 + h))) for h in range(3)]
-    shared, copied = (
-        trajectory(some, SGD, 6)[0].stacked() for some in (jobs, [*jobs, job_of(method, held_out=1, steps=6)])
-    )
+    other = under(SGD, job_of(method, held_out=1, steps=6))
+    shared, copied = (trained(some).stacked() for some in (jobs, [*jobs, other]))
     [x] = {batch.x.untyped_storage().nbytes() // batch.x[0].nbytes for batch in batches(jobs, digits())}
     assert x == 1
     for name, values in shared.items():
         assert torch.equal(values, copied[name][:3])
-
-
-def test_chunks_part_settings_that_do_not_stack() -> None:
-    jobs = [job_of(XDomainMix, seed=s, warmup_steps=3 + s % 2, p_discard=s / 10) for s in range(4)]
-    jobs += [job_of(XDomainMix, warmup_steps=3, sharpness=SAM(rho=rho)) for rho in (0.1, 0.2)]
-    place = {id(job): number for number, job in enumerate(jobs)}
-    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs, CPU)]
-    assert found == [[0, 2], [1, 3], [4, 5]]
-
-
-def test_chunks_part_what_else_a_search_draws() -> None:
-    drawn = {}, {"lr": 0.5, "momentum": 0.1}, {"beta1": 0.5}, {"batch_size": 3}
-    jobs = [dataclasses.replace(job_of(seed=s), training=SGD.model_copy(update=own)) for s in range(2) for own in drawn]
-    place = {id(job): number for number, job in enumerate(jobs)}
-    assert [[place[id(job)] for job in chunk] for chunk in chunks(jobs, CPU)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
 
 
 def test_a_head_that_stops_keeps_what_it_picked_and_the_others_go_on() -> None:
@@ -152,19 +107,6 @@ def test_a_head_that_has_stopped_does_not_fail_with_the_others() -> None:
     assert broken.failure is not None and "step 10 of 20" in broken.failure
 
 
-def test_chunks_part_what_averages_from_what_does_not() -> None:
-    jobs = [job_of(seed=seed) for seed in range(4)]
-    jobs = [dataclasses.replace(job, averaging=SWAD(n_converge=1 + job.seed) if job.seed % 2 else None) for job in jobs]
-    assert [[job.seed for job in chunk] for chunk in chunks(jobs, CPU)] == [[0, 2], [1, 3]]
-
-
-def test_a_chunk_holds_no_more_features_than_are_kept_in_memory() -> None:
-    large = SGD.model_copy(update={"batch_size": CHUNK_BYTES // (4 * 3 * WIDTH) // 5})  # three domains
-    assert [len(chunk) for chunk in chunks([under(large, job_of(steps=5, seed=s)) for s in range(7)], CPU)] == [5, 2]
-    larger = SGD.model_copy(update={"batch_size": CHUNK_BYTES})
-    assert [len(chunk) for chunk in chunks([under(larger, job_of(steps=5, seed=s)) for s in range(2)], CPU)] == [1, 1]
-
-
 def test_settings_that_differ_but_do_not_stack_are_refused() -> None:
     jobs = [job_of(XDomainMix, warmup_steps=3), job_of(XDomainMix, warmup_steps=4)]
     with pytest.raises(AssertionError, match="must be buffers"):
@@ -172,15 +114,6 @@ def test_settings_that_differ_but_do_not_stack_are_refused() -> None:
     jobs = [job_of(sharpness=SAM(adaptive=True)), job_of(sharpness=SAM())]
     with pytest.raises(AssertionError, match="sharpness"):
         Bank([under(SGD, job) for job in jobs], torch.device("cpu"))
-
-
-def test_features_in_shards_train_alike() -> None:
-    """What a bank reads is `features[rows]`, wherever the features are."""
-    data = digits()
-    shards = list(data.features[torch.arange(len(data.annotations.labels))].split(500))
-    sharded = dataclasses.replace(data, features=type(data.features)(shards))
-    a, b = (train([job_of(steps=10)], data=of)[0].selected["train_val"] for of in (data, sharded))
-    assert torch.equal(a.state["head.weight"], b.state["head.weight"])
 
 
 Records = list[tuple[Job, int, dict[str, float]]]
@@ -326,6 +259,64 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 STEPS = 4
 
 
+def numbered(jobs: list[Job], device: torch.device = CPU) -> list[list[int]]:
+    """The numbers of the jobs in each chunk."""
+    number = {id(job): number for number, job in enumerate(jobs)}
+    return [[number[id(job)] for job in chunk] for chunk in chunks(jobs, device)]
+
+
+def changed(*changes: dict[str, Any]) -> list[Job]:
+    return [dataclasses.replace(job_of(), training=SGD.model_copy(update=own)) for own in changes]
+
+
+def of_five(size: int) -> list[Job]:
+    """Seven heads of which five fill the memory of a chunk: there are three training domains."""
+    return changed(*[{"batch_size": size // (4 * 3 * WIDTH) // 5}] * 7)
+
+
+PARTS = {
+    "settings": (
+        [job_of(XDomainMix, seed=s, warmup_steps=3 + s % 2, p_discard=s / 10) for s in range(4)]
+        + [job_of(XDomainMix, warmup_steps=3, sharpness=SAM(rho=rho)) for rho in (0.1, 0.2)],
+        [[0, 2], [1, 3], [4, 5]],
+    ),
+    "training": (
+        changed({}, {"lr": 0.5, "momentum": 0.1}, {"beta1": 0.5}, {"batch_size": 3}, {}),
+        [[0, 1, 4], [2], [3]],
+    ),
+    "averaging": (
+        [dataclasses.replace(job_of(), averaging=kind) for kind in (None, SWAD(), None, SWAD(n_converge=2), BMA())],
+        [[0, 2], [1, 3], [4]],
+    ),
+    "steps": ([job_of(steps=5), job_of(steps=6), job_of(steps=5)], [[0, 2], [1]]),
+    "memory": (of_five(CHUNK_BYTES), [[0, 1, 2, 3, 4], [5, 6]]),
+    "a head larger than the memory": (changed(*[{"batch_size": CHUNK_BYTES}] * 2), [[0], [1]]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_chunks_hold_what_stacks(name: str) -> None:
+    jobs, expected = PARTS[name]
+    assert numbered(jobs) == expected
+
+
+def test_chunks_are_as_large_as_the_device_takes() -> None:
+    jobs = [job_of(steps=5, seed=seed) for seed in range(GPU_CHUNK_HEADS + 3)]
+    assert numbered(jobs, GPU) == [[*range(GPU_CHUNK_HEADS)], [*range(GPU_CHUNK_HEADS, GPU_CHUNK_HEADS + 3)]]
+    first = numbered(jobs[: 2 * CHUNK_HEADS + 1])
+    assert first == [[*range(CHUNK_HEADS)], [*range(CHUNK_HEADS, 2 * CHUNK_HEADS)], [2 * CHUNK_HEADS]]
+    assert numbered(of_five(GPU_CHUNK_BYTES), GPU) == [[0, 1, 2, 3, 4], [5, 6]]
+
+
+def test_trials_with_the_same_batches_share_a_chunk_if_they_fill_half_of_it() -> None:
+    counts = {"d0": CHUNK_HEADS // 2 + 1, "d1": CHUNK_HEADS // 2, "d2": CHUNK_HEADS + CHUNK_HEADS // 2}
+    counts["d3"] = counts["d0"]
+    jobs = [job for h, n in enumerate(counts.values()) for job in [job_of(held_out=h, split=split_of(h, 0))] * n]
+    found = [sorted({job.test_domains[0] for job in chunk}) for chunk in chunks(jobs, CPU)]
+    assert found == [["d0"], ["d2"], ["d3"], ["d1", "d2"]]
+    assert sorted(map(id, jobs)) == sorted(id(job) for chunk in chunks(jobs, CPU) for job in chunk)
+
+
 def varied(method: Callable[..., Algorithm], *settings: dict[str, float]) -> list[Job]:
     return [job_of(method, seed=0, steps=STEPS, **own) for own in settings]
 
@@ -358,11 +349,3 @@ def test_a_search_over_settings_is_one_bank_of_heads_as_alone(name: str) -> None
         torch.testing.assert_close(together.state(head), alone, rtol=1e-5, atol=1e-6)
         ends.append(alone["head.weight"])
     assert all((end - ends[0]).abs().max() > 1e-4 for end in ends[1:]), "the settings matter"
-
-
-def test_a_gpu_trains_more_heads_at_once() -> None:
-    jobs = [job_of(steps=5, seed=seed) for seed in range(GPU_CHUNK_HEADS + 3)]
-    assert [len(chunk) for chunk in chunks(jobs, GPU)] == [GPU_CHUNK_HEADS, 3]
-    assert max(map(len, chunks(jobs, CPU))) == CHUNK_HEADS
-    large = Training(batch_size=GPU_CHUNK_BYTES // (4 * 3 * WIDTH) // 5)  # three domains
-    assert [len(chunk) for chunk in chunks([under(large, job) for job in jobs[:7]], GPU)] == [5, 2]

@@ -63,16 +63,6 @@ def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays:
                 torch.testing.assert_close(parameters[key][h], value.detach(), rtol=2e-6, atol=2e-6)
 
 
-def test_momentum_is_used() -> None:
-    parameters = {"w": torch.zeros(1, 1)}
-    optimizer = SGD(parameters, torch.tensor([1.0]), torch.tensor([0.0]), momentum=torch.tensor([0.5]))
-    positions = []
-    for _ in range(3):
-        optimizer.step(parameters, {"w": torch.ones(1, 1)}, factor=torch.ones(1))
-        positions.append(float(parameters["w"]))
-    assert positions == [-1.0, -2.5, -4.25]  # velocities 1, 1.5, 1.75
-
-
 def test_clip_is_torchs_for_every_head() -> None:
     gradients = stacked(torch.Generator().manual_seed(1))
     gradients = {

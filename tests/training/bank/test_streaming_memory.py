@@ -23,16 +23,6 @@ def streamed(folder: Path, *arguments: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.slow
-def test_from_files_as_from_memory(tmp_path: Path) -> None:
-    arguments = "--images", "8000", "--width", "64", "--steps", "40"
-    streaming, held = streamed(tmp_path, *arguments), streamed(tmp_path, *arguments, "--in-memory")
-    assert (streaming["in_memory"], held["in_memory"]) == (False, True)
-    for method in ("erm", "xdomainmix"):
-        assert streaming[f"{method}_accuracy"] == held[f"{method}_accuracy"] > 0.2
-        assert streaming[f"{method}_head_steps_per_second"] > 0
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("sampler", ["per_domain", "pooled"])
 def test_memory_does_not_grow_with_the_features(sampler: str, tmp_path: Path) -> None:

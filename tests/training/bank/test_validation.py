@@ -148,21 +148,17 @@ def test_a_head_draws_the_same_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "nll"])
-def test_evaluation_reads_the_plain_view(metric: str) -> None:
-    jobs = [job_of(), job_of(held_out=1)]
+def test_evaluations_and_solvers_read_the_plain_view(metric: str) -> None:
+    jobs, criteria = [job_of(), job_of(held_out=1)], Criteria(("train_val",), metric)
     weight = torch.randn(2, 10, viewed().features.width, generator=torch.Generator().manual_seed(0))
-    model, state = jobs[0].make(jobs[0].setup), {"head.weight": weight, "head.bias": torch.zeros(2, 10)}
-    plain, other = (BankValidation(jobs, data, Criteria(("train_val",), metric)) for data in (digits(), viewed()))
-    assert plain.values(model, state) == other.values(model, state)
-
-
-def test_solvers_read_the_plain_view() -> None:
+    model, state = jobs[0].new_method(), {"head.weight": weight, "head.bias": torch.zeros(2, 10)}
+    plain, other = (BankValidation(jobs, data, criteria).values(model, state) for data in (digits(), viewed()))
+    assert plain == other
     job = job_of(LinearProbe, steps=1)
-    found = [
-        solve(job, data.features, data.annotations, Criteria(("train_val",), "accuracy")).selected["train_val"].state
-        for data in (digits(), viewed())
-    ]
-    assert torch.equal(found[0]["head.weight"], found[1]["head.weight"])
+    first, second = (solve(job, data.features, data.annotations, criteria) for data in (digits(), viewed()))
+    assert first.course == second.course
+    states = [solved.selected["train_val"].state["head.weight"] for solved in (first, second)]
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("views", [0, 2])

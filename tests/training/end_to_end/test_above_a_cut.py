@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from loop_models import (
     digit_annotations,
     digits,
     final_state,
+    images_of,
     lora,
     make_job,
-    one_process,
     predict,
     split,
     train,
@@ -42,21 +41,16 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle, _MixStyleAt
 from xdm_ft.algorithms.wise_ft import interpolate
-from xdm_ft.averaging.swad import SWAD
 from xdm_ft.cut.lora import merged_state
 from xdm_ft.cut.trainable import LastBlocks, LowRank
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
-from xdm_ft.images.loader import ImageRows
-from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted
 from xdm_ft.runtime.tensors import Batch, Losses
-from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank.data import CachedData, batches
-from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.inputs import STEPS_AHEAD, CachedActivations, TrainingBatches
 from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
 
@@ -72,24 +66,7 @@ SGD = Training(batch_size=4, optimizer="sgd", encoder_lr=0.01)
 Part = LastBlocks | LowRank
 ENCODERS: dict[str, Callable[[], Encoder]] = {"vit": vit, "cnn": BlockCNN}
 # what lies above the cut, by the names of the models
-ABOVE = {
-    ("vit", 1): ("model.blocks.2.", "model.norm."),
-    ("vit", 2): ("model.blocks.1.", "model.blocks.2.", "model.norm."),
-    ("vit", 3): ("model.blocks.", "model.norm."),
-    ("cnn", 1): ("stages.1.1.", "norm."),
-    ("cnn", 2): ("stages.1.", "norm."),
-    ("cnn", 3): ("stages.0.1.", "stages.1.", "norm."),
-    ("cnn", 4): ("stages.", "norm."),
-}
-
-
-def in_brief(cases: Mapping[Any, object], *quick: Any) -> list[Any]:
-    """All cases as parameters; those that are not `quick` run in the full check."""
-    assert {*quick} <= cases.keys()
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in quick else pytest.mark.slow)
-        for case in cases
-    ]
+ABOVE = {("cnn", 2): ("stages.1.", "norm.")}
 
 
 class Watched(EndToEnd):
@@ -116,56 +93,35 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     return Watched
 
 
-def images_of(encoder: Encoder, rows: Tensor) -> Tensor:
-    images = ImageRows(digits(), evaluation_transform(encoder.preprocessing))
-    return torch.stack([images[int(row)][0] for row in rows])
-
-
-# (encoder, what trains, job, changes of the training, arguments of the loop)
-Case = tuple[str, Part, Job, dict[str, Any], dict[str, Any]]
 CNN, VIT = {"width": 16, "steps": 4}, {"width": 64, "steps": 4}
-ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)
-CASES: dict[str, Case] = {
+# encoder, what trains, job, changes of the training, arguments of the loop
+CASES: dict[str, tuple[str, Part, Job, dict[str, Any], dict[str, Any]]] = {
     "cnn, sam, batch norm": ("cnn", blocks(2), make_job(sharpness=SAM(rho=0.1), **CNN), {}, {}),
     "cnn, batch norm frozen": ("cnn", blocks(2), make_job(**CNN), {}, {"batch_norm": "frozen"}),
-    "cnn, swad": ("cnn", blocks(2), dataclasses.replace(make_job(**CNN), averaging=ANY_VALLEY),
-                  {"evaluate_every": 1}, {}),
-    "cnn, unfreezing, accumulation": ("cnn", blocks(3), make_job(**CNN), {"accumulation": 2}, {"unfreeze_at": 2}),
     "cnn, lora, sam": ("cnn", lora(dropout=0.3), make_job(sharpness=SAM(rho=0.1), **CNN), {}, {}),
-    "vit, sagm": ("vit", blocks(1), make_job(sharpness=SAGM(), **VIT), {"clip_norm": 0.5}, {}),
     "vit, lora, unfreezing": ("vit", lora(blocks=2), make_job(**VIT), {"optimizer": "adamw"}, {"unfreeze_at": 2}),
-    "vit, lora, swad": ("vit", lora(blocks=1, targets=("attn",)),
-                        dataclasses.replace(make_job(**VIT), averaging=ANY_VALLEY), {"evaluate_every": 1}, {}),
-}  # fmt: skip
+}
+QUICK = "cnn, sam, batch norm", "vit, lora, unfreezing"
 
 
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", in_brief(CASES, "cnn, sam, batch norm", "vit, lora, unfreezing"))
-def test_only_what_may_change_changes(watched: type[Watched], tmp_path: Path, name: str, precision: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CASES])
+def test_only_what_may_change_changes(watched: type[Watched], accelerator: Accelerator, name: str) -> None:
     kind, part, job, changes, arguments = CASES[name]
-    encoder, training = ENCODERS[kind](), SGD.model_copy(update=changes)
+    encoder = ENCODERS[kind]()
     start = {key: value.clone() for key, value in encoder.state_dict().items()}
-    with one_process(precision) as accelerator:
-        activations = cached(encoder, part, tmp_path).activations if precision == "bf16" else None
-        trained = train_part(job, encoder, training, accelerator, part, activations, **arguments)
+    trained = train_part(job, encoder, SGD.model_copy(update=changes), accelerator, part, **arguments)
     assert trained.failure is None
     assert all(torch.equal(value, start[key]) for key, value in encoder.state_dict().items()), "a copy trains"
     changed, state = watched.changed(), trained.selected["train_val"].state
+    in_state = {one.removeprefix("encoder.") for one in state if one.startswith("encoder.")}
     if isinstance(part, LowRank):
-        assert changed and all(".lora_A." in one or ".lora_B." in one for one in changed)
-        assert changed == {one for one in watched.last.start if ".lora_" in one}
-        linear = {one for one in start if one.endswith(".weight") and _is_linear(encoder, one)}
-        touched = {one.removeprefix("encoder.") for one in state if one.startswith("encoder.")}
-        assert touched and touched <= linear
-        assert all(not torch.equal(state[f"encoder.{one}"], start[one]) for one in touched)
+        assert changed == {one for one in watched.last.start if ".lora_A." in one or ".lora_B." in one} != set()
+        assert in_state and all(one.endswith(".weight") and _is_linear(encoder, one) for one in in_state)
+        assert all(not torch.equal(state[f"encoder.{one}"], start[one]) for one in in_state)
         return
-    above = ABOVE[kind, part.blocks]
+    may = {one for one in start if one.startswith(ABOVE[kind, part.blocks])}
     statistics = {one for one in start if "running" in one or "tracked" in one}
-    may = {one for one in start if one.startswith(above)}
-    assert changed <= may
-    moves = arguments.get("batch_norm") != "frozen"
-    assert changed == (may if moves else may - statistics)
-    assert {one for one in state if one.startswith("encoder.")} == {f"encoder.{one}" for one in may}
+    assert changed == (may - statistics if arguments.get("batch_norm") == "frozen" else may) and in_state == may
 
 
 def _is_linear(encoder: Encoder, weight: str) -> bool:
@@ -187,7 +143,7 @@ def test_wise_ft_interpolates_what_has_trained(accelerator: Accelerator, part: P
     arguments = (digits(), rows, accelerator, 16)
     logits = predict(job, encoder, zero, *arguments, part=EncoderPart(part))
     with torch.no_grad():
-        expected = job.make(job.setup).logits(encoder(images_of(encoder, rows)))
+        expected = job.make(job.setup).logits(encoder(images_of(rows, encoder)))
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
     assert (predict(job, encoder, half, *arguments, part=EncoderPart(part)) - expected).abs().max() > 1e-4
     for name in end.keys() - {"seed"}:
@@ -200,7 +156,7 @@ def test_merged_weights_compute_what_the_updates_do(watched: type[Watched], acce
     end = final_state(train_part(job, encoder, SGD, accelerator, part))
     rows, inner = split().evaluation["test_val"], watched.last.eval()
     with torch.no_grad():
-        expected = inner.algorithm.logits(inner.encode(inner.cut.below(images_of(encoder, rows))))
+        expected = inner.algorithm.logits(inner.encode(inner.cut.below(images_of(rows, encoder))))
     got = predict(job, encoder, end, digits(), rows, accelerator, 16, part=EncoderPart(part))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     name = "model.blocks.2.mlp.fc1"
@@ -208,36 +164,6 @@ def test_merged_weights_compute_what_the_updates_do(watched: type[Watched], acce
     delta = end[f"encoder.{name}.weight"] - encoder.get_parameter(f"{name}.weight")
     torch.testing.assert_close(delta, 8.0 / 2 * b @ a, rtol=0, atol=1e-6)
     assert merged_state(inner.encoder).keys() == encoder.state_dict().keys()
-
-
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_dropout_of_updates_repeats_in_the_second_pass(
-    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, accumulation: int
-) -> None:
-    """At a zero offset both passes have the same features, bit for bit."""
-    seen: list[Tensor] = []
-
-    def encoded(self: StepGradients, *args: Any) -> Tensor:
-        seen.append(own(self, *args))
-        return seen[-1]
-
-    own = StepGradients._encode
-    monkeypatch.setattr(StepGradients, "_encode", encoded)
-    training = SGD.model_copy(update={"accumulation": accumulation})
-    job = make_job(steps=3, width=64, sharpness=SAM(rho=1e-30))
-    train_part(job, vit(), training, accelerator, lora(dropout=0.5, blocks=1))
-    assert len(seen) == 3 * 2 * accumulation
-    passes = torch.stack([z.detach() for z in seen]).unflatten(0, (3, 2, accumulation))
-    assert torch.equal(passes[:, 0], passes[:, 1])
-
-    seen.clear()  # the draws matter, and differ between steps: with another draw features differ
-    inner = EndToEnd(vit(), job.make(job.setup), "train", lora(dropout=0.5, blocks=1)).train()
-    with torch.no_grad():
-        for name, parameter in inner.named_parameters():
-            if ".lora_B." in name:
-                parameter.fill_(0.1)
-        x = inner.cut.below(images_of(inner.encoder, torch.arange(4)))
-        assert not torch.equal(inner.encode(x), inner.encode(x))
 
 
 def test_mixstyle_works_in_containers_of_blocks_of_both_parts(
@@ -367,30 +293,6 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("activations")]
 
 
-def difference(job: Job, encoder: Encoder, part: Any, accelerator: Accelerator, folder: Path, **settings: Any) -> float:
-    """‖cached − computed‖ / ‖computed − start‖, of the encoder's weights after training on either activations."""
-    activations = cached(encoder, part, folder, **settings).activations
-    stored = final_state(train_part(job, encoder, ADAM, accelerator, part, activations))
-    computed = final_state(train_part(job, encoder, ADAM, accelerator, part))
-    assert stored.keys() == computed.keys()
-    start = {f"encoder.{name}": value for name, value in encoder.state_dict().items() if value.is_floating_point()}
-    weights = [name for name in stored if name in start]
-    far, moved = (
-        torch.cat([(one[name] - other[name]).flatten() for name in weights]).norm()
-        for one, other in ((stored, computed), (computed, start))
-    )
-    assert moved > 0.1
-    print(f"difference after {job.setup.steps} steps: {far / moved:.1e}")
-    return float(far / moved)
-
-
-@pytest.mark.slow
-def test_bf16_activations_differ_by_their_rounding(accelerator: Accelerator, tmp_path: Path) -> None:
-    """bfloat16 has 8 bits: activations are off by up to 1/256 of their size, and so is what runs below the cut."""
-    job = make_job(steps=20, width=64)
-    assert 1e-3 < difference(job, vit(), blocks(2), accelerator, tmp_path, precision="bf16") < 0.1
-
-
 def random_activations(views: int, shape: tuple[int, ...] = (5, 3)) -> CachedActivations:
     rows, width = len(digits()), int(torch.tensor(shape).prod())
     table = torch.randn((1 + views) * rows, width, generator=torch.Generator().manual_seed(0))
@@ -402,20 +304,20 @@ def random_activations(views: int, shape: tuple[int, ...] = (5, 3)) -> CachedAct
 def test_training_draws_the_views_that_a_bank_draws(accelerator: Accelerator, source: str) -> None:
     inputs = random_activations(views=2)
     make = ERM if source == "none" else partial(LISA, p_sel=0.5, partners=source)
-    job = under(Training(batch_size=4), make_job(make, steps=4, width=15))
+    job = under(Training(batch_size=4, accumulation=2), make_job(make, steps=4, width=15))
     bank = list(batches([job], CachedData(inputs.features, digit_annotations())))
-    loop = [step.parts[0] for _, step in TrainingBatches(job, inputs, digit_annotations(), accelerator).begin()]
+    loop = [step.parts for _, step in TrainingBatches(job, inputs, digit_annotations(), accelerator).begin()]
     assert len(bank) == len(loop) == 4
-    rows, seen = [], set()
-    for theirs, ours in zip(bank, loop, strict=True):
-        assert torch.equal(ours.row, theirs.row[0])
-        assert torch.equal(ours.x.flatten(1), theirs.x[0])
-        if source != "none":
-            assert torch.equal(ours.partner.flatten(1), theirs.partner[0])
-        rows.append(ours.index)
-        for number in range(3):
-            at = inputs.features.of_views(ours.index, torch.full_like(ours.index, number))
-            seen |= {number} if (at == ours.x.flatten(1)).all(1).any() else set()
+    seen = set()
+    for theirs, parts in zip(bank, loop, strict=True):
+        for ours in parts:
+            assert torch.equal(ours.row, theirs.row[0, ours.position])
+            assert torch.equal(ours.x.flatten(1), theirs.x[0, ours.position])
+            if source != "none":
+                assert torch.equal(ours.partner.flatten(1), theirs.partner[0, ours.position])
+            for number in range(3):
+                at = inputs.features.of_views(ours.row, torch.full_like(ours.row, number))
+                seen |= {number} if (at == ours.x.flatten(1)).all(1).any() else set()
     assert seen == {1, 2}, "both augmented views, and never the plain one"
 
 
@@ -425,26 +327,7 @@ def test_evaluations_read_the_plain_view(accelerator: Accelerator) -> None:
     [first, second] = inputs.of_rows(rows.tolist(), 2)()
     assert torch.equal(torch.cat([first, second]).flatten(1), inputs.features[rows])
     assert [x.shape for x in (first, second)] == [(2, 5, 3), (1, 5, 3)]
-    assert list(inputs.of_rows([], 2)) == []
-
-
-@pytest.mark.slow
-def test_views_change_what_trains(accelerator: Accelerator, tmp_path: Path) -> None:
-    encoder, job = vit(), make_job(steps=3, width=64)
-    states = [
-        final_state(
-            train_part(
-                job,
-                encoder,
-                ADAM,
-                accelerator,
-                blocks(1),
-                cached(encoder, blocks(1), tmp_path, views=views).activations,
-            )
-        )
-        for views in (0, 2)
-    ]
-    assert not torch.equal(states[0]["head.weight"], states[1]["head.weight"])
+    assert list(inputs.of_rows([], 2)()) == []
 
 
 class Numbers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,26 +25,21 @@ from loop_models import (
     train,
 )
 from loop_models import images_of as read
-from torch import Tensor, nn
+from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA
-from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.transforms import evaluation_transform, training_transform
-from xdm_ft.recipe.components import find, names
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised
-from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.inputs import Images, StepBatch, TrainingBatches, split_batch
 from xdm_ft.training.end_to_end.model import EndToEnd
-from xdm_ft.training.end_to_end.prediction import EndToEndValidation
 
 
 def test_running_statistics_move_once_a_step_by_the_mean_of_the_micro_batches(accelerator: Accelerator) -> None:
@@ -87,21 +81,6 @@ def test_learns_and_records(accelerator: Accelerator) -> None:
     assert accuracy == pytest.approx(recorded[selected.step]["train_val/accuracy"])
 
 
-def test_oracle_follows_where_its_steps_are_tied(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = EndToEndValidation.evaluate
-
-    def tied(self: EndToEndValidation, inner: EndToEnd) -> dict[str, float] | None:
-        values = measured(self, inner)
-        return values and values | {"oracle": 1.0}
-
-    monkeypatch.setattr(EndToEndValidation, "evaluate", tied)
-    training, rules = Training(batch_size=16, encoder_lr=0.01, evaluate_every=5), ("train_val", "oracle")
-    trained = train(make_job(steps=15), SmallCNN(), training, accelerator, rules=rules, metric="nll")
-    own, oracle = trained.selected["train_val"], trained.selected["oracle"]
-    assert own.step > 5, "the loss falls"
-    assert oracle.step == own.step and oracle.state is own.state
-
-
 def test_bf16_trains_in_autocast_with_the_loss_in_float32() -> None:
     seen = set[Any]()
 
@@ -122,19 +101,6 @@ def test_bf16_trains_in_autocast_with_the_loss_in_float32() -> None:
     assert seen == {torch.bfloat16, (torch.float32,) * 3}
 
 
-def test_a_loss_that_is_not_finite_stops_the_model(accelerator: Accelerator) -> None:
-    class Breaks(ERM):
-        def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-            losses = super().loss(z, batch, step)
-            return losses._replace(total=losses.total * (float("nan") if step == 2 else 1))
-
-    training, job = Training(batch_size=2, evaluate_every=1), make_job(Breaks)
-    trained = train(job, SmallCNN(), training, accelerator)
-    assert trained.selected == {}
-    rows = ", ".join(map(str, batch_of(job, training, 2).row.tolist()))
-    assert trained.failure == f"the loss is nan at step 3 of 4; images in its batch: rows {rows}"
-
-
 def test_an_unreadable_image_is_named(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     job, training = make_job(), Training(batch_size=4)
     bad, image = int(batch_of(job, training, 1).row[0]), digits().image
@@ -151,24 +117,21 @@ def test_an_unreadable_image_is_named(accelerator: Accelerator, monkeypatch: pyt
     assert "\n" not in str(caught.value)
 
 
-def test_fp16_is_refused_with_sharpness_and_on_a_cpu() -> None:
-    with one_process("fp16") as accelerator:
-        with pytest.raises(UserError, match="two passes"):
-            train(make_job(sharpness=SAM()), SmallCNN(), Training(batch_size=4), accelerator)
-        with pytest.raises(UserError, match="needs a GPU"):
-            train(make_job(), SmallCNN(), Training(batch_size=4), accelerator)
-
-
-def test_accumulation_by_accelerate_is_refused(accelerator: Accelerator) -> None:
-    accelerator.gradient_accumulation_steps = 2
-    with pytest.raises(UserError, match=r"training\.accumulation"):
-        train(make_job(), SmallCNN(), Training(batch_size=4), accelerator)
-
-
-@pytest.mark.slow
-def test_more_micro_batches_than_images_are_refused(accelerator: Accelerator) -> None:
-    with pytest.raises(UserError, match=r"training\.batch_size: 2"):
-        train(make_job(), SmallCNN(), Training(batch_size=2, accumulation=3), accelerator)
+@pytest.mark.parametrize(
+    ("precision", "by_accelerate", "sharpness", "settings", "line"),
+    [
+        ("fp16", 1, SAM(), {}, "two passes"),
+        ("fp16", 1, None, {}, "needs a GPU"),
+        ("no", 2, None, {}, r"training\.accumulation"),
+        ("no", 1, None, {"accumulation": 5}, r"training\.batch_size: 4 is less than"),
+    ],
+)
+def test_a_launch_that_can_not_train_is_refused(
+    precision: str, by_accelerate: int, sharpness: SAM | None, settings: dict[str, int], line: str
+) -> None:
+    with one_process(precision) as accelerator, pytest.raises(UserError, match=line):
+        accelerator.gradient_accumulation_steps = by_accelerate
+        train(make_job(sharpness=sharpness), SmallCNN(), Training(batch_size=4, **settings), accelerator)
 
 
 def test_predict_is_in_order_and_equals_the_model_itself(accelerator: Accelerator) -> None:
@@ -328,90 +291,7 @@ def test_synchronised_layers_keep_the_activation_inside_them() -> None:
     assert torch.equal(inner.eval().encoder(x), before)
 
 
-def test_batch_norm_is_synchronised_on_gpus() -> None:
-    inner = EndToEnd(SmallCNN(), ERM(make_job().setup), "train").train()
-    names = inner.state_dict().keys()
-    inner = synchronised(inner, 2, 1, torch.device("cuda"))
-    layers = [layer for layer in inner.modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
-    assert len(layers) == 2 and all(layer.training for layer in layers) and inner.state_dict().keys() == names
-
-
-def passes_of(
-    make: type[Algorithm], encoder: nn.Module, accelerator: Accelerator, sharpness: SAM | None
-) -> tuple[StepGradients, StepBatch]:
-    job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
-    inner = EndToEnd(copy.deepcopy(encoder), job.make(job.setup), "train").train()
-    by_parts = inner.algorithm.loss_over != "batch"
-    passes = StepGradients(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
-    return passes, step_batch(job, training, accelerator, 0)
-
-
-def test_the_second_pass_reuses_what_the_first_returned(accelerator: Accelerator) -> None:
-    reused: list[dict[str, Tensor]] = []
-
-    class Holds(ERM):
-        def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-            return super().loss(z, batch, step)._replace(first_pass_draws={"mask": z > 0.1})
-
-        def loss_at_perturbed(self, z: Tensor, batch: Batch, step: int, masks: Mapping[str, Tensor]) -> Losses:
-            reused.append({"given": masks["mask"], "now": z > 0.1})
-            return super().loss(z, batch, step)
-
-    passes, batch = passes_of(Holds, SmallCNN(), accelerator, SAM(rho=0.5))
-    passes.run(batch, 0)
-    assert len(reused) == 2
-    with torch.no_grad():
-        first = passes.inner.encoder(batch.parts[0].x) > 0.1
-    assert torch.equal(reused[0]["given"], first) and not torch.equal(reused[0]["now"], first)
-
-
-@pytest.mark.slow
-def test_mixed_steps_are_those_taken_where_patience_ends_the_training(accelerator: Accelerator) -> None:
-    job = make_job(lambda setup: XDomainMix(setup, warmup_steps=2), steps=10, lr=0.0, weight_decay=0.0)
-    training = Training(batch_size=4, encoder_lr=1e-30, evaluate_every=1, patience=1)
-    trained = train(job, SmallCNN(), training, accelerator, batch_norm="frozen")
-    assert trained.stopped_at == 4, "step 3 is the first that can be selected"
-    assert trained.mixed_steps == 2
-
-
 TRAINING = Training(batch_size=4, encoder_lr=0.01, schedule=Schedule(name="cosine", warmup_steps=2))
-
-
-class Watched(SmallCNN):
-    """The loop trains a copy of it: the last one made."""
-
-    copies: list[Watched] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
-        copied = Watched(dropout=0.3)
-        copied.load_state_dict(self.state_dict())
-        self.copies.append(copied)
-        return copied
-
-
-class Watching(ERM):
-    """Takes down the encoder's state at every pass."""
-
-    seen: list[dict[str, Tensor]] = []
-
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        self.seen.append(copy.deepcopy(Watched.copies[-1].state_dict()))
-        return super().loss(z, batch, step)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sharpness", [None, SAM()], ids=["erm", "sam"])
-def test_the_encoder_is_exactly_frozen_until_the_step(accelerator: Accelerator, sharpness: SAM | None) -> None:
-    encoder, passes = Watched(dropout=0.3), 2 if sharpness else 1
-    start, job = copy.deepcopy(encoder.state_dict()), make_job(Watching, steps=6, sharpness=sharpness)
-    Watching.seen.clear()
-    final = final_state(train(job, encoder, TRAINING, accelerator, unfreeze_at=4))
-    assert len(Watching.seen) == 6 * passes
-    for before in Watching.seen[: 4 * passes]:
-        assert all(torch.equal(before[name], value) for name, value in start.items())
-    for name in ("layers.0.weight", "layers.1.weight", "layers.1.running_mean"):
-        assert not torch.equal(final[f"encoder.{name}"], start[name])
-    assert not torch.equal(final["head.weight"], ERM(job.setup).head.weight)
 
 
 @pytest.mark.slow
@@ -430,17 +310,6 @@ def test_steps_of_the_head_alone_are_not_selected(accelerator: Accelerator) -> N
     )  # fmt: skip
     assert max(recorded, key=lambda step: recorded[step]) <= 20
     assert trained.selected["train_val"].step > 20
-
-
-FOUND = {name: find("algorithms", name) for name in names("algorithms")}
-ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
-REFUSED = {"mixstyle", "dsu"}
-
-
-def test_methods_that_mix_inside_the_encoder_are_refused_in_parts() -> None:
-    assert {name for name, cls in ALGORITHMS.items() if cls.parts_reason} == REFUSED
-    for name in REFUSED:
-        assert "\n" not in ALGORITHMS[name].parts_reason and "; " in ALGORITHMS[name].parts_reason
 
 
 def test_a_row_that_is_twice_in_a_batch_gets_two_draws(accelerator: Accelerator) -> None:
