@@ -15,7 +15,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -24,9 +24,14 @@ from warm_processes import xdm_ft
 
 from xdm_ft.cli.answer import as_json
 from xdm_ft.cli.cache import referenced_by
+from xdm_ft.cli.explain import TOPICS
 from xdm_ft.cli.ls import listing
 from xdm_ft.cli.parser import VERBS, main, parser
+from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT
+from xdm_ft.protocol.splits import Rule
 from xdm_ft.recipe.check import known_keys, load
+from xdm_ft.report.comparisons import ELSEWHERE, HERE
+from xdm_ft.report.manual import MANUAL
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.results_file import COSTS, write_results
 
@@ -232,30 +237,6 @@ def test_started_as_a_script_and_as_a_module_it_is_the_same_program(folder: Path
     assert script.returncode == 0 and (folder / "output/small/results.md").is_file(), script.stderr
 
 
-@pytest.mark.slow
-def test_data_with_faults(folder: Path) -> None:
-    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        return xdm_ft("run", "small.yaml", "training.steps=2", *overrides, cwd=folder)
-
-    (folder / "images/a/cat/broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
-    for trainable in ("false", "true"):
-        overrides = f"encoder.trainable={trainable}", f"name=trains_{trainable}", "methods=[erm]"
-        one_line(run(*overrides), "broken.png", "on_bad_image")
-        skipped = run(*overrides, "data.on_bad_image=skip")
-        assert skipped.returncode == 0 and "1 of 37 images do not decode" in skipped.stderr
-        results = json.loads((folder / f"output/trains_{trainable}/results.json").read_text())
-        assert "1 unreadable image left out" in results["summary"][0]["protocol"]
-    (folder / "images/a/cat/broken.png").unlink()
-    one_line(run("features.dir=small.yaml"), "features.dir")
-    shutil.rmtree(folder / "images/a")
-    assert run("name=two").returncode == 0
-    runs = json.loads((folder / "output/two/results.json").read_text())["runs"]
-    assert [(r["method"], r["status"]) for r in runs] == [("erm", "ok"), ("xdomainmix+sam", "skipped")]
-    assert "needs 2 training domains" in runs[1]["reason"]
-    shutil.rmtree(folder / "images/b/dog")
-    one_line(run("name=one"), '"b"', "one class only", '"cat"')
-
-
 def test_validate_prints_a_recipe_that_resolves_to_itself(folder: Path) -> None:
     first = xdm_ft("validate", "small.yaml", "data.class_names={dog: golden_retriever}", cwd=folder)
     assert first.returncode == 0, first.stderr
@@ -311,6 +292,22 @@ def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     name = os.fsdecode(b"\xff\n.yaml")
     assert main(["cp", "demo", name, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"file": name}
     assert (tmp_path / name).is_file()
+
+
+def test_every_word_of_a_table_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuple(MANUAL) == TOPICS and main(["explain"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    rules = get_args(Rule)
+    assert len(rules) == 4 and len(HERE + ELSEWHERE) == 6
+    columns = ["versus", *(column.removesuffix(" (unadjusted)") for column in HERE + ELSEWHERE)]
+    for word in (*columns, *rules, EQUAL, NO_VERDICT, "draws × gradients", "mixed steps", "last step picked"):
+        assert f" {word}: " in text, word
+    assert main(["explain", "verdict"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("VERDICT\n  here: ") and "SELECTION" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert main(["explain", "verdict", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"verdict": MANUAL["verdict"]}
 
 
 def test_features_of_every_encoder_and_cut_of_a_run_are_referenced(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_every_draw_and_every_override_reaches_its_own_component(name: str) -> N
 def test_flags_look_at_their_own_component() -> None:
     both = "search.space={mixup.alpha: {uniform: [0, 1]}, sagm.alpha: {uniform: [0, 1]}}"
     recipe = recipe_with("mixup+sagm", overrides=("search.trials=2", both))
-    plan: Any = SimpleNamespace(recipe=recipe)
+    plan: Any = SimpleNamespace(recipe=recipe, item=lambda label: recipe.methods[0])
     nothing: Any = None
     item = drawn_item(recipe.methods[0], {"mixup.alpha": 0.5, "sagm.alpha": 0.99})
     model = PlannedModel(nothing, item, recipe.training, nothing, steps=1000)

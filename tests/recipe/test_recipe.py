@@ -77,6 +77,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([("name: good", f"name: {'n' * 300}")], "r.yaml:1: name: takes 300 bytes as a folder's name; at most"),
     ([("name: good", f"name: {'語' * 80}")], "r.yaml:1: name: takes 240 bytes"),
     ([("name: good", 'name: "a\\0b"')], "r.yaml:1: name: must be a text without slashes"),
+    ([("name: good", 'name: "\\ud800"')], "r.yaml:1: name: must be a text without slashes"),
     ([("{name: digits}", "digits")], "r.yaml:2: data: needs a name; known: "),
     ([("name: digits", "name: digit")], 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
     ([("resnet10t}", "resnet10t}\nextra: 1")], "r.yaml:4: extra: unknown key; "),

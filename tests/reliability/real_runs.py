@@ -1,227 +1,225 @@
-"""Runs in processes of their own, that tests kill, and what has come out of them."""
+"""Small runs in processes of their own, which tests kill, and what comes out of them."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
+import math
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import miniature
-from quick_saves import save_after_every_step
 from warm_processes import PATIENCE, begin
 
-ROOT = Path(__file__).resolve().parents[2]
-QUICK = Path(__file__).with_name("quick_saves.py")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
+from xdm_ft.cli.parser import main
+from xdm_ft.storage.results_file import COSTS
+from xdm_ft.storage.tensorboard import read_scalars
 
-END_TO_END = """\
-name: small
-data: {{name: pacs, root: {data}, counts: any}}
-protocol: {{name: leave_one_domain_out, test_domains: [sketch], seeds: 1}}
-encoder: {{name: timm, model: {model}, preprocessing: {{size: 32}}, kwargs: {kwargs}, trainable: true}}
-methods: {methods}
-training: {{steps: {steps}, batch_size: 4, evaluate_every: 5}}
-report: {{page: false}}
-"""
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
+CHECKPOINTS = "state/checkpoints/*.safetensors"
+TEST_VIT = "name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}"
 BANK = """\
 name: small
 data: {{name: digits}}
 protocol: {{name: leave_one_domain_out, test_domains: [ink, chalk], seeds: 1}}
-encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{img_size: 32}}}}
-features: {{dir: {data}/cache, workers: 0}}
+encoder: {{{encoder}}}
+features: {{dir: {folder}/cache, workers: 0}}
 methods: [erm+swad, xdomainmix+sam]
 training: {{steps: {steps}, batch_size: 8, evaluate_every: 8}}
 report: {{page: false}}
 """
+IMAGES = """\
+name: small
+data: {{name: pacs, root: {folder}/data, counts: any}}
+protocol: {{name: leave_one_domain_out, test_domains: [sketch], seeds: 1}}
+encoder: {{{encoder}}}
+features: {{dir: {folder}/cache, workers: 0}}
+methods: [erm]
+training: {{steps: {steps}, batch_size: 4, evaluate_every: 3}}
+report: {{page: false}}
+output: {{dir: {folder}/out}}
+"""
 
 
-def end_to_end(folder: Path, model: str, methods: str = "[erm, xdomainmix+swad]", steps: int = 15) -> Path:
-    """A recipe file, its data beside it."""
-    miniature.domainbed(folder / "data", "pacs")
-    kwargs = "{img_size: 32}" if model == "test_vit" else "{}"
-    recipe = END_TO_END.format(data=folder / "data", model=model, kwargs=kwargs, methods=methods, steps=steps)
-    (folder / "small.yaml").write_text(recipe)
+def bank(folder: Path, steps: int = 24) -> Path:
+    """Returns the recipe file of heads on cached features."""
+    (folder / "small.yaml").write_text(BANK.format(encoder=TEST_VIT, folder=folder, steps=steps))
     return folder / "small.yaml"
 
 
-def bank(folder: Path, steps: int = 40) -> Path:
-    (folder / "small.yaml").write_text(BANK.format(data=folder, steps=steps))
+def on_images(folder: Path, steps: int = 12, encoder: str = TEST_VIT) -> Path:
+    """Returns the recipe file of a run on miniature PACS, which is written beside it."""
+    miniature.domainbed(folder / "data", "pacs", per_class=3)
+    (folder / "small.yaml").write_text(IMAGES.format(encoder=encoder, folder=folder, steps=steps))
     return folder / "small.yaml"
+
+
+def end_to_end(folder: Path, steps: int = 12) -> Path:
+    """Returns the recipe file of a training of the encoder, which has batch norm."""
+    return on_images(folder, steps, "name: timm, model: test_resnet, preprocessing: {size: 32}, trainable: true")
+
+
+def save_after_every_step(cores: int) -> None:
+    """Of the process's cores, `cores` remain: more than one mean threads and forked processes."""
+    from xdm_ft.features import extract
+    from xdm_ft.storage import checkpoint
+
+    available = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, random.sample(available, min(cores, len(available))))
+    checkpoint.EVERY_SECONDS = checkpoint.EVENT_SECONDS = 0.0
+    checkpoint.SHARE = math.inf
+    extract.IMAGES_PER_SHARD = 16
+
+
+def share_files(cores: int) -> None:
+    """Heads that train together share a file, as in a large run."""
+    from xdm_ft.experiment import plan
+
+    plan.MOST_MODELS = 0
+    save_after_every_step(cores)
+
+
+def kill_itself(
+    cores: int,
+    counts: Path,
+    at_sync: int = 0,
+    at_file: str = "",
+    number: int = 1,
+    prepare: Callable[[int], None] = save_after_every_step,
+) -> None:
+    """The process kills itself before its write of this number is safe, or before a file is in its place.
+
+    That is the file of this name, or in the folder of this name, that comes as the one of this `number`. `counts` holds
+    the number of writes.
+    """
+    prepare(cores)
+    syncs, files, replace = itertools.count(1), itertools.count(1), os.replace
+
+    def counted(handle: int) -> None:  # no sync: what is written outlives the process
+        count = next(syncs)
+        counts.write_text(str(count))
+        if count == at_sync:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def named(source: Any, target: Any) -> None:
+        if at_file in (Path(target).name, Path(target).parent.name) and next(files) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.fsync, os.replace = counted, named  # type: ignore[assignment]
 
 
 class Run:
-    """`xdm-ft run RECIPE`, its output in FOLDER/small. Saves after every step.
-
-    More cores than one mean threads, which are slow where others want those cores too, and forked processes. `first` is
-    called before the run, in the run's own process. `restarts`: so often the launcher of several processes starts them
-    again after one has failed. `cold`: a new interpreter, which imports everything first and saves
-    as users' runs do.
-    """
+    """`xdm-ft run RECIPE`, its output in FOLDER/small, in a process of its own, after a call of `first`."""
 
     def __init__(
         self,
         recipe: Path,
         folder: Path,
         *overrides: str,
-        processes: int = 1,
-        restarts: int = 0,
         cores: int = 1,
         environment: Mapping[str, str] | None = None,
         first: Callable[[int], None] = save_after_every_step,
-        cold: bool = False,
     ) -> None:
-        self.output, self.cold, self.launched = folder / "small", cold, processes > 1
-        arguments = ["run", str(recipe), f"output.dir={folder}", *overrides]
-        environment = ENVIRONMENT | dict(environment or {})
-        self.log, out = folder.parent / f"{folder.name}.log", folder.parent / f"{folder.name}.out"
+        self.output = folder / "small"
+        self.log = folder.parent / f"{folder.name}.log"
         self.log.touch()  # the process may be killed before it would do this
         self.before = self.log.stat().st_size
-        self.process: BaseProcess | subprocess.Popen[bytes]
-        if processes == 1 and not cold:
-            self.process = begin(arguments, ROOT, out, self.log, environment, functools.partial(first, cores))
-            return
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        launcher += [f"--max_restarts={restarts}", str(QUICK), str(cores)]
-        with self.log.open("a") as log, out.open("a") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *(["xdm_ft"] if cold else launcher), *arguments],
-                stdout=output, stderr=log, env=os.environ | environment, start_new_session=True,
-            )  # fmt: skip
+        arguments = ["run", str(recipe), f"output.dir={folder}", *overrides]
+        environment, out = ENVIRONMENT | dict(environment or {}), folder.parent / f"{folder.name}.out"
+        self.process = begin(arguments, ROOT, out, self.log, environment, functools.partial(first, cores))
 
-    def changes(self, count: int, pattern: str = "**/*") -> bool:
-        """Waits until files of the run directory have changed so many times; False where the run ends before."""
+    def changes(self, count: int, pattern: str) -> None:
+        """Waits until files of the run directory have changed `count` times."""
         seen, until = self._files(pattern), time.monotonic() + PATIENCE
         while count > 0:
-            if self._status() is not None:
-                return False
-            assert time.monotonic() < until, f"nothing changes: {self.text()}"
+            assert self.process.exitcode is None and time.monotonic() < until, f"nothing changes: {self.text()}"
             time.sleep(0.002)
             now = self._files(pattern)
             count -= len(now - seen)
             seen = now
-        return True
 
     def _files(self, pattern: str) -> set[tuple[str, int]]:
-        found, paths = set(), self.output.glob(pattern)
-        while True:
+        files = set()
+        for path in self.output.glob(pattern):
             try:
-                path = next(paths, None)
-                if path is None:
-                    return found
-                found.add((str(path), path.stat().st_mtime_ns))
-            except FileNotFoundError:  # a file or a folder that was removed between the two looks
+                files.add((str(path), path.stat().st_mtime_ns))
+            except FileNotFoundError:  # removed between the two looks
                 continue
+        return files
 
-    def ends_within(self, seconds: float) -> bool:
-        if isinstance(self.process, BaseProcess):
-            self.process.join(seconds)
-        else:
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(seconds)
-        return self._status() is not None
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """The run's own process alone; loader workers notice by themselves."""
+    def send(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to the process alone; loader workers notice by themselves."""
+        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def end(self) -> int:
-        assert self.ends_within(PATIENCE), f"the run does not end: {self.text()}"
-        status = self._status()
-        assert status is not None
-        return status
-
-    def _status(self) -> int | None:
-        return self.process.exitcode if isinstance(self.process, BaseProcess) else self.process.poll()
+    def end(self) -> int | None:
+        """Waits for the process, and returns its exit status."""
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None, f"the run does not end: {self.text()}"
+        return self.process.exitcode
 
     def text(self) -> str:
-        return self.log.read_text()
-
-    def own_text(self) -> str:
-        """What this run has added to the log."""
+        """Returns what this run, not an earlier one, has added to the log."""
         return self.log.read_bytes()[self.before :].decode()
 
 
-def ranks(recipe: Path, folder: Path, *overrides: str, count: int, first: Callable[[int], None]) -> list[Run]:
-    """One run in several processes, as a launcher starts them."""
+def ranks(
+    recipe: Path, folder: Path, *overrides: str, first: Callable[[int], None] = save_after_every_step
+) -> list[Run]:
+    """One run in two processes, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    every = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
-        Run(recipe, folder, *overrides, first=first, environment={k: str(v) for k, v in {**every, **own}.items()})
-        for own in ({"RANK": rank, "LOCAL_RANK": rank} for rank in range(count))
+        Run(recipe, folder, *overrides, first=first, environment=both | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
     ]
 
 
-def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """results.json without times and what it was computed on, and a hash of every file of weights and predictions."""
-    results = json.loads((folder / "small" / "results.json").read_text())
+def outcome(folder: Path) -> dict[str, Any]:
+    """Returns results.json without times and what it was computed on, curves, and a hash of every file of tensors."""
+    run = folder / "small"
+    results = json.loads((run / "results.json").read_text())
     results["recipe"].pop("output")
     results["recipe"].get("features", {}).pop("dir", None)
-    results.pop("environment")
-    results.pop("checksum")  # of all this too
-    for run in results["runs"]:
-        run.pop("train_seconds")
-        run.pop("peak_memory", None)
-    files = sorted((folder / "small" / "models").rglob("*.safetensors"))
+    for key in ("environment", "checksum"):  # the checksum is of all this too
+        results.pop(key)
+    for record in results["runs"]:
+        for cost in COSTS:
+            record.pop(cost, None)
+    files = sorted(run.glob("models/**/*.safetensors"))
     assert files
-    return results, {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    hashes = {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    analysis = run / "analysis.json"
+    measures = analysis.read_bytes() if analysis.exists() else None
+    return {"results": results, "files": hashes, "curves": read_scalars(run / "events"), "analysis": measures}
 
 
-def differing(
-    found: tuple[dict[str, Any], dict[str, str]], expected: tuple[dict[str, Any], dict[str, str]]
-) -> list[str]:
-    """The keys of results.json and the files in which two outcomes differ."""
-    files = [name for name in {**found[1], **expected[1]} if found[1].get(name) != expected[1].get(name)]
-    return [*files, *_differing(found[0], expected[0])]
+def leftovers(folder: Path) -> list[Path]:
+    """Returns the files that no finished run leaves behind."""
+    hidden = [path for path in (folder / "small").rglob(".*") if path.is_file()]
+    return [*hidden, *(folder / "small/state").rglob("*")]
 
 
-def _differing(found: Any, expected: Any, key: str = "") -> list[str]:
-    if type(found) is type(expected) and isinstance(found, dict | list) and len(found) == len(expected):
-        keys = found if isinstance(found, dict) else range(len(found))
-        of_key = expected.get if isinstance(expected, dict) else expected.__getitem__
-        return [d for k in keys for d in _differing(found[k], of_key(k), f"{key}.{k}")]
-    return [] if found == expected else [f"{key} is {str(found)[:80]}, not {str(expected)[:80]}"]
+def run_here(recipe: Path, *overrides: str) -> int:
+    """Runs a recipe in this process, and returns the exit status."""
+    return main(["run", str(recipe), *overrides])
 
 
-def leftovers(folder: Path) -> list[str]:
-    """Files that no finished run leaves behind."""
-    left = [path for path in (folder / "small").rglob(".*") if path.is_file()]
-    return [str(path) for path in (*left, *(folder / "small" / "state").rglob("*"))]
-
-
-def kill_until_done(
-    recipe: Path,
-    folder: Path,
-    *overrides: str,
-    kills: int = 0,
-    changes: int = 0,
-    seed: int = 0,
-    cores: int = 2,
-    first: Callable[[int], None] = save_after_every_step,
-) -> int:
-    """Runs to the end, killed at most so often before, each time after some files have changed. → how often it was."""
-    draw, killed = random.Random(seed), 0
-    while killed < kills:
-        run = Run(recipe, folder, *overrides, cores=cores, first=first)
-        if not run.changes(draw.randint(1, changes)):
-            break
-        time.sleep(draw.random() * 0.02)
-        run.kill()
-        killed += run.end() == -signal.SIGKILL
-    if killed == kills:
-        run = Run(recipe, folder, *overrides, cores=cores, first=first)
-    assert run.end() == 0, run.text()
-    return killed
+def one_line(errors: str) -> str:
+    """Returns the one line that standard error has from us."""
+    assert "Traceback" not in errors, errors
+    [line] = [line for line in errors.splitlines() if line.startswith("xdm-ft: ")]
+    assert line.isprintable()
+    return line

@@ -1,70 +1,167 @@
-"""Every file of a run directory, damaged, missing or another thing: one clear line, or the same numbers once more."""
+"""Every file of a run directory, damaged, missing, edited or another thing: one line, or the same numbers once more."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import random
 import shutil
+import struct
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import damages as d
 import miniature
 import pytest
 import torch
-from what_runs_leave import fill
-from what_runs_leave import numbers as numbers_of
+import yaml
+from real_runs import on_images, one_line, outcome, run_here
+from safetensors.torch import save_file
 
 from xdm_ft.cli.parser import main
+from xdm_ft.experiment import pieces, plan, results, summary
+from xdm_ft.experiment.results import RECORDS, read_records
+from xdm_ft.export.choose import Choice, read_parts
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.text import parse
+from xdm_ft.report.finished import read_run
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.digests import json_digest
 from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.results_file import write_results
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import read_checked, read_tensors
 
+Damage = Callable[[Path], object]
 SOON = 60.0  # seconds, on a busy machine; what would hang does so for ever or for hours
 WORDS = ("damaged", "missing", "another recipe", "can not be", "another run")
+NESTED = '{"value": ' + "[" * 900 + "]" * 900 + ', "xxh3": "0", "runs": [], "environment": {}, "recipe": {}}\n'
+MODEL = ["erm", "sketch", "0"]
+
+# ---- What may happen to a file
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+REPLACEMENTS: dict[str, Damage] = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "text": lambda path: path.write_text("text"),
+    "empty": Path.touch,
+    "garbage": lambda path: path.write_bytes(bytes(range(255, 0, -1)) * 9),
+    "other type": lambda path: path.write_text("[1, 2]"),  # reads well as YAML and JSON
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "brackets": lambda path: path.write_text("[" * 100_000 + "\n"),
+    "nested": lambda path: path.write_text(NESTED),  # less deep than what Python's reader refuses
+    "header of brackets": lambda path: path.write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000),
+    "empty tensors": lambda path: empty_tensors(path),
+}
+
+
+def empty_tensors(path: Path, size: int = 8_000_000, metadata: dict[str, str] | None = None) -> None:
+    """A header of `size` bytes, of tensors without numbers."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"__metadata__": metadata or {}} | {f"{number:08}": entry for number in range(size // 64)})
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode())
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def drop_a_line(path: Path) -> None:
+    """Cut between two lines: every line that is left is complete."""
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def flip_a_digit(path: Path) -> None:
+    """Still complete, and wrong: the last byte of numbers, or the first digit after a point."""
+    data = bytearray(path.read_bytes())
+    position = data.find(b"0.") + 2 if path.suffix in (".json", ".jsonl") and b"0." in data else len(data) - 1
+    data[position] = ord("3") if data[position] != ord("3") else ord("4")
+    path.write_bytes(data)
+
+
+def change_the_step(path: Path) -> None:
+    """Of the metadata."""
+    data = path.read_bytes()
+    position = data.index(b'"step":"') + 8
+    path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+
+
+def as_before_checksums(path: Path) -> None:
+    tensors, metadata = read_tensors(path)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, {"step": metadata["step"]})
+
+
+def of_another_model(path: Path) -> None:
+    shutil.copyfile(next(other for other in path.parents[3].rglob(path.name) if other != path), path)
+
+
+IN_PLACE = {
+    "remove": remove, "truncate": truncate, "drop a line": drop_a_line, "flip a digit": flip_a_digit,
+    "change the step": change_the_step, "as before checksums": as_before_checksums,
+    "of another model": of_another_model,
+}  # fmt: skip
+
+
+def damage(path: Path, kind: str) -> None:
+    if kind in IN_PLACE:
+        IN_PLACE[kind](path)
+    else:
+        remove(path)
+        REPLACEMENTS[kind](path)
+
+
+# ---- The runs
+
+
+class Stopped(Exception):
+    """The process ends here."""
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill(tmp_path_factory.mktemp("finished"), False, final_fit="true")
+    """A recipe, its data and cache, and its run directory out/small."""
+    recipe = on_images(tmp_path_factory.mktemp("finished"))
+    text = recipe.read_text().replace("[sketch], seeds: 1", "[sketch, photo], seeds: 1, final_fit: true")
+    recipe.write_text(text)
+    assert run_here(recipe) == 0
+    return recipe.parent
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All models trained; what ends is the summary."""
-    folder = fill(tmp_path_factory.mktemp("interrupted"), True, selection="cross_domain")
-    assert (folder / "out/small/state/records").is_dir() and (folder / "out/small/state/cross_domain").is_dir()
-    return folder
+    recipe = on_images(tmp_path_factory.mktemp("interrupted"))
+    text = recipe.read_text().replace("[sketch], seeds: 1", "[sketch, photo], seeds: 1, selection: cross_domain")
+    recipe.write_text(text)
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summary, "summary_of", stop)
+        assert run_here(recipe) == 1
+    assert {"records", "cross_domain"} <= {path.name for path in (recipe.parent / "out/small/state").iterdir()}
+    return recipe.parent
 
 
 @pytest.fixture(scope="module")
 def expected(finished: Path, interrupted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What each of the two ends with, undamaged."""
-    copy = Path(shutil.copytree(interrupted / "out", tmp_path_factory.mktemp("undamaged") / "out"))
-    assert again(interrupted, copy / "small") == 0
-    return {"finished": numbers(finished / "out/small"), "interrupted": numbers(copy / "small")}
-
-
-def copied(made: Path, folder: Path) -> Path:
-    """A copy of its run directory."""
-    return Path(shutil.copytree(made / "out/small", folder / "out/small", copy_function=shutil.copy2))
-
-
-def numbers(run: Path) -> dict[str, Any]:
-    """Its results, wherever it lies."""
-    found = numbers_of(run)
-    del found["recipe"]["output"]
-    return found
-
-
-def again(made: Path, run: Path) -> int:
-    return main(["run", str(made / "small.yaml"), f"output.dir={run.parent}"])
+    copy = copied(interrupted, tmp_path_factory.mktemp("undamaged"))
+    assert again(interrupted, copy) == 0
+    return {"finished": numbers(finished / "out/small"), "interrupted": numbers(copy)}
 
 
 @pytest.fixture
@@ -72,206 +169,203 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return copied(finished, tmp_path)
 
 
-TEXTS = [d.truncate, d.empty, d.other_type, d.flip_a_digit, d.folder, d.remove, d.pipe, d.link_to_nothing, d.endless,
-         d.brackets, d.nested]  # fmt: skip
-TENSORS = [d.truncate, d.garbage, d.flip_a_digit, d.remove]
-FILES: dict[str, dict[str, list[d.Damage]]] = {
+def copied(folder: Path, target: Path) -> Path:
+    """Returns a copy of the run directory."""
+    return Path(shutil.copytree(folder / "out/small", target / "out/small", copy_function=shutil.copy2))
+
+
+def again(folder: Path, run: Path, *overrides: str) -> int:
+    return run_here(folder / "small.yaml", f"output.dir={run.parent}", *overrides)
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    return {key: value for key, value in outcome(run.parent).items() if key in ("results", "files")}
+
+
+def tensor_files(run: Path) -> dict[Path, int]:
+    """Returns {file: time of its last change}."""
+    files = sorted((run / "models").rglob("*.safetensors"))
+    assert {path.stem for path in files} == {"train_val", "oracle", "predictions", "model"}
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+# ---- The matrix
+
+TEXTS = "truncate, empty, other type, flip a digit, folder, remove, pipe, link to nothing, endless, brackets, nested"
+TENSORS = "truncate, garbage, flip a digit, remove"
+FILES: dict[str, dict[str, str]] = {
     "finished": {
-        "results.json": [*TEXTS, d.link_to_itself],
+        "results.json": f"{TEXTS}, link to itself",
         "recipe.yaml": TEXTS,
-        "results.md": [d.folder, d.remove, d.link_to_nothing],
-        "run.lock": [d.garbage, d.folder, d.remove, d.pipe, d.link_to_nothing],
-        "models": [d.text, d.link_to_nothing],
-        "models/erm": [d.text],
-        "models/erm/*/*/predictions.safetensors": [
-            *TENSORS, d.empty, d.folder, d.pipe, d.link_to_itself, d.endless, d.empty_tensors
-        ],
-        "models/erm/*/*/train_val.safetensors": [
-            *TENSORS, d.folder, d.pipe, d.link_to_nothing, d.header_of_brackets, d.empty_tensors
-        ],
-        "models/final_fit/erm/model.safetensors": [*TENSORS, d.empty, d.folder, d.pipe, d.empty_tensors],
-        "test_images/*.safetensors": [*TENSORS, d.empty, d.folder],
-        "training_features/*.safetensors": [d.truncate, d.remove, d.folder],
-        "events": [d.text, d.link_to_nothing],
-        "events/*": [d.folder],
+        "results.md": "folder, remove, link to nothing",
+        "run.lock": "garbage, folder, remove, pipe, link to nothing",
+        "models": "text, link to nothing",
+        "models/erm": "text",
+        "models/erm/*/*/predictions.safetensors": f"{TENSORS}, empty, folder, pipe, link to itself, endless",
+        "models/erm/*/*/train_val.safetensors": f"{TENSORS}, link to nothing, header of brackets, empty tensors",
+        "models/final_fit/erm/model.safetensors": f"{TENSORS}, empty, folder, pipe, empty tensors",
+        "test_images/*.safetensors": f"{TENSORS}, empty, folder",
+        "training_features/*.safetensors": "truncate, remove, folder",
+        "events": "text, link to nothing",
+        "events/*": "folder",
     },
     "interrupted": {
-        "results.json": [d.garbage, d.flip_a_digit, d.remove],
-        "recipe.yaml": [d.remove],
+        "results.json": "garbage, flip a digit, remove",
+        "recipe.yaml": "remove",
         "models/erm/**/predictions.safetensors": TENSORS,
-        "models/erm/**/cross_domain.safetensors": [d.truncate, d.remove],
-        "test_images/*.safetensors": [d.flip_a_digit, d.remove],
-        "state": [d.text, d.link_to_nothing],
-        "state/records": [d.text],
-        "state/records/0.jsonl": [*TEXTS, d.garbage, d.drop_a_line],
-        "state/cross_domain/0.jsonl": [d.garbage, d.drop_a_line, d.truncate, d.flip_a_digit, d.folder, d.remove],
+        "models/erm/**/cross_domain.safetensors": "truncate, remove",
+        "test_images/*.safetensors": "flip a digit, remove",
+        "state": "text, link to nothing",
+        "state/records": "text",
+        "state/records/0.jsonl": f"{TEXTS}, garbage, drop a line",
+        "state/cross_domain/0.jsonl": "garbage, drop a line, truncate, flip a digit, folder, remove",
     },
-}  # fmt: skip
-CASES = [(made, file, damage) for made, files in FILES.items() for file, several in files.items() for damage in several]
+}
+ROWS = [(kind, file) for kind, files in FILES.items() for file in files]
 
 
 @pytest.mark.parametrize(
-    ("made", "file", "damage"),
+    ("kind", "file"),
     [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2].__name__}", marks=pytest.mark.slow if n % 7 else ())
-        for n, case in enumerate(CASES)
+        pytest.param(*row, marks=pytest.mark.slow if number % 5 else (), id="-".join(row))
+        for number, row in enumerate(ROWS)
     ],
 )
 def test_each_file(
-    made: str,
+    kind: str,
     file: str,
-    damage: d.Damage,
     request: pytest.FixtureRequest,
     expected: dict[str, Any],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    folder: Path = request.getfixturevalue(made)
-    run = copied(folder, tmp_path)
-    damage(sorted(run.glob(file))[0])
-    outside = sorted(tmp_path.iterdir())
-    capfd.readouterr()
-    started = time.monotonic()
-    status = again(folder, run)
-    assert time.monotonic() - started < SOON
-    told = capfd.readouterr().err
-    assert "Traceback" not in told and "Error:" not in told, told
-    lines = [line for line in told.splitlines() if line.startswith("xdm-ft: ")]
-    if status == 2:
-        assert len(lines) == 1 and str(run) in lines[0] and any(word in lines[0] for word in WORDS), told
-    else:
-        assert status == 0 and not lines, told
-        assert numbers(run) == expected[made]
-    assert sorted(tmp_path.iterdir()) == outside
+    folder: Path = request.getfixturevalue(kind)
+    for number, name in enumerate(FILES[kind][file].split(", ")):
+        run = copied(folder, tmp_path / str(number))
+        damage(sorted(run.glob(file))[0], name)
+        capfd.readouterr()
+        started = time.monotonic()
+        status = again(folder, run)
+        assert time.monotonic() - started < SOON, name
+        errors = capfd.readouterr().err
+        assert "Traceback" not in errors and "Error:" not in errors, errors
+        if status == 2:
+            line = one_line(errors)
+            assert str(run) in line and any(word in line for word in WORDS), (name, line)
+        else:
+            assert status == 0 and "xdm-ft: " not in errors, (name, errors)
+            assert numbers(run) == expected[kind], name
+        assert [path.name for path in (tmp_path / str(number)).iterdir()] == ["out"], name
 
 
-def tensor_files(run: Path) -> list[Path]:
-    files = sorted((run / "models").rglob("*.safetensors"))
-    assert {path.stem for path in files} == {"train_val", "oracle", "predictions", "model"}
-    return files
+NO_CHECKSUM = "it has no checksum; an earlier version may have written it"
+REASONS = [
+    ("models/erm/*/*/train_val.safetensors", "change the step", "its checksum differs"),
+    ("models/erm/*/*/train_val.safetensors", "as before checksums", NO_CHECKSUM),
+    ("models/erm/*/*/train_val.safetensors", "of another model", "it was written as models/erm/"),
+    ("models/final_fit/erm/model.safetensors", "flip a digit", "its checksum differs"),
+    ("test_images/photo.safetensors", "flip a digit", "its checksum differs"),
+    ("training_features/+final_fit.safetensors", "flip a digit", "its checksum differs"),
+]
+
+
+@pytest.mark.slow
+def test_damage_is_named_and_mended_alone(finished: Path, run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "xdm_ft")
+    expected, times = numbers(run), tensor_files(run)
+    assert again(finished, run) == 0
+    assert tensor_files(run) == times and "damaged" not in caplog.text, "what is whole is not trained again"
+    for file, kind, reason in REASONS:
+        caplog.clear()
+        path, times = sorted(run.glob(file))[0], tensor_files(run)
+        content = path.read_bytes()
+        damage(path, kind)
+        assert path.read_bytes() != content
+        assert again(finished, run) == 0
+        [line] = [line for line in caplog.messages if "is damaged" in line]
+        model = file.startswith("models")
+        assert line.startswith(f"{path}: is damaged ({reason}")
+        assert line.endswith("; its model will be trained again" if model else "; it will be written again")
+        assert ("(erm: 1 model)" in caplog.text) == file.startswith("models/erm")
+        assert path.read_bytes() == content and numbers(run) == expected
+        others = {other for other, changed in tensor_files(run).items() if changed != times[other]}
+        assert {other.parent for other in others} <= {path.parent}, "nothing else is trained again"
+
+    reports = [run / "results.md", run / "results.csv", *run.glob("events/**/*.hparams")]
+    texts, sizes = [path.read_bytes() for path in reports[:2]], [path.stat().st_size for path in reports]
+    for path, kind in zip(reports, ("flip a digit", "truncate", "truncate", "empty"), strict=True):
+        damage(path, kind)
+    assert again(finished, run) == 0
+    assert [path.read_bytes() for path in reports[:2]] == texts
+    assert [path.stat().st_size for path in reports] == sizes
 
 
 def test_every_damage_of_every_file_of_tensors_is_found_or_harmless(run: Path) -> None:
     directory, draw = RunDirectory(run, main=False), random.Random(0)
     for path in tensor_files(run):
-        relative, whole = str(path.relative_to(run)), path.read_bytes()
+        relative, content = str(path.relative_to(run)), path.read_bytes()
         assert read_tensors(path)[0].keys() == read_checked(path)[0].keys()
         tensors, metadata = directory.tensors(relative)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        flipped = [*range(8), *(draw.randrange(len(whole)) for _ in range(60)), len(whole) - 1]
-        damaged = [whole[:p] + bytes([whole[p] ^ 1 << draw.randrange(8)]) + whole[p + 1 :] for p in flipped]
-        damaged += [whole[:p] + bytes(64) + whole[p + 64 :] for p in (draw.randrange(len(whole)) for _ in range(10))]
-        damaged += [whole[: draw.randrange(len(whole))], whole + b"x", b"", bytes(len(whole))]
-        found = 0
-        for content in damaged:
-            path.write_bytes(content)
+        flipped = [*range(8), *(draw.randrange(len(content)) for _ in range(60)), len(content) - 1]
+        contents = [content[:p] + bytes([content[p] ^ 1 << draw.randrange(8)]) + content[p + 1 :] for p in flipped]
+        zeros = [draw.randrange(len(content)) for _ in range(10)]
+        contents += [content[:p] + bytes(64) + content[p + 64 :] for p in zeros]
+        contents += [content[: draw.randrange(len(content))], content + b"x", b"", bytes(len(content))]
+        refused = 0
+        for damaged in contents:
+            path.write_bytes(damaged)
             try:
-                got, about = directory.tensors(relative)
+                read, read_metadata = directory.tensors(relative)
             except Damaged:
-                found += 1
+                refused += 1
                 continue
-            assert about == metadata and got.keys() == tensors.keys()
-            assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
-        assert found > len(damaged) - 10, relative
-        path.write_bytes(whole)
+            assert read_metadata == metadata and read.keys() == tensors.keys()
+            assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+        assert refused > len(contents) - 10, relative
+        path.write_bytes(content)
 
 
-NO_CHECKSUM = "it has no checksum; an earlier version may have written it"
-TOLD = [
-    ("models/erm/*/*/train_val.safetensors", d.flip_a_digit, "its checksum differs"),
-    ("models/erm/*/*/train_val.safetensors", d.change_the_step, "its checksum differs"),
-    ("models/erm/*/*/train_val.safetensors", d.as_before_checksums, NO_CHECKSUM),
-    ("models/erm/*/*/train_val.safetensors", d.of_another_model, "it was written as models/erm/"),
-    ("models/erm/*/*/predictions.safetensors", d.flip_a_digit, "its checksum differs"),
-    ("models/final_fit/erm/model.safetensors", d.flip_a_digit, "its checksum differs"),
-    ("test_images/photo.safetensors", d.flip_a_digit, "its checksum differs"),
-    ("training_features/+final_fit.safetensors", d.flip_a_digit, "its checksum differs"),
-]
+@pytest.mark.slow
+def test_other_things_in_the_place_of_a_file(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(Exception, match="it is a folder"):
+        Checkpoint(tmp_path / "a", {}, Pace()).load({})
+    os.mkfifo(tmp_path / "b")
+    pipe = Checkpoint(tmp_path / "b", {}, Pace())
+    assert pipe.load({}) is None
+    pipe.save(lambda: {"n": 1})
+    assert Checkpoint(tmp_path / "b", {}, Pace()).load({}) == {"n": 1}
+    shutil.copy(finished / "out/small/models/final_fit/erm/model.safetensors", tmp_path / "c")
+    with pytest.raises(Damaged, match="it is no checkpoint"):
+        checkpoint.read(tmp_path / "c")
+    empty_tensors(tmp_path / "w", 4_000_000, {"xxh3": "0"})
+    with pytest.raises(Damaged, match="its checksum differs"):
+        read_checked(tmp_path / "w")
+    empty_tensors(tmp_path / "w", 40_000_000)
+    started = time.process_time()
+    with pytest.raises(Damaged, match="it has no checksum"):
+        read_checked(tmp_path / "w")
+    assert time.process_time() - started < 10  # where it is read tensor by tensor: more than a minute
 
 
-@pytest.mark.parametrize(
-    ("file", "damage", "reason"),
-    [pytest.param(*case, marks=pytest.mark.slow if number in (1, 2) else ()) for number, case in enumerate(TOLD)],
-)
-def test_damage_is_told_and_mended(
-    file: str, damage: d.Damage, reason: str, finished: Path, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path, want = sorted(run.glob(file))[0], numbers(run)
-    others = {other: other.stat().st_mtime_ns for other in tensor_files(run) if other.parent != path.parent}
-    whole = path.read_bytes()
-    damage(path)
-    assert path.read_bytes() != whole
-    with caplog.at_level(logging.INFO, "xdm_ft"):
-        assert again(finished, run) == 0
-    [line] = [line for line in caplog.messages if "is damaged" in line]
-    model = file.startswith("models")
-    assert line.startswith(f"{path}: is damaged ({reason}")
-    assert line.endswith("; its model will be trained again" if model else "; it will be written again")
-    assert ("(erm: 1 model)" in caplog.text) == file.startswith("models/erm")
-    assert path.read_bytes() == whole and numbers(run) == want
-    assert {other: other.stat().st_mtime_ns for other in others} == others, "nothing else is trained again"
+# ---- Inputs, versions and edits
 
 
-def test_nothing_is_trained_again_if_nothing_is_damaged(finished: Path, run: Path, caplog) -> None:
-    before = {path: path.stat().st_mtime_ns for path in tensor_files(run)}
-    with caplog.at_level(logging.INFO, "xdm_ft"):
-        assert again(finished, run) == 0
-    assert not [line for line in caplog.messages if "models" in line or "damaged" in line]
-    assert {path: path.stat().st_mtime_ns for path in tensor_files(run)} == before
-
-
-def test_damaged_reports_are_restored(finished: Path, run: Path) -> None:
-    reports = [run / "results.md", run / "results.csv", *run.glob("events/**/*.hparams")]
-    assert len(reports) == 4
-    whole, sizes = [path.read_bytes() for path in reports[:2]], [path.stat().st_size for path in reports]
-    for path, damage in zip(reports, (d.flip_a_digit, d.truncate, d.truncate, d.empty), strict=True):
-        damage(path)
-    assert again(finished, run) == 0
-    assert [path.read_bytes() for path in reports[:2]] == whole
-    assert [path.stat().st_size for path in reports] == sizes
-
-
-@pytest.mark.parametrize(
-    "name", ["models", "test_images", "training_features", "state", "events", "results.json", "run.lock"]
-)
-def test_a_file_or_folder_in_the_place_of_the_other(name: str, finished: Path, tmp_path: Path, capsys) -> None:
-    place = tmp_path / "small" / name
-    place.parent.mkdir()
-    if name in ("results.json", "run.lock"):
-        place.mkdir()
-    else:
-        place.write_text("")
-    assert again(finished, tmp_path / "small") == 2
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
-    assert str(tmp_path) in line
-
-
-def test_data_that_have_changed_are_refused(interrupted: Path, tmp_path: Path, capsys) -> None:
-    """Its predictions are of other images; going on would score them against the labels of now."""
-    run, new = copied(interrupted, tmp_path), next((interrupted / "data").glob("**/sketch/dog")) / "more.png"
+def test_data_that_have_changed_are_refused(interrupted: Path, run: Path, tmp_path: Path, capsys) -> None:
+    """The run's predictions are of other images; going on would score them against the labels of now."""
+    run, new = copied(interrupted, tmp_path / "b"), next((interrupted / "data").glob("**/sketch/dog")) / "more.png"
     miniature.save(new, 0, 3, 99)
     capsys.readouterr()
     try:
         assert again(interrupted, run) == 2
     finally:
         new.unlink()
-    told = capsys.readouterr().err
-    assert "have changed since this run started (data.images" in told and "Traceback" not in told
-
-
-def test_results_of_an_earlier_version_are_refused(finished: Path, run: Path, capsys) -> None:
-    """Their checksum covers less."""
-    path = run / "results.json"
-    results = json.loads(path.read_text())
-    parts = [results["runs"], results.get("final_fit"), {key: results["environment"][key] for key in ("data",)}]
-    path.write_text(json.dumps(results | {"checksum": json_digest(parts)}))
-    assert again(finished, run) == 2
-    told = capsys.readouterr().err
-    assert "an earlier version wrote it" in told and "Traceback" not in told
+    assert "have changed since this run started (data.images" in one_line(capsys.readouterr().err)
 
 
 def test_the_state_of_an_earlier_format_is_left_alone(
-    interrupted: Path, expected: dict[str, Any], tmp_path: Path, caplog
+    interrupted: Path, expected: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Versions before lines kept a file per model: their models are trained again."""
     run = copied(interrupted, tmp_path)
@@ -287,33 +381,209 @@ def test_the_state_of_an_earlier_format_is_left_alone(
     assert not (run / "state").exists()
 
 
-def test_what_the_run_was_trained_on_is_in_its_results(finished: Path) -> None:
-    environment = json.loads((finished / "out/small/results.json").read_text())["environment"]
-    assert environment["features"]["key"] in {path.name for path in (finished / "cache").iterdir()}
-    assert environment["data"]["images"] == len(list((finished / "data").glob("**/*.png")))
+def without(*keys: str | int) -> Callable[[Any], None]:
+    def change(values: Any) -> None:
+        functools.reduce(lambda inner, key: inner[key], keys[:-1], values).pop(keys[-1])
+
+    return change
 
 
-def test_other_things_as_checkpoint(finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    with pytest.raises(Exception, match="it is a folder"):
-        Checkpoint(tmp_path / "a", {}, Pace()).load({})
-    os.mkfifo(tmp_path / "b")
-    own = Checkpoint(tmp_path / "b", {}, Pace())
-    assert own.load({}) is None
-    own.save(lambda: {"n": 1})
-    assert Checkpoint(tmp_path / "b", {}, Pace()).load({}) == {"n": 1}
-    shutil.copy(finished / "out/small/models/final_fit/erm/model.safetensors", tmp_path / "c")
-    with pytest.raises(Damaged, match="it is no checkpoint"):
-        checkpoint.read(tmp_path / "c")
+def with_value(*keys: str | int, value: object) -> Callable[[Any], None]:
+    def change(values: Any) -> None:
+        functools.reduce(lambda inner, key: inner[key], keys[:-1], values)[keys[-1]] = value
+
+    return change
+
+
+RECIPE_EDITS = {
+    "training.steps": with_value("training", "steps", value=13),
+    "training.lr": without("training", "lr"),
+    "training": without("training"),
+    "name": without("name"),
+    "methods": without("methods", 0, "name"),
+    "data": without("data"),
+}
+RESULT_EDITS = [
+    *((without(key), False, f"it lacks '{key}'") for key in ("runs", "recipe", "environment", "checksum")),
+    # with a checksum that fits, as another version would write it
+    *(
+        (without("runs", 0, *key), True, "results.json: holds a record of another version")
+        for key in (("selected",), ("status",), ("selected", "train_val", "metrics"), ("hparams",))
+    ),
+    (with_value("recipe", "training", "lr", value=2.0), False, "its checksum differs"),
+    (with_value("summary", 0, "mean", value=0.99), False, "its checksum differs"),
+    (
+        lambda results: results.update(
+            checksum=json_digest([results["runs"], results.get("final_fit"), {"data": results["environment"]["data"]}])
+        ),
+        False,
+        "an earlier version wrote it",
+    ),
+]
+
+
+def test_edited_files_are_refused(finished: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, document = run / "recipe.yaml", run / "results.json"
+    texts = {path: path.read_bytes() for path in (recipe, document)}
+    commands = (
+        ["retrain", str(run), *MODEL],
+        ["run", str(finished / "small.yaml"), f"output.dir={run.parent}"],
+        ["run", str(recipe), f"output.dir={run.parent}"],  # the edited file
+    )
+    for name, change in RECIPE_EDITS.items():
+        values = yaml.safe_load(texts[recipe])
+        change(values)
+        recipe.write_text(yaml.safe_dump(values))
+        for command in commands:
+            capsys.readouterr()
+            assert main(command) == 2
+            errors = capsys.readouterr().err
+            assert "Traceback" not in errors
+            if command != commands[2] or name == "training.steps":  # else it is no recipe, or one with defaults
+                line = one_line(errors)
+                assert f"{recipe}: was edited or is damaged" in line and name in line
+        assert document.read_bytes() == texts[document]
+    recipe.write_bytes(texts[recipe])
+    for change, has_checksum, problem in RESULT_EDITS:
+        values = json.loads(texts[document])
+        change(values)
+        if has_checksum:
+            write_results(document, values)
+        else:
+            document.write_text(json.dumps(values))
+        for command in commands[:2]:
+            capsys.readouterr()
+            assert main(command) == 2
+            assert problem in one_line(capsys.readouterr().err)
+    document.write_bytes(texts[document])
+
+    assert main(commands[0]) == 0
+    assert "the same bits" in capsys.readouterr().out
+    [path] = run.glob("models/erm/sketch/*/train_val.safetensors")
+    damage(path, "flip a digit")
+    assert main(commands[0]) == 2
+    assert f"{path}: is damaged (its checksum differs)" in one_line(capsys.readouterr().err)
+
+
+def test_a_written_recipe_reads_back_as_the_same(finished: Path) -> None:
+    text = (finished / "small.yaml").read_text().replace("name: small", 'name: "1e-3"')
+    text = text.replace("[erm]", "[{name: erm, label: '2e5'}, {name: vrex, label: 'no'}, {name: irm, label: '1_0'}]")
+    recipe = check(parse(text, "recipe"))
+    assert check(parse(recipe.as_yaml(), "written")).resolved() == recipe.resolved()
+    assert parse(recipe.as_yaml(), "written").values == recipe.resolved()
+
+
+# ---- Heads that share a file
+
+SEEDS = "protocol.seeds=3"  # of 2 held-out domains: 6 heads
+
+
+@pytest.fixture(scope="module")
+def shared(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two runs: shared/small, whose heads share files, and own/small."""
+    folder = tmp_path_factory.mktemp("shared")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "MOST_MODELS", 200)
+        for name in ("own", "shared"):
+            assert again(finished, folder / name / "small", SEEDS, "protocol.final_fit=false") == 0
+            patch.setattr(plan, "MOST_MODELS", 0)
+    return folder
+
+
+@pytest.fixture
+def large(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of shared/small, in a process that shares files."""
+    monkeypatch.setattr(plan, "MOST_MODELS", 0)
+    return Path(shutil.copytree(shared / "shared/small", tmp_path / "small"))
+
+
+def run_large(finished: Path, run: Path, *overrides: str) -> int:
+    return again(finished, run, SEEDS, "protocol.final_fit=false", *overrides)
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in sorted((run / "models").rglob("*.*"))}
+
+
+def assert_same_heads(run: Path, other: Path) -> None:
+    first, second = read_run(run), read_run(other)
+    assert [row.to_json() for row in first.rows] == [row.to_json() for row in second.rows]
+    for record, expected in zip(first.records, second.records, strict=True):
+        tensors, metadata = RunDirectory(run).tensors(record.selected["train_val"].weights)
+        same, its_metadata = RunDirectory(other).tensors(expected.selected["train_val"].weights)
+        assert tensors.keys() == same.keys() and all(tensors[name].equal(same[name]) for name in same)
+        assert {**metadata, "file": ""} == {**its_metadata, "file": ""}
+        assert (first.prediction(record).predicted == second.prediction(expected).predicted).all()
+
+
+def test_a_method_has_a_file_per_chunk_and_the_same_numbers(
+    shared: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shared / "shared/small"
+    assert [path.rpartition("/heads-")[0] for path in contents(run)] == ["models/erm"]
+    assert not list((run / "models").glob("*/sketch*")), "no empty folders"
+    assert all("#" in record.selected["train_val"].weights for record in read_run(run).records)
+    assert_same_heads(run, shared / "own/small")
+    monkeypatch.setattr(plan, "MOST_MODELS", 0)
+    monkeypatch.setattr(pieces, "HEADS_PER_FILE", 4)
+    monkeypatch.setattr(results, "KEEP_SHARED_SECONDS", 0.0)  # each file is written anew for every head
+    assert run_large(finished, tmp_path / "small") == 0
+    assert [path.rpartition("/")[0] for path in contents(tmp_path / "small")] == ["models/erm"] * 2
+    assert_same_heads(tmp_path / "small", shared / "own/small")
+
+
+@pytest.mark.parametrize("kind", ["truncate", "garbage", "remove", "flip a digit", "folder"])
+def test_a_damaged_shared_file(
+    kind: str, finished: Path, large: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "xdm_ft")
+    [path], content, expected = (large / "models/erm").iterdir(), contents(large), numbers(large.parent / "small")
+    damage(path, kind)
+    if kind == "folder":
+        assert run_large(finished, large) == 2
+        assert f"{path}: can not be written, as it is a folder" in capsys.readouterr().err
+        return
+    assert run_large(finished, large) == 0
+    assert contents(large) == content and numbers(large) == expected
+    lines = [message for message in caplog.messages if "is damaged" in message]
+    if kind == "flip a digit":
+        assert any(line.startswith(f"{path}: is damaged (metadata of ") for line in lines)
+        assert "erm: 1 model" in caplog.text, "the damaged head alone"
+    else:
+        assert len(lines) == (0 if kind == "remove" else 1), "not once per model"
+        assert all(line.startswith(str(path)) and "its models will be trained again" in line for line in lines)
+
+
+@pytest.mark.parametrize("later", ["0", "0.1"])
+def test_of_two_records_the_one_counts_whose_files_are_whole(later: str, large: Path) -> None:
+    """A head that is trained again on another kind of device may get into another file than before."""
+    record = read_run(large).records[0]
+    lost = {
+        rule: replace(pick, weights=pick.weights.replace("heads-", "heads-0")) for rule, pick in record.selected.items()
+    }
+    for process, selected in (("0.1" if later == "0" else "0", lost), (later, record.selected)):
+        RunDirectory(large, process).append(RECORDS, replace(record, selected=selected).to_json())
+    read = read_records(RunDirectory(large))[record.key]
+    assert read.selected["train_val"].weights == record.selected["train_val"].weights
 
 
 @pytest.mark.slow
-def test_millions_of_empty_tensors_are_refused_soon(tmp_path: Path) -> None:
-    d.empty_tensors(tmp_path / "w", 4_000_000, {"xxh3": "0"})
-    with pytest.raises(Damaged, match="its checksum differs"):
-        read_checked(tmp_path / "w")
-    d.empty_tensors(tmp_path / "w", 40_000_000)
-    started = time.process_time()
-    with pytest.raises(Damaged, match="it has no checksum"):
-        read_checked(tmp_path / "w")
-    assert time.process_time() - started < 10  # where it is read tensor by tensor: more than a minute
+def test_a_large_run_grows_is_exported_and_trained_again(
+    shared: Path, finished: Path, large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choice = Choice("erm", ("sketch",), seed=1)
+    head, expected = (
+        read_parts(read_run(run), choice).heads["head"].state_dict() for run in (large, shared / "own/small")
+    )
+    assert head.keys() == expected.keys() and all(head[name].equal(expected[name]) for name in expected)
+    assert main(["retrain", str(large), "erm", "sketch", "1"]) == 0
+    assert "weights the same bits" in capsys.readouterr().out
+
+    run = Path(shutil.copytree(shared / "own/small", tmp_path / "grown/small"))
+    before = contents(run)
+    assert again(finished, run, "protocol.seeds=4", "protocol.final_fit=false") == 0
+    after = contents(run)
+    assert before.items() < after.items(), "the first heads keep their files"
+    assert all("/heads-" in path for path in after.keys() - before.keys())
+    is_shared = {(record.key.seed, "#" in record.selected["train_val"].weights) for record in read_run(run).records}
+    assert is_shared == {(0, False), (1, False), (2, False), (3, True)}

@@ -123,15 +123,6 @@ def test_any_recipe(tmp_path_factory: pytest.TempPathFactory, data: bytes, overr
     is_refused_or_loads(path, overrides)
 
 
-@pytest.mark.slow
-@settings(quick, max_examples=200)
-@given(data=mutations() | damaged(), overrides=st.just([]) | OVERRIDES)
-def test_many_mutations(tmp_path_factory: pytest.TempPathFactory, data: bytes, overrides: list[str]) -> None:
-    path = tmp_path_factory.getbasetemp() / "mutated.yaml"
-    path.write_bytes(data)
-    is_refused_or_loads(path, overrides)
-
-
 GOOD = """\
 name: fuzzed
 data: {name: digits}

@@ -97,7 +97,11 @@ def main(argv: list[str] | None = None) -> int:
         with opened(level):
             arguments = parser().parse_args(argv)
             with interrupt.handled(resumable=arguments.verb in RESUMABLE):
-                _refuse_missing_folder()
+                try:
+                    os.getcwd()
+                except OSError as error:  # libraries would end the process when they are imported
+                    problem = f"the current folder can not be used ({error.strerror})"
+                    raise UserError(f"{problem}; change to another one") from error
                 return _perform(arguments)
     except _Misused as misused:
         if json_is_wanted:
@@ -143,32 +147,19 @@ def _fault(error: BaseException) -> tuple[int, str | None]:
         return error.status, printable(f"xdm-ft: {error}") if _is_main_process() else None
     if isinstance(error, PermissionError) and error.filename is not None:
         return 2, f"xdm-ft: {error.filename}: {error.strerror}; change its permissions or use another"
-    if (lost := _lost_process(error)) is None:
-        return 1, "".join(traceback.format_exception(error))
-    # the process that died has obeyed the same signal, and said so
-    return 1, None if interrupt.stop_requested() else f"xdm-ft: {lost}"
-
-
-def _refuse_missing_folder() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:  # libraries would end the process when they are imported
-        raise UserError(f"the current folder can not be used ({error.strerror}); change to another one") from error
-
-
-def _lost_process(error: BaseException) -> str | None:
-    """Returns the message if the error means that another process of the run has died, else None.
-
-    The launcher reports which process died, and by which signal.
-    """
-    text = str(error).strip().splitlines()
-    if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
-        return None
+    lines = str(error).strip().splitlines()
     # gloo raises a plain RuntimeError when a connection breaks
-    if not any("closed by peer" in line or "reset by peer" in line for line in text):
-        return None
-    rank = os.environ.get("RANK", "0")
-    return f"rank {rank} stops because another process has died ({text[0]}); run the same command to resume"
+    if (
+        os.environ.get("WORLD_SIZE", "1") == "1"
+        or not isinstance(error, RuntimeError)
+        or not any("closed by peer" in line or "reset by peer" in line for line in lines)
+    ):
+        return 1, "".join(traceback.format_exception(error))
+    if interrupt.stop_requested():  # the process that died has obeyed the same signal, and said so
+        return 1, None
+    # the launcher reports which process died, and by which signal
+    lost = f"rank {os.environ.get('RANK', '0')} stops because another process has died ({lines[0]})"
+    return 1, f"xdm-ft: {lost}; run the same command to resume"
 
 
 def _is_main_process() -> bool:

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +56,18 @@ def main(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.storage.atomic import replace_text
     from xdm_ft.storage.names import expand_user
 
-    out = None if arguments.out is None else expand_user(arguments.out, "--out")
-    format_ = _format(arguments.format, out)
-    runs = [read_run(path) for path in _paths(arguments.run_dirs)]
+    out, format_ = None, arguments.format or "text"
+    if arguments.out is not None:
+        out = expand_user(arguments.out, "--out")
+        suffix = out.suffix.lower()
+        if suffix not in FORMATS:  # so that no results.json is overwritten by mistake
+            raise UserError(f"--out {out}: its name must end in {', '.join(FORMATS)}")
+        format_ = arguments.format or FORMATS[suffix]
+    paths: dict[Path, Path] = {}
+    for path in (expand_user(name, "RUN_DIR") for name in arguments.run_dirs):
+        if paths.setdefault(path.resolve(), path) is not path:
+            raise UserError(f"{path}: is named twice; name each run directory once")
+    runs = [read_run(path) for path in paths.values()]
     for run in runs:
         if not run.rows:
             run.refuse_unfinished()
@@ -69,9 +77,9 @@ def main(arguments: argparse.Namespace) -> Answer:
     check_same_protocol(runs)
     names = run_names(runs)
     comparisons = [] if single is not None else compare_runs(runs, names)
-    found = [row | {"run": names[run.path]} for run in runs for row in csv_rows(run)]
-    found += [comparison_row(one, runs[0].metric) | {"of": "runs"} for one in comparisons]
-    rows = [{name: row.get(name) for name in COLUMNS} for row in found]
+    csv_of_runs = [row | {"run": names[run.path]} for run in runs for row in csv_rows(run)]
+    csv_of_runs += [comparison_row(comparison, runs[0].metric) | {"of": "runs"} for comparison in comparisons]
+    rows = [{name: row.get(name) for name in COLUMNS} for row in csv_of_runs]
     written = [] if single is None else _write_reports(single, arguments.images)
     if arguments.oracle or format_ in ("text", "markdown"):
         rules = {row.selection for run in runs for row in run.rows}
@@ -103,25 +111,6 @@ def main(arguments: argparse.Namespace) -> Answer:
     encoders = [encoders_of(run.results) for run in runs]
     document = {"runs": [run.path for run in runs], "encoders": encoders, "rows": rows, "out": out, "written": written}
     return Answer(document, print_tables if out is None else [f"wrote {out}: {plural(count, 'table')}"])
-
-
-def _format(given: str | None, out: Path | None) -> str:
-    """Returns the wanted format. Raises `UserError` if the name of the file is that of no table."""
-    if out is None:
-        return given or "text"
-    if out.suffix.lower() not in FORMATS:  # so that no results.json is overwritten by mistake
-        raise UserError(f"--out {out}: its name must end in {', '.join(FORMATS)}")
-    return given or FORMATS[out.suffix.lower()]
-
-
-def _paths(run_dirs: Sequence[str]) -> list[Path]:
-    from xdm_ft.storage.names import expand_user
-
-    paths = [expand_user(path, "RUN_DIR") for path in run_dirs]
-    for i, path in enumerate(paths):
-        if path.resolve() in {other.resolve() for other in paths[:i]}:
-            raise UserError(f"{path}: is named twice; name each run directory once")
-    return paths
 
 
 def _write_reports(run: Run, images: bool) -> list[Path]:

@@ -14,6 +14,7 @@ from xdm_ft.recipe import components
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of
 from xdm_ft.recipe.text import Faults, Key
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
 from xdm_ft.training import Training
 from xdm_ft.weights.prompts import Prompts
@@ -276,14 +277,22 @@ def items_with_overrides(faults: Faults) -> tuple[Any, list[str]]:
     unknown: list[str] = []
     changes: list[tuple[int, int, str, str, Any]] = []  # rank, index of the item, its key, override, value
     for override, value in text.method_overrides:
-        method, problem = _method_of(override, names)
-        if not problem and method is None:
-            unknown.append(override.partition(".")[0])
-        elif not problem and method is not None:
-            places, problem = _places(items, method, override.removeprefix(f"{method}."))
-            changes += [(rank, i, key, override, value) for rank, i, key in places]
-        if problem:
-            faults.add(override, problem)
+        named = [name for name in names if f"{override}.".startswith(f"{name}.")]  # labels may contain dots
+        first = override.partition(".")[0]
+        if not named and {*first.split("+")} <= components.method_parts().keys():
+            named = [first]
+        if len(named) > 1:
+            faults.add(override, f"may mean {' or '.join(named)}; choose a label without a dot")
+        elif override in named:
+            faults.add(override, f"is a method, not a value; write {override}.KEY=VALUE")
+        elif not named:
+            unknown.append(first)
+        else:
+            try:
+                keys = _keys_in_items(items, named[0], override.removeprefix(f"{named[0]}."))
+                changes += [(rank, i, key, override, value) for rank, i, key in keys]
+            except UserError as error:
+                faults.add(override, str(error))
     for _, i, key, override, value in sorted(changes, key=lambda change: change[0]):
         path = tuple(key.split(".")) if key.startswith("trainable.") else (key,)
         items[i] = _with_value(items[i], path, value)
@@ -296,19 +305,6 @@ def method_names(methods: Any) -> list[str]:
     """Returns what METHOD may be, given the unchecked value of `methods`: components, names and labels of items."""
     written = [name for item in _as_blocks(methods) for key in ("name", "label") if (name := _text(item, key))]
     return list(dict.fromkeys([*components.method_parts(), *written]))
-
-
-def _method_of(override: str, names: list[str]) -> tuple[str | None, str]:
-    """Returns the method that begins an override METHOD.KEY, or None, and what is wrong with it, or ""."""
-    named = [name for name in names if f"{override}.".startswith(f"{name}.")]  # labels may contain dots
-    first = override.partition(".")[0]
-    if not named and {*first.split("+")} <= components.method_parts().keys():
-        named = [first]
-    if len(named) > 1:
-        return None, f"may mean {' or '.join(named)}; choose a label without a dot"
-    if override in named:
-        return None, f"is a method, not a value; write {override}.KEY=VALUE"
-    return (named[0] if named else None), ""
 
 
 def _with_value(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -338,32 +334,27 @@ def _parts_of(item: Any) -> list[str]:
     return [name for name in (first, *add_ons, _text(item, "head")) if name in components.method_parts()]
 
 
-def _places(items: list[Any], name: str, setting: str) -> tuple[list[tuple[int, int, str]], str]:
-    """Returns (rank, index, key) of each item that `name.setting` changes, and what is wrong with it, or ""."""
+def _keys_in_items(items: list[Any], name: str, setting: str) -> list[tuple[int, int, str]]:
+    """Returns (rank, index, key) of each item that `name.setting` changes. Raises `UserError` if that is unclear."""
     using = [i for i, item in enumerate(items) if name in (*_parts_of(item), _text(item, "name"))]
     labelled = [i for i, item in enumerate(items) if name == _text(item, "label") and i not in using]
     if using and labelled:
-        return [], f"{name} is the label of methods.{labelled[0]}, and another item uses it; choose another label"
+        raise UserError(f"{name} is the label of methods.{labelled[0]}, and another item uses it; choose another label")
     if not using and not labelled:
-        return [], f"no item of methods uses {name}; add it to one, or leave this out"
-    folder = components.method_parts().get(name)
-    if folder and using:
-        return [(0, i, setting if folder == "algorithms" else f"{name}.{setting}") for i in using], ""
-    places = []
+        raise UserError(f"no item of methods uses {name}; add it to one, or leave this out")
+    folders = components.method_parts()
+    if name in folders and using:
+        return [(0, i, setting if folders[name] == "algorithms" else f"{name}.{setting}") for i in using]
+    changed = []
     for i in using or labelled:
-        keys = _keys_of(items[i], setting)
+        keys: dict[str, str] = {}  # {component: key in the item} that `setting`, with or without its name, may mean
+        for part in _parts_of(items[i]):
+            own = setting.removeprefix(f"{part}.")
+            if own in components.settings_model(components.find(folders[part], part)).model_fields:
+                keys[part] = own if folders[part] == "algorithms" else f"{part}.{own}"
         if len(keys) > 1:
-            return [], f"is a key of {' and '.join(keys)}; write {' or '.join(f'{name}.{k}.{setting}' for k in keys)}"
+            choices = " or ".join(f"{name}.{part}.{setting}" for part in keys)
+            raise UserError(f"is a key of {' and '.join(keys)}; write {choices}")
         rank = 2 if name == _text(items[i], "label") else 1
-        places.append((rank, i, next(iter(keys.values()), setting)))
-    return places, ""
-
-
-def _keys_of(item: Any, setting: str) -> dict[str, str]:
-    """Returns {component: key in the item} of the components that `setting`, with or without their name, may mean."""
-    keys: dict[str, str] = {}
-    for name in _parts_of(item):
-        folder, own = components.method_parts()[name], setting.removeprefix(f"{name}.")
-        if own in components.settings_model(components.find(folder, name)).model_fields:
-            keys[name] = own if folder == "algorithms" else f"{name}.{own}"
-    return keys
+        changed.append((rank, i, next(iter(keys.values()), setting)))
+    return changed

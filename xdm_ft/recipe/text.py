@@ -300,7 +300,18 @@ def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
     key: Key = ()
     block: Any = recipe.values
     for part in parts[:-1]:
-        block, key = _inner_block(block, key, part, origin)
+        index = int(part) if isinstance(block, list) and part.isdecimal() and int(part) < len(block) else None
+        key = (*key, part if index is None else index)
+        if isinstance(block, dict):
+            if block.get(part) is None:
+                block[part] = {}
+            inner = block[part]
+        else:
+            inner = None if index is None else block[index]
+        if not isinstance(inner, dict) and not (isinstance(inner, list) and key == ("encoders",)):
+            remedy = "; write METHOD.KEY=VALUE" if key == ("methods",) else ""
+            raise UserError(f"{origin}: {dotted(key)} is not a block of keys{remedy}")
+        block = inner
     if isinstance(block, list):
         raise UserError(f"{origin}: encoders is a list; write encoders.0.KEY=VALUE for its first item")
     block[parts[-1]] = value
@@ -308,19 +319,6 @@ def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
     other = {"training.steps": "epochs", "training.epochs": "steps"}.get(name)
     if other and ("training", other) not in recipe.overridden:
         block.pop(other, None)
-
-
-def _inner_block(block: Any, key: Key, part: str, origin: str) -> tuple[Any, Key]:
-    """Returns the block at `part` of the block at `key`, and its key. A block that is missing is made."""
-    index = int(part) if isinstance(block, list) and part.isdecimal() and int(part) < len(block) else None
-    key = (*key, part if index is None else index)
-    if isinstance(block, dict) and block.get(part) is None:
-        block[part] = {}
-    inner = block[part] if isinstance(block, dict) else None if index is None else block[index]
-    if isinstance(inner, dict) or (isinstance(inner, list) and key == ("encoders",)):
-        return inner, key
-    remedy = "; write METHOD.KEY=VALUE" if key == ("methods",) else ""
-    raise UserError(f"{origin}: {dotted(key)} is not a block of keys{remedy}")
 
 
 def recipe_keys(values: Mapping[str, Any], known: Mapping[str, list[str]]) -> Iterator[str]:
