@@ -20,6 +20,7 @@ from xdm_ft.algorithms.coral import CORAL, mean_distance
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.groupdro import GroupDRO
 from xdm_ft.algorithms.irm import IRM, rank_in_domain
+from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.vrex import VREx
 from xdm_ft.algorithms.xdomainmix import XDomainMix
@@ -312,3 +313,12 @@ def test_the_domain_head_of_xdomainmix_is_not_weighted() -> None:
 def test_without_weights_there_is_no_buffer() -> None:
     assert "class_weight" not in ERM(weighted(None)).state_dict()
     assert torch.equal(ERM(weighted()).state_dict()["class_weight"], WEIGHT)
+
+
+@pytest.mark.parametrize("loss_average", ["sample", "domain"])
+def test_solvers_weigh_images_by_class_and_average(loss_average: LossAverage) -> None:
+    given = twelve()
+    of_class = WEIGHT[given.y].double()
+    parts = [given.domain == d for d in range(3)] if loss_average == "domain" else [given.domain >= 0]
+    expected = sum(of_class * part / (of_class * part).sum() / len(parts) for part in parts)
+    torch.testing.assert_close(LinearProbe(weighted(loss_average=loss_average)).image_weight(given), expected)

@@ -88,22 +88,15 @@ def test_the_domain_head_is_of_the_class_heads_kind(head: str) -> None:
     assert torch.equal(linear.domain_head.weight, Linear(WIDTH, 3, 5, Stream.DOMAIN_INIT).weight)
 
 
-def test_warm_up_is_erm_with_a_domain_head() -> None:
-    given = batch()
-    algorithm, erm = XDomainMix(setup()), ERM(setup())
+def test_warm_up_is_erm_with_a_domain_head_for_its_count_of_steps() -> None:
+    given, algorithm, erm = batch(), XDomainMix(setup()), ERM(setup())
     losses = algorithm(given.x, given, 59)
     assert torch.equal(losses.total, erm(given.x, given, 59).total)
-    assert losses.auxiliary > 0 and not losses.logs
-    assert algorithm(given.x, given, 60).logs
-
-
-def test_counts_of_steps() -> None:
-    algorithm = XDomainMix(setup(5000))
-    assert algorithm.warmup_steps == 3000 and algorithm.quantile_steps == 100  # the paper's, on DomainBed
-    assert algorithm.first_selectable_step == 3001
-    assert algorithm.mixed_steps(5000) == 2000 and algorithm.mixed_steps(10) == 0
-    short = XDomainMix(setup(1))
-    assert short.warmup_steps == 0 and short.quantile_steps == 1
+    assert losses.auxiliary > 0 and not losses.logs and algorithm(given.x, given, 60).logs
+    long, short = XDomainMix(setup(5000)), XDomainMix(setup(1))
+    assert (long.warmup_steps, long.quantile_steps) == (3000, 100)  # the paper's, on DomainBed
+    assert (long.first_selectable_step, long.mixed_steps(5000), long.mixed_steps(10)) == (3001, 2000, 0)
+    assert (short.warmup_steps, short.quantile_steps) == (0, 1)
     for steps in (100, 4000):
         message = f"warmup_steps {steps} leaves no step to mix in: .*has 100 steps.*lower"
         with pytest.raises(UserError, match=message) as fault:

@@ -20,18 +20,14 @@ def features(n: int = 6, width: int = 16) -> Tensor:
     return torch.randn(n, width, generator=torch.Generator().manual_seed(3))
 
 
-def test_linear_starts_as_torchs_linear_layers_do() -> None:
-    head = Linear(400, 50, 0, Stream.INIT)
-    draws = (2 * uniform(0, 0, Stream.INIT, torch.arange(50 * 401)) - 1) * 400**-0.5
-    assert torch.equal(torch.cat([head.weight.detach().flatten(), head.bias.detach()]), draws)
-    torch.testing.assert_close(head.weight.var(), torch.tensor(1 / 400 / 3), rtol=0.03, atol=0)
-
-
-def test_linear_in_both_modes() -> None:
+def test_linear_by_hand_and_its_start_as_torchs_linear_layers() -> None:
     head, z = Linear(16, 4, 0, Stream.INIT), features()
-    by_hand = z @ head.weight.T + head.bias
-    torch.testing.assert_close(head(z), by_hand)
-    torch.testing.assert_close(head.eval()(z), by_hand)
+    for mode in (head.train(), head.eval()):
+        torch.testing.assert_close(mode(z), z @ head.weight.T + head.bias)
+    large = Linear(400, 50, 0, Stream.INIT)
+    draws = (2 * uniform(0, 0, Stream.INIT, torch.arange(50 * 401)) - 1) * 400**-0.5
+    assert torch.equal(torch.cat([large.weight.detach().flatten(), large.bias.detach()]), draws)
+    torch.testing.assert_close(large.weight.var(), torch.tensor(1 / 400 / 3), rtol=0.03, atol=0)
 
 
 def test_cosine_by_hand() -> None:
@@ -43,14 +39,8 @@ def test_cosine_by_hand() -> None:
             assert float(logits[i, c]) == pytest.approx(10 * float(z[i] @ w / z[i].norm() / w.norm()), abs=1e-5)
     torch.testing.assert_close(head(7 * z).detach(), logits)
     assert math.exp(Cosine(16, 4, 0, Stream.INIT).log_scale.item()) == pytest.approx(1 / 0.07)
-
-
-def test_cosine_learns_its_scale() -> None:
-    """∂v/∂log s = v."""
-    head, z = Cosine(16, 4, 0, Stream.INIT), features()
-    logits = head(z)
-    (gradient,) = torch.autograd.grad(logits.sum(), [head.log_scale])
-    torch.testing.assert_close(gradient, logits.sum().detach())
+    (gradient,) = torch.autograd.grad(head(z).sum(), [head.log_scale])
+    torch.testing.assert_close(gradient, logits.sum())  # ∂v/∂log s = v
 
 
 def test_scores_of_a_cosine_head_sum_to_zero() -> None:

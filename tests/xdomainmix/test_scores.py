@@ -23,13 +23,10 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 5))
 
 
-def test_worked_out_by_hand() -> None:
-    z, weight = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([[10.0, 20.0], [-1.0, 0.5]])
-    assert linear_scores(z, weight, torch.tensor([0, 1])).tolist() == [[10.0, -40.0], [-3.0, 2.0]]
-
-
 def test_closed_form_equals_autograd_also_on_maps(example: tuple[Tensor, nn.Linear, Tensor]) -> None:
     """Scores of a map are those of the pooled features up to a constant."""
+    by_hand = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([[10.0, 20.0], [-1.0, 0.5]]), torch.tensor([0, 1])
+    assert linear_scores(*by_hand).tolist() == [[10.0, -40.0], [-3.0, 2.0]]
     z, head, target = example
     closed = linear_scores(z, head.weight, target)
     torch.testing.assert_close(closed, autograd_scores(z, head, target), atol=1e-7, rtol=1e-6)
