@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from pydantic import Field
 
 from xdm_ft.containers.files import numbered
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.cache_root import remembered
 from xdm_ft.storage.csv_cells import read_cell
 
@@ -32,6 +34,24 @@ MISSING = frozenset(
 
 A folder may have such a name: nobody creates it by accident.
 """
+
+
+class Keys(Block):
+    """The keys of KEY.json in a tar, as `data/webdataset.py` reads them."""
+
+    label: Annotated[str, Field(description="key of the class: text or an integer; without it, KEY.cls holds it")] = (
+        "label"
+    )
+    domain: Annotated[str | None, Field(description="key of the domain; null: the name of the tar's folder")] = None
+    group: Annotated[
+        str | None, Field(description="key of the patient, slide or sequence; null: images are independent")
+    ] = None
+    split: Annotated[
+        str | None, Field(description="key with train, val or test; null: the data have no split of their own")
+    ] = None
+
+
+OWN_KEYS = Keys()
 
 
 def name_in(cell: object) -> str:

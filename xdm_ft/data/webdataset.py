@@ -18,11 +18,10 @@ from pydantic import Field
 from xdm_ft.containers.files import numbered
 from xdm_ft.containers.pieces import CacheSize, PiecedImages, in_loader, read_files
 from xdm_ft.containers.remote import is_remote, list_files, open_file, read_range, states_of
-from xdm_ft.containers.tables import encode_names, join_tables, name_columns, remembered_table
+from xdm_ft.containers.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.images.decode import extensions
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
@@ -35,24 +34,6 @@ BLOCK = 512  # bytes, of which a tar consists
 REMOTE_BYTES = 1 << 24  # of a remote tar, per request
 LOCAL_BYTES = 1 << 13  # of a local tar: its headers are read, and images skipped
 LABEL = "cls"  # extension of the member that holds the class
-
-
-class Keys(Block):
-    """The keys of KEY.json."""
-
-    label: Annotated[str, Field(description="key of the class: text or an integer; without it, KEY.cls holds it")] = (
-        "label"
-    )
-    domain: Annotated[str | None, Field(description="key of the domain; null: the name of the tar's folder")] = None
-    group: Annotated[
-        str | None, Field(description="key of the patient, slide or sequence; null: images are independent")
-    ] = None
-    split: Annotated[
-        str | None, Field(description="key with train, val or test; null: the data have no split of their own")
-    ] = None
-
-
-OWN_KEYS = Keys()
 
 
 class WebDataset(PiecedImages):
