@@ -25,9 +25,10 @@ from range_server import Served, served
 from xdm_ft.containers import remote
 from xdm_ft.containers.image_tables import Columns
 from xdm_ft.containers.pieces import RecentlyUsed
+from xdm_ft.containers.tables import Keys
 from xdm_ft.data import webdataset
 from xdm_ft.data.parquet import Parquet
-from xdm_ft.data.webdataset import Keys, WebDataset, expanded_braces
+from xdm_ft.data.webdataset import WebDataset, expanded_braces
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.cache_root import remembered
