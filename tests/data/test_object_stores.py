@@ -12,8 +12,9 @@ from object_store import Bucket, object_store
 
 from xdm_ft.containers import remote
 from xdm_ft.containers.image_tables import Columns
+from xdm_ft.containers.tables import Keys
 from xdm_ft.data.parquet import Parquet
-from xdm_ft.data.webdataset import Keys, WebDataset
+from xdm_ft.data.webdataset import WebDataset
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.runtime.errors import UserError
 

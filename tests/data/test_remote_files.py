@@ -25,7 +25,7 @@ from range_server import Served, served
 from xdm_ft.containers import remote
 from xdm_ft.containers.image_tables import Columns
 from xdm_ft.containers.pieces import RecentlyUsed
-from xdm_ft.containers.tar import Keys
+from xdm_ft.containers.tables import Keys
 from xdm_ft.data import webdataset
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset, expanded_braces

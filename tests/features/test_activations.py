@@ -78,7 +78,7 @@ def test_what_is_cached_is_what_trains_above(tmp_path: Path) -> None:
     assert (again.extracted, again.key) == (0, found.key) and torch.equal(every_row(again), every_row(found))
     read = CachedActivations(found, cut.shape).of_rows(range(10), 4)
     for _ in range(2):
-        assert torch.equal(torch.cat([*read]).flatten(1), every_row(found)[:10])
+        assert torch.equal(torch.cat([*read()]).flatten(1), every_row(found)[:10])
 
 
 def test_a_change_of_what_determines_activations_changes_the_key(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_reading_takes_the_memory_of_a_few_steps(tmp_path: Path) -> None:
     features = Features([shard.features for shard in store.shards], places, streamed=True)
     assert not features.in_memory
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist()
-    read = CachedActivations(features, (width,)).of_rows(order, batch)
+    read = CachedActivations(features, (width,)).of_rows(order, batch)()
     largest, seen = 0, list[float]()
     for x in read:
         seen += x[:, -1].tolist()

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, overload
@@ -72,12 +71,7 @@ class ImageFiles(EncodedImages):
         return printable(self.shown[row])
 
     def name_in_data(self, row: int) -> str:
-        return printable(self.shown[row].removeprefix(self._start))
-
-    @cached_property
-    def _start(self) -> str:
-        """The text with which the paths below `base` start."""
-        return os.path.join(self.base, "")
+        return printable(self.shown[row].removeprefix(os.path.join(self.base, "")))
 
     def content(self, row: int) -> str:
         return self.paths[row]
@@ -120,21 +114,30 @@ def refuse_missing_folder(root: Path, remedy: str) -> None:
 
 
 def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[str], list[str]]:
-    """Returns the images in such `folders` of `root` or deeper, and all files found.
+    """Returns the images in such `folders` of `root` or deeper, and all files there.
 
     Paths are relative to `root`, with slashes, in the order of their names. Hidden files are skipped. Links are
     followed, but not in circles. The log counts the other files and the images in other folders.
     """
     depth = folders.count("/") + 1
-    images, found = list[str](), list[str]()
+    images, files = list[str](), list[str]()
     for below, names in _files(str(root), "", set()):
         paths = [below + name for name in names]
-        found += paths
+        files += paths
         if below.count("/") >= depth:
             images += _images(paths)
-    if images and len(images) < len(found):
-        _log_ignored(root, found, set(images), folders)
-    return images, found
+    if images and len(images) < len(files):
+        deep, of_any_depth = set(images), set(_images(files))
+        others = [path for path in files if path not in of_any_depth]
+        higher = [path for path in files if path in of_any_depth and path not in deep]
+        for paths, kind, what in (
+            (others, "file", "without an image"),
+            (higher, "image", f"outside a {folders} folder"),
+        ):
+            if paths:
+                count = plural(len(paths), kind)
+                logger.warning("%s: ignored %s %s, the first: %s", root, count, what, paths[0])
+    return images, files
 
 
 def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
@@ -169,16 +172,12 @@ def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], s
         status = os.stat(folder)
         with os.scandir(folder) as scan:
             entries = [entry for entry in scan if entry.name[0] != "."]
-        names = sorted([entry.name for entry in entries])
-        folders = {entry.name for entry in entries if not entry.is_file(follow_symlinks=False) and _is_folder(entry)}
+        others = [entry for entry in entries if not entry.is_file(follow_symlinks=False)]
+        # os.path.isdir: for a link that points to itself `entry.is_dir` raises
+        folders = {entry.name for entry in others if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path)}
     except OSError as error:
         raise UserError(f"{key}: {folder} can not be read: {error.strerror}") from error
-    return status, names, folders
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # os.path.isdir: for a link that points to itself `entry.is_dir` raises
-    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+    return status, sorted([entry.name for entry in entries]), folders
 
 
 def is_image(path: str) -> bool:
@@ -186,20 +185,11 @@ def is_image(path: str) -> bool:
 
 
 def _images(paths: list[str]) -> list[str]:
-    known = extensions()
+    """Returns those with the extension of an image."""
     # of a name without a dot it is the last character, which is no extension
-    found = [path[path.rfind(".") :] for path in paths]
-    images = {extension for extension in set(found) if extension.lower() in known}
-    if len(images) == len(set(found)):
+    endings = [path[path.rfind(".") :] for path in paths]
+    distinct = set(endings)
+    of_images = {ending for ending in distinct if ending.lower() in extensions()}
+    if len(of_images) == len(distinct):
         return paths
-    return [path for path, extension in zip(paths, found, strict=True) if extension in images]
-
-
-def _log_ignored(root: Path, found: list[str], images: set[str], folders: str) -> None:
-    of_images = set(_images(found))
-    other = [path for path in found if path not in of_images]
-    higher = [path for path in found if path in of_images and path not in images]
-    for paths, what in ((other, "without an image"), (higher, f"outside a {folders} folder")):
-        if paths:
-            ignored = plural(len(paths), "image" if paths is higher else "file")
-            logger.warning("%s: ignored %s %s, the first: %s", root, ignored, what, paths[0])
+    return [path for path, ending in zip(paths, endings, strict=True) if ending in of_images]

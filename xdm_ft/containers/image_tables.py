@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from pydantic import Field
@@ -94,15 +94,12 @@ class ImageTable(EncodedImages):
         return f"{self.where}, {self.name_in_data(row)}"
 
     def name_in_data(self, row: int) -> str:
-        value = self._value(row)
+        value = self.table[int(row)][self.column]
         path = value.get("path") if isinstance(value, dict) else None
         return f"row {row}" + (f" ({printable(os.path.basename(path))})" if path else "")
 
     def content(self, row: int) -> str | bytes:
-        value = self._value(row)
+        value = self.table[int(row)][self.column]
         if isinstance(value, dict):
             return value["bytes"] if value["bytes"] is not None else os.path.abspath(value["path"] or "")
         return value if isinstance(value, bytes) else b""  # b"" does not decode and is reported as such
-
-    def _value(self, row: int) -> Any:
-        return self.table[int(row)][self.column]

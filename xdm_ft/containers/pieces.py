@@ -68,14 +68,11 @@ class RecentlyUsed(Generic[T]):
         value.set_result(loaded)
         with self._lock:
             self._bytes[key] = self.size(loaded)
-            self._drop_oldest()
+            for oldest in [key for key in self._values if key in self._bytes]:
+                if len(self._bytes) <= KEPT or sum(self._bytes.values()) <= self.limit:
+                    break
+                del self._values[oldest], self._bytes[oldest]
         return loaded
-
-    def _drop_oldest(self) -> None:
-        for key in [key for key in self._values if key in self._bytes]:
-            if len(self._bytes) <= KEPT or sum(self._bytes.values()) <= self.limit:
-                return
-            del self._values[key], self._bytes[key]
 
 
 class PiecedImages(EncodedImages):
@@ -107,7 +104,9 @@ class PiecedImages(EncodedImages):
             if is_next and own.reads_ahead and is_remote(self.container.files[int(self.pieces.file_of[number])]):
                 value = own.kept.get(number, load)
                 if (AHEAD + KEPT) * _bytes_of(value) <= own.kept.limit:
-                    own.read_ahead(range(number + 1, min(number + 1 + AHEAD, len(self.pieces.ends))), self._read)
+                    for ahead in range(number + 1, min(number + 1 + AHEAD, len(self.pieces.ends))):
+                        if ahead not in own.kept:
+                            own.threads().submit(own.kept.get, ahead, partial(self._read, ahead))
         return own.kept.get(number, load)
 
     @property
@@ -137,12 +136,12 @@ def in_loader() -> Iterator[None]:
 
 def read_files(read: Callable[[str, FileState], T], files: Sequence[str], states: Sequence[FileState]) -> list[T]:
     """Returns what `read` returns of every file. Some are read at the same time."""
-    show, found = os.environ.get("RANK", "0") == "0", list[T]()
+    show, values = os.environ.get("RANK", "0") == "0", list[T]()
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool, progress("opening", len(files), "files", show) as bar:
-        for one in pool.map(read, files, states):
-            found.append(one)
+        for value in pool.map(read, files, states):
+            values.append(value)
             bar.advance()
-    return found
+    return values
 
 
 class _OfProcess:
@@ -158,11 +157,9 @@ class _OfProcess:
         self.reads_ahead = get_worker_info() is None and os.environ.get("WORLD_SIZE", "1") == "1"
         self._threads: ThreadPoolExecutor | None = None
 
-    def read_ahead(self, numbers: range, read: Callable[[int], list[bytes]]) -> None:
+    def threads(self) -> ThreadPoolExecutor:
         self._threads = self._threads or ThreadPoolExecutor(AHEAD, "reading ahead")
-        for number in numbers:
-            if number not in self.kept:
-                self._threads.submit(self.kept.get, number, partial(read, number))
+        return self._threads
 
 
 def _bytes_of(piece: list[bytes]) -> int:

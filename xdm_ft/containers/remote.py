@@ -40,16 +40,25 @@ def state_of(address: str) -> FileState:
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{address}: is not a regular file")  # opening a pipe would block for ever
         return FileState(status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
-    about = attempt(address, lambda: _described(address))
-    version = next((f"{key} {about[key]}" for key in (*CONTENT_TAGS, *TIMES) if about.get(key)), None)
-    if about.get("size") is None:
+
+    def describe() -> dict[str, Any]:
+        system, path = _system(address)
+        system.invalidate_cache()  # else it may describe the file as it was
+        info: dict[str, Any] = system.info(path)
+        if info.get("partial") is False:
+            raise ValueError("no range requests")
+        return info
+
+    info = attempt(address, describe)
+    version = next((f"{key} {info[key]}" for key in (*CONTENT_TAGS, *TIMES) if info.get(key)), None)
+    if info.get("size") is None:
         raise UserError(f"{address}: the server does not say how large the file is; copy it to a server that does")
     if version is None:
         raise UserError(
             f"{address}: the server gives neither an ETag nor a time of modification, so that a change of the file "
             "would not be noticed; copy it to a server that does"
         )
-    return FileState(int(about["size"]), version)
+    return FileState(int(info["size"]), version)
 
 
 def states_of(addresses: Sequence[str]) -> list[FileState]:
@@ -70,11 +79,11 @@ def open_file(address: str, state: FileState, block_bytes: int = 0) -> BinaryIO:
             raise UserError(f"{address}: can not be read: {error.strerror}; check the disk") from error
     how = {"cache_type": "readahead", "block_size": block_bytes} if block_bytes else {"cache_type": "none"}
 
-    def opened() -> Any:
+    def request() -> Any:
         system, path = _system(address)
         return system.open(path, "rb", size=state.size, **how)
 
-    file = attempt(address, opened)
+    file = attempt(address, request)
     if hasattr(file, "cache"):  # not those of this machine
         fetch = file.cache.fetcher
         file.cache.fetcher = lambda start, stop: attempt(address, lambda: fetch(start, stop))
@@ -86,12 +95,12 @@ def read_range(address: str, state: FileState, start: int, stop: int) -> bytes:
     try:
         with open_file(address, state) as file:
             file.seek(start)
-            found = file.read(stop - start)
+            content = file.read(stop - start)
     except OSError as error:
         raise UserError(f"{address}: can not be read: {error.strerror}; check the disk") from error
-    if len(found) != stop - start:
+    if len(content) != stop - start:
         raise UserError(f"{address}: ends before byte {stop}: it is damaged, or was changed; run again")
-    return found
+    return content
 
 
 def list_files(address: str, suffix: str, deep: bool) -> list[str]:
@@ -100,7 +109,7 @@ def list_files(address: str, suffix: str, deep: bool) -> list[str]:
     `deep`: of the folders in the folder too. An address that ends with the suffix is a file.
     """
 
-    def found() -> list[str]:
+    def names_there() -> list[str]:
         system, path = _system(address)
         if any(sign in address for sign in "*["):
             names = system.glob(path)
@@ -110,35 +119,41 @@ def list_files(address: str, suffix: str, deep: bool) -> list[str]:
             names = system.find(path) if deep else system.ls(path, detail=False)
         return sorted({str(system.unstrip_protocol(name)) for name in names if str(name).endswith(suffix)})
 
-    return attempt(address, found)
+    return attempt(address, names_there)
 
 
 def attempt(address: str, read: Callable[[], T]) -> T:
     """Returns what `read` returns, of three attempts. Raises `UserError`, one line that begins with the address."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            found = read()
+            value = read()
             pulse.beat()
-            return found
+            return value
         except UserError:
             raise
         except Exception as error:  # the libraries behind fsspec raise nearly any type
             cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-            problem = _final(cause)
+            problem = _lasting_problem(cause)
             if problem is None and attempt < ATTEMPTS:
                 logger.debug("%s: attempt %d failed: %r", address, attempt, cause)
                 time.sleep(SECONDS_BETWEEN * attempt)
                 continue
             if problem is None:
-                why = f"can not be read in {ATTEMPTS} attempts ({_reason(cause)})"
-                problem = f"{why}; check the address and the network"
+                reason = " ".join(printable(f"{type(cause).__name__}: {cause}").split())[:200]
+                if isinstance(cause, TimeoutError):
+                    reason = f"no answer for {SECONDS_OF_SILENCE:g} s"
+                problem = f"can not be read in {ATTEMPTS} attempts ({reason}); check the address and the network"
             raise UserError(f"{address}: {problem}") from error
     raise AssertionError("the last attempt returns or raises")
 
 
-def _final(error: BaseException) -> str | None:
+def _lasting_problem(error: BaseException) -> str | None:
     """Returns why another attempt would fail too, and what to do; None: it may succeed."""
-    status = _status(error)
+    response = getattr(error, "response", None)  # aiohttp, the Hugging Face hub and botocore keep the status apart
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        status = getattr(error, "status", None) or getattr(response, "status_code", None)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return "does not exist; check the address"
     if isinstance(error, PermissionError) or status in (401, 403):
@@ -150,20 +165,6 @@ def _final(error: BaseException) -> str | None:
     if isinstance(error, ValueError) and "Protocol" in str(error):
         return "no file system is known for such an address; use https://, s3://, gs:// or hf://"
     return None
-
-
-def _status(error: BaseException) -> int | None:
-    """Returns the status of a server's answer, as aiohttp, the Hugging Face hub and botocore hold it."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return getattr(error, "status", None) or getattr(response, "status_code", None)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer for {SECONDS_OF_SILENCE:g} s"
-    return " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
 
 
 def _system(address: str) -> tuple[Any, str]:
@@ -179,12 +180,3 @@ def _system(address: str) -> tuple[Any, str]:
 
     silence = aiohttp.ClientTimeout(total=None, sock_connect=SECONDS_OF_SILENCE, sock_read=SECONDS_OF_SILENCE)
     return url_to_fs(address, client_kwargs={"timeout": silence})
-
-
-def _described(address: str) -> dict[str, Any]:
-    system, path = _system(address)
-    system.invalidate_cache()  # else it may describe the file as it was
-    about: dict[str, Any] = system.info(path)
-    if about.get("partial") is False:
-        raise ValueError("no range requests")
-    return about

@@ -6,15 +6,18 @@ import csv
 import math
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
+from pydantic import Field
 
 from xdm_ft.containers.files import numbered
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.cache_root import remembered
 from xdm_ft.storage.csv_cells import read_cell
 
@@ -31,6 +34,24 @@ MISSING = frozenset(
 
 A folder may have such a name: nobody creates it by accident.
 """
+
+
+class Keys(Block):
+    """The keys of KEY.json in a tar, as `data/webdataset.py` reads them."""
+
+    label: Annotated[str, Field(description="key of the class: text or an integer; without it, KEY.cls holds it")] = (
+        "label"
+    )
+    domain: Annotated[str | None, Field(description="key of the domain; null: the name of the tar's folder")] = None
+    group: Annotated[
+        str | None, Field(description="key of the patient, slide or sequence; null: images are independent")
+    ] = None
+    split: Annotated[
+        str | None, Field(description="key with train, val or test; null: the data have no split of their own")
+    ] = None
+
+
+OWN_KEYS = Keys()
 
 
 def name_in(cell: object) -> str:
@@ -52,20 +73,14 @@ def name_in(cell: object) -> str:
 
 def alike(names: Sequence[str]) -> list[list[int]]:
     """Returns the numbers of names that mean the same to a reader: 1 and 1.0, Cat and cat, é in either encoding."""
-    found: dict[object, list[int]] = {}
+    numbers_of: dict[object, list[int]] = {}
     for number, name in enumerate(names):
         # NFKC maps the two encodings of an accented letter (one character, or letter and accent) to one
-        text = "".join(unicodedata.normalize("NFKC", name).casefold().split())
-        found.setdefault(_value(text), []).append(number)
-    return [numbers for numbers in found.values() if len(numbers) > 1]
-
-
-def _value(text: str) -> object:
-    """Returns the number that a text is, or the text."""
-    try:
-        return float(text) if math.isfinite(float(text)) and "_" not in text else text
-    except ValueError:
-        return text
+        value: object = "".join(unicodedata.normalize("NFKC", name).casefold().split())
+        with suppress(ValueError):
+            value = float(str(value)) if math.isfinite(float(str(value))) and "_" not in str(value) else value
+        numbers_of.setdefault(value, []).append(number)
+    return [numbers for numbers in numbers_of.values() if len(numbers) > 1]
 
 
 def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
@@ -129,7 +144,15 @@ def number_names(
 
     Integers are in their order, other names are sorted. Raises `UserError` for the first row whose cell is no name.
     """
-    values, codes = _distinct(cells)
+    import pyarrow
+
+    if not pyarrow.types.is_dictionary(cells.type):
+        cells = cells.dictionary_encode()
+    array = pyarrow.concat_arrays(cells.unify_dictionaries().chunks)
+    # a dictionary of the file itself leaves nulls to the codes
+    dictionary = [*array.dictionary.to_pylist(), None]
+    occurring, codes = np.unique(array.indices.fill_null(len(dictionary) - 1).to_numpy(), return_inverse=True)
+    values = [dictionary[code] for code in occurring.tolist()]
     texts, faults = list[str](), dict[int, str]()
     for code, value in enumerate(values):
         try:
@@ -147,20 +170,6 @@ def number_names(
     present, index = np.unique(np.array(values, dtype=np.int64), return_inverse=True)
     names = tuple(printable(str(i) if class_names is None else class_names[i]) for i in present.tolist())
     return names, index[codes]
-
-
-def _distinct(cells: ChunkedArray) -> tuple[list[Any], np.ndarray]:
-    """Returns the values that occur, None for a missing one, and for each row the index of its value (int64 [n])."""
-    import pyarrow
-
-    if not pyarrow.types.is_dictionary(cells.type):
-        cells = cells.dictionary_encode()
-    array = pyarrow.concat_arrays(cells.unify_dictionaries().chunks)
-    # a dictionary of the file itself leaves nulls to the codes
-    values = [*array.dictionary.to_pylist(), None]
-    codes = array.indices.fill_null(len(values) - 1).to_numpy()
-    occurring, codes = np.unique(codes, return_inverse=True)
-    return [values[code] for code in occurring.tolist()], codes
 
 
 def encode_names(cells: ChunkedArray, place: str) -> ChunkedArray:

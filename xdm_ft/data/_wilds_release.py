@@ -12,7 +12,6 @@ import logging
 import sys
 import tarfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,10 +39,18 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
     version, release = max(cls._versions_dict.items(), key=lambda item: tuple(map(int, item[0].split("."))))
     folder = root / f"{name}_v{version}"
     marker = folder / f"RELEASE_v{version}.txt"
-    size = _about(release["compressed_size"])
+    digits = -9 if release["compressed_size"] < 1e10 else -10
+    size = f"{round(release['compressed_size'], digits) / 1e9:.0f} GB"  # one digit: 10658709504 → "10 GB"
+    if not marker.is_file() and not download:
+        command = f"python -m wilds.download_datasets --root_dir {printable(folder.parent)} --datasets {name}"
+        remedy = f"set data.download: true, or run `{command}` (about {size})"
+        if not folder.is_dir():
+            raise UserError(f"data.root: {printable(folder)} does not exist; {remedy}")
+        raise UserError(
+            f"data.root: {printable(folder)} contains no {marker.name}, so that its download was not finished; remove "
+            f"the folder, then {remedy}"
+        )
     if not marker.is_file():
-        if not download:
-            raise UserError(_missing(name, folder, marker, size))
         _download(cls, folder, marker, size)
     try:
         with warnings.catch_warnings():
@@ -60,24 +67,17 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
 
 def release_class(name: str, class_name: str) -> Any:
     """Returns WILDS' class `class_name` for its data set `name`, imported without lasting effects on this process."""
-    with _own_pixel_limit(), _without("outdated"):
+    limit, outdated = Image.MAX_IMAGE_PIXELS, sys.modules.get("outdated")
+    # WILDS and ogb do without `outdated`. With it, importing them starts threads that ask the package index for newer
+    # versions. Such a thread may warn at any later moment, or hold a lock while a worker is forked.
+    sys.modules["outdated"] = None  # type: ignore[assignment]  # what makes Python's import raise ImportError
+    try:
         return getattr(importlib.import_module(f"wilds.datasets.{name}_dataset"), class_name)
-
-
-def _missing(name: str, folder: Path, marker: Path, size: str) -> str:
-    command = f"python -m wilds.download_datasets --root_dir {printable(folder.parent)} --datasets {name}"
-    remedy = f"set data.download: true, or run `{command}` (about {size})"
-    if not folder.is_dir():
-        return f"data.root: {printable(folder)} does not exist; {remedy}"
-    return (
-        f"data.root: {printable(folder)} contains no {marker.name}, so that its download was not finished; remove the "
-        f"folder, then {remedy}"
-    )
-
-
-def _about(size: int) -> str:
-    """Returns a size in bytes as text, rounded to one digit: 10658709504 → "10 GB"."""
-    return f"{round(size, -9 if size < 1e10 else -10) / 1e9:.0f} GB"
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit  # which importing WILDS switches off
+        del sys.modules["outdated"]
+        if outdated is not None:
+            sys.modules["outdated"] = outdated
 
 
 def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
@@ -98,8 +98,13 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
             # WILDS' downloader alone, as its constructor would also read the metadata
             unopened = cls.__new__(cls)
             unopened._version = None  # the latest
-            with contextlib.redirect_stdout(sys.stderr), _plain_members_only():
-                unopened.initialize_data_dir(str(folder.parent), True)
+            # an archive can not write outside its folder; Python 3.14 needs no such filter
+            tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    unopened.initialize_data_dir(str(folder.parent), True)
+            finally:
+                del tarfile.TarFile.extraction_filter
     except OSError as error:
         raise UserError(f"data.root: {folder} can not be written: {error.strerror or error}") from error
     if not marker.is_file():
@@ -107,40 +112,3 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
             f"data.download: the download to {folder} failed with WILDS' message above; check the network "
             f"and the free disk space (for the archive of {size} and its content), remove the folder and run again"
         )
-
-
-@contextlib.contextmanager
-def _plain_members_only() -> Iterator[None]:
-    """Context in which an archive can not write outside its folder. Python 3.14 needs no such context."""
-    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
-    try:
-        yield
-    finally:
-        del tarfile.TarFile.extraction_filter
-
-
-@contextlib.contextmanager
-def _own_pixel_limit() -> Iterator[None]:
-    """Context that restores Pillow's limit on the number of pixels, which importing WILDS switches off."""
-    limit = Image.MAX_IMAGE_PIXELS
-    try:
-        yield
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
-
-
-@contextlib.contextmanager
-def _without(package: str) -> Iterator[None]:
-    """Context in which `package` can not be imported.
-
-    WILDS and ogb do without `outdated`. With it, importing them starts threads that ask the package index for newer
-    versions. Such a thread may warn at any later moment, or hold a lock while a worker is forked.
-    """
-    known = sys.modules.get(package)
-    sys.modules[package] = None  # type: ignore[assignment]  # what makes Python's import raise ImportError
-    try:
-        yield
-    finally:
-        del sys.modules[package]
-        if known is not None:
-            sys.modules[package] = known

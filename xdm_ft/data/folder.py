@@ -43,9 +43,11 @@ class Folder(ImageFiles):
     ) -> None:
         root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
-        images, found = images_below(root)
+        images, files = images_below(root)
         if not images:
-            raise UserError(f"data.root: {root} contains no images in <domain>/<class>/ folders; {_found(root, found)}")
+            raise UserError(
+                f"data.root: {root} contains no images in <domain>/<class>/ folders; {_what_is_there(root, files)}"
+            )
         self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
         folders, counts = zip(*_class_folders(images), strict=True)
         self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])
@@ -59,24 +61,21 @@ def _class_folders(images: list[str]) -> Iterator[tuple[str, int]]:
     first = 0
     while first < len(images):
         folder = "/".join(images[first].split("/", 2)[:2]) + "/"
-
-        def is_outside(path: str, folder: str = folder) -> bool:
-            return not path.startswith(folder)
-
-        end = bisect_left(images, True, first, key=is_outside)
+        # in the order of the paths, those of the folder begin here and follow each other
+        end = bisect_left(images, 1, first, key=lambda path: int(not path.startswith(folder)))
         yield folder, end - first
         first = end
 
 
-def _found(root: Path, found: list[str]) -> str:
+def _what_is_there(root: Path, files: list[str]) -> str:
     """Returns the end of the message: the files that are there instead of images in class folders."""
-    higher = [path for path in found if path.count("/") < 2 and is_image(path)]
+    higher = [path for path in files if path.count("/") < 2 and is_image(path)]
     classes = {path.split("/")[0] for path in higher if "/" in path}
-    whole = root.parent if root.name not in ("", "..") else root.resolve().parent
-    domains = (glob.glob(os.path.join(glob.escape(str(whole)), "*", glob.escape(name), "")) for name in classes)
+    parent = root.parent if root.name not in ("", "..") else root.resolve().parent
+    domains = (glob.glob(os.path.join(glob.escape(str(parent)), "*", glob.escape(name), "")) for name in classes)
     if any(len(of_class) > 1 for of_class in domains):  # another folder has a class folder of the same name
-        return f"it looks like one domain of {printable(whole)}; set data.root={printable(whole)}"
+        return f"it looks like one domain of {printable(parent)}; set data.root={printable(parent)}"
     if higher:
         count = plural(len(higher), "image")
         return f"it contains {count} in higher folders, such as {printable(higher[0])}; move them into class folders"
-    return f"it contains {plural(len(found), 'other file')}" if found else "it is empty"
+    return f"it contains {plural(len(files), 'other file')}" if files else "it is empty"

@@ -1,8 +1,12 @@
-"""Images inside Parquet files, with columns for label and domain."""
+"""Images inside Parquet files, with columns for label and domain: names are read at the start, images by row group."""
 
 from __future__ import annotations
 
 import glob
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,16 +15,19 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.image_tables import OWN_COLUMNS, Columns
-from xdm_ft.containers.parquet import IMAGE_NAMES, about_index, read_footer, read_images, read_index
 from xdm_ft.containers.pieces import CacheSize, PiecedImages, read_files
-from xdm_ft.containers.remote import is_remote, list_files, states_of
-from xdm_ft.containers.tables import join_tables, name_columns, remembered_table
+from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file, states_of
+from xdm_ft.containers.tables import encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
-    from pyarrow import Table
+    from pyarrow import DataType, Table
+    from pyarrow.parquet import FileMetaData, ParquetFile
+
+GROUPS_PER_READ = 16  # row groups whose columns of names one thread reads
+IMAGE_NAMES = "\0name"  # column of an index: the names of image files, where the images are structs {bytes, path}
 
 
 class Parquet(PiecedImages):
@@ -42,19 +49,21 @@ class Parquet(PiecedImages):
     ) -> None:
         file = str(file)
         self.where, self.cache_mb = printable(file), cache_mb
-        files = list_files(file, ".parquet", deep=False) if is_remote(file) else _local(file)
+        files = list_files(file, ".parquet", deep=False) if is_remote(file) else _local_files(file)
         if not files:
             raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
         states = tuple(states_of(files))
-        of_names = {key: name for key, name in columns.model_dump(exclude={"image"}).items() if name is not None}
-        found = read_files(partial(_index, image=columns.image, columns=of_names), files, states)
-        rows, class_names = zip(*map(about_index, found), strict=True)
+        named = columns.model_dump(exclude={"image"})
+        of_names = {key: name for key, name in named.items() if name is not None}
+        indexes = read_files(partial(_index, image=columns.image, columns=of_names), files, states)
+        files_described = [json.loads(index.schema.metadata[b"about"]) for index in indexes]
+        rows = [np.array(described["rows"], np.int64) for described in files_described]
         file_of = np.repeat(np.arange(len(files)), [len(groups) for groups in rows])
         self.pieces = Pieces(np.cumsum(np.concatenate(rows)), file_of, states)
         self.container = Container(tuple(files), columns.image, self.pieces)
-        table = join_tables(found, self.where)
+        table = join_tables(indexes, self.where)
         self.domain_names, self.domains = ("train",), np.zeros(len(table), np.int64)
-        name_columns(self, table, self.where, columns.model_dump(exclude={"image"}), class_names[0])
+        name_columns(self, table, self.where, named, files_described[0]["class_names"])
         self.image_names = table[IMAGE_NAMES] if IMAGE_NAMES in table.column_names else None
 
     def name(self, row: int) -> str:
@@ -65,29 +74,130 @@ class Parquet(PiecedImages):
         return f"row {row}" + (f" ({printable(name)})" if name else "")
 
     def read_piece(self, number: int) -> list[bytes]:
-        file = int(self.pieces.file_of[number])
-        address, state = self.container.files[file], self.pieces.states[file]
-        footer = self.own.footers.get(file, partial(read_footer, address, state))
-        return read_images(address, state, footer, self.pieces.in_file(number), self.container.column)
+        """Returns the encoded images of a row group; b"" where there is none."""
+        import pyarrow
+        import pyarrow.compute as pc
+
+        file, group = int(self.pieces.file_of[number]), self.pieces.in_file(number)
+        address, state, column = self.container.files[file], self.pieces.states[file], self.container.column
+        footer = self.own.footers.get(file, partial(_read_footer, address, state))
+        where = f"{address}, row group {group}"
+        with _open(address, state, footer, where) as source:
+            images = source.read_row_group(group, columns=[column], use_threads=False)[column]
+        if not pyarrow.types.is_struct(images.type):
+            return [image or b"" for image in images.to_pylist()]
+        content = pc.struct_field(images, "bytes")
+        if images.type.get_field_index("path") >= 0:
+            path = pc.struct_field(images, "path")
+            path_alone = pc.and_(pc.is_null(content), pc.is_valid(path))
+            if pc.any(path_alone).as_py():
+                raise UserError(
+                    f"{where}: it holds the path of an image ({path.filter(path_alone)[0].as_py()}) instead of its "
+                    "bytes; write the bytes into the file, or list the paths in a table (data.name: table)"
+                )
+        return [image or b"" for image in content.to_pylist()]
 
 
-def _local(file: str) -> list[str]:
+def _local_files(file: str) -> list[str]:
     """Returns the files that a path of this machine names, sorted."""
     path = expand_user(file, "data.file")
     if path.is_dir():
-        return sorted(str(found) for found in path.absolute().glob("*.parquet"))
-    if path.exists():
-        return [str(path.absolute())]
-    found = sorted(str(Path(one).absolute()) for one in glob.glob(str(path)))
-    if not found:
-        where = printable(file)
-        raise UserError(f"data.file: {where} does not exist; name a .parquet file or a folder of them")
-    return found
+        return sorted(str(name) for name in path.absolute().glob("*.parquet"))
+    names = [str(path)] if path.exists() else glob.glob(str(path))
+    if not names:
+        raise UserError(
+            f"data.file: {printable(file)} does not exist; name a .parquet file or a folder of them"
+        )  # fmt: skip
+    return sorted(str(Path(name).absolute()) for name in names)
 
 
 def _index(address: str, state: FileState, image: str, columns: dict[str, str]) -> Table:
     """Returns the index of a file: a remembered one if the file is remote."""
     if not is_remote(address):
-        return read_index(address, state, image, columns)
+        return _read_index(address, state, image, columns)
     key = repr(["parquet", 2, address, state, image, columns])
-    return remembered_table(key, lambda: read_index(address, state, image, columns))
+    return remembered_table(key, lambda: _read_index(address, state, image, columns))
+
+
+def _read_index(address: str, state: FileState, image: str, columns: Mapping[str, str]) -> Table:
+    """Returns the columns that name things, and `IMAGE_NAMES`. `columns`: {key of `data.columns`: its column}.
+
+    Its schema's metadata are JSON: the rows of each row group, and the names of columns of the type ClassLabel. Raises
+    `UserError` for a file that is damaged, has no rows, or lacks a column.
+    """
+    import pyarrow
+    import pyarrow.compute as pc
+
+    footer = _read_footer(address, state)
+    with _damage_in(address):
+        schema = footer.schema.to_arrow_schema()
+    for key, name in {"image": image, **columns}.items():
+        if name not in schema.names:
+            hint = did_you_mean(name, schema.names)
+            raise UserError(f'data.columns.{key}: {address} has no column "{name}"{hint}')
+    if not footer.num_rows:
+        raise UserError(f"{address}: the file has no rows, so no images; remove it")
+    names = list(dict.fromkeys(columns.values()))
+    paths = [f"{image}.path"] if _have_paths(address, image, schema.field(image).type) else []
+
+    def read(first: int) -> Table:
+        groups = range(first, min(first + GROUPS_PER_READ, footer.num_row_groups))
+        with _open(address, state, footer) as source:
+            return source.read_row_groups(list(groups), columns=[*names, *paths], use_threads=False)
+
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        cells = pyarrow.concat_tables(pool.map(read, range(0, footer.num_row_groups, GROUPS_PER_READ)))
+    index = {name: encode_names(cells[name], f"{printable(address)}: column {name}") for name in names}
+    if paths:
+        path = pc.struct_field(cells[image], "path").cast(pyarrow.large_string()).fill_null("")
+        index[IMAGE_NAMES] = pc.replace_substring_regex(path, "(?s).*/", "")
+    # `datasets` writes the types of columns into a file
+    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    labels = {
+        name: [str(label) for label in features[name]["names"]]
+        for name in names
+        if isinstance(features.get(name), dict) and features[name].get("_type") == "ClassLabel"
+    }
+    rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+    return pyarrow.table(index).replace_schema_metadata({"about": json.dumps({"rows": rows, "class_names": labels})})
+
+
+def _have_paths(address: str, image: str, kind: DataType) -> bool:
+    """Whether the images are structs with a path. Raises `UserError` if they can not be encoded images."""
+    from pyarrow import types
+
+    is_struct = types.is_struct(kind)
+    data = kind.field("bytes").type if is_struct and kind.get_field_index("bytes") >= 0 else kind
+    if not (types.is_binary(data) or types.is_large_binary(data)):
+        raise UserError(
+            f'data.columns.image: {address} has {kind} in the column "{image}"; it must contain encoded '
+            "image files: bytes, or a struct with bytes"
+        )
+    return is_struct and kind.get_field_index("path") >= 0
+
+
+def _read_footer(address: str, state: FileState) -> FileMetaData:
+    with _open(address, state) as file:
+        return file.metadata
+
+
+@contextmanager
+def _open(address: str, state: FileState, footer: FileMetaData | None = None, where: str = "") -> Iterator[ParquetFile]:
+    from pyarrow.parquet import ParquetFile
+
+    with _damage_in(where or address), open_file(address, state) as source:
+        # pre_buffer: the pages of a column in a row group are one request
+        yield ParquetFile(source, metadata=footer, pre_buffer=True, page_checksum_verification=True)
+
+
+@contextmanager
+def _damage_in(where: str) -> Iterator[None]:
+    """Context for reading a file. Raises `UserError` for what is not as Parquet says."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
+        remedy = "write the file again, or remove it"
+        raise UserError(f"{where}: can not be read ({reason}); {remedy}") from error

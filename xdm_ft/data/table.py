@@ -47,7 +47,11 @@ class Table(ImageFiles):
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
         self.paths = [os.path.abspath(path) for path in self.shown]
         columns.refuse_repeated(self.paths)
-        _refuse_missing(columns, self.paths, self.shown)
+        missing = [i for i, path in enumerate(self.paths) if not os.path.isfile(path)]
+        if missing:
+            named = ", ".join(self.shown[i] for i in missing[:NAMED_AT_MOST])
+            problem = f"the file does not exist; {len(missing)} of {len(paths)} are missing: {named}"
+            columns.fault(missing[0], "path", problem)
         self.class_names, self.labels = numbered(columns.values["label"])
         self.domain_names, self.domains = numbered(columns.values.get("domain", [columns.file.stem] * len(paths)))
         if group is not None:  # the recipe overrides the table
@@ -118,15 +122,6 @@ def _split_in(cell: object) -> str:
     if part not in PARTS:
         raise ValueError(f'"{part}" is not a split{did_you_mean(part, PARTS)}')
     return part
-
-
-def _refuse_missing(columns: _Columns, paths: list[str], shown: list[str]) -> None:
-    missing = [i for i, path in enumerate(paths) if not os.path.isfile(path)]
-    if missing:
-        named = ", ".join(shown[i] for i in missing[:NAMED_AT_MOST])
-        columns.fault(
-            missing[0], "path", f"the file does not exist; {len(missing)} of {len(paths)} are missing: {named}"
-        )
 
 
 def _check_header(file: Path, header: list[str], needed: Sequence[str]) -> None:

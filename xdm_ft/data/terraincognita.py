@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -63,7 +62,15 @@ class TerraIncognita(BenchmarkFolders):
         """Returns the number of each image's sequence, int64 [N]; None without annotations."""
         sequence_of: dict[str, str] = {}
         for file in sorted([*self.base.glob("*.json"), *self.base.glob("eccv_18_annotation_files/*.json")]):
-            sequence_of |= _read_sequences(file)
+            try:
+                for image in json.loads(file.read_bytes())["images"]:  # of COCO
+                    if "seq_id" in image:
+                        sequence_of[os.path.basename(image["file_name"])] = str(image["seq_id"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"data.root: {file} contains no annotations of camera traps ({type(error).__name__}: "
+                    f"{error}); repair or remove it, or set data.sequences: ignore"
+                ) from error
         names = [os.path.basename(path) for path in self.paths]
         unknown = sum(name not in sequence_of for name in names)
         if unknown == len(names):
@@ -72,15 +79,3 @@ class TerraIncognita(BenchmarkFolders):
             logger.warning("%s: %d of %d images have no seq_id", self.base, unknown, len(names))
         # an image without seq_id is a sequence of its own
         return numbered([sequence_of.get(name, f"of its own: {name}") for name in names])[1]
-
-
-def _read_sequences(file: Path) -> dict[str, str]:
-    """Reads a COCO file whose images have `seq_id`. Returns {file name of an image: its sequence}."""
-    try:
-        images = json.loads(file.read_bytes())["images"]
-        return {os.path.basename(image["file_name"]): str(image["seq_id"]) for image in images if "seq_id" in image}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"data.root: {file} contains no annotations of camera traps ({type(error).__name__}: "
-            f"{error}); repair or remove it, or set data.sequences: ignore"
-        ) from error

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import glob
+import json
+import os
 import re
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.files import numbered
 from xdm_ft.containers.pieces import CacheSize, PiecedImages, in_loader, read_files
-from xdm_ft.containers.remote import is_remote, list_files, read_range, states_of
-from xdm_ft.containers.tables import join_tables, name_columns, remembered_table
-from xdm_ft.containers.tar import MEMBER, OWN_KEYS, SIZE, START, Keys, read_tar
+from xdm_ft.containers.remote import is_remote, list_files, open_file, read_range, states_of
+from xdm_ft.containers.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.images.decode import extensions
+from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
@@ -26,6 +29,11 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 1 << 23  # of consecutive images that are read together, at least
 BRACES = re.compile(r"\{([^{}]*)\}")
+START, SIZE, MEMBER = "\0start", "\0size", "\0member"  # columns of an index; no key of KEY.json is named so
+BLOCK = 512  # bytes, of which a tar consists
+REMOTE_BYTES = 1 << 24  # of a remote tar, per request
+LOCAL_BYTES = 1 << 13  # of a local tar: its headers are read, and images skipped
+LABEL = "cls"  # extension of the member that holds the class
 
 
 class WebDataset(PiecedImages):
@@ -47,17 +55,17 @@ class WebDataset(PiecedImages):
         cache_mb: CacheSize = 256,
     ) -> None:  # fmt: skip
         self.where, self.cache_mb = printable(file), cache_mb
-        files = sorted({found for one in expanded_braces(str(file)) for found in _tars(one)})
+        files = sorted({tar for text in expanded_braces(str(file)) for tar in _tars(text)})
         if not files:
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
         states = tuple(states_of(files))
-        found = read_files(partial(_index, keys=keys.model_dump()), files, states)
-        table, rows = join_tables(found, self.where), [len(index) for index in found]
+        indexes = read_files(partial(_index, keys=keys.model_dump()), files, states)
+        table, rows = join_tables(indexes, self.where), [len(index) for index in indexes]
         self.starts, self.sizes = table[START].to_numpy(), table[SIZE].to_numpy()
         self.members = table[MEMBER]  # in Arrow they take a fifth of the memory of a list
         self.pieces = _pieces(self.starts, self.sizes, rows, states)
         self.container = Container(tuple(files), "tar", self.pieces)
-        self.domain_names, of_file = numbered([_folder(file) for file in files])
+        self.domain_names, of_file = numbered([file.rstrip("/").rsplit("/", 2)[-2] for file in files])
         self.domains = np.repeat(of_file, rows)
         columns = {name: None if key is None else name for name, key in keys.model_dump().items()}
         name_columns(self, table, self.where, columns)
@@ -114,16 +122,11 @@ def _tars(file: str) -> list[str]:
         return list_files(file, ".tar", deep=True)
     path = expand_user(file, "data.file")
     if path.is_dir():
-        return [str(found) for found in path.absolute().rglob("*.tar")]
-    found = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
-    if not found:
+        return [str(tar) for tar in path.absolute().rglob("*.tar")]
+    tars = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
+    if not tars:
         raise UserError(f"data.file: {file} does not exist; name a .tar file or a folder of them")
-    return [str(Path(one).absolute()) for one in found]
-
-
-def _index(address: str, state: FileState, keys: dict[str, str | None]) -> Table:
-    key = repr(["tar", 3, address, state, keys])  # 1: versions that took any damage for the end of a tar
-    return remembered_table(key, lambda: read_tar(address, state, keys))
+    return [str(Path(tar).absolute()) for tar in tars]
 
 
 def _pieces(starts: np.ndarray, sizes: np.ndarray, rows: list[int], states: tuple[FileState, ...]) -> Pieces:
@@ -141,5 +144,141 @@ def _pieces(starts: np.ndarray, sizes: np.ndarray, rows: list[int], states: tupl
     return Pieces(np.array(ends, np.int64), np.array(file_of, np.int64), states)
 
 
-def _folder(file: str) -> str:
-    return file.rstrip("/").rsplit("/", 2)[-2]
+# ---- The index of a tar
+
+
+def _index(address: str, state: FileState, keys: dict[str, str | None]) -> Table:
+    key = repr(["tar", 3, address, state, keys])  # 1: versions that took any damage for the end of a tar
+    return remembered_table(key, lambda: read_tar(address, state, keys))
+
+
+class _Sample(NamedTuple):
+    """The members of one key."""
+
+    key: str
+    image: tarfile.TarInfo | None
+    label: str | None  # in KEY.cls
+    values: dict[str, Any]  # in KEY.json
+
+
+def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> Table:
+    """Returns a row for each image of a tar, in the order of its members: `START` and `SIZE` (bytes), `MEMBER` (name).
+
+    `keys`: {label, domain, group or split: its key in KEY.json, None: it is not there}; each is a column. The label may
+    be in KEY.cls instead. Keys without an image are skipped. Raises `UserError`, one line.
+    """
+    import pyarrow
+
+    samples = [sample for sample in _samples(address, state) if sample.image is not None]
+    if not samples:
+        raise UserError(f"{address}: the tar contains no images (known by their extensions); remove it")
+    images = [sample.image for sample in samples if sample.image is not None]
+    columns = {
+        START: pyarrow.array([image.offset_data for image in images], pyarrow.int64()),
+        SIZE: pyarrow.array([image.size for image in images], pyarrow.int64()),
+        MEMBER: pyarrow.array([image.name for image in images], pyarrow.large_string()),
+    }
+    for name, key in keys.items():
+        if key is not None:
+            cells = [_cell(address, sample, name, key) for sample in samples]
+            kinds = sorted({type(cell).__name__ for cell in cells} - {"NoneType"})
+            if len(kinds) > 1:
+                many = f"has values of several types ({', '.join(kinds)})"
+                raise UserError(f"{address}: key {key} {many}; write one type")
+            columns[name] = encode_names(pyarrow.chunked_array([cells]), f"{printable(address)}: key {key}")
+    return pyarrow.table(columns)
+
+
+def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
+    if name == "label" and sample.label is not None and key not in sample.values:
+        return sample.label
+    where = f"{printable(address)}: {printable(sample.key)}.json"
+    if not sample.values:
+        instead = f" or {printable(sample.key)}.cls" if name == "label" else ""
+        raise UserError(f'{where}: it must exist and have the key "{key}"{instead}')
+    if key not in sample.values:
+        raise UserError(f'data.keys.{name}: {where} has no key "{key}"{did_you_mean(key, list(sample.values))}')
+    cell = sample.values[key]
+    if not isinstance(cell, str | int | float | None):
+        raise UserError(f"{where}, key {key}: a name must be text or a number; write it as text")
+    return cell
+
+
+def _samples(address: str, state: FileState) -> Iterator[_Sample]:
+    """Yields the keys of a tar. The members of a key follow each other, as in WebDataset."""
+    sample = _Sample("", None, None, {})
+    for member, content in _members(address, state):
+        key, extension = _key_and_extension(member.name)
+        if key != sample.key:
+            yield sample
+            sample = _Sample(key, None, None, {})
+        where = f"{printable(address)}: {printable(member.name)}"
+        try:
+            if f".{extension.lower()}" in extensions():
+                if sample.image is not None:
+                    first = f"{printable(sample.image.name)} and {printable(member.name)}"
+                    raise UserError(f"{address}: {first} are two images of one key; give each its own key")
+                sample = sample._replace(image=member)
+            elif content is not None and extension == LABEL:
+                sample = sample._replace(label=content.decode().strip())
+            elif content is not None:
+                sample = sample._replace(values=json.loads(content))
+        except ValueError as error:
+            raise UserError(f"{where}: can not be read ({error}); write it as UTF-8 text") from error
+        if not isinstance(sample.values, dict):
+            raise UserError(f"{where}: it must be a JSON object, with a key for each name")
+    yield sample
+
+
+def _key_and_extension(name: str) -> tuple[str, str]:
+    """Returns `folder/key` and `extension` of the member folder/key.extension, as WebDataset cuts it."""
+    folder, base = os.path.split(name)
+    stem, _, extension = base.partition(".")
+    return os.path.join(folder, stem), extension
+
+
+def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
+    """Yields the regular files in a tar, KEY.cls and KEY.json with their bytes. A remote tar is read once, from front
+    to back.
+
+    Raises `UserError` where the tar is damaged or cut, and for an image that is a link or sparse.
+    """
+    offset, after = 0, ""
+    try:
+        reader = open_file(address, state, REMOTE_BYTES if is_remote(address) else LOCAL_BYTES)
+        # mode "r:" refuses a compressed tar, of which no range can be read
+        with reader, tarfile.open(fileobj=reader, mode="r:") as file:
+            for member in file:
+                offset, after = min(file.offset, state.size), f", after the member {printable(member.name)}"
+                extension = _key_and_extension(member.name)[1]
+                if member.isreg() and not member.issparse():
+                    content = file.extractfile(member) if extension in (LABEL, "json") else None
+                    yield member, None if content is None else content.read()
+                elif f".{extension.lower()}" in extensions() and not member.isdir():
+                    raise UserError(
+                        f"{address}: {member.name} is a link or sparse; write each image in full "
+                        "(GNU tar: --dereference --hard-dereference, without --sparse)"
+                    )
+                file.members = []  # type: ignore[attr-defined]  # else it keeps all of them
+            # tarfile takes a header that it can not read, and the end of the file, for the end of the tar
+            problem = _fault_of_end(reader, offset := file.offset)
+    except (tarfile.TarError, EOFError) as error:
+        problem = f"can not be read as a tar ({printable(error)})"
+    if problem is not None:
+        remedy = "copy the file again, or write it again as one tar without compression"
+        raise UserError(f"{address}: byte {offset}{after}: {problem}; {remedy}")
+
+
+def _fault_of_end(reader: BinaryIO, offset: int) -> str | None:
+    """Returns what is wrong if the tar does not end at `offset`, with two blocks of zeros and zeros behind them."""
+    reader.seek(offset)
+    end = reader.read(2 * BLOCK)
+    if end[:BLOCK].strip(b"\0"):
+        return "damaged: here is neither a member nor the end of the tar"
+    if len(end) < 2 * BLOCK:
+        return "cut: the file ends without the two blocks of zeros that end a tar"
+    while end:
+        if end.strip(b"\0"):
+            return "the tar ends here, but other data follow"
+        end = reader.read(1 << 20)
+    return None

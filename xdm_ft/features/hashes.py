@@ -548,7 +548,7 @@ class _StatesOf(Dataset[FileHashes]):
     dataset: ImageDataset
 
     def __getitem__(self, rows: range) -> FileHashes:
-        digests, stamps = np.zeros((len(rows), 16), np.uint8), list[Stamp]()
+        digests, stamps = np.zeros((len(rows), 16), np.uint8), list[int]()  # a list of tuples takes much longer
         paths, unreadable = list[str](), dict[int, str]()
         for position, row in enumerate(rows):
             content, stamp = self.dataset.content(row), _NO_FILE
@@ -560,7 +560,7 @@ class _StatesOf(Dataset[FileHashes]):
                     paths.append(_absolute(content))
                 except (OSError, ValueError) as error:  # ValueError: a path with a null byte
                     unreadable[row] = _reason(error)
-            stamps.append(stamp)
+            stamps += stamp
         hashed = xxhash.xxh3_128_digest(os.fsencode("\0".join(paths)))  # \0 is in no path
         return FileHashes(digests, unreadable, None, np.array(stamps, np.int64).reshape(-1, 3), hashed)
 

@@ -102,21 +102,6 @@ class _PillowWarnings:
     @contextmanager
     def logged(self, name: str) -> Iterator[None]:
         """Context in which the image `name` is decoded. Logs its warnings if it decodes."""
-        self._enter()
-        self.of_thread.texts = texts = dict[str, None]()
-        try:
-            yield
-        finally:
-            self.of_thread.texts = None
-            self._leave()
-        if texts:
-            self.images += 1
-            if self.images <= NAMED_AT_MOST:
-                logger.warning("%s: parts of the file are damaged (%s); check the image", name, "; ".join(texts))
-            if self.images == NAMED_AT_MOST:
-                logger.warning("further images with damaged parts are not named")
-
-    def _enter(self) -> None:
         with self.lock:
             if self.threads == 0:
                 self.caught = warnings.catch_warnings()
@@ -126,17 +111,26 @@ class _PillowWarnings:
                 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
                 warnings.showwarning = functools.partial(self._collect, warnings.showwarning)
             self.threads += 1
+        self.of_thread.texts = texts = dict[str, None]()
+        try:
+            yield
+        finally:
+            self.of_thread.texts = None
+            with self.lock:
+                self.threads -= 1
+                if self.threads == 0:
+                    self.caught.__exit__(None, None, None)
+        if texts:
+            self.images += 1
+            if self.images <= NAMED_AT_MOST:
+                logger.warning("%s: parts of the file are damaged (%s); check the image", name, "; ".join(texts))
+            if self.images == NAMED_AT_MOST:
+                logger.warning("further images with damaged parts are not named")
 
-    def _leave(self) -> None:
-        with self.lock:
-            self.threads -= 1
-            if self.threads == 0:
-                self.caught.__exit__(None, None, None)
-
-    def _collect(self, otherwise: Callable[..., None], message: Warning, *place: Any, **options: Any) -> None:
+    def _collect(self, otherwise: Callable[..., None], message: Warning, *where: Any, **options: Any) -> None:
         texts = getattr(self.of_thread, "texts", None)
         if texts is None:  # of a thread that decodes nothing
-            otherwise(message, *place, **options)
+            otherwise(message, *where, **options)
         else:
             texts[" ".join(str(message).split())] = None
 
@@ -152,13 +146,9 @@ def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Im
     `UnreadableImage` for a damaged or truncated image, and for an image with more pixels than
     `PIL.Image.MAX_IMAGE_PIXELS`. Logs Pillow's warnings.
     """
-    with _pillow_warnings.logged(name):
-        return _decoded(source, name, least_side)
-
-
-def _decoded(source: Path | bytes, name: str, least_side: int | None) -> Image.Image:
+    opened = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats()) as image:
+        with _pillow_warnings.logged(name), Image.open(opened, formats=formats()) as image:
             # Pillow refuses an image only above twice the limit; between the two it warns
             limit = Image.MAX_IMAGE_PIXELS
             if limit is not None and image.width * image.height > limit:
@@ -171,10 +161,16 @@ def _decoded(source: Path | bytes, name: str, least_side: int | None) -> Image.I
         raise UnreadableImage(name, error.reason) from None
     except MemoryError:
         raise
+    except Image.UnidentifiedImageError as error:
+        raise UnreadableImage(name, "not an image in a format that Pillow reads") from error
+    except Image.DecompressionBombError as error:  # above twice the limit
+        raise UnreadableImage(name, f"more pixels than the limit of {Image.MAX_IMAGE_PIXELS}") from error
     except Exception as error:  # damaged files make Pillow's decoders raise nearly any type
         if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise
-        raise UnreadableImage(name, _reason(error)) from error
+        if isinstance(error, OSError) and error.strerror:
+            raise UnreadableImage(name, error.strerror) from error
+        raise UnreadableImage(name, printable(f"{error}" or type(error).__name__)) from error
 
 
 class EncodedImages(ImageDataset):
@@ -193,41 +189,23 @@ class EncodedImages(ImageDataset):
         return decode(content if isinstance(content, bytes) else Path(content), self.name(row), least_side)
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, Image.UnidentifiedImageError):
-        return "not an image in a format that Pillow reads"
-    if isinstance(error, Image.DecompressionBombError):  # above twice the limit
-        return f"more pixels than the limit of {Image.MAX_IMAGE_PIXELS}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return printable(f"{error}" or type(error).__name__)
-
-
 def to_rgb(image: Image.Image) -> Image.Image:
     """Returns an opened image as `decode` does. Raises `UnreadableImage` for grey values of unknown scale."""
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":
-        return _from_deep_grey(image)
+        # Pillow's own conversion to 8 bits clips at 255 instead of scaling
+        values, is_float = np.asarray(image), image.mode == "F"
+        kind, limit = ("float", 1) if is_float else ("integer", 65535)
+        values = values if is_float else values.astype(np.int64)
+        if not (values.min() >= 0 and values.max() <= limit):  # also of NaN
+            raise UnreadableImage("", f"{kind} pixels outside 0…{limit}, so that their scale is unknown")
+        grey = np.rint(values * 255) if is_float else (values + 128) // 257  # rounded, as 65535 = 255 · 257
+        return Image.fromarray(grey.astype(np.uint8), mode="L").convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
     return image.convert("RGB")
-
-
-def _from_deep_grey(image: Image.Image) -> Image.Image:
-    # Pillow's own conversion to 8 bits clips at 255 instead of scaling
-    values = np.asarray(image)
-    if image.mode == "F":
-        if not (values.min() >= 0 and values.max() <= 1):
-            raise UnreadableImage("", "float pixels outside 0…1, so that their scale is unknown")
-        grey = np.rint(values * 255)
-    else:
-        values = values.astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise UnreadableImage("", "integer pixels outside 0…65535, so that their scale is unknown")
-        grey = (values + 128) // 257  # rounded, as 65535 = 255 · 257
-    return Image.fromarray(grey.astype(np.uint8), mode="L").convert("RGB")
 
 
 def scan(

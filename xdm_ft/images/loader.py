@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -108,19 +107,20 @@ class PixelBatches(Dataset[PixelBatch[T]]):
 
     def __getitem__(self, items: list[T]) -> PixelBatch[T]:
         pixels = np.zeros(self.shape, np.uint8)
-        values = enumerate(self._map(self._fill, items, pixels))
-        return PixelBatch(items, torch.from_numpy(pixels), {at: value for at, value in values if value is not None})
 
-    def _fill(self, item: T, pixels: np.ndarray) -> Any:
-        """Fills `pixels` [S,S,3] and returns None, or returns what is kept instead."""
-        try:
-            value = self.read(item)
-        except UnreadableImage as error:
-            return error.reason
-        if not isinstance(value, Image.Image):
-            return value
-        pixels[:] = value
-        return None
+        def fill(item: T, target: np.ndarray) -> Any:
+            """Fills `target` [S,S,3] and returns None, or returns what is kept instead."""
+            try:
+                value = self.read(item)
+            except UnreadableImage as error:
+                return error.reason
+            if not isinstance(value, Image.Image):
+                return value
+            target[:] = value
+            return None
+
+        values = enumerate(self._map(fill, items, pixels))
+        return PixelBatch(items, torch.from_numpy(pixels), {at: value for at, value in values if value is not None})
 
 
 def pixel_batches(
@@ -135,23 +135,20 @@ def pixel_batches(
     """Yields the batches as `PixelBatches` makes them, in `workers` processes. Raises `UserError` as `loaded` does."""
     dataset = PixelBatches(read, shape, threads=0 if workers else own_cores())
     # it yields whole batches; torch's own `collate_fn` would make tensors of arrays among the items
-    loader = image_loader(dataset, workers, device, batch_size=None, sampler=batches, collate_fn=_unchanged)
+    loader = image_loader(dataset, workers, device, batch_size=None, sampler=batches, collate_fn=lambda batch: batch)
     yield from loaded(loader, what, remedy)
-
-
-def _unchanged(batch: T) -> T:
-    return batch
 
 
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:
     """Returns a DataLoader of batches for the device; `how` says which batches. Iterate over it by `loaded`."""
+    parent = os.getpid()
     return DataLoader(
         dataset,
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise the loader draws a seed from the global one
         multiprocessing_context="fork" if workers else None,
-        worker_init_fn=partial(_begin_worker, os.getpid()),
+        worker_init_fn=lambda number: end_with_parent(parent),
         **how,
     )
 
@@ -162,7 +159,12 @@ def loaded(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
     The signal that requests the stop may have ended the workers too. Raises `UserError`, a line from `what` to
     `remedy`, if a worker has died.
     """
-    iterator = _started(loader)
+    before = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(loader)  # starts the workers
+    if before is not None and threading.current_thread() is threading.main_thread():
+        # torch's handler would raise the death of a worker anywhere in the main thread, in the middle of a step;
+        # without it the iterator raises it, some seconds later
+        signal.signal(signal.SIGCHLD, before)
     workers = active_children() if loader.num_workers else []
     try:
         yield from iterator
@@ -183,20 +185,3 @@ def loaded(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
         raise UserError(
             f"{what}: a process that reads images died, most likely because memory or /dev/shm is full; {remedy}"
         ) from error
-
-
-def _started(loader: DataLoader[T]) -> Iterator[T]:
-    """Starts the workers, and returns the loader's iterator.
-
-    It leaves the handler of SIGCHLD as it was: torch's would raise the death of a worker anywhere in the main thread,
-    in the middle of a step. Without it the iterator raises it, some seconds later.
-    """
-    before = signal.getsignal(signal.SIGCHLD)
-    iterator = iter(loader)
-    if before is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, before)
-    return iterator
-
-
-def _begin_worker(parent: int, number: int) -> None:
-    end_with_parent(parent)

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from PIL import Image
@@ -16,6 +16,9 @@ from torch import Tensor
 from xdm_ft.images.dataset import Augmentation
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.runtime.settings import Block
+
+if TYPE_CHECKING:
+    from torchvision.transforms import Compose
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Resize = Literal["native", "squash", "pad"]
@@ -115,7 +118,7 @@ def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image]
     return transforms.Compose([resizing_transform(preprocessing), normalizing_transform(preprocessing)])
 
 
-def normalizing_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
+def normalizing_transform(preprocessing: Preprocessing) -> Compose:
     """Returns a transform, RGB image of H × W pixels → float32 [3,H,W]: pixels in 0…1, minus mean, over std."""
     from torchvision import transforms
 
@@ -140,7 +143,7 @@ def normalized(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
-def resizing_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Image.Image]:
+def resizing_transform(preprocessing: Preprocessing) -> Compose:
     """Returns a transform, RGB image → RGB image of size × size pixels.
 
     native is timm's crop mode "center" and open_clip's resize mode "shortest"; squash has that name in both; pad is
@@ -176,31 +179,26 @@ def training_transform(preprocessing: Preprocessing, augmentation: Augmentation)
 
     if augmentation == "none":
         return evaluation_transform(preprocessing)
-    normalizing = [transforms.ToTensor(), transforms.Normalize(preprocessing.mean, preprocessing.std)]
-    return transforms.Compose([*_augmenting_steps(preprocessing), *normalizing])
+    # one flat list: its text is part of the keys of features
+    steps = [augmenting_transform(preprocessing, augmentation), normalizing_transform(preprocessing)]
+    return transforms.Compose([transform for step in steps for transform in step.transforms])
 
 
-def augmenting_transform(
-    preprocessing: Preprocessing, augmentation: Augmentation
-) -> Callable[[Image.Image], Image.Image]:
+def augmenting_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Compose:
     """Returns `training_transform` without its normalisation: an RGB image of size × size pixels."""
     from torchvision import transforms
 
     if augmentation == "none":
         return resizing_transform(preprocessing)
-    return transforms.Compose(_augmenting_steps(preprocessing))
-
-
-def _augmenting_steps(preprocessing: Preprocessing) -> list[Any]:
-    from torchvision import transforms
-
     filter_ = transforms.InterpolationMode(preprocessing.interpolation)
-    return [
-        transforms.RandomResizedCrop(preprocessing.size, scale=(0.7, 1.0), interpolation=filter_),
-        transforms.RandomHorizontalFlip(),
-        transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
-        transforms.RandomGrayscale(),
-    ]
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(preprocessing.size, scale=(0.7, 1.0), interpolation=filter_),
+            transforms.RandomHorizontalFlip(),
+            transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
+            transforms.RandomGrayscale(),
+        ]
+    )
 
 
 _DRAWING = threading.Lock()
