@@ -11,7 +11,7 @@ import miniature
 import pytest
 import small_models
 import small_runs
-from exported import CLIP, run
+from exported import CLIP, LAST, run
 from small_models import parts
 
 from xdm_ft.experiment import run as run_recipe
@@ -21,7 +21,6 @@ from xdm_ft.report.finished import read_run
 
 VIT = "{label: vit, name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}"
 CNN = "{label: cnn, name: timm, model: test_resnet, preprocessing: {size: 32}}"
-LAST = "{name: erm, label: last, trainable: {blocks: 1}}"
 RUNS = {
     "heads": [
         "protocol.seeds=2",

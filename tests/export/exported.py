@@ -15,6 +15,7 @@ from xdm_ft.export.predictor import Model, load
 
 RUN, DATA = Path("output/small"), Path("data/PACS")
 CLIP = "encoder={name: open_clip, model: demo, weights: demo, normalize: true}"
+LAST = "{name: erm, label: last, trainable: {blocks: 1}}"
 END_TO_END = ("encoder.trainable=true", "training.steps=2")
 
 

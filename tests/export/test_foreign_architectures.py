@@ -166,8 +166,12 @@ def test_the_tokenizer_of_a_repository_runs_no_code(home, tmp_path, monkeypatch)
     assert len(str(found.value).splitlines()) == 1 and not (home / MARKER).exists()
 
 
-@pytest.mark.parametrize("name", ["attacker/text", "hf-hub:attacker", "local-dir:x", "..", "~x", r"a\b", "https:x"])
-@pytest.mark.parametrize("key", ["hf_model_name", "hf_tokenizer_name", "timm_model_name"])
+SOURCES = ("attacker/text", "hf-hub:attacker", "local-dir:x", "..", "~x", r"a\b", "https:x")
+NAMES = [(key, name) for key in ("hf_model_name", "hf_tokenizer_name", "timm_model_name") for name in SOURCES]
+PLAIN = [("hf_model_name", "gpt2"), ("hf_tokenizer_name", "gpt2")]  # of the hub, or a folder
+
+
+@pytest.mark.parametrize(("key", "name"), [*NAMES, *PLAIN])
 def test_an_architecture_names_no_other_source(model, key, name):
     edit_architecture(model, **{key: name})
     with pytest.raises(UserError, match=rf"demo_clip\.json: text_cfg\.{key}: .* names another source") as found:
@@ -175,21 +179,10 @@ def test_an_architecture_names_no_other_source(model, key, name):
     assert len(str(found.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("key", ["hf_model_name", "hf_tokenizer_name"])
-@pytest.mark.parametrize("place", ["architecture", "arguments"])
-def test_a_plain_name_is_one_of_the_hub_or_a_folder_too(model, key, place):
-    if place == "architecture":
-        edit_architecture(model, **{key: "gpt2"})
-    else:
-        settings = json.loads((model / "config.json").read_text())["encoder"]["settings"]
-        edit(model, settings=settings | {"kwargs": {"text_cfg": {key: "gpt2"}}})
-    with pytest.raises(UserError, match=rf'text_cfg\.{key}: "gpt2" names another source'):
-        xdm_ft.load(model)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
+        *(({"text_cfg": {key: name}}, rf'text_cfg\.{key}: "{name}" names another source') for key, name in PLAIN),
         ({"text_cfg": {"hf_model_name": "attacker/text"}}, r"text_cfg\.hf_model_name: .* names another source"),
         ({"vision_cfg": [{"x": [{"timm_model_name": "hf-hub:a/b"}]}]}, r"timm_model_name: .* names another source"),
         ({"text_cfg": {"tokenizer_kwargs": {"trust_remote_code": True}}}, "asks for code of a repository"),

@@ -17,8 +17,7 @@ import small_runs
 import timm
 import torch
 import xxhash
-from conftest import LAST
-from exported import DATA, END_TO_END, RUN, choice_of, exported, held_out, recorded, run
+from exported import DATA, END_TO_END, LAST, RUN, choice_of, exported, held_out, recorded, run
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from sklearn.covariance import ledoit_wolf
@@ -46,14 +45,13 @@ FOLD = Choice("erm", PHOTO)
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("clip", "trained", "two encoders")]
 
 
-def records() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((RUN / "results.json").read_text())["runs"]
-    return found
-
-
 def results() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RUN / "results.json").read_text())
     return found
+
+
+def records() -> list[dict[str, Any]]:
+    return results()["runs"]
 
 
 @pytest.mark.parametrize("with_encoder", [None, True])
@@ -529,7 +527,7 @@ def test_weights_that_are_damaged_are_one_line(copied: Enter) -> None:
         load(RUN, choice=FOLD)
 
 
-def test_a_model_reads_on_any_number_of_processes_of_torch() -> None:
+def test_a_model_on_a_device() -> None:
     model = Model(parts(*timm_encoder("test_vit")), device="cpu")
     assert repr(model) == "Model(erm, 4 classes, test_vit, cpu)"
     with pytest.raises(UserError, match="device: toaster can not be used"):

@@ -260,13 +260,18 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
     """Returns the data's own split. Rows of "val" are `train_val` if their domain also trains, else `val_domain`.
 
     Rows of "train_val" and "val_domain" keep these names. `test_val`, on which only the rule `oracle` selects, is a
-    stratified part of the test rows, drawn with `seed`. Raises `UserError` if the data has no split of its own.
+    stratified part of the test rows, drawn with `seed`. Raises `UserError` if the data has no split of its own, or
+    `protocol` has keys that only leave_one_domain_out uses (a recipe is refused earlier).
     """
     if dataset.splits is None:
         raise UserError(
             "protocol.name: official needs data that comes with a split (in a table: the column split); add one, or "
             "use leave_one_domain_out"
         )
+    if protocol.test_domains is not None:
+        raise UserError("protocol.test_domains: the official split decides what is tested; remove this key")
+    if protocol.split_rule != "stratified":
+        raise UserError("protocol.split_rule: the official split decides what validates; remove this key")
     readable = usable(dataset, unreadable)
     train, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "test"))
     for part, rows in (("train", train), ("test", test)):
