@@ -170,20 +170,8 @@ def read_parts(
     if ensemble and trains_encoder:
         raise UserError(f"{run.path}: an ensemble needs one encoder, but each of these models has trained its own")
 
-    settings: Any = {
-        key: value
-        for key, value in described["settings"].items()
-        if key not in {*ListedEncoder.model_fields, "preprocessing"}
-    }
-    preprocessing, trained_tensors = Preprocessing(**about["preprocessing"]), with_prefix(state, "encoder")
-    encoder = build_encoder(described["settings"]["name"], settings, preprocessing, described["seed"])
-    if described["xxh3"] is not None:
-        check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), run.path)
-    try:
-        if trained_tensors and wise_ft is None:
-            load_trained(encoder, trained_tensors, complete=described["xxh3"] is None)
-    except ValueError as error:
-        raise UserError(f"{run.path}: the encoder's trained weights do not fit it ({error}); train again") from error
+    trained_tensors = with_prefix(state, "encoder")
+    encoder = _read_encoder(run.path, about, trained_tensors if wise_ft is None else {})
     try:
         heads = {seed: _build_head(about, with_prefix(state, "head")) for seed, (state, _) in files.items()}
     except ValueError as error:
@@ -208,36 +196,12 @@ def read_parts(
             "validation parts of training domains, or they are separated perfectly; leave --temperature out"
         )
     reference = _read_reference(run, about, chosen) if wise_ft is None or not trains_encoder else None
-    part, trained = (
-        None,
-        TypeAdapter(Trainable).validate_python(
-            # earlier versions trained all of the encoder or nothing
-            described.get("trainable", True) if trains_encoder else False
-        ),
-    )
-    if not isinstance(trained, bool):
-        weights = encoder.state_dict()
-        part = PartConfig(
-            xxh3=digest_of({name: weights[name] for name in trained_tensors}), named_xxh3=described["xxh3"]
-        )
     names, results = run.results["recipe"]["data"]["class_names"], about["results"]
     if chosen.final_fit is not None:
         results = {key: chosen.final_fit[key] for key in ("images", "chosen_by", "estimate")}
     config = ModelConfig(
         xdm_ft=__version__,
-        encoder=EncoderConfig(
-            name=described["settings"]["name"],
-            settings=settings,
-            seed=described["seed"],
-            file=None,
-            part=part,
-            xxh3=weights_digest(encoder),
-            width=described["width"],
-            trained=trained,
-            precision="fp32" if described["precision"] in ("no", None) else described["precision"],
-            pretraining=described["pretraining"],
-            identity=described["identity"] if trained is False else None,
-        ),
+        encoder=_encoder_config(described, encoder, trained_tensors),
         members=tuple(heads) if len(heads) > 1 else (),
         chosen=how,
         wise_ft=wise_ft,
@@ -252,6 +216,55 @@ def read_parts(
         **{key: about[key] for key in COPIED},
     )
     return Parts(config, encoder, named, reference, trained_names=tuple(trained_tensors))
+
+
+def _read_encoder(path: Path, about: Mapping[str, Any], trained: Mapping[str, Tensor]) -> Encoder:
+    """Returns the encoder that the metadata of a model describe, with the weights that its training has changed."""
+    described = about["encoder"]
+    preprocessing = Preprocessing(**about["preprocessing"])
+    encoder = build_encoder(described["settings"]["name"], _own_settings(described), preprocessing, described["seed"])
+    if described["xxh3"] is not None:
+        check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), path)
+    try:
+        if trained:
+            load_trained(encoder, trained, complete=described["xxh3"] is None)
+    except ValueError as error:
+        raise UserError(f"{path}: the encoder's trained weights do not fit it ({error}); train again") from error
+    return encoder
+
+
+def _own_settings(described: Mapping[str, Any]) -> Any:
+    """Returns the keys that only this family of encoders has."""
+    common = {*ListedEncoder.model_fields, "preprocessing"}
+    return {key: value for key, value in described["settings"].items() if key not in common}
+
+
+def _encoder_config(
+    described: Mapping[str, Any], encoder: Encoder, trained_tensors: Mapping[str, Tensor]
+) -> EncoderConfig:
+    trained: bool | Trainable = False
+    if described["in_this_file"]:
+        # earlier versions trained all of the encoder or nothing
+        trained = TypeAdapter(Trainable).validate_python(described.get("trainable", True))
+    part = None
+    if not isinstance(trained, bool):
+        weights = encoder.state_dict()
+        part = PartConfig(
+            xxh3=digest_of({name: weights[name] for name in trained_tensors}), named_xxh3=described["xxh3"]
+        )
+    return EncoderConfig(
+        name=described["settings"]["name"],
+        settings=_own_settings(described),
+        seed=described["seed"],
+        file=None,
+        part=part,
+        xxh3=weights_digest(encoder),
+        width=described["width"],
+        trained=trained,
+        precision="fp32" if described["precision"] in ("no", None) else described["precision"],
+        pretraining=described["pretraining"],
+        identity=described["identity"] if trained is False else None,
+    )
 
 
 def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
