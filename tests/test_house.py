@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def test_functions_are_short_as_a_rule():
 
 def test_no_junk_drawers():
     assert not [p for p in SOURCES if p.stem in {"utils", "helpers", "common", "misc"}]
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """They are modules without a package: of two with one name, only the first would be collected."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def settings() -> list[str]:

@@ -123,7 +123,8 @@ def test_no_modules_import_each_other():
 
 def test_every_module_can_be_imported():
     """The type checker takes a module that is missing for a library without types."""
-    for name in sorted(modules_of(PACKAGE)):
+    scripts = {"xdm_ft.run", "xdm_ft.__main__"}  # imported, the first would take the place of the function `xdm_ft.run`
+    for name in sorted(modules_of(PACKAGE).keys() - scripts):
         importlib.import_module(name)
 
 
