@@ -73,9 +73,13 @@ def test_nobody_is_heard_of_where_the_store_is_gone() -> None:
         def set(self, key: str, value: str) -> None:
             raise RuntimeError("connection reset by peer")
 
-    watch = Watch(Gone(), rank=0, ranks=2)
+        def add(self, key: str, amount: int) -> int:
+            raise RuntimeError("connection reset by peer")
+
+    watch = Watch(Gone(), rank=1, ranks=2)
     pulse.beat()
     assert [watch.check() for _ in range(3)][-1] == [0, 1]
+    assert not watch.is_first_to_report(), "rank 0, which serves the store, has reported before it ended"
 
 
 def test_one_rank_reports() -> None:

@@ -107,11 +107,11 @@ class Watch:
         return [rank for rank, looks in enumerate(self.silent) if looks * EVERY_SECONDS >= SILENCE_SECONDS]
 
     def is_first_to_report(self) -> bool:
-        """Returns whether this rank is the first that calls this, or can not reach the store."""
+        """Returns whether this rank is the first that calls this."""
         try:
             return self.store.add(REPORTED, 1) == 1
-        except RuntimeError:
-            return True
+        except RuntimeError:  # rank 0 served the store and has ended: it has reported, or the launcher names it
+            return False
 
     def reported(self) -> bool:
         """Returns whether a rank has reported a hung one."""
