@@ -205,6 +205,19 @@ def test_the_contract_tests_cover_them(tmp_path):
     covered = ["-m", "not soak and not gpu", "-k", " or ".join(METHODS)]
     files = ["tests/algorithms/test_contract.py"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "own_plugin", "-p", "no:cacheprovider", *covered, *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "own_plugin",
+        "-p",
+        "no:cacheprovider",
+        *covered,
+        *files,
+    ]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and "passed" in result.stdout, result.stdout

@@ -10,10 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
@@ -21,7 +22,17 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.weights.blocks import Chain, find_chain
 from xdm_ft.weights.pooling import Pooling
 from xdm_ft.weights.prompts import expand_templates, fill, in_words
-from xdm_ft.weights.source import NOT_TAKEN, size_not_taken, versions
+from xdm_ft.weights.source import NOT_TAKEN, check_sizes, size_not_taken, versions
+
+OWN_PREPROCESSING = PreprocessingOverrides()
+PreprocessingChoice = Annotated[
+    PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
+]
+NormalizeOfText = Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")]
+_RESIZE = {
+    **{"center": "native", "squash": "squash", "border": "pad"},  # timm's crop_mode → ours
+    **{"shortest": "native", "longest": "pad"},  # open_clip's resize_mode → ours
+}
 
 
 class Portable(NamedTuple):
@@ -93,20 +104,31 @@ class Encoder(nn.Module, ABC):
 class LibraryEncoder(Encoder):
     """A model of a library as an encoder: what the families have in common.
 
-    A family sets `model` and the attributes below, then calls `prepare`. It implements `pooled` and `portable`, and
-    checks that the model has the `pooling`.
+    A family sets `model` and the attributes below, then calls `prepare`. It implements `pooled` and `portable`.
     """
 
     model: Any
     pooling: Pooling | None
     libraries: tuple[str, ...]  # those whose versions its features depend on, beside torch, torchvision and Pillow
+    reserved: tuple[str, ...]  # keys of `kwargs` that the family sets itself
     built_from: dict[str, Any]  # the part of `identity` before `normalize`: component, model, arguments
 
-    def prepare(self, model: str, own: Preprocessing, overrides: PreprocessingOverrides) -> None:
+    def __init__(self, kwargs: dict[str, Any], normalize: bool, pooling: Pooling | None) -> None:
+        super().__init__()
+        if taken := sorted(set(kwargs) & set(self.reserved)):
+            raise UserError(f"encoder.kwargs: {', '.join(taken)} can not be set here; leave it out")
+        check_sizes(kwargs, "encoder.kwargs")
+        self.normalize, self.pooling = normalize, pooling
+
+    def prepare(self, model: str, own: Preprocessing, overrides: PreprocessingOverrides, no_pooling: str) -> None:
         """Sets the preprocessing, and K by one forward pass: a library's `num_features` differs for some models.
 
-        Raises `UserError` if the model does not take images of this size, or does not pool its features.
+        `no_pooling` says why the model has no such pooling; it is empty if it has.
+
+        Raises `UserError` if it has not, if the model takes no images of this size, or does not pool its features.
         """
+        if no_pooling:
+            raise UserError(f'encoder.pooling: {self.pooling or "null"}: "{model}" {no_pooling}')
         self.eval()  # some libraries return models in training mode
         self.preprocessing = overrides.applied_to(own)
         size = self.preprocessing.size
@@ -140,6 +162,19 @@ class LibraryEncoder(Encoder):
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions(*self.libraries),
         }
+
+
+def square_preprocessing(
+    key: str, side: Sequence[int], mean: Sequence[float], std: Sequence[float], resize: str, **others: Any
+) -> Preprocessing:
+    """Returns the preprocessing that a library describes, for images of `side`: [height, width], px.
+
+    Raises `UserError`, about the recipe key `key`, if they are not square.
+    """
+    height, width = side
+    if height != width:
+        raise UserError(f"{key}: only square images are supported, this model takes {height}×{width} px")
+    return Preprocessing(mean=tuple(mean), std=tuple(std), size=height, resize=_RESIZE[resize], **others)  # type: ignore[arg-type]
 
 
 class TextEncoder(ABC):

@@ -15,13 +15,28 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.encoders import LibraryEncoder, Portable, TextEncoder
-from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.encoders import (
+    OWN_PREPROCESSING,
+    LibraryEncoder,
+    NormalizeOfText,
+    Portable,
+    PreprocessingChoice,
+    TextEncoder,
+    square_preprocessing,
+)
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.blocks import clip_blocks, clip_stage_names
-from xdm_ft.weights.pooling import PoolingChoice, check_pooling, clip_pooled, clip_reason, outside_text_space
-from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, expand_templates, fill, in_words
+from xdm_ft.weights.pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space
+from xdm_ft.weights.prompts import (
+    DEFAULT_PROMPTS,
+    EncoderPrompts,
+    checked,
+    expand_templates,
+    fill,
+    in_words,
+    warn_of_cut,
+)
 from xdm_ft.weights.source import (
     TEXT_CONFIG,
     architecture,
@@ -38,25 +53,16 @@ from xdm_ft.weights.source import (
     pretraining_of_file,
     read_weights,
     reason_of,
-    refuse_reserved,
     unknown_model,
     wrong_kwargs,
 )
 
 logger = logging.getLogger("xdm_ft")
 
-OWN_PREPROCESSING = PreprocessingOverrides()
-RESERVED = (
-    "pretrained", "load_weights", "precision", "device", "jit", "pretrained_image", "pretrained_text", "pretrained_hf",
-    "pretrained_image_path", "pretrained_text_path", "force_preprocess_cfg", "cache_dir", "output_dict",
-    "require_pretrained", "weights_only",
-)  # fmt: skip
-"""Arguments of open_clip.create_model that this class sets itself."""
 DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"  # the tiny CLIP that comes with the package
 QUICKGELU = "-quickgelu"
 """End of the names of models with this activation. Weights trained with it load into a model with GELU without any
 error, and features are then wrong."""
-_RESIZE = {"shortest": "native", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode → ours
 
 
 class OpenClip(LibraryEncoder, TextEncoder):
@@ -67,6 +73,11 @@ class OpenClip(LibraryEncoder, TextEncoder):
     """
 
     libraries = ("open_clip_torch", "timm")
+    reserved = (
+        "pretrained", "load_weights", "precision", "device", "jit", "pretrained_image", "pretrained_text",
+        "pretrained_hf", "pretrained_image_path", "pretrained_text_path", "force_preprocess_cfg", "cache_dir",
+        "output_dict", "require_pretrained", "weights_only",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -90,17 +101,14 @@ class OpenClip(LibraryEncoder, TextEncoder):
         kwargs: Annotated[
             dict[str, Any], Field(description="the model's own arguments, as for open_clip.create_model")
         ] = {},  # noqa: B006 (read only)
-        preprocessing: Annotated[
-            PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
-        ] = OWN_PREPROCESSING,
-        normalize: Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")] = False,
+        preprocessing: PreprocessingChoice = OWN_PREPROCESSING,
+        normalize: NormalizeOfText = False,
         prompts: EncoderPrompts = DEFAULT_PROMPTS,
         pooling: PoolingChoice = None,
     ) -> None:
         import open_clip
 
-        super().__init__()
-        refuse_reserved(kwargs, RESERVED)
+        super().__init__(kwargs, normalize, pooling)
         self.prompts = checked(prompts)
         self.source = resolve(model, weights, kwargs)
         self.model = _create(self.source, kwargs)
@@ -109,8 +117,6 @@ class OpenClip(LibraryEncoder, TextEncoder):
         self.built_from = {"component": "open_clip", "model": self.source.name, "config": config, "kwargs": kwargs}
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name.startswith("visual."))
-        check_pooling(model, pooling, clip_reason(self.model.visual, pooling))
-        self.normalize, self.pooling = normalize, pooling
         self.text_reason = outside_text_space(pooling)
         if not self.text_reason and config["text_cfg"].get("hf_tokenizer_name") == "":  # `portable` has left it out
             self.text_reason = (
@@ -119,7 +125,16 @@ class OpenClip(LibraryEncoder, TextEncoder):
         self.pretraining = self.source.pretraining
         self.stem_names, self.stage_names, self.transition_names = clip_stage_names(self.model.visual, "model.visual")
         self.logit_scale = self.model.logit_scale.exp().item()
-        self.prepare(model, _own_preprocessing(self.model.visual.preprocess_cfg), preprocessing)
+        of_model = self.model.visual.preprocess_cfg
+        own = square_preprocessing(
+            "encoder.model",
+            2 * [of_model["size"]] if isinstance(of_model["size"], int) else of_model["size"],
+            of_model["mean"],
+            of_model["std"],
+            of_model["resize_mode"],
+            interpolation=of_model["interpolation"],
+        )
+        self.prepare(model, own, preprocessing, clip_reason(self.model.visual, pooling))
 
     def pooled(self, images: Tensor) -> Tensor:
         if self.pooling in (None, "projected"):
@@ -172,9 +187,7 @@ class OpenClip(LibraryEncoder, TextEncoder):
         if isinstance(tokenizer, open_clip.SimpleTokenizer):  # tokenizers of transformers cut in other ways
             longest = tokenizer.context_length - 2  # without start and end token
             exact = self.exact_prompts(class_names, prompts)
-            cut = [prompt for prompt in exact if len(tokenizer.encode(prompt)) > longest]
-            if cut:
-                logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
+            warn_of_cut([prompt for prompt in exact if len(tokenizer.encode(prompt)) > longest], longest)
         weight = open_clip.build_zero_shot_classifier(
             self.model,
             tokenizer,
@@ -206,7 +219,6 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     """
     import open_clip
 
-    check_sizes(kwargs, "encoder.kwargs")
     if "demo" in (model, weights):
         return _demo(model, weights)
     if model.startswith(("hf-hub:", "local-dir:")):
@@ -409,23 +421,20 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
                 **arguments,
             )
     except Exception as error:
-        raise _creation_failure(source, kwargs, error) from error
-
-
-def _creation_failure(source: _Source, kwargs: dict[str, Any], error: Exception) -> Exception:
-    if asks_for_code(error):
-        return UserError(
-            f'encoder.model: "{source.name}" needs code of a repository, which is never run; choose another model'
-        )
-    if kwargs and isinstance(error, TypeError | ValueError):
-        return wrong_kwargs(source.name, kwargs, error)
-    if source.file is not None:
-        return mismatch(source.file, source.name, error)
-    fault = network_error(error)
-    if fault is not None:
-        what = f"{source.name} {source.pretrained}" if source.pretrained else source.name
-        return download_failed(what, source.repository, fault)
-    return UserError(f'encoder.model: open_clip can not build "{source.name}" ({reason_of(error)})')
+        fault = network_error(error)
+        if asks_for_code(error):
+            failure = UserError(
+                f'encoder.model: "{source.name}" needs code of a repository, which is never run; choose another model'
+            )
+        elif kwargs and isinstance(error, TypeError | ValueError):
+            failure = wrong_kwargs(source.name, kwargs, error)
+        elif source.file is not None:
+            failure = mismatch(source.file, source.name, error)
+        elif fault is not None:
+            failure = download_failed(f"{source.name} {source.pretrained or ''}".strip(), source.repository, fault)
+        else:
+            failure = UserError(f'encoder.model: open_clip can not build "{source.name}" ({reason_of(error)})')
+        raise failure from error
 
 
 @contextmanager
@@ -443,17 +452,3 @@ def _root_logger_silenced() -> Iterator[None]:
     finally:
         root.removeFilter(silence)
         root.removeHandler(handler)
-
-
-def _own_preprocessing(config: dict[str, Any]) -> Preprocessing:
-    size = config["size"]
-    height, width = (size, size) if isinstance(size, int) else size
-    if height != width:
-        raise UserError(f"encoder.model: only square images are supported, this model takes {height}×{width} px")
-    return Preprocessing(
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-        size=height,
-        interpolation=config["interpolation"],
-        resize=_RESIZE[config["resize_mode"]],  # type: ignore[arg-type]
-    )

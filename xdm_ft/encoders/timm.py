@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from xdm_ft.encoders import LibraryEncoder, Portable
-from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.encoders import OWN_PREPROCESSING, LibraryEncoder, Portable, PreprocessingChoice, square_preprocessing
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.blocks import timm_blocks, timm_stage_names
-from xdm_ft.weights.pooling import PoolingChoice, check_pooling, timm_pooled, timm_reason
+from xdm_ft.weights.pooling import PoolingChoice, timm_pooled, timm_reason
 from xdm_ft.weights.source import (
     check_hub_cache,
     check_hub_weights,
@@ -25,18 +24,9 @@ from xdm_ft.weights.source import (
     mismatch,
     network_error,
     read_weights,
-    refuse_reserved,
     unknown_model,
     wrong_kwargs,
 )
-
-OWN_PREPROCESSING = PreprocessingOverrides()
-RESERVED = (
-    "num_classes", "in_chans", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir",
-    "features_only", "out_indices", "scriptable", "exportable", "no_jit",
-)  # fmt: skip
-"""Arguments of timm.create_model that this class sets itself."""
-_RESIZE = {"center": "native", "squash": "squash", "border": "pad"}  # timm's crop_mode → ours
 
 
 class Timm(LibraryEncoder):
@@ -47,6 +37,10 @@ class Timm(LibraryEncoder):
     """
 
     libraries = ("timm",)
+    reserved = (
+        "num_classes", "in_chans", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path",
+        "cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -65,15 +59,13 @@ class Timm(LibraryEncoder):
         kwargs: Annotated[
             dict[str, Any], Field(description="the model's own arguments, as for timm.create_model")
         ] = {},  # noqa: B006 (read only)
-        preprocessing: Annotated[
-            PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
-        ] = OWN_PREPROCESSING,
+        preprocessing: PreprocessingChoice = OWN_PREPROCESSING,
         normalize: Annotated[bool, Field(description="L2-normalise the features")] = False,
         pooling: PoolingChoice = None,
     ) -> None:
-        super().__init__()
-        refuse_reserved(kwargs, RESERVED)
-        check_sizes(kwargs, "encoder.kwargs")
+        from timm.data import resolve_model_data_config
+
+        super().__init__(kwargs, normalize, pooling)
         name, file = _resolve(model, weights)
         if file is not None:
             self.model, self.pretraining = _from_file(name, file, kwargs), f"weights from the file {file.name}"
@@ -83,11 +75,19 @@ class Timm(LibraryEncoder):
             seen = corpora_in(name)
             self.model = _from_library(name, model, True, kwargs)
             self.pretraining = f"weights {name}" + (f", pre-trained on {seen}" if seen else "")
-        check_pooling(model, pooling, timm_reason(self.model, pooling))
-        self.normalize, self.pooling = normalize, pooling
         self.built_from = {"component": "timm", "model": name, "kwargs": kwargs}
         self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
-        self.prepare(model, _own_preprocessing(self.model, kwargs), preprocessing)
+        config = resolve_model_data_config(self.model, args={"img_size": kwargs.get("img_size")})
+        own = square_preprocessing(
+            "encoder.kwargs",
+            config["input_size"][1:],
+            config["mean"],
+            config["std"],
+            config["crop_mode"],
+            crop=config["crop_pct"],
+            interpolation="bilinear" if config["interpolation"] == "random" else config["interpolation"],
+        )
+        self.prepare(model, own, preprocessing, timm_reason(self.model, pooling))
 
     def pooled(self, images: Tensor) -> Tensor:
         maps = self.model.forward_features(images)  # [B,K',h,w] or [B,tokens,K']
@@ -220,21 +220,3 @@ def _from_file(name: str, path: Path, kwargs: dict[str, Any]) -> Any:
     except Exception as error:
         raise wrong_kwargs(name, kwargs, error) from error
     raise mismatch(path, name, errors[0]) from errors[0]
-
-
-def _own_preprocessing(model: nn.Module, kwargs: dict[str, Any]) -> Preprocessing:
-    from timm.data import resolve_model_data_config
-
-    config = resolve_model_data_config(model, args={"img_size": kwargs.get("img_size")})
-    _, height, width = config["input_size"]
-    if height != width:
-        raise UserError(f"encoder.kwargs: only square images are supported, this model takes {height}×{width} px")
-    interpolation = config["interpolation"]
-    return Preprocessing(
-        mean=tuple(config["mean"]),
-        std=tuple(config["std"]),
-        size=height,
-        crop=config["crop_pct"],
-        interpolation="bilinear" if interpolation == "random" else interpolation,
-        resize=_RESIZE[config["crop_mode"]],  # type: ignore[arg-type]
-    )

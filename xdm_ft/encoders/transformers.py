@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +23,17 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.encoders import LibraryEncoder, Portable, TextEncoder
+from xdm_ft.encoders import (
+    OWN_PREPROCESSING,
+    LibraryEncoder,
+    NormalizeOfText,
+    Portable,
+    PreprocessingChoice,
+    TextEncoder,
+)
 from xdm_ft.images.transforms import (
     Interpolation,
     Preprocessing,
-    PreprocessingOverrides,
     Resize,
     evaluation_transform,
     resized_side,
@@ -36,8 +41,8 @@ from xdm_ft.images.transforms import (
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.blocks import with_root
-from xdm_ft.weights.pooling import PoolingChoice, check_pooling, no_class_token, outside_text_space, pool
-from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked
+from xdm_ft.weights.pooling import PoolingChoice, no_class_token, outside_text_space, pool
+from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, warn_of_cut
 from xdm_ft.weights.source import (
     NOT_TAKEN,
     architecture,
@@ -53,16 +58,10 @@ from xdm_ft.weights.source import (
     pretraining_of_file,
     read_weights,
     reason_of,
-    refuse_reserved,
     size_not_taken,
     wrong_kwargs,
 )
 
-logger = logging.getLogger("xdm_ft")
-
-OWN_PREPROCESSING = PreprocessingOverrides()
-RESERVED = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config")
-"""Keys of a model's config that this module sets itself, or that other files of the repository depend on."""
 HUB, LOCAL = "hf-hub:", "local-dir:"
 TOGETHER = 64  # prompts in one forward pass
 TRAINABLE = ("vision_model.", "visual_projection.")  # what trains of a model with a text side
@@ -78,6 +77,8 @@ class Transformers(LibraryEncoder, TextEncoder):
     """
 
     libraries = ("transformers",)
+    # keys of a model's config that this module sets itself, or that other files of the repository depend on
+    reserved = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config")
 
     def __init__(
         self,
@@ -96,18 +97,16 @@ class Transformers(LibraryEncoder, TextEncoder):
         kwargs: Annotated[
             dict[str, Any], Field(description="replaces values of the model's config, as in its config.json")
         ] = {},  # noqa: B006 (read only)
-        preprocessing: Annotated[
-            PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
-        ] = OWN_PREPROCESSING,
-        normalize: Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")] = False,
+        preprocessing: PreprocessingChoice = OWN_PREPROCESSING,
+        normalize: NormalizeOfText = False,
         prompts: EncoderPrompts = DEFAULT_PROMPTS,
         pooling: PoolingChoice = None,
     ) -> None:
-        super().__init__()
+        super().__init__(kwargs, normalize, pooling)
         self.prompts = checked(prompts)
         self.source = _resolve(model, weights, kwargs)
         self.model = _create(self.source, kwargs).eval()
-        self.normalize, self.pooling, self.pretraining = normalize, pooling, self.source.pretraining
+        self.pretraining = self.source.pretraining
         config = architecture(self.source.config)
         self.built_from = {"component": "transformers", "model": self.source.name, "config": config}
         given = preprocessing.model_dump(exclude_none=True)
@@ -124,9 +123,8 @@ class Transformers(LibraryEncoder, TextEncoder):
         self.text_reason = self._reason_without_text(model)
         size = preprocessing.applied_to(own).size
         self.output = _measure_output(self._vision, self.source.config, size, model)
-        check_pooling(model, pooling, self._pooling_reason())
         self.stage_names = with_root(self._root, _stages(self._vision))
-        self.prepare(model, own, preprocessing)
+        self.prepare(model, own, preprocessing, self._pooling_reason())
 
     @property
     def _vision(self) -> nn.Module:
@@ -191,8 +189,7 @@ class Transformers(LibraryEncoder, TextEncoder):
         """Texts → [n,K]. SigLIP was trained on texts padded to the whole context, and attends to the padding."""
         longest = self.source.config.text_config.max_position_embeddings
         cut = [text for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True) if len(ids) > longest]
-        if cut:
-            logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
+        warn_of_cut(cut, longest)
         padded = self.source.config.model_type.startswith("siglip")
         tokens = tokenizer(
             texts, padding="max_length" if padded else True, truncation=True, max_length=longest, return_tensors="pt"
@@ -283,9 +280,6 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     Raises `UserError` if a name, file or key is wrong, if the model needs code of its repository, or if it did not
     download.
     """
-    _library()
-    refuse_reserved(kwargs, RESERVED)
-    check_sizes(kwargs, "encoder.kwargs")
     file = expand_user(weights, "encoder.weights") if is_file_name(weights) else None
     if model.endswith(".json"):
         if file is None:

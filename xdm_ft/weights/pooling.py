@@ -8,8 +8,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.runtime.errors import UserError
-
 Pooling = Literal["cls", "mean", "cls_mean", "projected"]
 PoolingChoice = Annotated[
     Pooling | None,
@@ -24,12 +22,6 @@ def pool(tokens: Tensor, prefix: int, pooling: Pooling) -> Tensor:
     """Tokens [B,N,K], of which the first is the class token and the first `prefix` are no patches → [B,K] or [B,2K]."""
     parts = {"cls": lambda: tokens[:, 0], "mean": lambda: tokens[:, prefix:].mean(1)}
     return torch.cat([part() for name, part in parts.items() if name in pooling.split("_")], dim=-1)
-
-
-def check_pooling(model: str, pooling: Pooling | None, reason: str) -> None:
-    """Raises `UserError` if there is a `reason` why the model has no such pooling."""
-    if reason:
-        raise UserError(f'encoder.pooling: {pooling or "null"}: "{model}" {reason}')
 
 
 def outside_text_space(pooling: Pooling | None) -> str:

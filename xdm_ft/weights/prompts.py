@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import OneOrMany
+
+logger = logging.getLogger("xdm_ft")
 
 PLACEHOLDER = "{}"
 DEFAULT_PROMPTS = ("a photo of a {}",)
@@ -67,6 +70,12 @@ def in_words(class_name: str) -> str:
 def fill(template: str, words: str) -> str:
     # not str.format, which raises on a template with a single "}"
     return template.replace(PLACEHOLDER, words)
+
+
+def warn_of_cut(prompts: list[str], longest: int) -> None:
+    """Logs how many prompts have more than `longest` tokens, the model's context."""
+    if prompts:
+        logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(prompts), longest, prompts[0])
 
 
 def warn_of_class_names(class_names: tuple[str, ...]) -> list[str]:

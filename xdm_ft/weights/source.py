@@ -80,13 +80,6 @@ def versions(*libraries: str) -> dict[str, str]:
     return {name: _version(name) for name in ("torch", "torchvision", "pillow", *libraries)}
 
 
-def refuse_reserved(kwargs: dict[str, Any], reserved: tuple[str, ...]) -> None:
-    """Raises `UserError` if `kwargs` has keys that the encoder class sets itself."""
-    taken = sorted(set(kwargs) & set(reserved))
-    if taken:
-        raise UserError(f"encoder.kwargs: {', '.join(taken)} can not be set here; leave it out")
-
-
 def unknown_model(library: ModuleType, name: str, known: Sequence[str]) -> UserError:
     close = difflib.get_close_matches(name, known, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"{library.__name__}.list_models() lists them"
