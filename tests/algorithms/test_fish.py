@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
-import pytest
 import torch
+from recorded import golden
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.fish import Fish, meta_step
 from xdm_ft.runtime.tensors import Batch, Task
 
+RECORDED = golden("fish.npz")
 TASK = Task(tuple("abc"), tuple("xyz"))
-
-
-@pytest.fixture
-def golden() -> dict[str, Tensor]:
-    with np.load(Path(__file__).resolve().parents[1] / "golden" / "fish.npz") as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
 class InFixedOrder(Fish):
@@ -29,18 +21,18 @@ class InFixedOrder(Fish):
         return list(range(self.task.num_domains))
 
 
-def trained(algorithm: Fish, golden: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+def trained(algorithm: Fish) -> list[tuple[Tensor, Tensor]]:
     """Weight and bias after every update, with one Adam whose state is carried on."""
     head = algorithm.head
     with torch.no_grad():
-        head.weight.copy_(golden["W_init"])
-        head.bias.copy_(golden["b_init"])
-    optimizer = torch.optim.Adam(head.parameters(), lr=float(golden["lr"]))
+        head.weight.copy_(RECORDED["W_init"])
+        head.bias.copy_(RECORDED["b_init"])
+    optimizer = torch.optim.Adam(head.parameters(), lr=float(RECORDED["lr"]))
     after = []
-    for step in range(len(golden["W"])):
+    for step in range(len(RECORDED["W"])):
         for domain in algorithm.update(dict(head.named_parameters()), dict(algorithm.named_buffers()), step):
             assert domain is not None
-            x, y = golden["X"][domain], golden["y"][domain]
+            x, y = RECORDED["X"][domain], RECORDED["y"][domain]
             batch = Batch(x, y, torch.full_like(y, domain), torch.arange(len(y)), torch.arange(len(y)))
             optimizer.zero_grad()
             algorithm(x, batch, step).total.backward()
@@ -49,21 +41,21 @@ def trained(algorithm: Fish, golden: dict[str, Tensor]) -> list[tuple[Tensor, Te
     return after
 
 
-def test_training_is_the_recorded_one_in_its_order_and_differs_in_ours(golden: dict[str, Tensor]) -> None:
-    setup = Setup(TASK, 6, len(golden["W"]), seed=0)
-    meta_lr = float(golden["meta_lr"])
-    for step, (weight, bias) in enumerate(trained(InFixedOrder(setup, meta_lr=meta_lr), golden)):
-        torch.testing.assert_close(weight, golden["W"][step], atol=1e-5, rtol=0)
-        torch.testing.assert_close(bias, golden["b"][step], atol=1e-5, rtol=0)
-    ours = trained(Fish(setup, meta_lr=meta_lr), golden)[-1][0]
-    assert 1e-4 < (ours - golden["W"][-1]).abs().max() < 0.2
+def test_training_is_the_recorded_one_in_its_order_and_differs_in_ours() -> None:
+    setup = Setup(TASK, 6, len(RECORDED["W"]), seed=0)
+    meta_lr = float(RECORDED["meta_lr"])
+    for step, (weight, bias) in enumerate(trained(InFixedOrder(setup, meta_lr=meta_lr))):
+        torch.testing.assert_close(weight, RECORDED["W"][step], atol=1e-5, rtol=0)
+        torch.testing.assert_close(bias, RECORDED["b"][step], atol=1e-5, rtol=0)
+    ours = trained(Fish(setup, meta_lr=meta_lr))[-1][0]
+    assert 1e-4 < (ours - RECORDED["W"][-1]).abs().max() < 0.2
     assert Fish(setup).meta_lr == meta_lr == 0.5
 
 
-def test_meta_step_is_the_recorded_one(golden: dict[str, Tensor]) -> None:
+def test_meta_step_is_the_recorded_one() -> None:
     for name in ("a", "b"):
-        moved = meta_step(golden[f"meta_{name}"], golden[f"inner_{name}"], golden["step_meta_lr"].float())
-        torch.testing.assert_close(moved, golden[f"step_{name}"], atol=1e-6, rtol=0)
+        moved = meta_step(RECORDED[f"meta_{name}"], RECORDED[f"inner_{name}"], RECORDED["step_meta_lr"].float())
+        torch.testing.assert_close(moved, RECORDED[f"step_{name}"], atol=1e-6, rtol=0)
 
 
 def test_order_of_the_domains() -> None:
@@ -76,16 +68,16 @@ def test_order_of_the_domains() -> None:
     assert all(70 < first.count(domain) < 130 for domain in range(3))
 
 
-def test_a_meta_step_of_one_is_plain_steps_domain_by_domain(golden: dict[str, Tensor]) -> None:
+def test_a_meta_step_of_one_is_plain_steps_domain_by_domain() -> None:
     setup = Setup(TASK, 6, 3, seed=0)
-    whole = trained(InFixedOrder(setup, meta_lr=1.0), golden)[-1][0]
+    whole = trained(InFixedOrder(setup, meta_lr=1.0))[-1][0]
     head = Fish(setup).head
     with torch.no_grad():
-        head.weight.copy_(golden["W_init"])
-        head.bias.copy_(golden["b_init"])
-    optimizer = torch.optim.Adam(head.parameters(), lr=float(golden["lr"]))
+        head.weight.copy_(RECORDED["W_init"])
+        head.bias.copy_(RECORDED["b_init"])
+    optimizer = torch.optim.Adam(head.parameters(), lr=float(RECORDED["lr"]))
     for _ in range(3):
-        for x, y in zip(golden["X"], golden["y"], strict=True):
+        for x, y in zip(RECORDED["X"], RECORDED["y"], strict=True):
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(head(x), y).backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""XDomainMix: its loss against the pure functions, settings, draws; a training recorded from the published code."""
+"""XDomainMix: its loss against the pure functions, its settings and draws."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from recorded import golden
-from torch import Tensor, nn
+from torch import Tensor
 
 from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.xdomainmix import Augmented, Noise, XDomainMix, mixed_domains
+from xdm_ft.algorithms.xdomainmix import Augmented, XDomainMix, mixed_domains
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
@@ -22,7 +21,6 @@ from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
 from xdm_ft.xdomainmix.mixing import Parts
 
-TRAJECTORY = golden("clip_trajectory_sgd.npz")
 WIDTH = 40
 TASK = Task(tuple("abcd"), tuple("xyz"))
 HEADS = {"linear": Linear, "cosine": partial(Cosine, scale=5.0), "mlp": partial(MLP, hidden_width=9, activation="relu")}
@@ -233,55 +231,3 @@ def test_another_equation_4_is_another_training(monkeypatch: pytest.MonkeyPatch)
     after = totals()
     torch.testing.assert_close(*after)
     assert all((one - other).abs() > 0.01 for one, other in zip(before, after, strict=True))
-
-
-class Replayed(XDomainMix):
-    """With the recorded random numbers in place of our own; those of partners are their places."""
-
-    def noise(self, place: Tensor, step: int) -> Noise:
-        call = step - self.warmup_steps
-        places = torch.stack([TRAJECTORY["same"][call], TRAJECTORY["diff"][call]], 1)
-        return Noise(
-            places, TRAJECTORY["lam"][call], TRAJECTORY["p"][call].float().expand(len(place))
-        )  # one p for the batch
-
-
-def recorded_partners(y: Tensor, domain: Tensor, noise: Tensor, other: str) -> Partners:
-    everyone = torch.ones(len(y), dtype=torch.bool)
-    return Partners(noise[:, 0], noise[:, 1], everyone, everyone)
-
-
-def set_parameters(head: nn.Linear, weight: str, bias: str) -> None:
-    with torch.no_grad():
-        head.weight.copy_(TRAJECTORY[weight])
-        head.bias.copy_(TRAJECTORY[bias])
-
-
-def test_trajectory_of_the_published_Linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 warm-up steps, 5 mixed ones with τ_d falling every 2; SGD, the class head's gradient clipped to norm 1, the
-    domain head's not. No draw is ours, all else is: scores, masks, cycle, mixing, losses, both gradients."""
-    monkeypatch.setattr(xdomainmix, "draw_partners", recorded_partners)
-    steps, _, width = TRAJECTORY["X"].shape
-    task = Task(tuple("abcd"), tuple("xyz"))
-    algorithm = Replayed(
-        Setup(task, width, steps, seed=0, loss_average="sample"),
-        warmup_steps=int(TRAJECTORY["warmup"]),
-        quantile_steps=int(TRAJECTORY["step_to_change"]),
-    )
-    set_parameters(algorithm.head, "W_init", "b_init")
-    set_parameters(algorithm.domain_head, "V_init", "a_init")
-    heads = algorithm.head, algorithm.domain_head
-    optimizers = [torch.optim.SGD(head.parameters(), lr=0.5, momentum=0.9) for head in heads]
-    for step in range(steps):
-        x, y, domain = (TRAJECTORY[name][step] for name in ("X", "y", "domain"))
-        losses = algorithm(x, Batch(x, y, domain, torch.arange(len(y)), torch.arange(len(y))), step)
-        algorithm.zero_grad()
-        (losses.total + losses.auxiliary).backward()
-        torch.nn.utils.clip_grad_norm_(algorithm.head.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        close = {"atol": 1e-5, "rtol": 1e-6}
-        torch.testing.assert_close(losses.total.double(), TRAJECTORY["class_loss"][step], **close)
-        torch.testing.assert_close(losses.auxiliary.double(), TRAJECTORY["domain_loss"][step], **close)
-        for value, name in zip((p for head in heads for p in head.parameters()), "WbVa", strict=True):
-            torch.testing.assert_close(value.detach(), TRAJECTORY[name][step], **close, msg=f"{name} after step {step}")

@@ -300,15 +300,3 @@ def course(steps: int, **settings: object) -> list[float]:
 )
 def test_schedules_by_hand(settings: dict[str, Any], expected: list[float]) -> None:
     assert course(len(expected), **settings) == pytest.approx(expected)
-
-
-def test_cosine_is_torchs() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(()))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=50)
-    theirs = []
-    for _ in range(50):
-        theirs.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert course(50, name="cosine") == pytest.approx(theirs, abs=1e-9)

@@ -1,45 +1,27 @@
-"""Both engines through the three doors of an algorithm, against loops written out by hand."""
+"""Modules of a method behind stages of the encoder: at work in training alone, against loops written out by hand."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from bank_problems import job_of
 from loop_models import SmallCNN, Staged, assert_close, batch_of, digits, final_state, make_job, predict, split, train
 from torch import Tensor, nn
 
-from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.dsu import DSU
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.fish import Fish
 from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.step import Bank, step
+from xdm_ft.training import Training
 from xdm_ft.training.end_to_end.model import EndToEnd
-
-
-class InFixedOrder(Fish):
-    def order(self, step: int) -> list[int]:
-        return list(range(self.task.num_domains))
-
-
-# --- on_inputs
-
-
-# --- stage_modules
 
 
 def test_modules_behind_stages_work_in_training_alone() -> None:
@@ -174,29 +156,3 @@ def test_places_that_do_not_serve_are_refused(names: tuple[str, ...], match: str
     inner = EndToEnd(encoder, job.make(job.setup), "train").train()
     with pytest.raises(UserError, match=match):
         inner(batch_of(job, Training(batch_size=4), 0), 0)
-
-
-# --- update
-
-
-def test_fish_in_the_bank_is_the_recorded_training() -> None:
-    with np.load(Path(__file__).resolve().parents[1] / "golden" / "fish.npz") as arrays:
-        golden = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-    setup = Setup(Task(tuple("abc"), tuple("xyz")), 6, len(golden["W"]), seed=0)
-
-    def make(setup: Setup) -> Fish:
-        algorithm = InFixedOrder(setup, meta_lr=float(golden["meta_lr"]))
-        algorithm.load_state_dict({"head.weight": golden["W_init"], "head.bias": golden["b_init"]}, strict=False)
-        return algorithm
-
-    plain = job_of(Fish)
-    training = Training(optimizer="adam", lr=float(golden["lr"]))
-    job = Job(ModelKey("fish", (), 0, 0), plain.split, setup, make, None, training)
-    bank = Bank([job, job], torch.device("cpu"))
-    y, domain = golden["y"].flatten(), torch.arange(3).repeat_interleave(5)
-    batch = Batch(golden["X"].flatten(0, 1), y, domain, torch.arange(15), torch.arange(15))
-    for number, weight in enumerate(golden["W"]):
-        step(bank, Batch(*(torch.stack([field, field]) for field in batch[:5])), number)
-        for head in range(2):
-            torch.testing.assert_close(bank.main["head.weight"][head].detach(), weight, atol=1e-5, rtol=0)
-            torch.testing.assert_close(bank.main["head.bias"][head].detach(), golden["b"][number], atol=1e-5, rtol=0)
