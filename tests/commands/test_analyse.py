@@ -17,7 +17,9 @@ from PIL import Image
 from torch import nn
 
 from xdm_ft.analysis.reconstruction import decoder, vgg_encoder
+from xdm_ft.cli import analyse
 from xdm_ft.cli.parser import main
+from xdm_ft.report.finished import Run, read_run
 from xdm_ft.storage.run_directory import LOCK
 
 RECIPE = """\
@@ -148,17 +150,12 @@ def test_other_data_is_refused(finished: Path, run: Path, tmp_path: Path, capsys
 def test_features_of_another_device_are_noted(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def elsewhere(folder: Path) -> Run:
+        run = read_run(folder)
+        run.results["environment"]["features"] = {"key": "of a GPU"}
+        return run
 
-    from xdm_ft.report import finished
-
-    read_run = finished.read_run
-
-    def elsewhere(folder: Path):
-        found = read_run(folder)
-        found.results["environment"]["features"] = {"key": "of a GPU"}
-        return found
-
-    monkeypatch.setattr(finished, "read_run", elsewhere)
+    monkeypatch.setattr(analyse, "read_run", elsewhere)
     capsys.readouterr()
     assert main(["analyse", str(run)]) == 0
     note = "the features were computed by other libraries, or on another device, than those of the run"

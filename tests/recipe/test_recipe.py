@@ -17,7 +17,7 @@ from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check, known_keys, load
 from xdm_ft.recipe.method import split_name
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.recipe.text import apply_override, copy_recipe, find_recipe, parse, recipe_keys, recipe_of, say_if_finished
+from xdm_ft.recipe.text import apply_override, find_recipe, parse, recipe_keys, recipe_of, say_if_finished
 from xdm_ft.runtime.errors import UserError
 
 GOOD = """\
@@ -538,15 +538,10 @@ def test_faults_outside_the_recipe(tmp_path: Path) -> None:
         build_encoders(recipe(LINES, "encoders.1.model=nosuch"))
 
 
-def test_recipes_are_found_by_file_and_by_name_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_are_found_by_file_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_recipe("demo").samefile(find_recipe("recipes/demo.yaml"))
     with pytest.raises(UserError, match='no such recipe; did you mean "demo"'):
         find_recipe("demmo.yaml")
-    assert copy_recipe("demo", str(tmp_path)) == tmp_path / "demo.yaml"
-    assert (tmp_path / "demo.yaml").read_text() == find_recipe("demo").read_text()
-    for target, problem in ((tmp_path, "exists already"), (tmp_path / "no" / "folder.yaml", "can not be written")):
-        with pytest.raises(UserError, match=problem):
-            copy_recipe("demo", str(target))
     monkeypatch.chdir(tmp_path)
     Path("demo.yaml").write_text("name: own")
     assert find_recipe("demo.yaml").read_text() == "name: own"

@@ -9,11 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xdm_ft.analysis.reconstruction import OPTION, read_autoencoder
 from xdm_ft.cli.answer import Answer, columns
+from xdm_ft.experiment.analyse import KIND, analyse, write_reconstructions
+from xdm_ft.experiment.machine import launched
+from xdm_ft.experiment.plan import make_plan, read_data
+from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.experiment.results import inputs, refuse_other_inputs
+from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.recipe.check import check
+from xdm_ft.report.finished import read_run
+from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
+from xdm_ft.storage.names import expand_user
+from xdm_ft.storage.run_directory import ANALYSIS, FINISHED, PAGE, TAKEN, RunDirectory
 
-HELP = "measure the models of a finished run as the paper does: invariance, divergence, importance, calibration"
-EXAMPLES = ("xdm-ft analyse output/demo", "xdm-ft analyse output/demo --json")
 REMEDY = "analyse it with the data and weights that it was trained on"
 COLUMNS = {
     "covariances": "covariance_distance",
@@ -29,32 +40,12 @@ Model = dict[str, Any]  # an entry of analysis.json
 Spread = dict[str, float | None]  # mean, std
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("run_dir", metavar="RUN_DIR")
-    images = "write images of augmented features too; FOLDER has AdaIN's vgg_normalised.pth and decoder.pth"
-    verb.add_argument("--reconstruct", metavar="FOLDER", help=images)
-
-
 def main(arguments: argparse.Namespace) -> Answer:
     """Measures the models of a run, and writes analysis.json into its directory. Raises `UserError`.
 
     The recipe is that of the run directory; the directory may have been moved. Data and encoder must be those of the
     run.
     """
-    from xdm_ft.analysis.reconstruction import OPTION, read_autoencoder
-    from xdm_ft.experiment.analyse import KIND, analyse, write_reconstructions
-    from xdm_ft.experiment.machine import launched
-    from xdm_ft.experiment.plan import make_plan, read_data
-    from xdm_ft.experiment.prepare import build_encoders, prepare
-    from xdm_ft.experiment.results import inputs, refuse_other_inputs
-    from xdm_ft.experiment.resume import written_recipe
-    from xdm_ft.recipe.check import check
-    from xdm_ft.report.finished import read_run
-    from xdm_ft.report.written import write_reports
-    from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
-    from xdm_ft.storage.names import expand_user
-    from xdm_ft.storage.run_directory import ANALYSIS, FINISHED, PAGE, TAKEN, RunDirectory
-
     folder = Path(arguments.run_dir)
     run, state = read_run(folder), folder / "state"
     unfinished = {path.name for path in state.iterdir()} if state.is_dir() else set()

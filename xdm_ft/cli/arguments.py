@@ -1,4 +1,4 @@
-"""Arguments that several verbs have, and what the Tab key offers for them. It imports nothing heavy: a user waits."""
+"""The verbs with their arguments, and what the Tab key offers for them. It imports nothing heavy: a user waits."""
 
 from __future__ import annotations
 
@@ -6,45 +6,23 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdm_ft.runtime.errors import UserError
 
-if TYPE_CHECKING:
-    from xdm_ft.export.choose import Choice
-    from xdm_ft.export.predictor import Model
-    from xdm_ft.recipe.settings import Recipe
+Parser = argparse.ArgumentParser
 KEYS = "keys.json"  # the keys of recipes, in the cache folder
+FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv"}  # of `report`, by the suffix of its file
+TOPICS = (
+    "table", "comparison", "verdict", "selection", "metrics", "sentence", "cost", "encoders", "notes", "analysis"
+)  # fmt: skip
 
 
 def complete_with(argument: argparse.Action, values: Callable[..., Iterable[str]]) -> None:
     """Sets the function that returns what the Tab key offers for an argument."""
     argument.completer = values  # type: ignore[attr-defined]  # where argcomplete looks for it
-
-
-def add_recipe(verb: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    text = "a file, or the name of a packaged recipe"
-    complete_with(verb.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=text), recipe_names)
-    text = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of a method"
-    changes = verb.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help=text)
-    complete_with(changes, override_keys)
-
-
-def load_recipe(arguments: argparse.Namespace) -> Recipe:
-    """Returns the checked recipe, and leaves its keys for the Tab key. Raises `UserError`."""
-    from xdm_ft.recipe.check import known_keys, load
-    from xdm_ft.storage.atomic import replace_text
-    from xdm_ft.storage.cache_root import cache_root
-
-    recipe = load(arguments.recipe, arguments.overrides)
-    with suppress(UserError, OSError):  # without a cache folder that can be written, Tab offers no keys
-        path, text = cache_root() / KEYS, json.dumps(known_keys())
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_text(path, text)
-    return recipe
 
 
 def recipe_names(prefix: str, **_: Any) -> Iterable[str]:
@@ -82,7 +60,15 @@ def recorded_values(action: argparse.Action, parsed_args: argparse.Namespace, **
     return dict.fromkeys(str(run[action.dest]) for run in trained)
 
 
-def add_choice(verb: argparse.ArgumentParser) -> None:
+def add_recipe(verb: Parser, nargs: str | None = None) -> None:
+    text = "a file, or the name of a packaged recipe"
+    complete_with(verb.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=text), recipe_names)
+    text = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of a method"
+    changes = verb.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help=text)
+    complete_with(changes, override_keys)
+
+
+def add_choice(verb: Parser) -> None:
     verb.add_argument("--method", help="name of the method in results.json (default: the one that validation prefers)")
     held_out = "a model that was trained without this domain, instead of the final fit; several joined by commas"
     verb.add_argument("--held-out", metavar="DOMAIN", help=held_out)
@@ -90,14 +76,7 @@ def add_choice(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--trial", type=int, help="with --held-out: the trial of a search (default: the one picked)")
 
 
-def choice_of(arguments: argparse.Namespace) -> Choice:
-    from xdm_ft.export.choose import Choice
-
-    held_out = None if arguments.held_out is None else tuple(arguments.held_out.split(","))
-    return Choice(arguments.method, held_out, arguments.seed, arguments.trial)
-
-
-def add_model_options(verb: argparse.ArgumentParser) -> None:
+def add_model_options(verb: Parser) -> None:
     """Adds the options of a verb that computes a model's predictions."""
     verb.add_argument("--encoder-weights", metavar="FILE", help="the encoder's weights, if the model lacks them")
     verb.add_argument("--device", help="as in torch; default: a GPU if there is one")
@@ -107,11 +86,169 @@ def add_model_options(verb: argparse.ArgumentParser) -> None:
     add_choice(verb)
 
 
-def load_model(arguments: argparse.Namespace) -> Model:
-    """Returns the model of the options of `add_model_options`. Raises `UserError`."""
-    from xdm_ft.export.predictor import load
+def add_retrain(verb: Parser) -> None:
+    verb.add_argument("run_dir", metavar="RUN_DIR")
+    for argument in (
+        verb.add_argument("method", metavar="METHOD", help="name of the method in results.json"),
+        verb.add_argument("test_domain", metavar="TEST_DOMAIN", help="held-out domain; several joined by commas"),
+        verb.add_argument("seed", metavar="SEED", type=int),
+        verb.add_argument("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="of a search (default 0)"),
+    ):
+        complete_with(argument, recorded_values)
+    verb.add_argument("--keep", metavar="DIR", help="keep what it trains: DIR becomes a run directory with this model")
+    verb.add_argument("--alone", action="store_true", help="train the head without the other heads of its chunk")
 
-    if arguments.batch_size is not None and arguments.batch_size < 1:
-        raise UserError(f"--batch-size: {arguments.batch_size} is not positive")
-    where = {"device": arguments.device, "precision": arguments.precision}
-    return load(arguments.model, **where, encoder_weights=arguments.encoder_weights, choice=choice_of(arguments))
+
+def add_analyse(verb: Parser) -> None:
+    verb.add_argument("run_dir", metavar="RUN_DIR")
+    images = "write images of augmented features too; FOLDER has AdaIN's vgg_normalised.pth and decoder.pth"
+    verb.add_argument("--reconstruct", metavar="FOLDER", help=images)
+
+
+def add_report(verb: Parser) -> None:
+    several = "several are shown in one table, if data, split, seeds, selection, metric and held-out domains are equal"
+    verb.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help=f"a run directory; {several}")
+    default = "of the tables (default: that of the name of FILE, or text)"
+    verb.add_argument("--format", choices=list(FORMATS.values()), help=default)
+    out = "write the tables to FILE.txt, .md, .tex or .csv, not to the screen"
+    verb.add_argument("--out", metavar="FILE", help=out)
+    oracle = "in LaTeX and CSV too, show what the rule oracle selects, which reads test labels"
+    verb.add_argument("--oracle", action="store_true", help=oracle)
+    mistakes = "show the most confident mistakes as small images in report.html"
+    verb.add_argument("--images", action="store_true", help=mistakes)
+
+
+def add_export(verb: Parser) -> None:
+    verb.add_argument("run_dir", metavar="RUN_DIR")
+    verb.add_argument("dir", metavar="DIR", help="a new directory")
+    best = "the final fit on all images, trained now if it was not (the default, but for official splits)"
+    verb.add_argument("--best", action="store_true", help=best)
+    add_choice(verb)
+    encoder = verb.add_mutually_exclusive_group()
+    include = "include all weights of the encoder (default: only if they came from a file)"
+    encoder.add_argument("--with-encoder", action="store_true", default=None, help=include)
+    leave_out = "leave out weights of the encoder that were not trained; if they came from a file, loading needs it"
+    encoder.add_argument("--without-encoder", action="store_false", dest="with_encoder", default=None, help=leave_out)
+    wise = "mean of trained (α) and zero-shot (1 − α) weights, of a method that started from class embeddings"
+    verb.add_argument("--wise-ft", type=float, metavar="α", help=wise)
+    verb.add_argument("--ensemble", action="store_true", help="the heads of all seeds, averaged")
+    fitted = "divide the logits by the temperature that was fitted on validation parts of the training domains"
+    verb.add_argument("--temperature", action="store_true", help=fitted)
+    verb.add_argument("--onnx", action="store_true", help="also write model.onnx, checked against torch")
+    inside = "like --onnx, for uint8 images that are resized already: normalisation is inside the file"
+    verb.add_argument("--onnx-preprocessing", action="store_true", help=inside)
+    verb.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
+    features = "let --push-to-hub upload a head that holds features of training images"
+    verb.add_argument("--allow-training-features", action="store_true", help=features)
+    hashes = "--push-to-hub uploads the checksums of the training images too (default: they stay here)"
+    verb.add_argument("--with-training-hashes", action="store_true", help=hashes)
+    verb.add_argument("--private", action="store_true", help="make a new repository of --push-to-hub private")
+
+
+def add_predict(verb: Parser) -> None:
+    verb.add_argument("model", metavar="DIR", help="a model directory, or a run directory")
+    paths = "image, folder, quoted glob, table (CSV or Parquet) with a column path, or - (paths on standard input)"
+    verb.add_argument("paths", metavar="PATH", nargs="+", help=paths)
+    verb.add_argument("--out", metavar="FILE", help="appears when it is complete; default: standard output")
+    default = "default: by the suffix of --out, else csv"
+    verb.add_argument("--format", choices=["csv", "jsonl", "parquet"], help=default)
+    verb.add_argument("--probabilities", action="store_true", help="a column p:CLASS for each class")
+    verb.add_argument("--top-k", type=int, metavar="K", help="columns label_1, probability_1 … of the K best classes")
+    verb.add_argument("--entropy", action="store_true", help="entropy of the probabilities, in nats")
+    spread = "standard deviation of the label's probability over the heads of an ensemble"
+    verb.add_argument("--spread", action="store_true", help=spread)
+    distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/deploying.md)"
+    verb.add_argument("--distance", action="store_true", help=distance)
+    abstain = "leave the label empty where its probability is lower"
+    verb.add_argument("--abstain-below", type=float, metavar="P", help=abstain)
+    group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
+    verb.add_argument("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
+    verb.add_argument("--resume", action="store_true", help="continue the unfinished predictions of --out, if any")
+    strict = "exit status 2 if an image can not be read, or a folder holds other files"
+    verb.add_argument("--strict", action="store_true", help=strict)
+    add_model_options(verb)
+
+
+def add_evaluate(verb: Parser) -> None:
+    verb.add_argument("model", metavar="MODEL", help="a model directory or a run directory")
+    site = "folder <class>/<image> or <domain>/<class>/<image>, or a CSV or Parquet table with columns path, label; "
+    verb.add_argument("site", metavar="SITE", help=f"{site}optional: domain, group")
+    verb.add_argument("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
+    verb.add_argument("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
+    add_model_options(verb)
+
+
+def add_explain(verb: Parser) -> None:
+    verb.add_argument("topic", nargs="?", choices=TOPICS)
+
+
+def add_ls(verb: Parser) -> None:
+    verb.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
+
+
+def add_cp(verb: Parser) -> None:
+    complete_with(verb.add_argument("recipe", metavar="RECIPE"), recipe_names)
+    verb.add_argument("file", metavar="FILE")
+
+
+def add_cache(verb: Parser) -> None:
+    verb.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
+    verb.add_argument("--dir", help="folder of the cache, if it is not the default one")
+    verb.add_argument("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
+    unreferenced = "prune: remove features that no run in these folders, at any depth, was trained on"
+    verb.add_argument("--unreferenced", nargs="+", metavar="DIR", help=unreferenced)
+    size = "prune: remove the longest unused features until this size is left"
+    verb.add_argument("--max-size", type=float, metavar="GB", help=size)
+
+
+VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
+    "run": (add_recipe, "train and compare all methods of a recipe; resume or grow the run of an earlier start"),
+    "validate": (add_recipe, "check a recipe against its data; print the resolved recipe, the prompts and the plan"),
+    "features": (add_recipe, "compute the features of a recipe and cache them, without training"),
+    "retrain": (add_retrain, "train one model of a run again and compare it with the recorded one"),
+    "analyse": (
+        add_analyse,
+        "measure the models of a finished run as the paper does: invariance, divergence, importance, calibration",
+    ),
+    "report": (add_report, "print the tables of a run and write its reports again; show several runs in one table"),
+    "export": (add_export, "write a model of a run as a directory that loads anywhere"),
+    "predict": (add_predict, "predict the classes of images: a table with a row per image"),
+    "evaluate": (add_evaluate, "measure a model on labelled images of a new site, beside what it promises"),
+    "doctor": (
+        partial(add_recipe, nargs="?"),
+        "check installation, devices, weights and data; print a remedy for each fault",
+    ),
+    "explain": (add_explain, "explain the words of a run's tables: ±, intervals, verdicts, selection, notes"),
+    "ls": (add_ls, "list recipes, methods, heads, data sets or encoders, one per line"),
+    "cp": (add_cp, "copy a packaged recipe to a file that you can edit"),
+    "cache": (add_cache, "list, verify or remove cached features"),
+}
+"""{verb: what adds its arguments, its help}. The module of its name in this folder has `main(arguments) -> Answer`."""
+
+EXAMPLES = """
+xdm-ft run demo
+xdm-ft run demo name=long 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100
+xdm-ft validate clip_folder data.root=DIR protocol.test_domains=sketch
+xdm-ft features clip_folder data.root=DIR features.precision=bf16
+xdm-ft retrain output/demo xdomainmix blurred 0
+xdm-ft retrain output/demo xdomainmix blurred 0 --keep DIR
+xdm-ft analyse output/demo
+xdm-ft analyse output/demo --json
+xdm-ft report output/demo --images
+xdm-ft report output/demo output/short --format latex --out table.tex
+xdm-ft export output/demo my_model
+xdm-ft export output/demo my_model --method xdomainmix --held-out blurred --with-encoder
+xdm-ft predict my_model scans/ --out predictions.csv --resume
+xdm-ft predict my_model 'scans/**/*.png' --group-by '(patient_\\d+)' --top-k 3
+xdm-ft evaluate my_model SITE
+xdm-ft evaluate my_model site.csv --json
+xdm-ft doctor
+xdm-ft doctor clip_folder data.root=DIR
+xdm-ft explain
+xdm-ft explain verdict
+xdm-ft ls methods
+xdm-ft ls methods --json
+xdm-ft cp clip_folder mine.yaml
+xdm-ft cache verify
+xdm-ft cache prune --unused-days 30
+""".strip().split("\n")

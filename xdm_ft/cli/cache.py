@@ -9,27 +9,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdm_ft.cli.answer import Answer
+from xdm_ft.features import FeatureSettings
+from xdm_ft.features.cache import cache_folder
+from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.results_file import read_results
 
-if TYPE_CHECKING:
-    from xdm_ft.features.maintenance import Cached
-
-HELP = "list, verify or remove cached features"
-EXAMPLES = ("xdm-ft cache verify", "xdm-ft cache prune --unused-days 30")
 GIGABYTE = 10**9
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
-    verb.add_argument("--dir", help="folder of the cache, if it is not the default one")
-    verb.add_argument("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
-    unreferenced = "prune: remove features that no run in these folders, at any depth, was trained on"
-    verb.add_argument("--unreferenced", nargs="+", metavar="DIR", help=unreferenced)
-    size = "prune: remove the longest unused features until this size is left"
-    verb.add_argument("--max-size", type=float, metavar="GB", help=size)
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -80,8 +70,6 @@ def list_cache(folder: str | None) -> Answer:
 
 def verify_cache(folder: str | None) -> Answer:
     """Reads every file of the cache that a run of this version would read."""
-    from xdm_ft.features.maintenance import verify
-
     cache, stores = _stores(folder)
     entries = []
     for store, entry in stores:
@@ -109,8 +97,6 @@ def prune_cache(
 
     Then removes the longest unused features until `max_gigabytes` are left.
     """
-    from xdm_ft.features.maintenance import prune
-
     if unused_days is None and max_gigabytes is None and not runs:
         raise UserError("cache prune: no limit is given; give --unused-days N, --unreferenced DIR or --max-size GB")
     for name, value in (("--unused-days", unused_days), ("--max-size", max_gigabytes)):
@@ -137,9 +123,6 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
 
     Raises `UserError` if a folder holds no run or a results.json is damaged: its features must not be removed.
     """
-    from xdm_ft.storage.lines import Damaged
-    from xdm_ft.storage.results_file import read_results
-
     keys: set[str] = set()
     for folder in folders:
         walk = os.walk(folder, onerror=_refuse_unreadable)
@@ -168,10 +151,6 @@ def _refuse_unreadable(error: OSError) -> None:
 
 
 def _stores(folder: str | None) -> tuple[Path, list[tuple[Cached, Entry]]]:
-    from xdm_ft.features import FeatureSettings
-    from xdm_ft.features.cache import cache_folder
-    from xdm_ft.features.maintenance import stores
-
     cache = cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
     return cache, [
         (

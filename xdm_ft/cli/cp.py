@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import complete_with, recipe_names
-
-HELP = "copy a packaged recipe to a file that you can edit"
-EXAMPLES = ("xdm-ft cp clip_folder mine.yaml",)
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    complete_with(verb.add_argument("recipe", metavar="RECIPE"), recipe_names)
-    verb.add_argument("file", metavar="FILE")
+from xdm_ft.recipe.text import find_recipe
+from xdm_ft.runtime.errors import UserError
 
 
 def main(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.recipe.text import copy_recipe
-
-    file = copy_recipe(arguments.recipe, arguments.file)
+    """Copies a recipe to a new file, or into a folder. Raises `UserError` if the file exists or can not be written."""
+    source, file = find_recipe(arguments.recipe), Path(arguments.file)
+    file = file / source.name if file.is_dir() else file
+    try:
+        with file.open("x", encoding="utf-8") as copy:
+            copy.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise UserError(f"{file}: exists already; choose another name") from error
+    except OSError as error:
+        raise UserError(f"{file}: can not be written: {error.strerror}") from error
     return Answer({"file": file}, [f"wrote {file}"])

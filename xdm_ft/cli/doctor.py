@@ -9,35 +9,43 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Generator, Iterator
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from accelerate import PartialState
+from packaging.requirements import Requirement
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import add_recipe, load_recipe
+from xdm_ft.cli.recipe import load_recipe
+from xdm_ft.encoders import Encoder
+from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reachable
+from xdm_ft.experiment.estimate import estimate
+from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
+from xdm_ft.experiment.machine import as_launched, launched
+from xdm_ft.experiment.plan import Plan, make_plan, read_data
+from xdm_ft.experiment.prepare import build_encoder, by_label, counted, cuts_of, with_text
+from xdm_ft.experiment.resume import keep_choices_of_run
+from xdm_ft.experiment.summary import trained_words
+from xdm_ft.features import FeatureSettings
+from xdm_ft.features.cache import cache_folder
+from xdm_ft.features.extract import cached_views
+from xdm_ft.features.hashes import FileHashes, hash_files
+from xdm_ft.features.key import weights_digest
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import scan
+from xdm_ft.images.transforms import NotAStrip, Preprocessing
+from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.machine import cores, cpu_has_bf16
+from xdm_ft.runtime.terminal import show
 
-if TYPE_CHECKING:
-    from xdm_ft.encoders import Encoder
-    from xdm_ft.experiment.faults import Finding
-    from xdm_ft.experiment.plan import Plan
-    from xdm_ft.features import FeatureSettings
-    from xdm_ft.features.hashes import FileHashes
-    from xdm_ft.images.dataset import ImageDataset
-    from xdm_ft.images.transforms import Preprocessing
-    from xdm_ft.recipe.settings import Cluster, Recipe
-
-HELP = "check installation, devices, weights and data; print a remedy for each fault"
-EXAMPLES = ("xdm-ft doctor", "xdm-ft doctor clip_folder data.root=DIR")
 MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
 GIGABYTE = 1e9
-add_arguments = partial(add_recipe, nargs="?")
 
 
 def main(arguments: argparse.Namespace) -> Answer:
     """Prints every finding when it is made: some checks take minutes."""
-    from xdm_ft.runtime.terminal import show
-
     checks = []
     for finding in _findings(arguments):
         if not arguments.json:
@@ -50,11 +58,6 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 
 def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
-    from xdm_ft.experiment.faults import Finding, fault
-    from xdm_ft.experiment.resume import keep_choices_of_run
-    from xdm_ft.features import FeatureSettings
-    from xdm_ft.recipe.settings import Cluster
-
     yield from installation()
     yield from devices()
     if arguments.recipe is None:
@@ -75,8 +78,6 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yields the findings of a check. A `UserError` that stops it becomes a fault, and the next checks still run."""
-    from xdm_ft.experiment.faults import fault
-
     try:
         yield from findings
     except UserError as error:
@@ -85,10 +86,6 @@ def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
 
 def installation() -> Iterator[Finding]:
     """Checks the version of every required library, and that the heavy ones can be imported."""
-    from packaging.requirements import Requirement
-
-    from xdm_ft.experiment.faults import Finding
-
     yield Finding("python", sys.version.split()[0])
     installed, all_fit = [], True
     for line in importlib.metadata.requires("xdm_ft") or []:
@@ -115,12 +112,6 @@ def installation() -> Iterator[Finding]:
 
 def devices() -> Iterator[Finding]:
     """Reports processor cores, memory, GPUs, and the precisions that each supports."""
-    import psutil
-    import torch
-
-    from xdm_ft.experiment.faults import Finding
-    from xdm_ft.runtime.machine import cores, cpu_has_bf16
-
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
     bf16 = "bf16 (in hardware)" if cpu_has_bf16() else "bf16 (slowly)"
@@ -140,11 +131,6 @@ def devices() -> Iterator[Finding]:
 
 def precision(recipe: Recipe) -> Iterator[Finding]:
     """Checks that this machine supports the recipe's precision. Raises `UserError` if the launcher sets another one."""
-    import torch
-
-    from xdm_ft.experiment.faults import Finding
-    from xdm_ft.experiment.machine import as_launched
-
     asked, cuda = as_launched(recipe).training.mixed_precision, torch.cuda.is_available()
     if asked == "fp16" and not cuda:
         yield Finding("precision", "fp16 needs a GPU, torch finds none", "set training.mixed_precision: bf16 or no")
@@ -155,18 +141,12 @@ def precision(recipe: Recipe) -> Iterator[Finding]:
 
 
 def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
-    from xdm_ft.experiment.faults import Finding
-    from xdm_ft.features.cache import cache_folder
-
     folder = cache_folder(settings)
     yield Finding("cache", f"{folder}, {shutil.disk_usage(folder).free / GIGABYTE:.1f} GB free on its disk")
 
 
 def ray_cluster(settings: Cluster) -> Iterator[Finding]:
     """Reports version and address of Ray. Raises `UserError` if the recipe names a cluster that is not there."""
-    from xdm_ft.experiment.cluster import address_of, imported_ray, reachable
-    from xdm_ft.experiment.faults import Finding
-
     if settings.name is not None:
         yield Finding("cluster", f"Ray {imported_ray().__version__} at {reachable(settings.address)}")
     elif importlib.util.find_spec("ray") is None:
@@ -181,12 +161,6 @@ def ray_cluster(settings: Cluster) -> Iterator[Finding]:
 
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoders' weights, the data, the disk space that the features need, and the time of the run."""
-    from xdm_ft.experiment.estimate import estimate
-    from xdm_ft.experiment.faults import Finding, fault
-    from xdm_ft.experiment.machine import launched
-    from xdm_ft.experiment.prepare import build_encoder, by_label, with_text
-    from xdm_ft.features.key import weights_digest
-
     encoders: dict[str | None, Encoder] = {}
     for label, component in by_label(recipe).items():
         what = "weights" if label is None else f"weights of {label}"
@@ -228,14 +202,6 @@ def cache_space(
 
     Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
     """
-    from accelerate import PartialState
-
-    from xdm_ft.experiment.cluster import device_of
-    from xdm_ft.experiment.faults import Finding
-    from xdm_ft.experiment.prepare import counted, cuts_of
-    from xdm_ft.experiment.summary import trained_words
-    from xdm_ft.features.extract import cached_views
-
     items = [item for item in recipe.served if item.encoder_label == label]
     device = device_of(recipe.cluster, PartialState().device)  # on which the run computes features
     cached: list[tuple[str, Encoder]] = []
@@ -266,14 +232,6 @@ def check_data(
 
     `preprocessing` is the encoder's; None if the encoder can not be built.
     """
-    from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
-    from xdm_ft.experiment.plan import make_plan, read_data
-    from xdm_ft.features.cache import cache_folder
-    from xdm_ft.features.hashes import hash_files
-    from xdm_ft.images.decode import scan
-    from xdm_ft.images.transforms import NotAStrip
-    from xdm_ft.runtime.machine import cores
-
     try:
         dataset = read_data(recipe)
     except UserError as error:

@@ -6,30 +6,21 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from xdm_ft.cli.answer import Answer, columns
-from xdm_ft.cli.arguments import add_model_options, load_model
+from xdm_ft.cli.predict import load_model
+from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.export.card import WORDS, interval, ranks, shown
+from xdm_ft.export.choose import training_images
+from xdm_ft.export.evaluate import AtSite, Labelled, are_among, at_site, checksums, first_of_each
+from xdm_ft.export.predictor import Model, cache_of, stream
+from xdm_ft.export.sources import Site, read_site
+from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from xdm_ft.export.evaluate import AtSite, Labelled
-    from xdm_ft.export.predictor import Model
-    from xdm_ft.export.sources import Site
-
-HELP = "measure a model on labelled images of a new site, beside what it promises"
-EXAMPLES = ("xdm-ft evaluate my_model SITE", "xdm-ft evaluate my_model site.csv --json")
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("model", metavar="MODEL", help="a model directory or a run directory")
-    site = "folder <class>/<image> or <domain>/<class>/<image>, or a CSV or Parquet table with columns path, label; "
-    verb.add_argument("site", metavar="SITE", help=f"{site}optional: domain, group")
-    verb.add_argument("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
-    verb.add_argument("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
-    add_model_options(verb)
+from xdm_ft.runtime.progress import progress
 
 
 @dataclass(frozen=True)
@@ -49,8 +40,6 @@ class Evaluation:
     domains: dict[str, AtSite]  # each of several domains; empty for one
 
     def lines(self) -> Iterator[str]:
-        from xdm_ft.export.card import WORDS, interval, shown
-
         whole = self.whole
         groups = "images assumed independent" if whole.groups is None else plural(whole.groups, "group")
         yield from (f"{self.method}, {plural(whole.images, 'image')}, {groups}", "")
@@ -119,14 +108,6 @@ def main(arguments: argparse.Namespace) -> Answer:
     Of images with the same bytes, the first one counts. Images that trained the model count, are counted, and leave no
     verdict. Raises `UserError` for a site that can not be read or a label that the model lacks.
     """
-    from xdm_ft.evaluation.trials import ORACLE
-    from xdm_ft.export.card import ranks
-    from xdm_ft.export.choose import training_images
-    from xdm_ft.export.evaluate import are_among, at_site, checksums, first_of_each
-    from xdm_ft.export.predictor import cache_of
-    from xdm_ft.export.sources import read_site
-    from xdm_ft.report.finished import is_run, read_run
-
     model, path = load_model(arguments), arguments.site
     config, card = model.config, model.config.expected
     site = read_site(path, config.class_names, config.renamed, arguments.group)
@@ -175,13 +156,6 @@ def _predict(
     model: Model, site: Site, trained: np.ndarray | None, batch_size: int | None, cache: Path
 ) -> tuple[Labelled, dict[str, str]]:
     """Returns the images that can be read with the model's logits, and {image: reason} of the others."""
-    import numpy as np
-    import torch
-
-    from xdm_ft.export.evaluate import Labelled
-    from xdm_ft.export.predictor import stream
-    from xdm_ft.runtime.progress import progress
-
     logits, readable, unreadable, start = [], [], dict[str, str](), 0
     with progress("evaluate", len(site.items), "images") as bar:
         for batch in stream(model, site.items, batch_size=batch_size, cache=cache):

@@ -8,56 +8,32 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from PIL import Image
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import add_choice, choice_of
+from xdm_ft.cli.predict import choice_of
+from xdm_ft.experiment import run as run_recipe
+from xdm_ft.experiment.final_fit import Wanted
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.export.card import held_words
+from xdm_ft.export.choose import Choice, chosen_method, read_parts, with_training_images
+from xdm_ft.export.config import ModelConfig
+from xdm_ft.export.directory import new_directory, refuse_taken, write_directory
+from xdm_ft.export.hub import Pushed, check_name, push
+from xdm_ft.export.onnx import OnnxFile, check_installed, write_onnx
+from xdm_ft.export.parts import Parts
+from xdm_ft.images.decode import UnreadableImage
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.text import apply_override
+from xdm_ft.report.finished import ORACLE, Run, read_run
+from xdm_ft.report.words import seconds_text
 from xdm_ft.runtime.errors import UserError
 
-if TYPE_CHECKING:
-    from PIL import Image
-
-    from xdm_ft.export.choose import Choice
-    from xdm_ft.export.config import ModelConfig
-    from xdm_ft.export.hub import Pushed
-    from xdm_ft.export.onnx import OnnxFile
-    from xdm_ft.export.parts import Parts
-    from xdm_ft.report.finished import Run
-
-HELP = "write a model of a run as a directory that loads anywhere"
-EXAMPLES = (
-    "xdm-ft export output/demo my_model",
-    "xdm-ft export output/demo my_model --method xdomainmix --held-out blurred --with-encoder",
-)
 COMPARED_IMAGES = 8  # that ONNX Runtime and torch are compared on
 logger = logging.getLogger("xdm_ft")
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("run_dir", metavar="RUN_DIR")
-    verb.add_argument("dir", metavar="DIR", help="a new directory")
-    best = "the final fit on all images, trained now if it was not (the default, but for official splits)"
-    verb.add_argument("--best", action="store_true", help=best)
-    add_choice(verb)
-    encoder = verb.add_mutually_exclusive_group()
-    include = "include all weights of the encoder (default: only if they came from a file)"
-    encoder.add_argument("--with-encoder", action="store_true", default=None, help=include)
-    leave_out = "leave out weights of the encoder that were not trained; if they came from a file, loading needs it"
-    encoder.add_argument("--without-encoder", action="store_false", dest="with_encoder", default=None, help=leave_out)
-    wise = "mean of trained (α) and zero-shot (1 − α) weights, of a method that started from class embeddings"
-    verb.add_argument("--wise-ft", type=float, metavar="α", help=wise)
-    verb.add_argument("--ensemble", action="store_true", help="the heads of all seeds, averaged")
-    fitted = "divide the logits by the temperature that was fitted on validation parts of the training domains"
-    verb.add_argument("--temperature", action="store_true", help=fitted)
-    verb.add_argument("--onnx", action="store_true", help="also write model.onnx, checked against torch")
-    inside = "like --onnx, for uint8 images that are resized already: normalisation is inside the file"
-    verb.add_argument("--onnx-preprocessing", action="store_true", help=inside)
-    verb.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
-    features = "let --push-to-hub upload a head that holds features of training images"
-    verb.add_argument("--allow-training-features", action="store_true", help=features)
-    hashes = "--push-to-hub uploads the checksums of the training images too (default: they stay here)"
-    verb.add_argument("--with-training-hashes", action="store_true", help=hashes)
-    verb.add_argument("--private", action="store_true", help="make a new repository of --push-to-hub private")
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -92,12 +68,6 @@ def export_model(
 
     Raises `UserError` if there is no such model, if its files are damaged, or if the directory is taken.
     """
-    from xdm_ft.export.card import held_words
-    from xdm_ft.export.choose import Choice, chosen_method, read_parts, with_training_images
-    from xdm_ft.export.directory import new_directory, refuse_taken, write_directory
-    from xdm_ft.export.hub import check_name, push
-    from xdm_ft.export.onnx import check_installed, write_onnx
-    from xdm_ft.report.finished import read_run
 
     def parts_of(choice: Choice) -> Parts:
         parts = read_parts(run, choice, wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
@@ -176,11 +146,6 @@ def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None
 
 def _images(run: Run) -> list[Image.Image]:
     """Returns some images of the run's data set; none if it can not be read here."""
-    from xdm_ft.experiment.plan import read_data
-    from xdm_ft.experiment.resume import written_recipe
-    from xdm_ft.images.decode import UnreadableImage
-    from xdm_ft.recipe.check import check
-
     try:
         dataset = read_data(check(written_recipe(run.path, run.results)))
         rows = dict.fromkeys(i * (len(dataset) - 1) // (COMPARED_IMAGES - 1) for i in range(COMPARED_IMAGES))
@@ -192,14 +157,6 @@ def _images(run: Run) -> list[Image.Image]:
 
 def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     """Returns the run with a final fit of the method, of all seeds for an ensemble, which is trained now if need be."""
-    from xdm_ft.experiment import run as run_recipe
-    from xdm_ft.experiment.final_fit import Wanted
-    from xdm_ft.experiment.resume import written_recipe
-    from xdm_ft.recipe.check import check
-    from xdm_ft.recipe.text import apply_override
-    from xdm_ft.report.finished import ORACLE, read_run
-    from xdm_ft.report.words import seconds_text
-
     final = run.final_fits.get(method)
     if final is not None and final["status"] == "ok" and (not ensemble or "seeds" in final):
         return run

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import add_recipe, load_recipe
+from xdm_ft.cli.recipe import load_recipe
+from xdm_ft.experiment.cluster import check_cluster
+from xdm_ft.experiment.machine import launched
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.experiment.summary import trained_words
+from xdm_ft.features.cache import cache_folder
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural
-
-if TYPE_CHECKING:
-    from xdm_ft.recipe.settings import Recipe
-
-HELP = "compute the features of a recipe and cache them, without training"
-EXAMPLES = ("xdm-ft features clip_folder data.root=DIR features.precision=bf16",)
-add_arguments = add_recipe
+from xdm_ft.runtime.progress import pulse
+from xdm_ft.runtime.watchdog import heartbeat
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -23,15 +25,6 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 def fill_cache(recipe: Recipe) -> Answer:
     """Computes the features and activations that the recipe caches. Raises `UserError` if there are none."""
-    from xdm_ft.experiment.cluster import check_cluster
-    from xdm_ft.experiment.machine import launched
-    from xdm_ft.experiment.plan import read_data
-    from xdm_ft.experiment.prepare import build_encoders, prepare
-    from xdm_ft.experiment.summary import trained_words
-    from xdm_ft.features.cache import cache_folder
-    from xdm_ft.runtime.progress import pulse
-    from xdm_ft.runtime.watchdog import heartbeat
-
     if all(recipe.trains_on_images(item) for item in recipe.methods):
         problem = "it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
         raise UserError(f"{recipe.name}: {problem}")

@@ -10,13 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.cli.answer import Answer, columns
-
-HELP = "list recipes, methods, heads, data sets or encoders, one per line"
-EXAMPLES = ("xdm-ft ls methods", "xdm-ft ls methods --json")
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
+from xdm_ft.recipe.components import ADD_ONS, find, names, settings_model
+from xdm_ft.recipe.text import in_yaml, recipe_folder
+from xdm_ft.runtime.settings import Block
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -42,9 +38,6 @@ class Entry:
 
 
 def listing(what: str) -> Answer:
-    from xdm_ft.recipe.components import names
-    from xdm_ft.recipe.text import in_yaml, recipe_folder
-
     if what == "recipes":
         paths = sorted(recipe_folder().glob("*.yaml"))
         comments = [path.read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip() for path in paths]
@@ -68,8 +61,7 @@ def listing(what: str) -> Answer:
 
 
 def _methods() -> Iterator[Entry]:
-    from xdm_ft.algorithms import Algorithm, Solver
-    from xdm_ft.recipe.components import ADD_ONS, find, names
+    from xdm_ft.algorithms import Algorithm, Solver  # which needs torch; the other lists do not wait for it
 
     for name in names("algorithms"):
         cls, works_on, holds = find("algorithms", name), "cached", None
@@ -88,9 +80,6 @@ def _methods() -> Iterator[Entry]:
 
 
 def _entry(folder: str, name: str, prefix: str = "") -> Entry:
-    from xdm_ft.recipe.components import find, settings_model
-    from xdm_ft.runtime.settings import Block
-
     cls, settings = find(folder, name), []
     for key, field in settings_model(cls, prefix=prefix).model_fields.items():
         required = field.is_required()

@@ -1,4 +1,4 @@
-"""The command line: its verbs, what it prints, its exit status. Each verb imports what is heavy in its `main`."""
+"""The command line: what it prints, and its exit status. The module of a verb is imported when the verb is given."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
 from xdm_ft.cli.answer import Answer, as_json
+from xdm_ft.cli.arguments import EXAMPLES, VERBS
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.runtime.terminal import opened, print_error, set_aside, write
 from xdm_ft.version import __version__
 
-VERBS = (
-    "run", "validate", "features", "retrain", "analyse", "report", "export", "predict", "evaluate", "doctor", "explain",
-    "ls", "cp", "cache",
-)  # fmt: skip
-"""Modules of this folder with HELP, EXAMPLES, `add_arguments(parser)` and `main(arguments) -> Answer`."""
 RESUMABLE = ("run", "features", "analyse")  # verbs whose finished work stays when a signal stops them
 
 
@@ -66,15 +62,14 @@ def parser() -> argparse.ArgumentParser:
     main_parser = _Parser(prog="xdm-ft", description="Fine-tune foundation models for domain generalization.")
     main_parser.add_argument("--version", action="version", version=__version__)
     verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name in VERBS:
-        module = importlib.import_module(f"xdm_ft.cli.{name}")
-        examples = "\n  ".join(["examples:", *module.EXAMPLES])
+    for name, (add_arguments, about) in VERBS.items():
+        examples = "\n  ".join(["examples:", *(line for line in EXAMPLES if line.split()[1] == name)])
         form = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of the examples
-        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, epilog=examples, formatter_class=form)
+        verb = verbs.add_parser(name, help=about, description=about, epilog=examples, formatter_class=form)
         verb.add_argument("--json", action="store_true", help="print the result as one JSON document")
         quiet = "print no progress and no notes: only warnings and faults"
         verb.add_argument("--quiet", action="store_true", help=quiet)
-        module.add_arguments(verb)
+        add_arguments(verb)
     return main_parser
 
 
@@ -120,9 +115,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _perform(arguments: argparse.Namespace) -> int:
     """Performs the verb and shows its answer, as data or as text. Returns the exit status."""
-    verb = importlib.import_module(f"xdm_ft.cli.{arguments.verb}")
     with set_aside() if arguments.json else nullcontext():
-        answer: Answer = verb.main(arguments)
+        answer: Answer = importlib.import_module(f"xdm_ft.cli.{arguments.verb}").main(arguments)
     if _is_main_process():
         if arguments.json:
             write(as_json(answer.document))

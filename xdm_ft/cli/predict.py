@@ -6,47 +6,36 @@ import argparse
 import dataclasses
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import add_model_options, load_model
+from xdm_ft.export.choose import Choice
+from xdm_ft.export.predict import Columns, Format, Predictions, Tally, open_unfinished, refuse_taken
+from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
+from xdm_ft.export.sources import Sources, counted
+from xdm_ft.features import fast_batch_size
+from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.progress import progress
+from xdm_ft.runtime.terminal import write_data
+from xdm_ft.storage.digests import digest, json_digest, tensors_digest
+from xdm_ft.storage.names import expand_user
+from xdm_ft.version import __version__
 
-if TYPE_CHECKING:
-    from xdm_ft.export.predict import Format
-    from xdm_ft.export.predictor import Batch
-
-HELP = "predict the classes of images: a table with a row per image"
-EXAMPLES = (
-    "xdm-ft predict my_model scans/ --out predictions.csv --resume",
-    "xdm-ft predict my_model 'scans/**/*.png' --group-by '(patient_\\d+)' --top-k 3",
-)
 WITH_RESUME = "run the same command with --resume to resume"
 logger = logging.getLogger("xdm_ft")
 
 
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("model", metavar="DIR", help="a model directory, or a run directory")
-    paths = "image, folder, quoted glob, table (CSV or Parquet) with a column path, or - (paths on standard input)"
-    verb.add_argument("paths", metavar="PATH", nargs="+", help=paths)
-    verb.add_argument("--out", metavar="FILE", help="appears when it is complete; default: standard output")
-    default = "default: by the suffix of --out, else csv"
-    verb.add_argument("--format", choices=["csv", "jsonl", "parquet"], help=default)
-    verb.add_argument("--probabilities", action="store_true", help="a column p:CLASS for each class")
-    verb.add_argument("--top-k", type=int, metavar="K", help="columns label_1, probability_1 … of the K best classes")
-    verb.add_argument("--entropy", action="store_true", help="entropy of the probabilities, in nats")
-    spread = "standard deviation of the label's probability over the heads of an ensemble"
-    verb.add_argument("--spread", action="store_true", help=spread)
-    distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/deploying.md)"
-    verb.add_argument("--distance", action="store_true", help=distance)
-    abstain = "leave the label empty where its probability is lower"
-    verb.add_argument("--abstain-below", type=float, metavar="P", help=abstain)
-    group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
-    verb.add_argument("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
-    verb.add_argument("--resume", action="store_true", help="continue the unfinished predictions of --out, if any")
-    strict = "exit status 2 if an image can not be read, or a folder holds other files"
-    verb.add_argument("--strict", action="store_true", help=strict)
-    add_model_options(verb)
+def choice_of(arguments: argparse.Namespace) -> Choice:
+    held_out = None if arguments.held_out is None else tuple(arguments.held_out.split(","))
+    return Choice(arguments.method, held_out, arguments.seed, arguments.trial)
+
+
+def load_model(arguments: argparse.Namespace) -> Model:
+    """Returns the model of the options of `add_model_options`. Raises `UserError`."""
+    if arguments.batch_size is not None and arguments.batch_size < 1:
+        raise UserError(f"--batch-size: {arguments.batch_size} is not positive")
+    where = {"device": arguments.device, "precision": arguments.precision}
+    return load(arguments.model, **where, encoder_weights=arguments.encoder_weights, choice=choice_of(arguments))
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -54,17 +43,6 @@ def main(arguments: argparse.Namespace) -> Answer:
 
     Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
     """
-    from xdm_ft.export.predict import Columns, Predictions, Tally, open_unfinished, refuse_taken
-    from xdm_ft.export.predictor import cache_of, stream
-    from xdm_ft.export.sources import Sources, counted
-    from xdm_ft.features import fast_batch_size
-    from xdm_ft.runtime import interrupt
-    from xdm_ft.runtime.progress import progress
-    from xdm_ft.runtime.terminal import write_data
-    from xdm_ft.storage.digests import digest, json_digest, tensors_digest
-    from xdm_ft.storage.names import expand_user
-    from xdm_ft.version import __version__
-
     if arguments.json and arguments.out is None:
         problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
         raise UserError(f"{problem} --format jsonl instead")

@@ -9,34 +9,24 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from xdm_ft.cli.answer import Answer
+from xdm_ft.cli.arguments import FORMATS
+from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
+from xdm_ft.report.finished import Run, encoders_of, read_run
+from xdm_ft.report.markup import latex, markdown, markdown_lines
+from xdm_ft.report.sections import brief_sections, table_sections
+from xdm_ft.report.sentence import sentence
+from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
+from xdm_ft.report.text import as_text
+from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.terminal import show, write, write_data
+from xdm_ft.storage.atomic import replace_text
+from xdm_ft.storage.names import expand_user
+from xdm_ft.storage.run_directory import RunDirectory
 
-if TYPE_CHECKING:
-    from xdm_ft.report.finished import Run
-
-HELP = "print the tables of a run and write its reports again; show several runs in one table"
-EXAMPLES = (
-    "xdm-ft report output/demo --images",
-    "xdm-ft report output/demo output/short --format latex --out table.tex",
-)
-FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv"}
 logger = logging.getLogger("xdm_ft")
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    several = "several are shown in one table, if data, split, seeds, selection, metric and held-out domains are equal"
-    verb.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help=f"a run directory; {several}")
-    default = "of the tables (default: that of the name of FILE, or text)"
-    verb.add_argument("--format", choices=list(FORMATS.values()), help=default)
-    out = "write the tables to FILE.txt, .md, .tex or .csv, not to the screen"
-    verb.add_argument("--out", metavar="FILE", help=out)
-    oracle = "in LaTeX and CSV too, show what the rule oracle selects, which reads test labels"
-    verb.add_argument("--oracle", action="store_true", help=oracle)
-    mistakes = "show the most confident mistakes as small images in report.html"
-    verb.add_argument("--images", action="store_true", help=mistakes)
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -45,17 +35,6 @@ def main(arguments: argparse.Namespace) -> Answer:
     Of one run it also writes results.md, results.csv, report.html and plots/ again. Raises `UserError` for a run that
     is damaged or not finished, for runs of several protocols, and if a file can not be written.
     """
-    from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
-    from xdm_ft.report.finished import encoders_of, read_run
-    from xdm_ft.report.markup import latex, markdown, markdown_lines
-    from xdm_ft.report.sections import brief_sections, table_sections
-    from xdm_ft.report.sentence import sentence
-    from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
-    from xdm_ft.report.text import as_text
-    from xdm_ft.runtime.terminal import show, write, write_data
-    from xdm_ft.storage.atomic import replace_text
-    from xdm_ft.storage.names import expand_user
-
     out, format_ = None, arguments.format or "text"
     if arguments.out is not None:
         out = expand_user(arguments.out, "--out")
@@ -115,9 +94,6 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 def _write_reports(run: Run, images: bool) -> list[Path]:
     """Writes the reports of a run again, and returns their paths; none in a folder that may not be written."""
-    from xdm_ft.report.written import write_reports
-    from xdm_ft.storage.run_directory import RunDirectory
-
     if not os.access(run.path, os.W_OK):
         logger.warning("%s: is read-only, so its reports stay as they are", run.path)
         return []

@@ -10,33 +10,28 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import complete_with, recorded_values
+from xdm_ft.evaluation.records import Record
+from xdm_ft.experiment.faults import faults
+from xdm_ft.experiment.machine import launched
+from xdm_ft.experiment.models import keep_references, keep_test_images, measure, planned_pieces
+from xdm_ft.experiment.pieces import RunContext, do_pieces
+from xdm_ft.experiment.plan import make_plan, read_data
+from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
+from xdm_ft.experiment.resume import grown_from, open_run_directory, written_recipe
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.settings import Cluster, Output
+from xdm_ft.recipe.text import apply_override
+from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean
-
-if TYPE_CHECKING:
-    from xdm_ft.evaluation.records import Record
-
-HELP = "train one model of a run again and compare it with the recorded one"
-EXAMPLES = (
-    "xdm-ft retrain output/demo xdomainmix blurred 0",
-    "xdm-ft retrain output/demo xdomainmix blurred 0 --keep DIR",
-)
-
-
-def add_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("run_dir", metavar="RUN_DIR")
-    for argument in (
-        verb.add_argument("method", metavar="METHOD", help="name of the method in results.json"),
-        verb.add_argument("test_domain", metavar="TEST_DOMAIN", help="held-out domain; several joined by commas"),
-        verb.add_argument("seed", metavar="SEED", type=int),
-        verb.add_argument("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="of a search (default 0)"),
-    ):
-        complete_with(argument, recorded_values)
-    verb.add_argument("--keep", metavar="DIR", help="keep what it trains: DIR becomes a run directory with this model")
-    verb.add_argument("--alone", action="store_true", help="train the head without the other heads of its chunk")
+from xdm_ft.storage.atomic import disk_errors
+from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.names import expand_user
+from xdm_ft.storage.run_directory import RunDirectory
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -46,21 +41,6 @@ def main(arguments: argparse.Namespace) -> Answer:
     `alone`, which gives the same numbers up to rounding. `keep`: a folder that becomes a run directory of the same
     recipe, with this model alone. Raises `UserError` if the folder holds no run, or the run no such model.
     """
-    from xdm_ft.experiment.faults import faults
-    from xdm_ft.experiment.machine import launched
-    from xdm_ft.experiment.models import keep_references, keep_test_images, measure, planned_pieces
-    from xdm_ft.experiment.pieces import RunContext, do_pieces
-    from xdm_ft.experiment.plan import make_plan, read_data
-    from xdm_ft.experiment.prepare import build_encoders, prepare
-    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
-    from xdm_ft.experiment.resume import grown_from, open_run_directory, written_recipe
-    from xdm_ft.recipe.check import check
-    from xdm_ft.recipe.settings import Cluster, Output
-    from xdm_ft.recipe.text import apply_override
-    from xdm_ft.report.finished import read_run
-    from xdm_ft.storage.atomic import disk_errors
-    from xdm_ft.storage.names import expand_user
-
     folder, keep = Path(arguments.run_dir), None
     if arguments.keep is not None:
         path = expand_user(arguments.keep, "--keep")
@@ -132,9 +112,6 @@ def _answer(now: Record, rules: dict[str, Any], kept: Path | None) -> Answer:
 
 def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse.Namespace) -> Record:
     """Returns the record of the model. Raises `UserError` if it has no weights, or damaged ones, to compare with."""
-    from xdm_ft.storage.lines import Damaged
-    from xdm_ft.storage.run_directory import RunDirectory
-
     path = folder / "results.json"
     name = f"{arguments.method} {arguments.test_domain} {arguments.seed} {arguments.trial}"
     by_name = {f"{one.method} {','.join(one.test_domains)} {one.seed} {one.trial}": one for one in records}
@@ -155,9 +132,6 @@ def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse
 
 def _compare(folder: Path, before: Record, scratch: Path, now: Record) -> dict[str, Any]:
     """Returns {selection rule: steps, weights and accuracies in the run and now}."""
-    from xdm_ft.storage.digests import tensors_digest
-    from xdm_ft.storage.run_directory import RunDirectory
-
     rules = {}
     for rule, old in before.selected.items() if now.status == "ok" else ():
         new = now.selected[rule]

@@ -6,23 +6,16 @@ import argparse
 from typing import TYPE_CHECKING
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import add_recipe, load_recipe
+from xdm_ft.recipe.text import read_recipe, say_if_finished
 
 if TYPE_CHECKING:
     from xdm_ft.recipe.settings import Recipe
 
-HELP = "train and compare all methods of a recipe; resume or grow the run of an earlier start"
-EXAMPLES = (
-    "xdm-ft run demo",
-    "xdm-ft run demo name=long 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100",
-)
-add_arguments = add_recipe
-
 
 def main(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.recipe.text import read_recipe, say_if_finished
+    say_if_finished(read_recipe(arguments.recipe, arguments.overrides))  # before the imports that take seconds
+    from xdm_ft.cli.recipe import load_recipe
 
-    say_if_finished(read_recipe(arguments.recipe, arguments.overrides))
     return run_recipe(load_recipe(arguments))
 
 

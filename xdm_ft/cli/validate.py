@@ -6,22 +6,30 @@ import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.arguments import add_recipe, load_recipe
+from xdm_ft.cli.recipe import load_recipe
+from xdm_ft.cut.cut import describe_chain
+from xdm_ft.encoders import TextEncoder
+from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
+from xdm_ft.experiment.faults import faults
+from xdm_ft.experiment.machine import as_launched, launched
+from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
+from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
+from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
+from xdm_ft.experiment.tracking import installed_trackers
+from xdm_ft.protocol.splits import LOOKS
+from xdm_ft.recipe.settings import Recipe
+from xdm_ft.recipe.text import in_yaml
+from xdm_ft.report.comparisons import forecast
+from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.settings import Block
+from xdm_ft.weights.prompts import warn_of_class_names
 
-if TYPE_CHECKING:
-    from xdm_ft.experiment.estimate import CutCost
-    from xdm_ft.recipe.settings import Recipe
-    from xdm_ft.runtime.settings import Block
-
-HELP = "check a recipe against its data; print the resolved recipe, the prompts and the plan"
-EXAMPLES = ("xdm-ft validate clip_folder data.root=DIR protocol.test_domains=sketch",)
 MEANING_COLUMN = 44
 logger = logging.getLogger("xdm_ft")
-add_arguments = add_recipe
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -33,17 +41,6 @@ def validate(recipe: Recipe) -> Answer:
 
     Raises `UserError` if data and recipe do not fit together; a fault of an encoder is in the answer.
     """
-    from xdm_ft.cut.cut import describe_chain
-    from xdm_ft.encoders import TextEncoder
-    from xdm_ft.experiment.estimate import cut_costs, estimate
-    from xdm_ft.experiment.faults import faults
-    from xdm_ft.experiment.machine import launched
-    from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
-    from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
-    from xdm_ft.experiment.resume import keep_choices_of_run
-    from xdm_ft.experiment.tracking import installed_trackers
-    from xdm_ft.weights.prompts import warn_of_class_names
-
     recipe = keep_choices_of_run(recipe)
     installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
@@ -114,12 +111,6 @@ def validate(recipe: Recipe) -> Answer:
 
 def _power(recipe: Recipe) -> list[str]:
     """Returns the smallest difference that the run will find, if an earlier run of its plan, or of less, tells."""
-    from xdm_ft.experiment.machine import as_launched
-    from xdm_ft.experiment.resume import refused_changes
-    from xdm_ft.protocol.splits import LOOKS
-    from xdm_ft.report.comparisons import forecast
-    from xdm_ft.report.finished import is_run, read_run
-
     path = Path(recipe.output.dir) / recipe.name
     if not is_run(path):
         return []
@@ -132,8 +123,6 @@ def _power(recipe: Recipe) -> list[str]:
 
 def resolved_with_meanings(recipe: Recipe) -> str:
     """Returns the resolved recipe as YAML, with each key's meaning as a comment. It is a valid recipe."""
-    from xdm_ft.recipe.text import in_yaml
-
     lines, values = [f"name: {in_yaml(recipe.name)}"], recipe.written()
     for name, block in recipe.blocks.items():
         lines += [f"{name}:", *_commented(block, values[name], "  ")]
@@ -150,8 +139,6 @@ def resolved_with_meanings(recipe: Recipe) -> str:
 
 def _commented(block: Block, values: Mapping[str, Any], indent: str) -> list[str]:
     """Returns lines of `key: value  # meaning`; nested blocks are in YAML's flow style."""
-    from xdm_ft.recipe.text import in_yaml
-
     lines = []
     for name, setting in type(block).model_fields.items():
         line = f"{indent}{name}: {in_yaml(values[name])}"

@@ -156,20 +156,6 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), known)}")
 
 
-def copy_recipe(name: str, target: str) -> Path:
-    """Copies a recipe to a new file, or into a folder, and returns its path. Raises `UserError` if the file exists."""
-    source, path = find_recipe(name), Path(target)
-    path = path / source.name if path.is_dir() else path
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError as error:
-        raise UserError(f"{path}: exists already; choose another name") from error
-    except OSError as error:
-        raise UserError(f"{path}: can not be written: {error.strerror}") from error
-    return path
-
-
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
     """Returns the text of a recipe with its overrides. Raises `UserError` if it can not be read or parsed."""
     path = find_recipe(name)
