@@ -11,9 +11,7 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import psutil
 import torch
-from accelerate import PartialState
 from packaging.requirements import Requirement
 
 from xdm_ft.cli.answer import Answer
@@ -112,6 +110,8 @@ def installation() -> Iterator[Finding]:
 
 def devices() -> Iterator[Finding]:
     """Reports processor cores, memory, GPUs, and the precisions that each supports."""
+    import psutil  # here, as `installation` reports first that it is missing
+
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
     bf16 = "bf16 (in hardware)" if cpu_has_bf16() else "bf16 (slowly)"
@@ -202,6 +202,8 @@ def cache_space(
 
     Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
     """
+    from accelerate import PartialState  # here, as `installation` reports that it can not be imported
+
     items = [item for item in recipe.served if item.encoder_label == label]
     device = device_of(recipe.cluster, PartialState().device)  # on which the run computes features
     cached: list[tuple[str, Encoder]] = []

@@ -22,41 +22,36 @@ from xdm_ft.weights.prompts import Prompts
 B = TypeVar("B", bound=Block)
 
 
-def _one_line(text: str | None) -> str | None:
-    if text is not None and not text.isprintable():
+def _one_line(text: str) -> str:
+    if not text.isprintable():
         raise ValueError("must be one line without control characters")
     return text
+
+
+Label = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
 
 
 class EncoderCommon(Block):
     """Keys of the block `encoder`; the encoder adds its own."""
 
-    name: Annotated[str, Field(description="library of the encoder, see `xdm-ft ls encoders`")]
-    trainable: Annotated[
-        Trainable,
-        Field(
-            description="false: frozen, on cached features; true: train end to end; {blocks: k}: train the last k "
-            "blocks, see `xdm-ft validate` for the chain; {lora: {rank: r, blocks: k}}: train low-rank updates in them"
-        ),
-    ] = False
-    batch_norm: Annotated[
-        Literal["train", "frozen"],
-        Field(description="batch-norm statistics of what trains in the encoder: updated, or kept as they are"),
-    ] = "train"
-    unfreeze_at: Annotated[
-        int,
-        Field(ge=0, description="steps that train the head alone, before the encoder too (LP-FT)"),
-    ] = 0
+    name: str = Field(description="library of the encoder, see `xdm-ft ls encoders`")
+    trainable: Trainable = Field(
+        default=False,
+        description="false: frozen, on cached features; true: train end to end; {blocks: k}: train the last k "
+        "blocks, see `xdm-ft validate` for the chain; {lora: {rank: r, blocks: k}}: train low-rank updates in them",
+    )
+    batch_norm: Literal["train", "frozen"] = Field(
+        default="train", description="batch-norm statistics of what trains in the encoder: updated, or kept as they are"
+    )
+    unfreeze_at: int = Field(
+        default=0, ge=0, description="steps that train the head alone, before the encoder too (LP-FT)"
+    )
 
 
 class ListedEncoder(EncoderCommon):
     """Keys of an item of `encoders`; the encoder adds its own."""
 
-    label: Annotated[
-        str | None,
-        Field(min_length=1, description="name in results; null: the model's name"),
-        AfterValidator(_one_line),
-    ] = None
+    label: Label | None = Field(default=None, description="name in results; null: the model's name")
 
 
 class MethodCommon(Block):
@@ -65,38 +60,29 @@ class MethodCommon(Block):
     Examples are `sam.rho` and `mlp.hidden_width`.
     """
 
-    name: Annotated[
-        str,
-        Field(description="ALGORITHM, ALGORITHM+SHARPNESS, ALGORITHM+AVERAGING or all three, see `xdm-ft ls methods`"),
-    ]
-    label: Annotated[
-        str | None,
-        Field(min_length=1, description="name in results; null: the method's name"),
-        AfterValidator(_one_line),
-    ] = None
-    head: Annotated[str, Field(description="kind of class head, see `xdm-ft ls heads`")] = "linear"
-    head_init: Annotated[
-        HeadInit, Field(description="initial class head: random, or the class embeddings of the text encoder")
-    ] = "random"
-    prompts: Annotated[
-        Prompts | None,
-        Field(description="like encoder.prompts, for this method only; null: encoder.prompts"),
-    ] = None
-    normalize: Annotated[
-        Literal[True] | None,
-        Field(description="true: L2-normalise the cached features for this method; null: as encoder.normalize"),
-    ] = None
-    trainable: Annotated[
-        Trainable | None, Field(description="like encoder.trainable, for this method only; null: encoder.trainable")
-    ] = None
-    encoder_lr: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="like training.encoder_lr, for this method only (usual with lora: 1e-4 to 1e-3); null: "
-            "training.encoder_lr",
-        ),
-    ] = None
+    name: str = Field(
+        description="ALGORITHM, ALGORITHM+SHARPNESS, ALGORITHM+AVERAGING or all three, see `xdm-ft ls methods`"
+    )
+    label: Label | None = Field(default=None, description="name in results; null: the method's name")
+    head: str = Field(default="linear", description="kind of class head, see `xdm-ft ls heads`")
+    head_init: HeadInit = Field(
+        default="random", description="initial class head: random, or the class embeddings of the text encoder"
+    )
+    prompts: Prompts | None = Field(
+        default=None, description="like encoder.prompts, for this method only; null: encoder.prompts"
+    )
+    normalize: Literal[True] | None = Field(
+        default=None, description="true: L2-normalise the cached features for this method; null: as encoder.normalize"
+    )
+    trainable: Trainable | None = Field(
+        default=None, description="like encoder.trainable, for this method only; null: encoder.trainable"
+    )
+    encoder_lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="like training.encoder_lr, for this method only (usual with lora: 1e-4 to 1e-3); null: "
+        "training.encoder_lr",
+    )
 
 
 def encoder_common(encoder: Component) -> EncoderCommon:

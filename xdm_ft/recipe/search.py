@@ -27,12 +27,11 @@ EDGE = 0.05  # share of a range that counts as its edge, at either end
 class Distribution(Block):
     """The distribution of a hyper-parameter: exactly one of the three keys is given."""
 
-    log_uniform: Annotated[Bounds | None, Field(description="[low, high], uniform in the logarithm")] = None
-    uniform: Annotated[Bounds | None, Field(description="[low, high]")] = None
-    choice: Annotated[
-        Annotated[tuple[Value, ...], OneOrMany, Field(min_length=1)] | None,
-        Field(description="values of equal probability"),
-    ] = None
+    log_uniform: Bounds | None = Field(default=None, description="[low, high], uniform in the logarithm")
+    uniform: Bounds | None = Field(default=None, description="[low, high]")
+    choice: Annotated[tuple[Value, ...], OneOrMany, Field(min_length=1)] | None = Field(
+        default=None, description="values of equal probability"
+    )
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Distribution:
@@ -120,27 +119,25 @@ TRAINING_KEYS = (
 class Search(Block):
     """Random search: each method × held-out domain × seed is trained `trials` times; the selection rule picks one."""
 
-    trials: Annotated[
-        int,
-        Field(
-            ge=1, le=10_000, description="number of trials; the first has the recipe's own values, so 1 is no search"
-        ),
-    ] = 1
-    preset: Annotated[
-        Literal["none", "frozen", "domainbed"],
-        Field(description="predefined ranges: frozen, for heads on cached features; domainbed, DomainBed's defaults"),
-    ] = "none"
-    space: Annotated[
-        dict[str, Distribution],
-        Field(
-            description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
-            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset, and replaces its range of the same KEY. "
-            "A setting for which an item of methods has another value than the default is not searched"
-        ),
-    ] = {}
-    sampler: Annotated[
-        Literal["random", "sobol"], Field(description="independent draws, or a scrambled Sobol sequence (more even)")
-    ] = "random"
+    trials: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="number of trials; the first has the recipe's own values, so 1 is no search",
+    )
+    preset: Literal["none", "frozen", "domainbed"] = Field(
+        default="none",
+        description="predefined ranges: frozen, for heads on cached features; domainbed, DomainBed's defaults",
+    )
+    space: dict[str, Distribution] = Field(
+        default={},
+        description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
+        f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset, and replaces its range of the same KEY. "
+        "A setting for which an item of methods has another value than the default is not searched",
+    )
+    sampler: Literal["random", "sobol"] = Field(
+        default="random", description="independent draws, or a scrambled Sobol sequence (more even)"
+    )
 
     @property
     def distributions(self) -> dict[str, Distribution]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -24,62 +24,52 @@ from xdm_ft.training import Training
 class DataCommon(Block):
     """Keys of the block `data`; the data set adds its own."""
 
-    name: Annotated[str, Field(description="data set, see `xdm-ft ls data`")]
-    on_bad_image: Annotated[
-        Literal["error", "skip"],
-        Field(description="if an image does not decode: stop, or leave the image out and report it"),
-    ] = "error"
-    class_names: Annotated[
-        dict[str, str], Field(description="class folder or label → name of the class in prompts and reports")
-    ] = {}
-    train_augmentation: Annotated[
-        Augmentation | None,
-        Field(
-            description="augmentation of training images: none, or domainbed (crop, flip, colours, grey); null: of "
-            "methods that train on images, or with features.views of all, domainbed for DomainBed's five and else none "
-            "(WILDS' examples use none); of other methods, which read what is cached, none"
-        ),
-    ] = None
+    name: str = Field(description="data set, see `xdm-ft ls data`")
+    on_bad_image: Literal["error", "skip"] = Field(
+        default="error", description="if an image does not decode: stop, or leave the image out and report it"
+    )
+    class_names: dict[str, str] = Field(
+        default={}, description="class folder or label → name of the class in prompts and reports"
+    )
+    train_augmentation: Augmentation | None = Field(
+        default=None,
+        description="augmentation of training images: none, or domainbed (crop, flip, colours, grey); null: of "
+        "methods that train on images, or with features.views of all, domainbed for DomainBed's five and else none "
+        "(WILDS' examples use none); of other methods, which read what is cached, none",
+    )
 
 
 class Cluster(Block):
     """Keys of the block `cluster`: where features are extracted and models train. They change no number."""
 
-    name: Annotated[
-        Literal["ray"] | None,
-        Field(
-            description="ray: extract and train on the nodes of a Ray cluster (pip install 'xdm_ft[ray]'); null: here"
-        ),
-    ] = None
-    address: Annotated[
-        str,
-        Field(min_length=1, description="HOST:PORT of the cluster's head node; auto: the cluster of this machine"),
-    ] = "auto"
-    gpus_per_model: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="GPUs of one task: a model trained end to end, a chunk of heads, or a stretch of extraction; "
-            "0: the CPU, 0.25: four tasks share a GPU",
-        ),
-    ] = 0.0
-    cpus_per_model: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="cores and threads of a model trained end to end, and of a stretch of extraction; a chunk of "
-            "heads takes one",
-        ),
-    ] = 1
+    name: Literal["ray"] | None = Field(
+        default=None,
+        description="ray: extract and train on the nodes of a Ray cluster (pip install 'xdm_ft[ray]'); null: here",
+    )
+    address: str = Field(
+        default="auto",
+        min_length=1,
+        description="HOST:PORT of the cluster's head node; auto: the cluster of this machine",
+    )
+    gpus_per_model: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="GPUs of one task: a model trained end to end, a chunk of heads, or a stretch of extraction; "
+        "0: the CPU, 0.25: four tasks share a GPU",
+    )
+    cpus_per_model: int = Field(
+        default=1,
+        ge=1,
+        description="cores and threads of a model trained end to end, and of a stretch of extraction; a chunk of "
+        "heads takes one",
+    )
 
 
 class Output(Block):
     """Keys of the block `output`."""
 
-    dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$", description="parent of the run directory")] = (
-        "output"
-    )
+    dir: str = Field(default="output", min_length=1, pattern=r"^[^\x00]*$", description="parent of the run directory")
 
 
 @dataclass(frozen=True)
