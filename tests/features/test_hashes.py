@@ -214,6 +214,25 @@ def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.Monk
         hashes_of(images)
 
 
+def test_an_index_of_an_earlier_version_serves(images: Path, hashed: list[str], looked_up: list[int]) -> None:
+    """It kept lists of data sets, pieces and decoded images in tables of their own."""
+    first = hashes_of(images)
+    path = images.parent / "index.sqlite"
+    with closing(sqlite3.connect(path)) as index, index:
+        index.execute("CREATE TABLE lists (key TEXT PRIMARY KEY, used REAL, checksum TEXT, xxh3_128 BLOB)")
+        index.execute("INSERT INTO lists SELECT key, used, checksum, xxh3_128 FROM contents")
+        index.execute("CREATE TABLE pieces (key TEXT PRIMARY KEY, checksum TEXT, xxh3_128 BLOB) WITHOUT ROWID")
+        index.execute("INSERT INTO pieces VALUES ('piece', ?, ?)", (xxhash.xxh3_64_hexdigest(bytes(16)), bytes(16)))
+        index.execute("CREATE TABLE decoded (key TEXT, checksum TEXT, xxh3_128 BLOB, reasons TEXT)")
+        checksum = xxhash.xxh3_64_hexdigest(bytes(32) + b'{"1": "torn"}')
+        index.execute("INSERT INTO decoded VALUES ('decoder', ?, ?, ?)", (checksum, bytes(32), '{"1": "torn"}'))
+        index.execute("DROP TABLE contents")
+    assert np.array_equal(hashes_of(images).digests, first.digests) and len(hashed) == looked_up[0] == 5
+    assert len(looked_up) == 1, "the list of the whole data set is found"
+    lists = module._Index(images.parent).find_each(["piece", "decoder"])
+    assert [(len(entry.digests), entry.reasons) for [entry] in lists] == [(1, {}), (2, {1: "torn"})]
+
+
 def test_many_may_begin_at_the_same_moment(images: Path) -> None:
     for _ in range(5):
         (images.parent / "index.sqlite").unlink(missing_ok=True)

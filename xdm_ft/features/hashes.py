@@ -62,22 +62,8 @@ ROWS_AT_ONCE = 1 << 14  # whose states a process looks at; the hash of the paths
 DECODED_PER_COMMIT = 256
 KEPT_LISTS = 32  # of whole data sets, that were used last; 16 bytes per image each
 SECONDS_FOR_INDEX = 60.0  # at most, for another process that writes to the index
-_EMPTY_FILE = xxhash.xxh3_128_digest(b"")
-
-
-class Stamp(NamedTuple):
-    """The state of a file by which a change is noticed."""
-
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-_NO_FILE = Stamp(-1, -1, -1)
+_NO_FILE = (-1, -1, -1)
+_EMPTY_FILE = np.bytes_(xxhash.xxh3_128_digest(b""))
 
 
 class DistinctImages(NamedTuple):
@@ -96,7 +82,7 @@ class FileHashes:
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
     dataset: ImageDataset | None = None  # of the files
     stamps: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
-    """int64 [N,3], the `Stamp` of each file when it was hashed, −1 where there is none; [0,3] if no image is a file."""
+    """int64 [N,3], the `stamp` of each file when it was hashed, −1 where there is none; [0,3] if no image is a file."""
     paths: bytes = b""  # hash of the paths of all files
     container: Container | None = None  # of pieces, whose files were hashed
 
@@ -117,8 +103,13 @@ class FileHashes:
         """The different images among those that were hashed."""
         halves = np.ascontiguousarray(self.digests).view(np.uint64)  # [N,2]
         hashed = np.flatnonzero(halves.any(1))
-        order = hashed[np.lexsort((halves[hashed, 1], halves[hashed, 0]))]  # stable: copies by the order of their rows
-        is_first = np.append(True, (halves[order[1:]] != halves[order[:-1]]).any(1))[: len(order)]
+        # by the first half alone: a sort of both takes three times as long; stable: copies by the order of their rows
+        order = hashed[np.argsort(halves[hashed, 0], kind="stable")]
+        differs = np.diff(halves[order], axis=0) != 0  # from the image before
+        if (differs[:, 1] & ~differs[:, 0]).any():  # nearly never: two images share their first half
+            order = hashed[np.lexsort((halves[hashed, 1], halves[hashed, 0]))]
+            differs = np.diff(halves[order], axis=0) != 0
+        is_first = np.append(True, differs.any(1))[: len(order)]
         first = np.zeros(len(halves), bool)
         first[order[is_first]] = True
         number, number_of = np.cumsum(first) - 1, np.full(len(halves), -1)
@@ -131,7 +122,7 @@ class FileHashes:
         contents, _, number_of = self.images
         is_repeated = np.bincount(number_of + 1, minlength=len(contents) + 1) > 1  # of −1 and of each image
         is_repeated[0] = False
-        is_repeated[1:][contents == np.bytes_(_EMPTY_FILE)] = False
+        is_repeated[1:][contents == _EMPTY_FILE] = False
         rows_of: dict[int, list[int]] = {}
         for row in np.flatnonzero(is_repeated[number_of + 1]).tolist():
             rows_of.setdefault(int(number_of[row]), []).append(row)
@@ -149,10 +140,10 @@ class FileHashes:
             pieces = self.container.pieces
             return _changed_container(self.container, pieces, pieces.of_row(np.fromiter(rows, np.int64)))
         for row in rows if len(self.stamps) else ():
-            stamp = tuple(self.stamps[row].tolist())
-            if stamp != _NO_FILE:
+            hashed_stamp = tuple(self.stamps[row].tolist())
+            if hashed_stamp != _NO_FILE:
                 try:
-                    if Stamp.of(os.stat(self.path(row))) != stamp:
+                    if stamp(os.stat(self.path(row))) != hashed_stamp:
                         return self.path(row)
                 except OSError:
                     return self.path(row)
@@ -184,7 +175,7 @@ def hash_files(
     rows = hashes.files
     if not len(rows):
         if table is not None and not hashes.unreadable and table == _table_key(dataset):
-            index.add_whole(table, hashes.digests)
+            index.add([table], [hashes.digests], is_whole=True)
         return hashes
     if lists := index.find(_files_key(hashes)):
         hashes.digests[rows] = lists[0].digests
@@ -199,7 +190,7 @@ def hash_files(
         hashes.digests[row] = np.frombuffer(content, np.uint8)
     _hash_new_files([row for row in wanted.tolist() if row not in indexed], hashes, index, show)
     if len(wanted) == len(rows) == len(hashes.files):  # all were hashed, none proved unreadable
-        index.add_whole(_files_key(hashes), hashes.digests[rows])
+        index.add([_files_key(hashes)], [hashes.digests[rows]], is_whole=True)
     return hashes
 
 
@@ -213,7 +204,7 @@ def _table_key(dataset: ImageDataset) -> str | None:
     if dataset.container is None:
         return None
     try:
-        files = [[path, *Stamp.of(regular_file(path))] for path in dataset.container.files]
+        files = [[path, *stamp(regular_file(path))] for path in dataset.container.files]
     except OSError:
         return None
     return xxhash.xxh3_128_hexdigest(json.dumps([files, dataset.container.column, len(dataset)]).encode())
@@ -222,7 +213,7 @@ def _table_key(dataset: ImageDataset) -> str | None:
 def _hash_new_files(rows: list[int], hashes: FileHashes, index: _Index, show: bool) -> None:
     """Hashes the files of these rows into `hashes`, and adds every `ROWS_PER_COMMIT` of them to the index."""
 
-    def hash_row(row: int) -> tuple[Stamp, bytes] | str:
+    def hash_row(row: int) -> tuple[tuple[int, int, int], bytes] | str:
         try:
             return hash_file(hashes.path(row))
         except OSError as error:
@@ -236,22 +227,21 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, index: _Index, show: bo
                     hashes.stamps[row] = _NO_FILE
                     hashes.unreadable[row] = result
                 else:
-                    stamp, content = result
-                    hashes.stamps[row] = stamp
+                    hashes.stamps[row], content = result
                     hashes.digests[row] = np.frombuffer(content, np.uint8)
-                    entries.append((os.fsencode(hashes.path(row)), *stamp, content))
+                    entries.append((os.fsencode(hashes.path(row)), *result[0], content))
                 bar.advance()
             index.add_files(entries)
 
 
-def hash_file(path: str) -> tuple[Stamp, bytes]:
-    """Returns the state and the xxh3_128 of a file. Raises `UserError` if another program writes to it."""
+def hash_file(path: str) -> tuple[tuple[int, int, int], bytes]:
+    """Returns the `stamp` and the xxh3_128 of a file. Raises `UserError` if another program writes to it."""
     hasher = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        before = Stamp.of(os.fstat(file.fileno()))
+        before = stamp(os.fstat(file.fileno()))
         while chunk := file.read(READ_BYTES):
             hasher.update(chunk)
-        if Stamp.of(os.fstat(file.fileno())) != before:
+        if stamp(os.fstat(file.fileno())) != before:
             raise UserError(f"{path}: another program is writing to this file; run again when the data are complete")
     return before, hasher.digest()
 
@@ -272,26 +262,23 @@ def _hash_pieces(
 
     Raises `UserError` for a file that can not be read, or has changed.
     """
+    keys = list[str]()  # under which pieces are remembered: they change with the state of their file
+    for number, file in enumerate(pieces.file_of.tolist()):
+        parts = [container.files[file], *pieces.states[file], container.column, pieces.in_file(number)]
+        keys.append(xxhash.xxh3_128_hexdigest(json.dumps([*parts, len(pieces.rows(number))]).encode()))
 
-    def key(number: int) -> str:
-        """Returns what a piece is remembered under: it changes with the state of its file."""
-        file, size = int(pieces.file_of[number]), len(pieces.rows(number))
-        parts = [container.files[file], *pieces.states[file], container.column, pieces.in_file(number), size]
-        return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
-
-    count, (part, parts) = len(pieces.ends), share
-    digests, missing = np.zeros((len(dataset), 16), np.uint8), set[int]()
-    indexed = index.find_each([key(number) for number in range(count)])
-    for number, lists in enumerate(indexed):
+    digests, missing = np.zeros((len(dataset), 16), np.uint8), list[int]()
+    begin, end = (len(keys) * part // share[1] for part in (share[0], share[0] + 1))
+    for number, lists in enumerate(index.find_each(keys)):
         rows = pieces.rows(number)
         if lists and len(lists[0].digests) == len(rows):
             digests[rows.start : rows.stop] = lists[0].digests
-        elif not (indexed_only and is_remote(container.files[int(pieces.file_of[number])])):
-            missing.add(number)
-    mine = [number for number in range(count * part // parts, count * (part + 1) // parts) if number in missing]
+        elif begin <= number < end and not (indexed_only and is_remote(container.files[pieces.file_of[number]])):
+            missing.append(number)
+
     uncommitted = list[int]()
-    with progress("hashing", sum(len(pieces.rows(number)) for number in mine), "images", show) as bar:
-        for number in mine:
+    with progress("hashing", sum(len(pieces.rows(number)) for number in missing), "images", show) as bar:
+        for number in missing:
             rows = pieces.rows(number)
             for row in rows:
                 content = dataset.content(row)
@@ -299,22 +286,20 @@ def _hash_pieces(
                 digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
             bar.advance(len(rows))
             uncommitted.append(number)
-            if rows.stop - pieces.rows(uncommitted[0]).start >= ROWS_PER_COMMIT or number == mine[-1]:
-                changed = _changed_container(container, pieces, uncommitted)
-                if changed is not None:
+            if rows.stop - pieces.rows(uncommitted[0]).start >= ROWS_PER_COMMIT or number == missing[-1]:
+                if changed := _changed_container(container, pieces, np.array(uncommitted)):
                     raise UserError(
                         f"{changed}: another program is writing to this file; run again when the data are complete"
                     )
                 runs = [pieces.rows(number) for number in uncommitted]
-                parts_of_digests = [digests[rows.start : rows.stop] for rows in runs]
-                index.add([*map(key, uncommitted)], parts_of_digests)
+                index.add([keys[n] for n in uncommitted], [digests[run.start : run.stop] for run in runs])
                 uncommitted = []
     return digests
 
 
-def _changed_container(container: Container, pieces: Pieces, numbers: Sequence[int] | np.ndarray) -> str | None:
+def _changed_container(container: Container, pieces: Pieces, numbers: int | np.ndarray) -> str | None:
     """Returns the first file of these pieces that has changed since its pieces were counted; None if none has."""
-    for file in np.unique(pieces.file_of[np.asarray(numbers, np.int64)]).tolist():
+    for file in np.unique(pieces.file_of[numbers]).tolist():
         if state_of(container.files[file]) != pieces.states[file]:
             return container.files[file]
     return None
@@ -364,8 +349,7 @@ def undecodable(
                 numbers = mine[first : first + DECODED_PER_COMMIT]
                 rows = images.rows[numbers].tolist()
                 faults = scan(dataset, threads, check, show=False, rows=rows)
-                changed = hashes.changed_file(rows)
-                if changed is not None:
+                if changed := hashes.changed_file(rows):
                     raise UserError(f"{changed}: this file was changed while images were checked; run again")
                 new = {rows.index(row): reason for row, reason in faults.items()}
                 index.add([key], [hashes.digests[rows]], reasons=new)
@@ -399,9 +383,14 @@ class _Index:
         "CREATE TABLE IF NOT EXISTS files"
         " (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID",
         # used: seconds since 1970, of the lists of whole data sets, of which KEPT_LISTS are kept
-        "CREATE TABLE IF NOT EXISTS contents (key TEXT, used REAL, checksum TEXT, xxh3_128 BLOB, reasons TEXT)",
-        "CREATE INDEX IF NOT EXISTS contents_by_key ON contents (key)",
+        "CREATE TABLE contents (key TEXT, used REAL, checksum TEXT, xxh3_128 BLOB, reasons TEXT)",
+        "CREATE INDEX contents_by_key ON contents (key)",
     )
+    earlier = {  # tables of earlier versions → their columns as those of `contents`
+        "lists": "key, used, checksum, xxh3_128, ''",
+        "pieces": "key, NULL, checksum, xxh3_128, ''",
+        "decoded": "key, NULL, checksum, xxh3_128, reasons",
+    }
 
     def __init__(self, cache: Path | None) -> None:
         self.path = cache / "index.sqlite" if cache is not None and is_writable(cache) else None
@@ -413,14 +402,19 @@ class _Index:
         """Returns the undamaged lists of each key."""
 
         def work(index: sqlite3.Connection) -> list[list[_List]]:
-            lists = []
+            lists_of_keys = []
             for key in keys:
-                query = "SELECT checksum, xxh3_128, reasons FROM contents WHERE key = ?"
-                lists.append([_List(*read) for row in index.execute(query, (key,)) if (read := _read(*row))])
+                lists = list[_List]()
+                rows = index.execute("SELECT checksum, xxh3_128, reasons FROM contents WHERE key = ?", (key,))
+                for checksum, content, text in rows:
+                    if xxhash.xxh3_64_hexdigest(content + text.encode()) == checksum:
+                        reasons = {int(position): reason for position, reason in json.loads(text or "{}").items()}
+                        lists.append(_List(np.frombuffer(bytearray(content), np.uint8).reshape(-1, 16), reasons))
+                lists_of_keys.append(lists)
             index.executemany(
                 "UPDATE contents SET used = ? WHERE key = ? AND used IS NOT NULL", ((time.time(), key) for key in keys)
             )
-            return lists
+            return lists_of_keys
 
         return self._run(work, [[] for _ in keys])
 
@@ -429,25 +423,22 @@ class _Index:
         keys: Sequence[str],
         digests: Sequence[np.ndarray],
         reasons: Mapping[int, str] | None = None,
-        used: float | None = None,
+        is_whole: bool = False,
     ) -> None:
-        """Adds a list for each key. `used`: it is that of a whole data set."""
-        text = json.dumps(reasons or {})
+        """Adds a list for each key. `is_whole`: of a whole data set; removes those that were not used for longest."""
+        text = json.dumps(reasons) if reasons else ""
 
         def work(index: sqlite3.Connection) -> None:
             for key, of_key in zip(keys, digests, strict=True):
                 content = of_key.tobytes()
-                row = key, used, xxhash.xxh3_64_hexdigest(content + text.encode()), content, text
+                checksum = xxhash.xxh3_64_hexdigest(content + text.encode())
+                row = key, time.time() if is_whole else None, checksum, content, text
                 index.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?)", row)
-            if used is not None:
+            if is_whole:
                 kept = "SELECT rowid FROM contents WHERE used IS NOT NULL ORDER BY used DESC LIMIT ?"
                 index.execute(f"DELETE FROM contents WHERE used NOT NULL AND rowid NOT IN ({kept})", (KEPT_LISTS,))
 
         self._run(work, None)
-
-    def add_whole(self, key: str, digests: np.ndarray) -> None:
-        """Adds the list of a whole data set, and removes those that were not used for longest."""
-        self.add([key], [digests], used=time.time())
 
     def find_files(self, hashes: FileHashes, rows: list[int]) -> dict[int, bytes]:
         """Returns {row: hash} of the files of these rows whose state equals that in the index."""
@@ -472,7 +463,7 @@ class _Index:
             return otherwise
         path, full = self.path, "set features.dir to another"
         try:
-            return _transaction(path, work)
+            return self._transaction(path, work)
         except sqlite3.DatabaseError as error:
             # the low byte is the primary code; the rest says more than is needed here
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
@@ -487,37 +478,36 @@ class _Index:
             logger.warning("%s is damaged (%s): hashing the images again", path, error)
             for suffix in ("", "-wal", "-shm"):
                 path.with_name(path.name + suffix).unlink(missing_ok=True)
-            return _transaction(path, work)
+            return self._transaction(path, work)
 
-
-def _read(checksum: str, content: bytes, reasons: str) -> tuple[np.ndarray, dict[int, str]] | None:
-    """Returns the fields of a `_List`; None if the row is damaged."""
-    if xxhash.xxh3_64_hexdigest(content + reasons.encode()) != checksum:
-        return None
-    digests = np.frombuffer(bytearray(content), np.uint8).reshape(-1, 16)
-    return digests, {int(position): reason for position, reason in json.loads(reasons).items()}
-
-
-def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-    if not path.exists():
-        with one_at_a_time(path.with_suffix(".lock")):
-            if not path.exists():
-                # under another name, and renamed: a change of the journal does not wait for other processes
-                unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-                with disk_errors(path):
-                    unfinished.unlink(missing_ok=True)  # of a killed process
-                    unfinished.touch(mode=0o600)
-                    with closing(sqlite3.connect(unfinished)) as index:
-                        index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
-                    unfinished.chmod(file_mode(path.parent))
-                    unfinished.replace(path)
-    # opened for each transaction: SQLite forbids using a connection in a forked process, such as a DataLoader worker
-    with closing(sqlite3.connect(path, timeout=SECONDS_FOR_INDEX)) as index:
-        index.execute("PRAGMA temp_store = MEMORY")
-        with index:
-            for table in _Index.tables:
-                index.execute(table)  # an empty file is a database without tables
-            return work(index)
+    def _transaction(self, path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
+        if not path.exists():
+            with one_at_a_time(path.with_suffix(".lock")):
+                if not path.exists():
+                    # under another name, and renamed: a change of the journal does not wait for other processes
+                    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
+                    with disk_errors(path):
+                        unfinished.unlink(missing_ok=True)  # of a killed process
+                        unfinished.touch(mode=0o600)
+                        with closing(sqlite3.connect(unfinished)) as index:
+                            index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait
+                        unfinished.chmod(file_mode(path.parent))
+                        unfinished.replace(path)
+        # opened for each transaction: SQLite forbids using a connection in a forked process, such as a loader's worker
+        with closing(sqlite3.connect(path, timeout=SECONDS_FOR_INDEX)) as index:
+            index.execute("PRAGMA temp_store = MEMORY")
+            has_table = "SELECT 1 FROM sqlite_master WHERE name = ?"
+            with index:
+                if not index.execute(has_table, ("contents",)).fetchone():
+                    index.execute("BEGIN IMMEDIATE")  # of processes that begin at once, one makes the tables
+                    if not index.execute(has_table, ("contents",)).fetchone():
+                        for table in self.tables:
+                            index.execute(table)
+                        for table, columns in self.earlier.items():
+                            if index.execute(has_table, (table,)).fetchone():
+                                index.execute(f"INSERT INTO contents SELECT {columns} FROM {table}")
+                                index.execute(f"DROP TABLE {table}")
+                return work(index)
 
 
 # ---- The states of files
@@ -551,18 +541,23 @@ class _StatesOf(Dataset[FileHashes]):
         digests, stamps = np.zeros((len(rows), 16), np.uint8), list[int]()  # a list of tuples takes much longer
         paths, unreadable = list[str](), dict[int, str]()
         for position, row in enumerate(rows):
-            content, stamp = self.dataset.content(row), _NO_FILE
+            content, of_file = self.dataset.content(row), _NO_FILE
             if isinstance(content, bytes):
                 digests[position] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
             else:
                 try:
-                    stamp = Stamp.of(regular_file(content))
+                    of_file = stamp(regular_file(content))
                     paths.append(_absolute(content))
                 except (OSError, ValueError) as error:  # ValueError: a path with a null byte
                     unreadable[row] = _reason(error)
-            stamps += stamp
+            stamps += of_file
         hashed = xxhash.xxh3_128_digest(os.fsencode("\0".join(paths)))  # \0 is in no path
         return FileHashes(digests, unreadable, None, np.array(stamps, np.int64).reshape(-1, 3), hashed)
+
+
+def stamp(status: os.stat_result) -> tuple[int, int, int]:
+    """Returns the state of a file by which a change is noticed: size, times of modification and status change in ns."""
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _absolute(path: str) -> str:
@@ -579,8 +574,6 @@ def regular_file(path: str) -> os.stat_result:
 
 def _reason(error: Exception) -> str:
     """Why a file can not be read. Raises `error` again if the machine is at fault (too many open files, no memory)."""
-    if isinstance(error, OSError):
-        if error.errno in OF_THE_MACHINE:
-            raise error
-        return error.strerror or str(error)
-    return str(error)
+    if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+        raise error
+    return (isinstance(error, OSError) and error.strerror) or str(error)
