@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,37 @@ from xdm_ft.storage.names import expand_user
 from xdm_ft.storage.run_directory import ANALYSIS, FINISHED, PAGE, TAKEN, RunDirectory
 
 REMEDY = "analyse it with the data and weights that it was trained on"
-COLUMNS = {
-    "covariances": "covariance_distance",
-    "risk variance": "risk_variance",
-    "ECE": "test_ece",
-    "scaled": "test_ece_scaled",
-    "MMD²": "unbiased_mmd2",
-    "removal": "random_removal_area",
-}
-"""{title of a column: key of its measure in the JSON document}"""
 logger = logging.getLogger("xdm_ft")
 Model = dict[str, Any]  # an entry of analysis.json
 Spread = dict[str, float | None]  # mean, std
+
+
+def _mean(values: list[float | None]) -> float | None:
+    """Returns the mean of the values; None if there are none, or one of them is None."""
+    return None if not values or None in values else statistics.fmean(values)  # type: ignore[arg-type]
+
+
+def _test_mean(model: Model, key: str) -> float | None:
+    domains = model["calibration"]["domains"].values()
+    return _mean([domain[key] for domain in domains if domain["role"] == "test"])
+
+
+def _random_removal(model: Model) -> float | None:
+    importance = model["importance"]
+    return None if importance is None else float(importance["area"]["class"]["random"])
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Model], float | None]]] = {
+    "covariances": ("covariance_distance", lambda model: model["representation_invariance"]["paper"]),
+    "risk variance": ("risk_variance", lambda model: model["prediction_invariance"]["risk_variance"]),
+    "ECE": ("test_ece", lambda model: _test_mean(model, "ece")),
+    "scaled": ("test_ece_scaled", lambda model: _test_mean(model, "ece_scaled")),
+    # over the levels of τ_d
+    "MMD²": ("unbiased_mmd2", lambda model: _mean([level["unbiased_mmd2"] for level in model["divergence"] or ()])),
+    # area under the class accuracy while features are removed at random: at most 0.9
+    "removal": ("random_removal_area", _random_removal),
+}
+"""{title of a column: key of its measure in the JSON document, and its value for a model}"""
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -106,18 +125,16 @@ def _answer(path: Path, page: Path | None, analysis: dict[str, Any], images: dic
         lines += [f"all measures: {path}", *([f"the page: {page}"] if page is not None else [])]
     if images is not None:
         document["reconstruction"] = images
-        lines += _image_lines(images)
+        if count := sum(1 for group in images["sets"] if group["file"]):
+            lines.append(f"reconstructed images: {plural(count, 'file')} in {images['folder']}")
+            lines.append(f"  columns: {', '.join(images['columns'])}")
+        for group in images["sets"]:
+            if not group["file"]:
+                held_out = ", ".join(group["test_domains"])
+                lines.append(
+                    f"no images for {held_out}: XDomainMix needs two training domains and classes, with partners"
+                )
     return Answer(document, lines)
-
-
-def _image_lines(images: dict[str, Any]) -> Iterator[str]:
-    if count := sum(1 for group in images["sets"] if group["file"]):
-        yield f"reconstructed images: {plural(count, 'file')} in {images['folder']}"
-        yield f"  columns: {', '.join(images['columns'])}"
-    for group in images["sets"]:
-        if not group["file"]:
-            held_out = ", ".join(group["test_domains"])
-            yield f"no images for {held_out}: XDomainMix needs two training domains and classes, with partners"
 
 
 def _means(models: list[Model]) -> dict[str, Spread | None]:
@@ -125,37 +142,14 @@ def _means(models: list[Model]) -> dict[str, Spread | None]:
 
     Held-out domains are averaged within a seed first.
     """
-    seeds: dict[int, list[dict[str, float | None]]] = {}
-    for model in models:
-        seeds.setdefault(model["seed"], []).append(_measures(model))
     means: dict[str, Spread | None] = {}
-    for key in COLUMNS.values():
-        values = [_mean([measures[key] for measures in of_seed]) for of_seed in seeds.values()]
+    seeds = dict.fromkeys(model["seed"] for model in models)
+    for key, measure in COLUMNS.values():
+        values = [_mean([measure(model) for model in models if model["seed"] == seed]) for seed in seeds]
         complete = [value for value in values if value is not None]
         std = statistics.stdev(complete) if len(complete) > 1 else None
         means[key] = {"mean": statistics.fmean(complete), "std": std} if complete else None
     return means
-
-
-def _measures(model: Model) -> dict[str, float | None]:
-    tests = [domain for domain in model["calibration"]["domains"].values() if domain["role"] == "test"]
-    importance = model["importance"]
-    return {
-        "covariance_distance": model["representation_invariance"]["paper"],
-        "risk_variance": model["prediction_invariance"]["risk_variance"],
-        "test_ece": _mean([domain["ece"] for domain in tests]),
-        "test_ece_scaled": _mean([domain["ece_scaled"] for domain in tests]),
-        # over the levels of τ_d
-        "unbiased_mmd2": _mean([level["unbiased_mmd2"] for level in model["divergence"] or ()]),
-        # area under the class accuracy while features are removed at random: at most 0.9
-        "random_removal_area": None if importance is None else float(importance["area"]["class"]["random"]),
-    }
-
-
-def _mean(values: list[float | None]) -> float | None:
-    """Returns the mean of the values; None if there are none, or one of them is None."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
 def _cell(value: Spread | None) -> str:

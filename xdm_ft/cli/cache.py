@@ -123,9 +123,15 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
 
     Raises `UserError` if a folder holds no run or a results.json is damaged: its features must not be removed.
     """
+
+    def refuse_unreadable(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):  # these hold no run
+            problem = f"can not be read ({error.strerror}); a run in it may need features"
+            raise UserError(f"cache prune: {error.filename}: {problem}")
+
     keys: set[str] = set()
     for folder in folders:
-        walk = os.walk(folder, onerror=_refuse_unreadable)
+        walk = os.walk(folder, onerror=refuse_unreadable)
         paths = sorted(Path(parent, "results.json") for parent, _, files in walk if "results.json" in files)
         if not paths:
             raise UserError(f"cache prune: {folder} holds no run (no results.json); name a run directory or its parent")
@@ -144,28 +150,14 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
     return keys
 
 
-def _refuse_unreadable(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # these hold no run
-        problem = f"can not be read ({error.strerror}); a run in it may need features"
-        raise UserError(f"cache prune: {error.filename}: {problem}")
-
-
 def _stores(folder: str | None) -> tuple[Path, list[tuple[Cached, Entry]]]:
+    """Returns the folder of the cache and its stores, last used first."""
     cache = cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
-    return cache, [
-        (
-            store,
-            Entry(
-                store.key,
-                store.folder,
-                store.bytes,
-                store.images(),
-                datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds"),
-                "outdated" if store.is_outdated else "current",
-                store.manifest.get("encoder"),
-                store.manifest.get("precision"),
-                store.manifest.get("view"),
-            ),
-        )
-        for store in stores(cache)
-    ]
+    entries = []
+    for store in stores(cache):
+        used = datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds")
+        state, get = "outdated" if store.is_outdated else "current", store.manifest.get
+        of_features = get("encoder"), get("precision"), get("view")
+        entry = Entry(store.key, store.folder, store.bytes, store.images(), used, state, *of_features)
+        entries.append((store, entry))
+    return cache, entries
