@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
+import miniature
 import pytest
-from PIL import Image
 from warm_processes import xdm_ft
 
 from xdm_ft.cli.answer import as_json
@@ -54,11 +53,10 @@ features: {dir: cache}
 def folder(tmp_path: Path) -> Path:
     """A folder whose name is hard to print, with a recipe for 36 images."""
     folder = tmp_path / "a\nb\x1b[31m ü"
-    noise = np.random.default_rng(0)
-    for place in [folder / "images" / domain / name for domain in "abc" for name in ("cat", "dog")]:
-        place.mkdir(parents=True)
-        for i in range(6):
-            Image.fromarray(noise.integers(0, 256, (32, 32, 3)).astype(np.uint8)).save(place / f"{i}.png")
+    for d, domain in enumerate("abc"):
+        for c, name in enumerate(("cat", "dog")):
+            for i in range(6):
+                miniature.save(folder / "images" / domain / name / f"{i}.png", c, d, i)
     (folder / "small.yaml").write_text(RECIPE)
     return folder
 

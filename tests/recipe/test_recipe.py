@@ -15,7 +15,6 @@ from xdm_ft.cli.validate import resolved_with_meanings
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check, known_keys, load
-from xdm_ft.recipe.method import split_name
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import apply_override, find_recipe, parse, recipe_keys, recipe_of, say_if_finished
 from xdm_ft.runtime.errors import UserError
@@ -145,6 +144,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     # methods
     ([(ITEMS[0], "3")], "r.yaml:4: methods: must be a list of at least one method"),
     (["methods=','"], "command line: methods: must be a list of at least one method"),
+    (['erm.label="a\\nb"'], "command line: erm.label: must be one line without control characters"),
     ([("[erm, sam", "[3, sam")], "r.yaml:4: methods.0: must be the name of a method, or a block with a name"),
     ([("[erm, sam", "[ern, sam")], 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
     ([("[erm, sam", '["erm,sam", sam')], 'r.yaml:4: methods.0.name: no "erm,sam" in algorithms; several are a list: ['),
@@ -258,10 +258,7 @@ YAML = [
     ("a: &a {b: *a}\n", "not valid YAML"),
     ("a: !!python/object:os.system 1", "r.yaml:1: not valid YAML: could not determine a constructor"),
     ("a: !!python/object/apply:os.system ['touch exploded']\n", "os.system is not supported in recipes"),
-    (
-        "name: demo\nencoder:\n  name: !!binary stHM\n",
-        "r.yaml:3: not valid YAML: the tag tag:yaml.org,2002:binary is not supported",
-    ),
+    ("a:\n  b:\n    !!binary stHM\n", "r.yaml:3: not valid YAML: the tag tag:yaml.org,2002:binary is not supported"),
     ("- a", "a recipe is a mapping"),
     ("1: a", "the key 1 is not a text"),
     ("a: 2001-99-99", "not valid YAML: ValueError"),
@@ -283,16 +280,14 @@ def test_yaml_that_is_refused_in_one_line(text: str, words: str) -> None:
 
 
 def test_the_place_of_a_key() -> None:
-    text = parse(
-        "# a comment\nname: one\ntraining:\n  steps: 10\n  lr: 1e-3\nmethods:\n  - erm\n  - {name: x,\n  p: 1}", "r"
-    )
+    training, methods = "training:\n  steps: 10\n  lr: 1e-3\n", "methods:\n  - erm\n  - {name: x,\n  p: 1}"
+    text = parse(f"# a comment\nname: one\n{training}{methods}", "r")
     assert text.values["training"] == {"steps": 10, "lr": 1e-3}
     keys: list[Any] = [("training", "lr"), ("methods", 1, "p"), ("training", "unknown"), ("encoder",)]
     assert [text.where(key) for key in keys] == ["r:5", "r:9", "r:3", "r"]
     apply_override(text, "encoder.kwargs={bn_eps: 0.001}")
-    assert (
-        text.values["encoder"] == {"kwargs": {"bn_eps": 0.001}} and text.where(("encoder", "kwargs")) == "command line"
-    )
+    assert text.values["encoder"] == {"kwargs": {"bn_eps": 0.001}}
+    assert text.where(("encoder", "kwargs")) == "command line"
     apply_override(text, "training.epochs=2")
     assert text.values["training"] == {"lr": 0.001, "epochs": 2}, "steps and epochs clear each other"
     apply_override(text, "training.steps=5")
@@ -301,13 +296,14 @@ def test_the_place_of_a_key() -> None:
 
 
 def test_a_good_recipe_resolves_to_itself() -> None:
-    made = recipe()
-    assert [(item.label, item.algorithm.name) for item in made.methods] == [
-        ("erm", "erm"),
-        ("sam", "erm"),
-        ("less", "xdomainmix"),
+    made = recipe(("[erm, sam,", "[erm, sam+swad,"))
+    names = [(item.label, *(part.name for part in item.parts)) for item in made.methods]
+    assert names == [
+        ("erm", "erm", "linear"),
+        ("sam+swad", "erm", "linear", "sam", "swad"),
+        ("less", "xdomainmix", "linear"),
     ]
-    assert made.methods[1].sharpness is not None and made.methods[2].algorithm.kwargs()["p_discard"] == 0.3
+    assert made.methods[2].algorithm.kwargs()["p_discard"] == 0.3
     assert made.report.compare == made.declared == () and made.report.margin is None
     assert not made.trains_encoders and made.needs_features()
     assert yaml.safe_load(made.as_yaml())["training"]["momentum"] == 0.9
@@ -317,21 +313,11 @@ def test_a_good_recipe_resolves_to_itself() -> None:
             assert check(parse(text, "again.yaml")).as_yaml() == made.as_yaml()
 
 
-@pytest.mark.parametrize(
-    ("change", "seeds"),
-    [
-        ("training.steps=10", 10),
-        ("encoder.trainable=true", 5),
-        ("less.trainable={blocks: 1}", 5),
-        ("protocol.seeds=3", 3),
-    ],
-)
-def test_heads_on_frozen_features_have_ten_seeds_others_five(change: str, seeds: int) -> None:
-    made = recipe(change)
-    assert made.protocol.seeds == tuple(range(seeds)) and not made.auto_seeds and made.next_seeds() is None
-
-
-def test_auto_has_the_seeds_of_one_look_after_the_other() -> None:
+def test_heads_on_frozen_features_have_ten_seeds_others_five_and_auto_those_of_one_look_after_the_other() -> None:
+    changes = ("training.steps=10", "encoder.trainable=true", "less.trainable={blocks: 1}", "protocol.seeds=3")
+    for change, seeds in zip(changes, (10, 5, 5, 3), strict=True):
+        fixed = recipe(change)
+        assert fixed.protocol.seeds == tuple(range(seeds)) and not fixed.auto_seeds and fixed.next_seeds() is None
     made: Recipe | None = recipe("protocol.seeds=auto", "report.margin=1.0")
     stages = []
     while made is not None:
@@ -401,30 +387,23 @@ def test_another_component_from_the_command_line_drops_the_keys_of_the_former() 
     assert first.skipped == "needs an encoder with a text side", "a row, if there are others"
 
 
-@pytest.mark.parametrize(
-    ("written", "decay"),
-    [
-        ("", 0.0),
-        (", optimizer: adamw", 0.01),
-        (", optimizer: adamw, weight_decay: 0", 0.0),
-        (", weight_decay: 0.1", 0.1),
-    ],
-)
-def test_adamw_decays_weights_by_default(written: str, decay: float) -> None:
-    made = recipe(("steps: 10", f"steps: 10{written}"))
-    assert made.training.weight_decay == made.resolved()["training"]["weight_decay"] == decay
-    assert re.search(rf"^  weight_decay: {decay} +# sgd, adam: L2 penalty", resolved_with_meanings(made), re.MULTILINE)
+def test_adamw_decays_weights_by_default() -> None:
+    adamw = ", optimizer: adamw"
+    for keys, decay in (("", 0.0), (adamw, 0.01), (f"{adamw}, weight_decay: 0", 0.0), (", weight_decay: 0.1", 0.1)):
+        made = recipe(("steps: 10", f"steps: 10{keys}"))
+        assert made.training.weight_decay == made.resolved()["training"]["weight_decay"] == decay
+        line = rf"^  weight_decay: {decay} +# sgd, adam: L2 penalty"
+        assert re.search(line, resolved_with_meanings(made), re.MULTILINE)
 
 
-@pytest.mark.parametrize(("environment", "accumulation"), [({}, 2), ({"WORLD_SIZE": "2"}, 1)])
+@pytest.mark.parametrize(("processes", "accumulation"), [(1, 2), (2, 1)])
 def test_methods_that_can_not_see_the_whole_batch_are_refused(
-    environment: dict[str, str], accumulation: int, monkeypatch: pytest.MonkeyPatch
+    processes: int, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one line each, with micro-batches and under a launcher; in one process without accumulation all train."""
     overrides = ["protocol.seeds=1", f"training.accumulation={accumulation}"]
     load("all_methods_end_to_end", ["protocol.seeds=1"])
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
     with pytest.raises(UserError) as caught:
         load("all_methods_end_to_end", overrides)
     assert len(str(caught.value).splitlines()) == 2
@@ -436,10 +415,6 @@ def test_methods_that_can_not_see_the_whole_batch_are_refused(
     searched = "search={trials: 9, space: {xdomainmix.partners: {choice: [global, local]}}}"
     with pytest.raises(UserError, match="of xdomainmix: partners: local averages the loss over each part"):
         load("all_methods_end_to_end", [*overrides, "training.sampler=pooled", "methods=[xdomainmix]", searched])
-
-
-def settings(made: Recipe, key: str) -> list[Any]:
-    return [getattr(item.block, key, None) for item in made.methods]
 
 
 @pytest.mark.parametrize(
@@ -459,24 +434,20 @@ def settings(made: Recipe, key: str) -> list[Any]:
     ],
 )
 def test_overrides_of_methods(overrides: list[str], key: str, expected: list[Any]) -> None:
-    assert settings(recipe(ITEMS, LONG, *overrides), key) == expected
+    assert [getattr(item.block, key, None) for item in recipe(ITEMS, LONG, *overrides).methods] == expected
 
 
 def test_other_overrides() -> None:
-    made = recipe(
-        LINES, "encoders.1.trainable={lora: {rank: 2}}", "encoders.0.trainable.blocks=3", "encoders.1.label=x"
-    )
-    assert str(made.encoder.block.trainable) == "blocks=3"
-    assert made.encoders[1].block.trainable.lora.rank == 2 and made.encoders[1].block.label == "x"
-    assert recipe("methods=[{name: erm, label: training}]", "training.lr=0.5").training.lr == 0.5, (
-        "blocks win over labels"
-    )
+    of_second = "encoders.1.trainable={lora: {rank: 2}}", "encoders.1.label=x"
+    first, second = (encoder.block for encoder in recipe(LINES, "encoders.0.trainable.blocks=3", *of_second).encoders)
+    assert str(first.trainable) == "blocks=3" and second.trainable.lora.rank == 2 and second.label == "x"
+    label = recipe("methods=[{name: erm, label: training}]", "training.lr=0.5")
+    assert label.training.lr == 0.5, "blocks win over labels"
     assert recipe("protocol.test_domains=ink").protocol.test_domains == ("ink",)
     assert recipe("protocol.test_domains=null").protocol.test_domains is None
-    space = recipe(
-        LONG, "search.trials=2", "search.space.sam.rho={uniform: [0.1, 0.2]}", "search.space.lr.choice=0.1"
-    ).search
-    assert space.space["sam.rho"].uniform == (0.1, 0.2) and space.space["lr"].choice == (0.1,)
+    ranges = "search.space.sam.rho={uniform: [0.1, 0.2]}", "search.space.lr.choice=0.1"
+    space = recipe(LONG, "search.trials=2", *ranges).search.space
+    assert space["sam.rho"].uniform == (0.1, 0.2) and space["lr"].choice == (0.1,)
 
 
 @pytest.mark.parametrize(
@@ -495,8 +466,9 @@ def test_other_overrides() -> None:
 )
 def test_trainable_of_a_method_is_a_value_or_a_block_of_keys(overrides: list[str], expected: Any) -> None:
     items = "[erm, {name: lisa, label: part, trainable: {lora: {rank: 8, blocks: 2}}}]"
-    found = recipe((ITEMS[0], items), *overrides).methods[overrides[0].startswith("part")].block.trainable
-    assert (found if isinstance(found, bool) else found.model_dump(exclude_defaults=True)) == expected
+    methods = recipe((ITEMS[0], items), *overrides).methods
+    trainable = methods[overrides[0].startswith("part")].block.trainable
+    assert (trainable if trainable is True else trainable.model_dump(exclude_defaults=True)) == expected
 
 
 def test_python_has_the_same_overrides() -> None:
@@ -511,16 +483,8 @@ def test_python_has_the_same_overrides() -> None:
         xdm_ft.run("demo", **{"irm.penalty_weight": 3})
     with pytest.raises(UserError, match=r"^overrides: sam\.rho: "):
         check(recipe_of(plain, {"sam.rho": "oops"}))
-    assert check(recipe_of("demo", {"protocol.test_domains": "ink", "methods": "erm"})).protocol.test_domains == (
-        "ink",
-    )
-
-
-def test_names_of_methods() -> None:
-    names = {"erm": [], "sam": ["sam"], "sam+swad": ["sam", "swad"], "a+swad+sam": ["swad", "sam"]}
-    assert [split_name(name) for name in names] == [
-        ("a" if name.startswith("a") else "erm", add_ons) for name, add_ons in names.items()
-    ]
+    demo = check(recipe_of("demo", {"protocol.test_domains": "ink", "methods": "erm"}))
+    assert demo.protocol.test_domains == ("ink",)
 
 
 def test_the_keys_that_the_tab_key_offers() -> None:
@@ -564,14 +528,8 @@ def test_a_finished_run_is_said_at_once(
     for file in ("results.json", "results.md"):
         (tmp_path / "other/one" / file).touch()
     assert said(other) == ["other/one: a finished run is here"] and said("name: one") == []
-    for text in (
-        "{}",
-        "{name: [one]}",
-        "{name: one, output: 3}",
-        "{name: one, output: {dir: [a]}}",
-        f"name: {'x' * 300}",
-    ):
-        assert said(text) == []
+    odd = ("{}", "{name: [one]}", "{name: one, output: 3}", "{name: one, output: {dir: [a]}}", f"name: {'x' * 300}")
+    assert all(said(text) == [] for text in odd)
     monkeypatch.setenv("RANK", "1")
     assert said(other) == []
     monkeypatch.delenv("RANK")

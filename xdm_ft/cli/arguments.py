@@ -69,34 +69,37 @@ def add_recipe(verb: Parser, nargs: str | None = None) -> None:
 
 
 def add_choice(verb: Parser) -> None:
-    verb.add_argument("--method", help="name of the method in results.json (default: the one that validation prefers)")
+    option = verb.add_argument
+    option("--method", help="name of the method in results.json (default: the one that validation prefers)")
     held_out = "a model that was trained without this domain, instead of the final fit; several joined by commas"
-    verb.add_argument("--held-out", metavar="DOMAIN", help=held_out)
-    verb.add_argument("--seed", type=int, help="with --held-out: the seed (default: the first)")
-    verb.add_argument("--trial", type=int, help="with --held-out: the trial of a search (default: the one picked)")
+    option("--held-out", metavar="DOMAIN", help=held_out)
+    option("--seed", type=int, help="with --held-out: the seed (default: the first)")
+    option("--trial", type=int, help="with --held-out: the trial of a search (default: the one picked)")
 
 
 def add_model_options(verb: Parser) -> None:
     """Adds the options of a verb that computes a model's predictions."""
-    verb.add_argument("--encoder-weights", metavar="FILE", help="the encoder's weights, if the model lacks them")
-    verb.add_argument("--device", help="as in torch; default: a GPU if there is one")
-    verb.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the run")
+    option = verb.add_argument
+    option("--encoder-weights", metavar="FILE", help="the encoder's weights, if the model lacks them")
+    option("--device", help="as in torch; default: a GPU if there is one")
+    option("--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the run")
     size = "images per forward pass (default: 16 on a CPU, 64 on a GPU), which takes as long for fewer"
-    verb.add_argument("--batch-size", type=int, metavar="N", help=size)
+    option("--batch-size", type=int, metavar="N", help=size)
     add_choice(verb)
 
 
 def add_retrain(verb: Parser) -> None:
-    verb.add_argument("run_dir", metavar="RUN_DIR")
+    option = verb.add_argument
+    option("run_dir", metavar="RUN_DIR")
     for argument in (
-        verb.add_argument("method", metavar="METHOD", help="name of the method in results.json"),
-        verb.add_argument("test_domain", metavar="TEST_DOMAIN", help="held-out domain; several joined by commas"),
-        verb.add_argument("seed", metavar="SEED", type=int),
-        verb.add_argument("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="of a search (default 0)"),
+        option("method", metavar="METHOD", help="name of the method in results.json"),
+        option("test_domain", metavar="TEST_DOMAIN", help="held-out domain; several joined by commas"),
+        option("seed", metavar="SEED", type=int),
+        option("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="of a search (default 0)"),
     ):
         complete_with(argument, recorded_values)
-    verb.add_argument("--keep", metavar="DIR", help="keep what it trains: DIR becomes a run directory with this model")
-    verb.add_argument("--alone", action="store_true", help="train the head without the other heads of its chunk")
+    option("--keep", metavar="DIR", help="keep what it trains: DIR becomes a run directory with this model")
+    option("--alone", action="store_true", help="train the head without the other heads of its chunk")
 
 
 def add_analyse(verb: Parser) -> None:
@@ -106,23 +109,23 @@ def add_analyse(verb: Parser) -> None:
 
 
 def add_report(verb: Parser) -> None:
+    option = verb.add_argument
+    flag = partial(verb.add_argument, action="store_true")
     several = "several are shown in one table, if data, split, seeds, selection, metric and held-out domains are equal"
-    verb.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help=f"a run directory; {several}")
+    option("run_dirs", metavar="RUN_DIR", nargs="+", help=f"a run directory; {several}")
     default = "of the tables (default: that of the name of FILE, or text)"
-    verb.add_argument("--format", choices=list(FORMATS.values()), help=default)
-    out = "write the tables to FILE.txt, .md, .tex or .csv, not to the screen"
-    verb.add_argument("--out", metavar="FILE", help=out)
-    oracle = "in LaTeX and CSV too, show what the rule oracle selects, which reads test labels"
-    verb.add_argument("--oracle", action="store_true", help=oracle)
-    mistakes = "show the most confident mistakes as small images in report.html"
-    verb.add_argument("--images", action="store_true", help=mistakes)
+    option("--format", choices=list(FORMATS.values()), help=default)
+    option("--out", metavar="FILE", help="write the tables to FILE.txt, .md, .tex or .csv, not to the screen")
+    flag("--oracle", help="in LaTeX and CSV too, show what the rule oracle selects, which reads test labels")
+    flag("--images", help="show the most confident mistakes as small images in report.html")
 
 
 def add_export(verb: Parser) -> None:
-    verb.add_argument("run_dir", metavar="RUN_DIR")
-    verb.add_argument("dir", metavar="DIR", help="a new directory")
-    best = "the final fit on all images, trained now if it was not (the default, but for official splits)"
-    verb.add_argument("--best", action="store_true", help=best)
+    option = verb.add_argument
+    flag = partial(verb.add_argument, action="store_true")
+    option("run_dir", metavar="RUN_DIR")
+    option("dir", metavar="DIR", help="a new directory")
+    flag("--best", help="the final fit on all images, trained now if it was not (the default, but for official splits)")
     add_choice(verb)
     encoder = verb.add_mutually_exclusive_group()
     include = "include all weights of the encoder (default: only if they came from a file)"
@@ -130,51 +133,49 @@ def add_export(verb: Parser) -> None:
     leave_out = "leave out weights of the encoder that were not trained; if they came from a file, loading needs it"
     encoder.add_argument("--without-encoder", action="store_false", dest="with_encoder", default=None, help=leave_out)
     wise = "mean of trained (α) and zero-shot (1 − α) weights, of a method that started from class embeddings"
-    verb.add_argument("--wise-ft", type=float, metavar="α", help=wise)
-    verb.add_argument("--ensemble", action="store_true", help="the heads of all seeds, averaged")
+    option("--wise-ft", type=float, metavar="α", help=wise)
+    flag("--ensemble", help="the heads of all seeds, averaged")
     fitted = "divide the logits by the temperature that was fitted on validation parts of the training domains"
-    verb.add_argument("--temperature", action="store_true", help=fitted)
-    verb.add_argument("--onnx", action="store_true", help="also write model.onnx, checked against torch")
+    flag("--temperature", help=fitted)
+    flag("--onnx", help="also write model.onnx, checked against torch")
     inside = "like --onnx, for uint8 images that are resized already: normalisation is inside the file"
-    verb.add_argument("--onnx-preprocessing", action="store_true", help=inside)
-    verb.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
-    features = "let --push-to-hub upload a head that holds features of training images"
-    verb.add_argument("--allow-training-features", action="store_true", help=features)
+    flag("--onnx-preprocessing", help=inside)
+    option("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
+    flag("--allow-training-features", help="let --push-to-hub upload a head that holds features of training images")
     hashes = "--push-to-hub uploads the checksums of the training images too (default: they stay here)"
-    verb.add_argument("--with-training-hashes", action="store_true", help=hashes)
-    verb.add_argument("--private", action="store_true", help="make a new repository of --push-to-hub private")
+    flag("--with-training-hashes", help=hashes)
+    flag("--private", help="make a new repository of --push-to-hub private")
 
 
 def add_predict(verb: Parser) -> None:
-    verb.add_argument("model", metavar="DIR", help="a model directory, or a run directory")
+    option = verb.add_argument
+    flag = partial(verb.add_argument, action="store_true")
+    option("model", metavar="DIR", help="a model directory, or a run directory")
     paths = "image, folder, quoted glob, table (CSV or Parquet) with a column path, or - (paths on standard input)"
-    verb.add_argument("paths", metavar="PATH", nargs="+", help=paths)
-    verb.add_argument("--out", metavar="FILE", help="appears when it is complete; default: standard output")
-    default = "default: by the suffix of --out, else csv"
-    verb.add_argument("--format", choices=["csv", "jsonl", "parquet"], help=default)
-    verb.add_argument("--probabilities", action="store_true", help="a column p:CLASS for each class")
-    verb.add_argument("--top-k", type=int, metavar="K", help="columns label_1, probability_1 … of the K best classes")
-    verb.add_argument("--entropy", action="store_true", help="entropy of the probabilities, in nats")
-    spread = "standard deviation of the label's probability over the heads of an ensemble"
-    verb.add_argument("--spread", action="store_true", help=spread)
+    option("paths", metavar="PATH", nargs="+", help=paths)
+    option("--out", metavar="FILE", help="appears when it is complete; default: standard output")
+    option("--format", choices=["csv", "jsonl", "parquet"], help="default: by the suffix of --out, else csv")
+    flag("--probabilities", help="a column p:CLASS for each class")
+    option("--top-k", type=int, metavar="K", help="columns label_1, probability_1 … of the K best classes")
+    flag("--entropy", help="entropy of the probabilities, in nats")
+    flag("--spread", help="standard deviation of the label's probability over the heads of an ensemble")
     distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/deploying.md)"
-    verb.add_argument("--distance", action="store_true", help=distance)
-    abstain = "leave the label empty where its probability is lower"
-    verb.add_argument("--abstain-below", type=float, metavar="P", help=abstain)
+    flag("--distance", help=distance)
+    option("--abstain-below", type=float, metavar="P", help="leave the label empty where its probability is lower")
     group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
-    verb.add_argument("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
-    verb.add_argument("--resume", action="store_true", help="continue the unfinished predictions of --out, if any")
-    strict = "exit status 2 if an image can not be read, or a folder holds other files"
-    verb.add_argument("--strict", action="store_true", help=strict)
+    option("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
+    flag("--resume", help="continue the unfinished predictions of --out, if any")
+    flag("--strict", help="exit status 2 if an image can not be read, or a folder holds other files")
     add_model_options(verb)
 
 
 def add_evaluate(verb: Parser) -> None:
-    verb.add_argument("model", metavar="MODEL", help="a model directory or a run directory")
+    option = verb.add_argument
+    option("model", metavar="MODEL", help="a model directory or a run directory")
     site = "folder <class>/<image> or <domain>/<class>/<image>, or a CSV or Parquet table with columns path, label; "
-    verb.add_argument("site", metavar="SITE", help=f"{site}optional: domain, group")
-    verb.add_argument("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
-    verb.add_argument("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
+    option("site", metavar="SITE", help=f"{site}optional: domain, group")
+    option("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
+    option("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
     add_model_options(verb)
 
 
@@ -192,13 +193,14 @@ def add_cp(verb: Parser) -> None:
 
 
 def add_cache(verb: Parser) -> None:
-    verb.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
-    verb.add_argument("--dir", help="folder of the cache, if it is not the default one")
-    verb.add_argument("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
+    option = verb.add_argument
+    option("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
+    option("--dir", help="folder of the cache, if it is not the default one")
+    option("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
     unreferenced = "prune: remove features that no run in these folders, at any depth, was trained on"
-    verb.add_argument("--unreferenced", nargs="+", metavar="DIR", help=unreferenced)
+    option("--unreferenced", nargs="+", metavar="DIR", help=unreferenced)
     size = "prune: remove the longest unused features until this size is left"
-    verb.add_argument("--max-size", type=float, metavar="GB", help=size)
+    option("--max-size", type=float, metavar="GB", help=size)
 
 
 VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {

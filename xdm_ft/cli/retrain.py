@@ -79,8 +79,12 @@ def main(arguments: argparse.Namespace) -> Answer:
             pieces = planned_pieces(context, keys, {before.key}, results)
             do_pieces(context, pieces, measure, results, what="training")
             now = read_records(directory)[before.key]
-            rules = _compare(folder, before, directory.path, now)
-            if keep is not None and now.status == "ok":
+            rules, lines = dict[str, Any](), [f"now {now.status}: {now.reason}"]
+            if now.status == "ok":
+                rules, lines = _compare(folder, before, directory.path, now)
+            else:
+                keep = None
+            if keep is not None:
                 splits = [split for split in plan.splits if split.test_domains == before.test_domains]
                 keep_test_images(plan.dataset, splits, directory)
                 keep_references(plan, prepared, splits, directory)
@@ -88,26 +92,12 @@ def main(arguments: argparse.Namespace) -> Answer:
                 results.records = {now.key: now}
                 results.write()
                 directory.complete()  # without reports: one model makes no table
-        if keep is not None and now.status == "ok":
+        if keep is not None:
             with disk_errors(keep):
                 os.replace(directory.path, keep)
-    return _answer(now, rules, keep if now.status == "ok" else None)
-
-
-def _answer(now: Record, rules: dict[str, Any], kept: Path | None) -> Answer:
-    method, test_domains, seed, trial = now.key
-    model = {"method": method, "test_domains": test_domains, "seed": seed, "trial": trial}
-    document = {**model, "status": now.status, "reason": now.reason, "rules": rules, "kept": kept}
-    if now.status != "ok":
-        return Answer(document, [f"now {now.status}: {now.reason}"])
-    lines = []
-    for rule, one in rules.items():
-        weights = "the same bits" if one["same_bits"] else "differ"
-        lines.append(f"{rule}: step {one['step_before']}, now {one['step_now']}; weights {weights}")
-        for split, accuracy in one["accuracy"].items():
-            old, new = 100 * accuracy["before"], 100 * accuracy["now"]
-            lines.append(f"  {split} accuracy {old:.2f}, now {new:.2f} ({new - old:+.2f})")
-    return Answer(document, [*lines, *([] if kept is None else [f"kept in {kept}"])])
+            lines.append(f"kept in {keep}")
+    model = dict(zip(("method", "test_domains", "seed", "trial"), now.key, strict=True))
+    return Answer({**model, "status": now.status, "reason": now.reason, "rules": rules, "kept": keep}, lines)
 
 
 def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse.Namespace) -> Record:
@@ -130,23 +120,24 @@ def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse
     return record
 
 
-def _compare(folder: Path, before: Record, scratch: Path, now: Record) -> dict[str, Any]:
-    """Returns {selection rule: steps, weights and accuracies in the run and now}."""
-    rules = {}
-    for rule, old in before.selected.items() if now.status == "ok" else ():
+def _compare(folder: Path, before: Record, scratch: Path, now: Record) -> tuple[dict[str, Any], list[str]]:
+    """Returns {selection rule: steps, weights and accuracies in the run and now}, and the same as lines."""
+    rules, lines = {}, []
+    for rule, old in before.selected.items():
         new = now.selected[rule]
         # not the bytes of the files: their metadata also name the versions of libraries
-        digests = {
+        digests = [
             tensors_digest(RunDirectory(path).tensors(pick.weights)[0])
             for path, pick in ((folder, old), (scratch, new))
-        }
-        rules[rule] = {
-            "step_before": old.step,
-            "step_now": new.step,
-            "same_bits": len(digests) == 1,
-            "accuracy": {
-                split: {"before": score.accuracy, "now": new.metrics[split].accuracy}
-                for split, score in old.metrics.items()
-            },
-        }
-    return rules
+        ]
+        same_bits = digests[0] == digests[1]
+        weights = "the same bits" if same_bits else "differ"
+        lines.append(f"{rule}: step {old.step}, now {new.step}; weights {weights}")
+        accuracies = {split: (score.accuracy, new.metrics[split].accuracy) for split, score in old.metrics.items()}
+        for split, (first, second) in accuracies.items():
+            lines.append(
+                f"  {split} accuracy {100 * first:.2f}, now {100 * second:.2f} ({100 * second - 100 * first:+.2f})"
+            )
+        accuracy = {split: {"before": first, "now": second} for split, (first, second) in accuracies.items()}
+        rules[rule] = {"step_before": old.step, "step_now": new.step, "same_bits": same_bits, "accuracy": accuracy}
+    return rules, lines

@@ -1,0 +1,298 @@
+"""`xdm-ft analyse` and `xdm-ft retrain` on one finished run: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import miniature
+import numpy as np
+import pytest
+import torch
+from analysed import analysis
+from filelock import FileLock
+from PIL import Image
+from torch import nn
+
+from xdm_ft.analysis.reconstruction import decoder, vgg_encoder
+from xdm_ft.cli import analyse
+from xdm_ft.cli.cache import referenced_by
+from xdm_ft.cli.parser import main
+from xdm_ft.report.finished import Run, read_run
+from xdm_ft.storage.results_file import COSTS, read_results
+from xdm_ft.storage.run_directory import LOCK, RunDirectory
+
+RECIPE = """\
+name: small
+data: {{name: folder, root: {folder}/data}}
+protocol: {{test_domains: ["{bad}", ink], seeds: 2, val_fraction: 0.4}}
+encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{img_size: 32}}}}
+features: {{dir: {folder}/cache, workers: 0}}
+methods: [{{name: erm, label: "<b>|x"}}, {{name: xdomainmix, warmup_steps: 2}}]
+training: {{steps: 6, batch_size: 4, evaluate_every: 3}}
+report: {{page: false}}
+output: {{dir: {folder}/out}}
+"""
+BAD = "<i>|a,b"
+MODEL = ["xdomainmix", BAD, "1"]
+FOLDER = "models/xdomainmix/%3Ci%3E%7Ca%2Cb/seed1-trial0"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    for d, domain in enumerate((BAD, "ink", "photo")):
+        for c, name in enumerate(("cat", "dog")):
+            for i in range(10):
+                miniature.save(folder / "data" / domain / name / f"{i}.png", c, d, i)
+    (folder / "small.yaml").write_text(RECIPE.format(folder=folder, bad=BAD))
+    assert main(["run", str(folder / "small.yaml")]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
+    """A copy of the run's directory, elsewhere."""
+    monkeypatch.setattr("xdm_ft.analysis.embedding.STEPS", 5)
+    capsys.readouterr()
+    return Path(shutil.copytree(finished / "out/small", tmp_path / "moved"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and "events" not in str(path)]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that refuses a command."""
+    assert main([*map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    [line] = [line for line in error.splitlines() if line.startswith("xdm-ft: ")]
+    assert "Traceback" not in error
+    return line
+
+
+# ---- analyse
+
+
+@pytest.mark.slow
+def test_the_text_and_the_document_of_an_analysis(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(run)
+    assert main(["analyse", str(run)]) == 0
+    header, erm, xdomainmix, _, over, temperatures, last = capsys.readouterr().out.splitlines()
+    assert header.split() == ["covariances", "risk", "variance", "ECE", "scaled", "MMD²", "removal"]
+    assert erm.startswith("<b>|x  ") and xdomainmix.startswith("xdomainmix")
+    assert erm.split()[-2:-1] == ["–"] and "±" in erm
+    explained = "what the columns mean: xdm-ft explain analysis"
+    assert over == f"means over held-out domains ± standard deviation over seeds; {explained}"
+    assert last == f"all measures: {run / 'analysis.json'}"
+    written = analysis(run)
+    assert len(written["models"]) == 2 * 2 * 2
+    assert files(run) == before | {"analysis.json": (run / "analysis.json").read_bytes()}
+    assert main(["analyse", str(run), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["models"] == 8 and document["path"] == str(run / "analysis.json") and document["page"] is None
+    assert document["images"] == written["images"] and document["notes"] == written["notes"]
+    calibration = [(m["test_ece"]["mean"], m["test_ece_scaled"]["mean"]) for m in document["means"].values()]
+    lower = sum(scaled < plain for plain, scaled in calibration)
+    assert temperatures == f"temperature scaling lowers the ECE on held-out domains for {lower} of 2 methods"
+    means, models = document["means"]["xdomainmix"], [m for m in written["models"] if m["method"] == "xdomainmix"]
+    variances = [[m["prediction_invariance"]["risk_variance"] for m in models if m["seed"] == s] for s in (0, 1)]
+    first, second = (sum(of_seed) / 2 for of_seed in variances)
+    assert means["risk_variance"]["mean"] == pytest.approx((first + second) / 2)
+    assert means["risk_variance"]["std"] == pytest.approx(abs(first - second) / 2**0.5)
+    domains = [m["calibration"]["domains"].values() for m in models]
+    eces = [domain["ece"] for of_model in domains for domain in of_model if domain["role"] == "test"]
+    assert means["test_ece"]["mean"] == pytest.approx(sum(eces) / 4)
+    assert means["random_removal_area"]["std"] is None  # measured for the first seed alone
+
+
+def test_what_is_no_finished_run_is_not_analysed(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = tmp_path / "nothing"
+    assert f"{nothing}: does not exist" in refused(capsys, "analyse", nothing)
+    weights = f"--reconstruct: {nothing} lacks vgg_normalised.pth"
+    assert weights in refused(capsys, "analyse", run, "--reconstruct", nothing)
+    assert not (run / "analysis.json").exists()  # it looks for the weights before it measures
+    (run / "state/records").mkdir(parents=True)
+    unfinished = "the run has not finished; run its recipe again to finish it, then analyse it"
+    assert refused(capsys, "analyse", run) == f"xdm-ft: {run}: {unfinished}"
+    assert (run / "state/records").exists()
+    shutil.rmtree(run / "state")
+    with FileLock(run / LOCK):
+        assert "another run is writing here" in refused(capsys, "analyse", run)
+    file = next(run.rglob("train_val.safetensors"))
+    file.write_bytes(file.read_bytes()[:-4])
+    assert f"{file}: is damaged" in refused(capsys, "analyse", run)
+
+
+def test_other_data_is_refused(finished: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, data, hidden = run / "recipe.yaml", finished / "data", finished / "data.hidden"
+    text = recipe.read_text()
+    assert str(data) in text and str(data) in (run / "results.json").read_text()
+    recipe.write_text(text.replace(str(data), str(hidden)))
+    assert "was edited or is damaged" in refused(capsys, "analyse", run)
+    recipe.write_text(text)
+    data.rename(hidden)
+    try:
+        assert str(data) in refused(capsys, "analyse", run)
+        shutil.copytree(hidden, data)
+        miniature.save(data / "ink/cat/0.png", 7, 7, 7)
+        changed = "images have changed since this run started (data.content); analyse it with"
+        assert changed in refused(capsys, "analyse", run)
+        (data / "ink/cat/0.png").unlink()
+        assert "the number of images" in refused(capsys, "analyse", run)
+    finally:
+        shutil.rmtree(data, ignore_errors=True)
+        hidden.rename(data)
+    assert not (run / "analysis.json").exists()
+
+
+@pytest.mark.slow
+def test_features_of_another_device_are_noted(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def elsewhere(folder: Path) -> Run:
+        run = read_run(folder)
+        run.results["environment"]["features"] = {"key": "of a GPU"}
+        return run
+
+    monkeypatch.setattr(analyse, "read_run", elsewhere)
+    assert main(["analyse", str(run)]) == 0
+    note = "the features were computed by other libraries, or on another device, than those of the run"
+    assert note in capsys.readouterr().err and analysis(run)["notes"][-1] == note
+
+
+def test_a_run_without_a_trained_model(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("xdm_ft.report.finished.Run.picked", [])
+    assert main(["analyse", str(run)]) == 0
+    assert capsys.readouterr().out == f"no trained model to measure; written to {run / 'analysis.json'}\n"
+    assert analysis(run)["models"] == [] and analysis(run)["images"] == {}
+
+
+@pytest.mark.slow
+def test_images_of_augmented_features(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyse", str(run)]) == 0
+    before = (run / "analysis.json").read_bytes()
+    assert "reconstruct" not in capsys.readouterr().out and not (run / "reconstruction").exists()
+    torch.manual_seed(0)
+    for name, model in (("vgg_normalised", vgg_encoder()), ("decoder", decoder())):
+        for layer in model:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.kaiming_normal_(layer.weight)  # torch's own would make all pixels alike
+        torch.save(model.state_dict(), tmp_path / f"{name}.pth")
+    monkeypatch.setattr("xdm_ft.experiment.analyse.SIDE", 16)
+    assert main(["analyse", str(run), "--reconstruct", str(tmp_path), "--json"]) == 0
+    reconstruction = json.loads(capsys.readouterr().out)["reconstruction"]
+    assert reconstruction["columns"] == ["original", "reconstructed", "augmented, τ_d 0.9", "augmented, τ_d 0.5"]
+    assert [images["test_domains"] for images in reconstruction["sets"]] == [[BAD], ["ink"]]
+    for images in reconstruction["sets"]:
+        assert images["images"] == 8
+        with Image.open(run / images["file"]) as image:
+            assert image.size == (4 * 16, 8 * 16) and image.mode == "RGB" and not image.info
+            pixels = np.asarray(image).reshape(8, 16, 4, 16, 3).swapaxes(1, 2)  # [image, column, H, W, 3]
+        assert (pixels[:, 0].std((1, 2, 3)) > 0).all()
+        assert not any(np.array_equal(pixels[:, column], pixels[:, column + 1]) for column in range(3))
+    assert sorted(path.name for path in (run / "reconstruction").iterdir()) == ["%3Ci%3E%7Ca%2Cb.png", "ink.png"]
+    assert (run / "analysis.json").read_bytes() == before
+    monkeypatch.setattr("xdm_ft.analysis.reconstruction.fitted_domain_head", lambda *_: None)  # one training domain
+    assert main(["analyse", str(run), "--reconstruct", str(tmp_path)]) == 0
+    assert "no images for ink: XDomainMix needs two" in capsys.readouterr().out
+    assert list((run / "reconstruction").iterdir()) == []
+
+
+# ---- retrain
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_a_run_directory_with_this_model(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It can be retrained, exported and completed. The name of its domain has a comma."""
+    kept, again, before = tmp_path / "a folder" / "kept 1", tmp_path / "again", files(run)
+    kept.mkdir(parents=True)
+    assert main(["retrain", str(run), *MODEL, "--keep", str(kept)]) == 0
+    output = capsys.readouterr().out
+    assert output.endswith(f"\nkept in {kept}\n") and output.count("weights the same bits") == 2
+    results, original = read_results(kept / "results.json"), read_results(run / "results.json")
+    [recorded] = [r for r in original["runs"] if (r["method"], r["test_domains"], r["seed"]) == (MODEL[0], [BAD], 1)]
+    of_model = {pick["weights"] for pick in recorded["selected"].values()} | {f"{FOLDER}/predictions.safetensors"}
+    same = {*of_model, "test_images/%3Ci%3E%7Ca%2Cb.safetensors", "training_features/%3Ci%3E%7Ca%2Cb.safetensors"}
+    assert len(same) > 3 and files(kept).keys() == same | {"recipe.yaml", "results.json", "run.lock"}
+    for file in same:
+        assert files(kept)[file] == before[file] and RunDirectory(kept).verify_or_warn(file)
+    measured = dict.fromkeys(COSTS, 0)
+    assert results["runs"][0] | measured == recorded | measured and len(results["runs"]) == 1
+    for key in ("tested_on", "findings", "environment"):
+        assert results[key] == original[key]
+    assert files(run) == before and [path.name for path in kept.parent.iterdir()] == ["kept 1"]
+    assert referenced_by([str(kept)]) == referenced_by([str(run)])
+
+    assert main(["retrain", str(kept), *MODEL, "--keep", str(again)]) == 0
+    assert capsys.readouterr().out.count("weights the same bits") == 2
+    weights = f"{FOLDER}/train_val.safetensors"
+    assert files(again)[weights] == before[weights]
+    assert main(["export", str(kept), str(tmp_path / "model"), "--held-out", BAD]) == 0
+    inode = (kept / weights).stat().st_ino
+    capsys.readouterr()
+    assert main(["run", str(kept / "recipe.yaml")]) == 0
+    error = capsys.readouterr().err
+    assert "xdomainmix: 3 models" in error and "grows" not in error
+    assert (kept / weights).stat().st_ino == inode
+    assert json.loads((kept / "results.json").read_text())["summary"] == original["summary"]
+
+
+def test_a_folder_that_can_not_be_kept_in_is_refused_before_training(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    cases = {
+        tmp_path / "file": "exists and is not an empty folder; name a new one",
+        tmp_path / "file" / "below": "can not be written",
+        tmp_path / ("x" * 300): "can not be written",
+        tmp_path / "a\nb": "must be a text without slashes or control characters",
+        run: "exists and is not an empty folder",
+    }
+    before = files(tmp_path)
+    for keep, problem in cases.items():
+        assert problem in refused(capsys, "retrain", run, *MODEL, "--keep", keep)
+    assert files(tmp_path) == before and not list(tmp_path.glob(".*"))
+
+
+def test_without_keep_nothing_is_kept_and_other_bits_are_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    directory, address = RunDirectory(run), f"{FOLDER}/train_val.safetensors"
+    tensors, metadata = directory.tensors(address)
+    directory.write_tensors(address, {name: tensor + 1 for name, tensor in tensors.items()}, metadata)
+    before = files(run)
+    assert main(["retrain", str(run), *MODEL, "--json"]) == 0
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert [rules[rule]["same_bits"] for rule in ("train_val", "oracle")] == [False, True]
+    assert files(run) == before and not [path for path in tmp_path.iterdir() if "retrain" in path.name]
+
+
+@pytest.mark.slow
+def test_models_of_every_generation_are_trained_with_their_chunk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    miniature.domainbed(tmp_path / "data", "pacs", per_class=3)
+    text = RECIPE.format(folder=tmp_path, bad="sketch").replace("ink", "photo")
+    text = text.replace("name: folder", "name: pacs, counts: any").replace("0.4", "0.4, selection: cross_domain")
+    recipe, run = tmp_path / "small.yaml", tmp_path / "out/small"
+    recipe.write_text(text)
+    assert main(["run", str(recipe), "methods=[erm]"]) == 0
+    assert main(["run", str(recipe), "methods=[rsc, erm]", "protocol.seeds=4"]) == 0
+    capsys.readouterr()
+    for method, seed in (("erm", "1"), ("erm", "3"), ("rsc", "0")):
+        kept = tmp_path / f"kept-{method}{seed}"
+        assert main(["retrain", str(run), method, "photo", seed, "--keep", str(kept)]) == 0
+        assert capsys.readouterr().out.count("weights the same bits") == 3
+        assert read_results(kept / "results.json")["grown_from"] == read_results(run / "results.json")["grown_from"]
+        assert main(["retrain", str(kept), method, "photo", seed]) == 0
+        assert capsys.readouterr().out.count("weights the same bits") == 3
