@@ -53,9 +53,9 @@ def listing(what: str) -> Answer:
             f"{setting.key}{'' if setting.required else f'={in_yaml(setting.default)}'} ({setting.meaning})"
             for setting in entry.settings
         ]
-        about = None if what == "methods" else entry.about  # for which their lines have no room
+        summary = None if what == "methods" else entry.about  # for which their lines have no room
         works_on = "; ".join(filter(None, (entry.works_on, entry.holds))) or None
-        cells = entry.name, about, entry.source, works_on, "; ".join(settings)
+        cells = entry.name, summary, entry.source, works_on, "; ".join(settings)
         rows.append(tuple(cell for cell in cells if cell is not None))
     return Answer(entries, columns(rows, numbers=False))
 

@@ -62,10 +62,10 @@ def parser() -> argparse.ArgumentParser:
     main_parser = _Parser(prog="xdm-ft", description="Fine-tune foundation models for domain generalization.")
     main_parser.add_argument("--version", action="version", version=__version__)
     verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, (add_arguments, about) in VERBS.items():
+    for name, (add_arguments, summary) in VERBS.items():
         examples = "\n  ".join(["examples:", *(line for line in EXAMPLES if line.split()[1] == name)])
         form = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of the examples
-        verb = verbs.add_parser(name, help=about, description=about, epilog=examples, formatter_class=form)
+        verb = verbs.add_parser(name, help=summary, description=summary, epilog=examples, formatter_class=form)
         verb.add_argument("--json", action="store_true", help="print the result as one JSON document")
         quiet = "print no progress and no notes: only warnings and faults"
         verb.add_argument("--quiet", action="store_true", help=quiet)

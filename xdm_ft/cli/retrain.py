@@ -104,7 +104,7 @@ def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse
     """Returns the record of the model. Raises `UserError` if it has no weights, or damaged ones, to compare with."""
     path = folder / "results.json"
     name = f"{arguments.method} {arguments.test_domain} {arguments.seed} {arguments.trial}"
-    by_name = {f"{one.method} {','.join(one.test_domains)} {one.seed} {one.trial}": one for one in records}
+    by_name = {" ".join(map(str, (r.method, ",".join(r.test_domains), r.seed, r.trial))): r for r in records}
     if name not in by_name:
         raise UserError(f'{path}: no model "{name}"{did_you_mean(name, list(by_name))}')
     record = by_name[name]

@@ -200,8 +200,8 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
             logger.info("%s: %s.%s is ignored, %s has no such key", text.origin, dotted(key), stale, values["name"])
             values = {k: value for k, value in values.items() if k != stale}
     block = _block(faults, key, model, values)
-    own = tuple(field for field in model.model_fields if field not in common.model_fields)
-    return Component(values["name"], cls, block, own) if block is not None else None
+    keys = tuple(field for field in model.model_fields if field not in common.model_fields)
+    return Component(values["name"], cls, block, keys) if block is not None else None
 
 
 def _encoders(faults: Faults, values: dict[str, Any]) -> tuple[Component, ...]:
@@ -254,12 +254,12 @@ def _methods(faults: Faults, values: Any, encoder: Component) -> tuple[MethodIte
     items = tuple(item for item in every if item is not None)
     for i, label in _repeated(item.label for item in items):
         problem = f'two methods have the name "{label}" in results; give one of them a label'
-        faults.add(("methods", items[i].place), problem)
+        faults.add(("methods", items[i].index), problem)
     return items
 
 
-def _method(faults: Faults, place: int, value: Any, encoder: Component) -> MethodItem | None:
-    key: Key = ("methods", place)
+def _method(faults: Faults, index: int, value: Any, encoder: Component) -> MethodItem | None:
+    key: Key = ("methods", index)
     values = {"name": value} if isinstance(value, str) else value
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         faults.add(key, "must be the name of a method, or a block with a name and settings")
@@ -318,7 +318,7 @@ def _method(faults: Faults, place: int, value: Any, encoder: Component) -> Metho
         sharpness=parts.get("sharpness"),
         averaging=parts.get("averaging"),
         block=block,
-        place=place,
+        index=index,
         encoder=encoder,
     )
 
@@ -342,13 +342,13 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
     _check_compared_rows(faults, recipe)
     for i, encoder in enumerate(recipe.encoders):
         under = [item.trainable for item in recipe.methods if item.encoder is encoder]
-        place: Key = ("encoders", i) if recipe.several_encoders else ("encoder",)
+        encoder_key: Key = ("encoders", i) if recipe.several_encoders else ("encoder",)
         unfreeze_at = encoder_common(encoder).unfreeze_at
         if unfreeze_at and all(trainable is False for trainable in under):
             problem = "has no effect with a frozen encoder; leave it out, or set trainable: true"
-            faults.add((*place, "unfreeze_at"), problem, "encoder.trainable")
+            faults.add((*encoder_key, "unfreeze_at"), problem, "encoder.trainable")
         elif training.steps is not None and unfreeze_at >= training.steps:
-            faults.add((*place, "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), "training.steps")
+            faults.add((*encoder_key, "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), "training.steps")
     _check_views(faults, recipe)
     _check_space(faults, recipe)
     _check_draws(faults, recipe)
@@ -399,19 +399,19 @@ def _check_views(faults: Faults, recipe: Recipe) -> None:
         problem = "has no effect on methods without gradient steps, which read the plain images; leave it out"
         faults.add("features.views", problem, "methods")
     elif views and recipe.train_augmentation == "none":
-        own = "" if given else ", the default of this data set,"
-        problem = f"none{own} gives no views to cache; set domainbed, or leave features.views out"
+        source = "" if given else ", the default of this data set,"
+        problem = f"none{source} gives no views to cache; set domainbed, or leave features.views out"
         faults.add("data.train_augmentation", problem, "features.views")
 
 
 def _check_space(faults: Faults, recipe: Recipe) -> None:
     """Adds the keys of the search space that no method of the recipe has, or that have no effect on any."""
     parts = {part.name: part for item in recipe.methods for part in item.parts}
-    known = [*TRAINING_KEYS, *(f"{name}.{key}" for name, part in parts.items() for key in part.own)]
+    searchable = [*TRAINING_KEYS, *(f"{name}.{key}" for name, part in parts.items() for key in part.keys)]
     for name in recipe.search.space:
         key: Key = ("search", "space", name)
-        if name not in known:
-            problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(name, known)}"
+        if name not in searchable:
+            problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(name, searchable)}"
             faults.add(key, problem, "methods")
         elif name in ("encoder_lr", "layer_decay") and not recipe.trains_encoders:
             faults.add(key, "has no effect with a frozen encoder; leave it out", "encoder.trainable")
@@ -475,14 +475,14 @@ def _parts_reason(algorithm: Algorithm, item: MethodItem, recipe: Recipe) -> str
 
 def _check_entry(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
     """Adds the faults that an entry of `methods` has under any encoder."""
-    key: Key = ("methods", item.place)
+    key: Key = ("methods", item.index)
     if item.averaging is not None and recipe.training.patience is not None:
         problem = f"+{item.averaging.name} decides itself which steps it averages; leave training.patience out"
         faults.add(key, problem, "training.patience")
     if item.is_solver and item.block.trainable not in (None, False):
         problem = f"{item.label} computes a head from features of the frozen encoder; leave it out"
         faults.add((*key, "trainable"), problem)
-    under_each = [other for other in recipe.methods if other.place == item.place]
+    under_each = [other for other in recipe.methods if other.index == item.index]
     if item.block.encoder_lr is not None and all(other.trainable is False for other in under_each):
         problem = f"{item.label} trains no encoder; leave it out, or set it for a row with trainable, by its label"
         faults.add((*key, "encoder_lr"), problem, "encoder.trainable")
@@ -490,7 +490,7 @@ def _check_entry(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
 
 def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
     """Adds the faults of a method under one encoder."""
-    key: Key = ("methods", item.place)
+    key: Key = ("methods", item.index)
     if item.sharpness is not None and item.trainable is not False and recipe.training.mixed_precision == "fp16":
         problem = f"fp16 scales the loss, which makes the second pass of {item.sharpness.name} wrong"
         faults.add("training.mixed_precision", f"{problem}; use bf16 or no with {item.label}", key)

@@ -42,9 +42,8 @@ def method_parts() -> dict[str, str]:
 
 def find(folder: str, name: str) -> type[Any]:
     """Returns the class of a component. Raises `UserError` with the nearest known name if there is none."""
-    known = names(folder)
-    if name not in known:
-        raise UserError(f'no "{name}" in {folder}{did_you_mean(name, known)}')
+    if name not in (allowed := names(folder)):
+        raise UserError(f'no "{name}" in {folder}{did_you_mean(name, allowed)}')
     module = importlib.import_module(f"xdm_ft.{folder}.{name}")
     # abstract classes and NamedTuples beside the component are not components
     classes = [
@@ -79,12 +78,12 @@ class Component:
     name: str
     cls: type[Any]
     block: Block  # common keys and the component's own
-    own: tuple[str, ...]  # names of the constructor's keys
+    keys: tuple[str, ...]  # of the constructor
     prefix: str = ""  # of these names in the block, such as `sam.`; the keys of an algorithm have none
 
     def kwargs(self) -> dict[str, Any]:
         """Returns the keywords for the constructor."""
-        return {key: getattr(self.block, f"{self.prefix}{key}") for key in self.own}
+        return {key: getattr(self.block, f"{self.prefix}{key}") for key in self.keys}
 
     def settings(self) -> dict[str, Any]:
         """Returns the same values under their names in a recipe and in results."""

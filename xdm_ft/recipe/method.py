@@ -107,7 +107,7 @@ class MethodItem:
     sharpness: Component | None
     averaging: Component | None
     block: MethodCommon
-    place: int  # of the entry in `methods`
+    index: int  # of the entry in `methods`
     encoder: Component
     encoder_label: str | None = None  # None: the recipe has one encoder
     skipped: str | None = None  # why its encoder can not serve it; its models become skipped rows
@@ -119,8 +119,8 @@ class MethodItem:
     @property
     def trainable(self) -> Trainable:
         """How much of the encoder trains. Solvers read the features of the whole, frozen encoder."""
-        own = self.block.trainable
-        return False if self.is_solver else self.encoder_common.trainable if own is None else own
+        written = self.block.trainable
+        return False if self.is_solver else self.encoder_common.trainable if written is None else written
 
     @property
     def is_cut(self) -> bool:
@@ -209,8 +209,8 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     """
     changes: dict[str, Value] = {}
     for part in item.parts:
-        own = settings_of(drawn, part.name)
-        changes |= {f"{part.prefix}{key}": value for key, value in own.items() if key in part.own}
+        of_part = settings_of(drawn, part.name)
+        changes |= {f"{part.prefix}{key}": value for key, value in of_part.items() if key in part.keys}
     fields = type(item.block).model_fields
     changes = {key: value for key, value in changes.items() if getattr(item.block, key) == fields[key].default}
     if not changes:
@@ -228,10 +228,10 @@ def drawn_training(training: Training, item: MethodItem, drawn: Mapping[str, Val
 
     Raises pydantic's `ValidationError` as `drawn_item` does.
     """
-    own = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
+    changes = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
     if item.block.encoder_lr is not None:
-        own["encoder_lr"] = item.block.encoder_lr
-    return _changed(training, own) if own else training
+        changes["encoder_lr"] = item.block.encoder_lr
+    return _changed(training, changes) if changes else training
 
 
 def _changed(block: B, changes: Mapping[str, Value]) -> B:
@@ -296,8 +296,8 @@ def method_names(methods: Any) -> list[str]:
 def _with_value(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
     """Returns a copy of a block in which the key at `path` has the value; what is no block on the way is replaced."""
     first, *rest = path
-    own = block if isinstance(block, dict) else {}
-    return {**own, first: _with_value(own.get(first), tuple(rest), value) if rest else value}
+    values = block if isinstance(block, dict) else {}
+    return {**values, first: _with_value(values.get(first), tuple(rest), value) if rest else value}
 
 
 def _as_blocks(methods: Any) -> list[Any]:
@@ -335,9 +335,9 @@ def _keys_in_items(items: list[Any], name: str, setting: str) -> list[tuple[int,
     for i in using or labelled:
         keys: dict[str, str] = {}  # {component: key in the item} that `setting`, with or without its name, may mean
         for part in _parts_of(items[i]):
-            own = setting.removeprefix(f"{part}.")
-            if own in components.settings_model(components.find(folders[part], part)).model_fields:
-                keys[part] = own if folders[part] == "algorithms" else f"{part}.{own}"
+            key = setting.removeprefix(f"{part}.")
+            if key in components.settings_model(components.find(folders[part], part)).model_fields:
+                keys[part] = key if folders[part] == "algorithms" else f"{part}.{key}"
         if len(keys) > 1:
             choices = " or ".join(f"{name}.{part}.{setting}" for part in keys)
             raise UserError(f"is a key of {' and '.join(keys)}; write {choices}")

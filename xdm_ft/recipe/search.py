@@ -145,13 +145,13 @@ class Search(Block):
 
     def for_data(self, name: str) -> Search:
         """Returns a copy whose `space` also holds the preset's ranges for the data set `name`."""
-        own = DATA_RANGES.get((self.preset, name), {}) if self.trials > 1 else {}
-        return self.model_copy(update={"space": {**own, **self.space}})
+        ranges = DATA_RANGES.get((self.preset, name), {}) if self.trials > 1 else {}
+        return self.model_copy(update={"space": {**ranges, **self.space}})
 
     def for_low_rank(self) -> Search:
         """Returns a copy whose `space` also holds the preset's ranges for low-rank updates of the encoder."""
-        own = LOW_RANK_RANGES.get(self.preset, {}) if self.trials > 1 else {}
-        return self.model_copy(update={"space": {**own, **self.space}})
+        ranges = LOW_RANK_RANGES.get(self.preset, {}) if self.trials > 1 else {}
+        return self.model_copy(update={"space": {**ranges, **self.space}})
 
     def problems(self) -> Iterator[Problem]:
         """Yields settings that draw nothing, or the same in every trial."""
@@ -175,9 +175,11 @@ class Search(Block):
         if trial == 0:
             return {}
         # DomainBed has one learning rate for the whole network, so encoder_lr takes the draw of lr
-        one = {"encoder_lr": "lr"} if self.preset == "domainbed" and not {"lr", "encoder_lr"} & {*self.space} else {}
+        common_draw = (
+            {"encoder_lr": "lr"} if self.preset == "domainbed" and not {"lr", "encoder_lr"} & {*self.space} else {}
+        )
         return {
-            key: distribution.at(self.quantile(one.get(key, key), trial))
+            key: distribution.at(self.quantile(common_draw.get(key, key), trial))
             for key, distribution in self.distributions.items()
         }
 
@@ -187,8 +189,8 @@ def _quantiles(sampler: str, key: str, trials: int) -> list[float]:
     """Returns the draws of a key in the trials 1 … `trials` − 1. More trials change none."""
     name = crc32(key.encode())
     if sampler == "random":
-        found: list[float] = uniform(name, torch.arange(1, trials), Stream.SEARCH, 0).tolist()
-        return found
+        draws: list[float] = uniform(name, torch.arange(1, trials), Stream.SEARCH, 0).tolist()
+        return draws
     # one sequence per key: searching one more key does not change the draws of the others
     points = torch.quasirandom.SobolEngine(1, scramble=True, seed=name).draw(trials - 1, dtype=torch.float64)
     return [min(point, 1 - 2**-30) for point in points[:, 0].tolist()]

@@ -115,8 +115,8 @@ class Recipe:
     @property
     def train_augmentation(self) -> Augmentation:
         """The augmentation of the methods that have one: the recipe's, or the data set's own if it sets none."""
-        own: Augmentation = self.data.cls.train_augmentation
-        return self.data_common.train_augmentation or own
+        default: Augmentation = self.data.cls.train_augmentation
+        return self.data_common.train_augmentation or default
 
     def augmentation_of(self, item: MethodItem) -> Augmentation:
         """Returns the augmentation that a method trains with. What is cached has one in `features.views` alone."""

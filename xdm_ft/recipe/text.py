@@ -127,7 +127,7 @@ class Faults:
 
     def add(self, key: Key | str, problem: str, *causes: Key | str) -> None:
         """Adds a fault of `key`. Its place is the command line if an override sets one of `causes`."""
-        key, *causes_ = (tuple(one.split(".")) if isinstance(one, str) else one for one in (key, *causes))
+        key, *causes_ = (tuple(name.split(".")) if isinstance(name, str) else name for name in (key, *causes))
         overridden = any(map(self.text.is_overridden, causes_))
         place = self.text.override_origin if overridden else self.text.where(key)
         self.lines[f"{place}: {self.text.name(key)}: {problem}"] = None
@@ -152,8 +152,8 @@ def find_recipe(name: str) -> Path:
     packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
-    known = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
-    raise UserError(f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), known)}")
+    packaged_names = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
+    raise UserError(f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), packaged_names)}")
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
@@ -307,24 +307,24 @@ def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
         block.pop(other, None)
 
 
-def recipe_keys(values: Mapping[str, Any], known: Mapping[str, list[str]]) -> Iterator[str]:
-    """Yields the dotted keys that overrides of a recipe, given as unchecked values, can set. `known`: `known_keys`."""
+def recipe_keys(values: Mapping[str, Any], keys: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yields the dotted keys that overrides of a recipe, given as unchecked values, can set. `keys`: `known_keys`."""
     yield from ("name", "methods", "encoders", "analyse")
     for block in KEYS:
-        yield from (f"{block}.{key}" for key in known.get(block, ()) if block != "methods")
+        yield from (f"{block}.{key}" for key in keys.get(block, ()) if block != "methods")
     for block, folder in (("data", "data"), ("encoder", "encoders")):
         chosen = values.get(block)
         if isinstance(chosen, dict):
-            yield from (f"{block}.{key}" for key in known.get(f"{folder}.{chosen.get('name')}", ()))
+            yield from (f"{block}.{key}" for key in keys.get(f"{folder}.{chosen.get('name')}", ()))
     methods = values.get("methods")
     items = methods if isinstance(methods, list) else str(methods).split(",")
     blocks = [item if isinstance(item, dict) else {"name": item, "head": "linear"} for item in items]
     parts = [part.strip() for block in blocks for part in (*str(block.get("name")).split("+"), str(block.get("head")))]
     for part in dict.fromkeys(parts):
         for folder in ("algorithms", "sharpness", "averaging", "heads"):
-            yield from (f"{part}.{key}" for key in known.get(f"{folder}.{part}", ()))
-        if f"algorithms.{part}" in known:
-            yield from (f"{part}.{key}" for key in known["methods"] if key != "name")
+            yield from (f"{part}.{key}" for key in keys.get(f"{folder}.{part}", ()))
+        if f"algorithms.{part}" in keys:
+            yield from (f"{part}.{key}" for key in keys["methods"] if key != "name")
 
 
 def say_if_finished(text: RecipeText) -> None:
