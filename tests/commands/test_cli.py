@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +22,7 @@ from warm_processes import xdm_ft
 from xdm_ft.cli.answer import as_json
 from xdm_ft.cli.arguments import EXAMPLES, TOPICS, VERBS
 from xdm_ft.cli.cache import referenced_by
-from xdm_ft.cli.ls import listing
+from xdm_ft.cli.ls import Setting, listing
 from xdm_ft.cli.parser import main, parser
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT
 from xdm_ft.protocol.splits import Rule
@@ -319,14 +318,11 @@ def test_features_of_every_encoder_and_cut_of_a_run_are_referenced(tmp_path: Pat
     assert referenced_by([str(tmp_path)]) == {"k1", "k2", "k3"}
 
 
-@dataclass(frozen=True)
-class Odd:
-    values: tuple[float, ...]
-    path: Path
-
-
 def test_numbers_that_json_lacks_are_null() -> None:
-    assert json.loads(as_json(Odd((math.nan, math.inf, 0.5), Path("x")))) == {"values": [None, None, 0.5], "path": "x"}
+    setting = Setting("lr", "", False, math.nan)
+    text = as_json({"path": Path("x"), "setting": setting, "values": (-math.inf, 0.5)})
+    expected = {"key": "lr", "meaning": "", "required": False, "default": None}
+    assert json.loads(text) == {"path": "x", "setting": expected, "values": [None, 0.5]}
 
 
 NOISY = """

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,31 +46,23 @@ class Pace:
         self.last, self.duration = time.monotonic(), duration
 
 
+@dataclass
 class Checkpoint:
     """The checkpoint file of one training. It is ignored if it was written for other settings than it is read for."""
 
-    def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        pace: Pace,
-        writes: bool = True,
-        before_writing: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`settings`: those that change the numbers, as JSON values. `writes`: whether this process writes it.
-
-        `before_writing` may raise `UserError`.
-        """
-        self.path, self.settings, self.pace, self.writes = path, dict(settings), pace, writes
-        self.before_writing = before_writing
-        self.restarts: list[str] = []  # one reason per restart of the training
+    path: Path
+    settings: Mapping[str, Any]  # those that change the numbers, as JSON values
+    pace: Pace
+    writes: bool = True  # whether this process writes it
+    before_writing: Callable[[], object] = lambda: None  # may raise `UserError`
+    restarts: list[str] = field(default_factory=list)  # one reason per restart of the training
 
     def load(self, engine_settings: Mapping[str, Any]) -> State | None:
         """Returns the last saved state, or None if there is none or it does not fit, and logs why it does not.
 
         `engine_settings`: those of the engine, which are added.
         """
-        self.settings |= engine_settings
+        self.settings = {**self.settings, **engine_settings}
         if self.path.is_dir():  # found now, and not when the first state is to be written
             raise UserError(
                 f"{self.path}: can not be written, as it is a folder; remove it and run the same command to resume"
@@ -100,7 +93,7 @@ class Checkpoint:
         if self.writes:
             started = time.monotonic()
             self.before_writing()
-            write(self.path, state(), self.settings | {RESTARTS: self.restarts})
+            write(self.path, state(), {**self.settings, RESTARTS: self.restarts})
             self.pace.saved(time.monotonic() - started)
 
     def remove(self) -> None:
