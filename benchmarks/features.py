@@ -259,13 +259,13 @@ def made_up_tree(root: Path, rows: int) -> None:
 def made_up_features(dataset: ImageDataset, settings: FeatureSettings) -> None:
     """Fills the cache."""
     images = hash_files(dataset, cache_folder(settings), show=False).images
-    (view,) = cached_views(Nothing(), dataset, images, settings, "none", torch.device("cpu"))
+    ((_, store),) = cached_views(Nothing(), dataset, images, settings, "none", torch.device("cpu"))
     features = torch.randn(SHARD, WIDTH)
-    with view.store.filling():
-        missing = view.store.missing()
+    with store.filling():
+        missing = store.missing()
         for first in range(0, len(missing), SHARD):
             numbers = missing[first : first + SHARD]
-            view.store.add(view.store.write(numbers, features[: len(numbers)], {}), numbers)
+            store.add(store.write(numbers, features[: len(numbers)], {}), numbers)
 
 
 class Timer:

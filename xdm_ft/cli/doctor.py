@@ -218,7 +218,7 @@ def cache_space(
     needed_before = 0
     for what, part in cached:
         views = cached_views(part, dataset, hashes.images, recipe.features, recipe.train_augmentation, device)
-        missing, plain = sum(len(store.missing()) for _, store in views), views[0].store
+        missing, plain = sum(len(store.missing()) for _, store in views), views[0][1]
         needed = sum(store.bytes_needed for _, store in views)
         plain.require_space(needed_before + needed - plain.bytes_needed)
         needed_before += needed

@@ -30,6 +30,12 @@ Counts = Annotated[
 ]
 
 
+REMEDY = (
+    "download the data with DomainBed's `python -m domainbed.scripts.download --data_dir DIR` and set data.root to "
+    "DIR, or set data.name: hub to read them from the Hugging Face hub"
+)
+
+
 class BenchmarkFolders(ImageFiles):
     """One of DomainBed's five data sets. Domains are in DomainBed's order, on which the seeds of its splits depend.
 
@@ -67,7 +73,7 @@ class BenchmarkFolders(ImageFiles):
     @classmethod
     def _find(cls, root: Path) -> Path:
         """Returns the folder that contains the domains: `root`, a folder in it, or one level deeper."""
-        refuse_missing_folder(root, cls._remedy())
+        refuse_missing_folder(root, REMEDY)
         if len(cls._domains(root)) >= 2:  # a single folder may have the name of a domain by chance
             return root
         names = {_plain(name) for name in cls.folder_names}
@@ -78,19 +84,12 @@ class BenchmarkFolders(ImageFiles):
             domains = ", ".join(cls.domain_folders)
             raise UserError(
                 f"data.root: {root} contains neither the folder {cls.folder_names[0]}/ nor the folders of "
-                f"its domains ({domains}); {cls._remedy()}"
+                f"its domains ({domains}); {REMEDY}"
             )
         if len(found) > 1:
             both = " and ".join(printable(folder) for folder in found[:2])
             raise UserError(f"data.root: {root}: both {both} contain the data; set data.root to one of them")
         return found[0]
-
-    @classmethod
-    def _remedy(cls) -> str:
-        return (
-            "download the data with DomainBed's `python -m domainbed.scripts.download --data_dir DIR` and set "
-            "data.root to DIR, or set data.name: hub to read them from the Hugging Face hub"
-        )
 
     @classmethod
     def canonical(cls, name: str) -> str | None:
@@ -103,17 +102,15 @@ class BenchmarkFolders(ImageFiles):
     @classmethod
     def _domains(cls, base: Path) -> dict[str, str]:
         """Returns {domain: name of its folder in `base`} for the domains that have a folder there."""
-        found: dict[str, str] = {}
+        folder_of: dict[str, str] = {}
         for folder in _subfolders(base):
             domain = cls.canonical(folder.name)
-            if domain is not None and domain in found:
-                raise UserError(
-                    f"data.root: {base}: both {found[domain]}/ and {folder.name}/ "
-                    f"contain the domain {domain}; remove one"
-                )
-            if domain is not None:
-                found[domain] = folder.name
-        return found
+            if domain is None:
+                continue
+            if folder_of.setdefault(domain, folder.name) != folder.name:
+                both = f"both {folder_of[domain]}/ and {folder.name}/"
+                raise UserError(f"data.root: {base}: {both} contain the domain {domain}; remove one")
+        return folder_of
 
 
 def check_counts(

@@ -9,12 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
 
-from xdm_ft.containers.remote import FileState, is_remote
+from xdm_ft.containers.remote import REQUESTS_AT_ONCE, FileState, is_remote, state_of
 from xdm_ft.images.dataset import Container, Pieces
 from xdm_ft.images.decode import EncodedImages, FaultInLoader
 from xdm_ft.runtime.errors import UserError
@@ -52,12 +51,11 @@ class RecentlyUsed(Generic[T]):
     def get(self, key: Hashable, load: Callable[[], T]) -> T:
         """Returns the value of the key, from `load` if it is not here. Threads that ask at once wait for one `load`."""
         with self._lock:
-            known = self._values.get(key)
-            value = Future[T]() if known is None else known
-            self._values[key] = value
+            is_new = key not in self._values
+            value = self._values.setdefault(key, Future())
             self._values.move_to_end(key)
-        if known is not None:
-            return known.result()
+        if not is_new:
+            return value.result()
         try:
             loaded = load()
         except BaseException as error:
@@ -93,36 +91,37 @@ class PiecedImages(EncodedImages):
         """Reads a piece from its file. Threads call it at the same time. Raises `UserError`."""
 
     def content(self, row: int) -> bytes:
-        number = int(self.pieces.of_row(row))
-        return self.piece(number)[row - self.pieces.rows(number).start]
+        """Returns the bytes of an image: its piece is read, unless it is kept.
 
-    def piece(self, number: int) -> list[bytes]:
-        """Returns a piece, read or kept. In a process that reads a remote file alone, the next ones are read too."""
-        own, load = self.own, partial(self._read, number)
-        if number != own.last:
-            is_next, own.last = number - 1 in own.kept, number
-            if is_next and own.reads_ahead and is_remote(self.container.files[int(self.pieces.file_of[number])]):
-                value = own.kept.get(number, load)
-                if (AHEAD + KEPT) * _bytes_of(value) <= own.kept.limit:
-                    for ahead in range(number + 1, min(number + 1 + AHEAD, len(self.pieces.ends))):
-                        if ahead not in own.kept:
-                            own.threads().submit(own.kept.get, ahead, partial(self._read, ahead))
-        return own.kept.get(number, load)
+        In a process that reads a remote file alone, piece after piece, the next ones are read ahead.
+        """
+
+        def piece(number: int) -> list[bytes]:
+            def load() -> list[bytes]:
+                with in_loader():
+                    return self.read_piece(number)
+
+            return own.kept.get(number, load)
+
+        own, number = self.own, int(self.pieces.of_row(row))
+        is_next = number != own.last and number - 1 in own.kept
+        own.last = number
+        images = piece(number)
+        is_small = (AHEAD + KEPT) * sum(map(len, images)) <= own.kept.limit if is_next and own.reads_ahead else False
+        if is_small and is_remote(self.container.files[int(self.pieces.file_of[number])]):
+            for ahead in range(number + 1, min(number + 1 + AHEAD, len(self.pieces.ends))):
+                if ahead not in own.kept:
+                    own.threads.submit(piece, ahead)
+        return images[row - self.pieces.rows(number).start]
 
     @property
     def own(self) -> _OfProcess:
         """What this process has read: a forked one begins anew, as locks and threads do not survive a fork."""
-        own = self._own
-        if own is None or own.process != os.getpid():
+        if self._own is None or self._own.process != os.getpid():
             with self._beginning:  # threads that ask first must not each begin
-                own = self._own
-                if own is None or own.process != os.getpid():
-                    own = self._own = _OfProcess(self.cache_mb * 10**6)
-        return own
-
-    def _read(self, number: int) -> list[bytes]:
-        with in_loader():
-            return self.read_piece(number)
+                if self._own is None or self._own.process != os.getpid():
+                    self._own = _OfProcess(self.cache_mb * 10**6)
+        return self._own
 
 
 @contextmanager
@@ -134,14 +133,16 @@ def in_loader() -> Iterator[None]:
         raise FaultInLoader(str(error)) from error
 
 
-def read_files(read: Callable[[str, FileState], T], files: Sequence[str], states: Sequence[FileState]) -> list[T]:
-    """Returns what `read` returns of every file. Some are read at the same time."""
+def open_files(files: Sequence[str], read: Callable[[str, FileState], T]) -> tuple[tuple[FileState, ...], list[T]]:
+    """Returns the state of every file, and what `read` returns of it. Some are read at the same time."""
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+        states = tuple(pool.map(state_of, files))
     show, values = os.environ.get("RANK", "0") == "0", list[T]()
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool, progress("opening", len(files), "files", show) as bar:
         for value in pool.map(read, files, states):
             values.append(value)
             bar.advance()
-    return values
+    return states, values
 
 
 class _OfProcess:
@@ -151,16 +152,8 @@ class _OfProcess:
         from torch.utils.data import get_worker_info
 
         self.process, self.last = os.getpid(), -1
-        self.kept = RecentlyUsed[list[bytes]](limit, _bytes_of)
+        self.kept = RecentlyUsed[list[bytes]](limit, lambda piece: sum(map(len, piece)))
         self.footers = RecentlyUsed[Any](FOOTER_BYTES, lambda footer: int(footer.serialized_size))
         # processes that divide the images skip what others read
         self.reads_ahead = get_worker_info() is None and os.environ.get("WORLD_SIZE", "1") == "1"
-        self._threads: ThreadPoolExecutor | None = None
-
-    def threads(self) -> ThreadPoolExecutor:
-        self._threads = self._threads or ThreadPoolExecutor(AHEAD, "reading ahead")
-        return self._threads
-
-
-def _bytes_of(piece: list[bytes]) -> int:
-    return sum(map(len, piece))
+        self.threads = ThreadPoolExecutor(AHEAD, "reading ahead")  # it starts none before there is work

@@ -6,8 +6,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any, BinaryIO, TypeVar
 
 from xdm_ft.images.dataset import FileState
@@ -21,9 +20,8 @@ ATTEMPTS = 3
 SECONDS_BETWEEN = 1.0  # before the second attempt; twice as long before the third
 SECONDS_OF_SILENCE = 60.0  # after which a server counts as not answering
 REQUESTS_AT_ONCE = 16
-CONTENT_TAGS = ("ETag", "etag", "blob_id")  # in fsspec's description of a file: changes with its content
-TIMES = ("Last-Modified", "LastModified", "last_modified", "updated", "mtime")
-NEEDS = "pip install 'xdm_ft[remote]'"
+# in fsspec's description of a file: what changes with its content, else the time of the last change
+VERSIONS = ("ETag", "etag", "blob_id", "Last-Modified", "LastModified", "last_modified", "updated", "mtime")
 
 
 def is_remote(address: str) -> bool:
@@ -50,7 +48,7 @@ def state_of(address: str) -> FileState:
         return info
 
     info = attempt(address, describe)
-    version = next((f"{key} {info[key]}" for key in (*CONTENT_TAGS, *TIMES) if info.get(key)), None)
+    version = next((f"{key} {info[key]}" for key in VERSIONS if info.get(key)), None)
     if info.get("size") is None:
         raise UserError(f"{address}: the server does not say how large the file is; copy it to a server that does")
     if version is None:
@@ -59,12 +57,6 @@ def state_of(address: str) -> FileState:
             "would not be noticed; copy it to a server that does"
         )
     return FileState(int(info["size"]), version)
-
-
-def states_of(addresses: Sequence[str]) -> list[FileState]:
-    """Returns the states of files, several at a time, and raises as `state_of`."""
-    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-        return list(pool.map(state_of, addresses))
 
 
 def open_file(address: str, state: FileState, block_bytes: int = 0) -> BinaryIO:
@@ -159,7 +151,7 @@ def _lasting_problem(error: BaseException) -> str | None:
     if isinstance(error, PermissionError) or status in (401, 403):
         return "the server denies access; check the address and your credentials"
     if isinstance(error, ImportError):
-        return f"its file system is not installed ({error}); {NEEDS}"
+        return f"its file system is not installed ({error}); pip install 'xdm_ft[remote]'"
     if isinstance(error, ValueError) and "range requests" in str(error):
         return "the server sends no ranges of a file; copy it to one that does, or to this machine"
     if isinstance(error, ValueError) and "Protocol" in str(error):

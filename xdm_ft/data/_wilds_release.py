@@ -41,17 +41,16 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
     marker = folder / f"RELEASE_v{version}.txt"
     digits = -9 if release["compressed_size"] < 1e10 else -10
     size = f"{round(release['compressed_size'], digits) / 1e9:.0f} GB"  # one digit: 10658709504 → "10 GB"
-    if not marker.is_file() and not download:
-        command = f"python -m wilds.download_datasets --root_dir {printable(folder.parent)} --datasets {name}"
-        remedy = f"set data.download: true, or run `{command}` (about {size})"
-        if not folder.is_dir():
-            raise UserError(f"data.root: {printable(folder)} does not exist; {remedy}")
-        raise UserError(
-            f"data.root: {printable(folder)} contains no {marker.name}, so that its download was not finished; remove "
-            f"the folder, then {remedy}"
-        )
     if not marker.is_file():
-        _download(cls, folder, marker, size)
+        if download:
+            _download(cls, folder, marker, size)
+        else:
+            command = f"python -m wilds.download_datasets --root_dir {printable(root)} --datasets {name}"
+            remedy = f"set data.download: true, or run `{command}` (about {size})"
+            if folder.is_dir():
+                problem = f"contains no {marker.name}, so that its download was not finished; remove the folder, then"
+                raise UserError(f"data.root: {printable(folder)} {problem} {remedy}")
+            raise UserError(f"data.root: {printable(folder)} does not exist; {remedy}")
     try:
         with warnings.catch_warnings():
             # pandas 3 returns read-only arrays; WILDS wraps them as tensors and does not write to them
@@ -82,7 +81,6 @@ def release_class(name: str, class_name: str) -> Any:
 
 def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
     """Downloads and unpacks the data into `folder`. Raises `UserError` if that fails."""
-    # WILDS' downloader catches its own exceptions, so that only `marker` shows its success
     archive = folder / "archive.tar.gz"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +105,7 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
                 del tarfile.TarFile.extraction_filter
     except OSError as error:
         raise UserError(f"data.root: {folder} can not be written: {error.strerror or error}") from error
-    if not marker.is_file():
+    if not marker.is_file():  # WILDS' downloader catches its own exceptions, so that only this file shows its success
         raise UserError(
             f"data.download: the download to {folder} failed with WILDS' message above; check the network "
             f"and the free disk space (for the archive of {size} and its content), remove the folder and run again"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from bisect import bisect_left
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -49,22 +48,19 @@ class Folder(ImageFiles):
                 f"data.root: {root} contains no images in <domain>/<class>/ folders; {_what_is_there(root, files)}"
             )
         self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
-        folders, counts = zip(*_class_folders(images), strict=True)
+        folders, counts = list[str](), list[int]()  # class folders, and how many images each has
+        first = 0
+        while first < len(images):
+            folder = "/".join(images[first].split("/", 2)[:2]) + "/"
+            # in the order of the paths, those of the folder begin here and follow each other
+            end = bisect_left(images, 1, first, key=lambda path: int(not path.startswith(folder)))
+            folders.append(folder)
+            counts.append(end - first)
+            first = end
         self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])
         self.class_names, labels = numbered([folder.split("/")[1] for folder in folders])
         self.domains, self.labels = domains.repeat(counts), labels.repeat(counts)
         self.groups = None if group is None else groups_of(images, group)
-
-
-def _class_folders(images: list[str]) -> Iterator[tuple[str, int]]:
-    """Yields the class folders (`<domain>/<class>/`) and how many images each has; those of a folder are not apart."""
-    first = 0
-    while first < len(images):
-        folder = "/".join(images[first].split("/", 2)[:2]) + "/"
-        # in the order of the paths, those of the folder begin here and follow each other
-        end = bisect_left(images, 1, first, key=lambda path: int(not path.startswith(folder)))
-        yield folder, end - first
-        first = end
 
 
 def _what_is_there(root: Path, files: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
@@ -68,14 +68,10 @@ class Hub(ImageTable):
         found = load(lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), where, remedy)
         self._fill(found, columns, where, use_splits)
         if repository in KNOWN:
-            self._as_in_domainbed(repository, counts)
-
-    def _as_in_domainbed(self, repository: str, counts: Literal["published", "any"]) -> None:
-        """Gives domains DomainBed's names and order, and checks the number of their images."""
-        benchmark = KNOWN[repository][1]
-        names = [benchmark.canonical(name) or name for name in self.domain_names]
-        ranks = [*benchmark.domain_folders, *names]  # domains that DomainBed does not have come last
-        order = sorted(range(len(names)), key=lambda number: ranks.index(names[number]))
-        self.domain_names = tuple(names[number] for number in order)
-        self.domains = np.argsort(order)[self.domains]  # argsort inverts the permutation: old number → new number
-        self.as_published = check_counts(benchmark, self, self.where, counts)
+            benchmark = KNOWN[repository][1]  # whose names and order of domains it gets
+            names = [benchmark.canonical(name) or name for name in self.domain_names]
+            ranks = [*benchmark.domain_folders, *names]  # domains that DomainBed does not have come last
+            order = sorted(range(len(names)), key=lambda number: ranks.index(names[number]))
+            self.domain_names = tuple(names[number] for number in order)
+            self.domains = np.argsort(order)[self.domains]  # argsort inverts the permutation: old number → new number
+            self.as_published = check_counts(benchmark, self, self.where, counts)

@@ -15,15 +15,15 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.image_tables import OWN_COLUMNS, Columns
-from xdm_ft.containers.pieces import CacheSize, PiecedImages, read_files
-from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file, states_of
+from xdm_ft.containers.pieces import CacheSize, PiecedImages, open_files
+from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
 from xdm_ft.containers.tables import encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
-    from pyarrow import DataType, Table
+    from pyarrow import Table
     from pyarrow.parquet import FileMetaData, ParquetFile
 
 GROUPS_PER_READ = 16  # row groups whose columns of names one thread reads
@@ -52,18 +52,25 @@ class Parquet(PiecedImages):
         files = list_files(file, ".parquet", deep=False) if is_remote(file) else _local_files(file)
         if not files:
             raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
-        states = tuple(states_of(files))
         named = columns.model_dump(exclude={"image"})
         of_names = {key: name for key, name in named.items() if name is not None}
-        indexes = read_files(partial(_index, image=columns.image, columns=of_names), files, states)
-        files_described = [json.loads(index.schema.metadata[b"about"]) for index in indexes]
-        rows = [np.array(described["rows"], np.int64) for described in files_described]
-        file_of = np.repeat(np.arange(len(files)), [len(groups) for groups in rows])
-        self.pieces = Pieces(np.cumsum(np.concatenate(rows)), file_of, states)
+
+        def index_of(address: str, state: FileState) -> Table:
+            def read() -> Table:
+                return _read_index(address, state, columns.image, of_names)
+
+            key = repr(["parquet", 2, address, state, columns.image, of_names])
+            return remembered_table(key, read) if is_remote(address) else read()
+
+        states, indexes = open_files(files, index_of)
+        described = [json.loads(index.schema.metadata[b"about"]) for index in indexes]
+        file_of = np.repeat(np.arange(len(files)), [len(of_file["rows"]) for of_file in described])
+        ends = np.cumsum(np.concatenate([np.array(of_file["rows"], np.int64) for of_file in described]))
+        self.pieces = Pieces(ends, file_of, states)
         self.container = Container(tuple(files), columns.image, self.pieces)
         table = join_tables(indexes, self.where)
         self.domain_names, self.domains = ("train",), np.zeros(len(table), np.int64)
-        name_columns(self, table, self.where, named, files_described[0]["class_names"])
+        name_columns(self, table, self.where, named, described[0]["class_names"])
         self.image_names = table[IMAGE_NAMES] if IMAGE_NAMES in table.column_names else None
 
     def name(self, row: int) -> str:
@@ -84,18 +91,18 @@ class Parquet(PiecedImages):
         where = f"{address}, row group {group}"
         with _open(address, state, footer, where) as source:
             images = source.read_row_group(group, columns=[column], use_threads=False)[column]
-        if not pyarrow.types.is_struct(images.type):
-            return [image or b"" for image in images.to_pylist()]
-        content = pc.struct_field(images, "bytes")
-        if images.type.get_field_index("path") >= 0:
-            path = pc.struct_field(images, "path")
-            path_alone = pc.and_(pc.is_null(content), pc.is_valid(path))
-            if pc.any(path_alone).as_py():
-                raise UserError(
-                    f"{where}: it holds the path of an image ({path.filter(path_alone)[0].as_py()}) instead of its "
-                    "bytes; write the bytes into the file, or list the paths in a table (data.name: table)"
-                )
-        return [image or b"" for image in content.to_pylist()]
+        if pyarrow.types.is_struct(images.type):
+            content = pc.struct_field(images, "bytes")
+            if images.type.get_field_index("path") >= 0:
+                path = pc.struct_field(images, "path")
+                path = path.filter(pc.and_(pc.is_null(content), pc.is_valid(path)))
+                if len(path):
+                    raise UserError(
+                        f"{where}: it holds the path of an image ({path[0].as_py()}) instead of its bytes; write the "
+                        "bytes into the file, or list the paths in a table (data.name: table)"
+                    )
+            images = content
+        return [image or b"" for image in images.to_pylist()]
 
 
 def _local_files(file: str) -> list[str]:
@@ -105,18 +112,8 @@ def _local_files(file: str) -> list[str]:
         return sorted(str(name) for name in path.absolute().glob("*.parquet"))
     names = [str(path)] if path.exists() else glob.glob(str(path))
     if not names:
-        raise UserError(
-            f"data.file: {printable(file)} does not exist; name a .parquet file or a folder of them"
-        )  # fmt: skip
+        raise UserError(f"data.file: {printable(file)} does not exist; name a .parquet file or a folder of them")
     return sorted(str(Path(name).absolute()) for name in names)
-
-
-def _index(address: str, state: FileState, image: str, columns: dict[str, str]) -> Table:
-    """Returns the index of a file: a remembered one if the file is remote."""
-    if not is_remote(address):
-        return _read_index(address, state, image, columns)
-    key = repr(["parquet", 2, address, state, image, columns])
-    return remembered_table(key, lambda: _read_index(address, state, image, columns))
 
 
 def _read_index(address: str, state: FileState, image: str, columns: Mapping[str, str]) -> Table:
@@ -138,7 +135,15 @@ def _read_index(address: str, state: FileState, image: str, columns: Mapping[str
     if not footer.num_rows:
         raise UserError(f"{address}: the file has no rows, so no images; remove it")
     names = list(dict.fromkeys(columns.values()))
-    paths = [f"{image}.path"] if _have_paths(address, image, schema.field(image).type) else []
+    kind = schema.field(image).type
+    is_struct = pyarrow.types.is_struct(kind)
+    data = kind.field("bytes").type if is_struct and kind.get_field_index("bytes") >= 0 else kind
+    if not (pyarrow.types.is_binary(data) or pyarrow.types.is_large_binary(data)):
+        raise UserError(
+            f'data.columns.image: {address} has {kind} in the column "{image}"; it must contain encoded '
+            "image files: bytes, or a struct with bytes"
+        )
+    paths = [f"{image}.path"] if is_struct and kind.get_field_index("path") >= 0 else []
 
     def read(first: int) -> Table:
         groups = range(first, min(first + GROUPS_PER_READ, footer.num_row_groups))
@@ -160,20 +165,6 @@ def _read_index(address: str, state: FileState, image: str, columns: Mapping[str
     }
     rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
     return pyarrow.table(index).replace_schema_metadata({"about": json.dumps({"rows": rows, "class_names": labels})})
-
-
-def _have_paths(address: str, image: str, kind: DataType) -> bool:
-    """Whether the images are structs with a path. Raises `UserError` if they can not be encoded images."""
-    from pyarrow import types
-
-    is_struct = types.is_struct(kind)
-    data = kind.field("bytes").type if is_struct and kind.get_field_index("bytes") >= 0 else kind
-    if not (types.is_binary(data) or types.is_large_binary(data)):
-        raise UserError(
-            f'data.columns.image: {address} has {kind} in the column "{image}"; it must contain encoded '
-            "image files: bytes, or a struct with bytes"
-        )
-    return is_struct and kind.get_field_index("path") >= 0
 
 
 def _read_footer(address: str, state: FileState) -> FileMetaData:

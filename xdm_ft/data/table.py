@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -17,7 +17,7 @@ from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.names import expand_user
 
 NEEDED = ("path", "label", "domain")
-OPTIONAL = ("group", "split")
+COLUMNS = (*NEEDED, "group", "split")
 PARTS = ["train", "val", "test"]
 
 
@@ -41,71 +41,51 @@ class Table(ImageFiles):
         ] = None,
         group: GroupPattern = None,
     ) -> None:
-        columns = _Columns(expand_user(file, "data.file"), self.needed)
-        folder = columns.file.parent if root is None else expand_user(root, "data.root")
-        paths = columns.values["path"]
+        file = expand_user(file, "data.file")
+        cells, numbers = _read_cells(file, self.needed)
+
+        def fault(i: int, column: str, problem: str, more: int = 0) -> UserError:
+            """Returns the error of image i. `more` is the number of other rows with the same fault."""
+            others = f" (and {more} more rows like it)" if more else ""
+            return UserError(f"{printable(file)}: row {numbers[i]}, column {column}: {problem}{others}")
+
+        def texts(column: str) -> list[str]:
+            text_in = {"path": path_in, "split": _split_in}.get(column, name_in)
+            values, problems = list[str](), dict[int, str]()
+            for i, cell in enumerate(cells[column]):
+                try:
+                    values.append(text_in(cell))
+                except ValueError as error:
+                    problems[i] = str(error)
+            if problems:
+                (first, problem), *others = problems.items()
+                raise fault(first, column, problem, sum(other == problem for _, other in others))
+            return values
+
+        values = {column: texts(column) for column in cells}
+        paths, folder = values["path"], file.parent if root is None else expand_user(root, "data.root")
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
-        self.paths = [os.path.abspath(path) for path in self.shown]
-        columns.refuse_repeated(self.paths)
+        self.paths = [os.path.abspath(path) for path in self.shown]  # so that a/../b.png repeats b.png
+        first_of: dict[str, int] = {}
+        repeated = [i for i, path in enumerate(self.paths) if first_of.setdefault(path, i) != i]
+        if repeated:
+            before = numbers[first_of[self.paths[repeated[0]]]]
+            problem = f"{paths[repeated[0]]} is already in row {before}; remove one"
+            raise fault(repeated[0], "path", problem, len(repeated) - 1)
         missing = [i for i, path in enumerate(self.paths) if not os.path.isfile(path)]
         if missing:
             named = ", ".join(self.shown[i] for i in missing[:NAMED_AT_MOST])
             problem = f"the file does not exist; {len(missing)} of {len(paths)} are missing: {named}"
-            columns.fault(missing[0], "path", problem)
-        self.class_names, self.labels = numbered(columns.values["label"])
-        self.domain_names, self.domains = numbered(columns.values.get("domain", [columns.file.stem] * len(paths)))
+            raise fault(missing[0], "path", problem)
+
+        self.class_names, self.labels = numbered(values["label"])
+        self.domain_names, self.domains = numbered(values.get("domain", [file.stem] * len(paths)))
         if group is not None:  # the recipe overrides the table
             self.groups = groups_of(paths, group)
-        elif "group" in columns.values:
-            self.groups = numbered(columns.values["group"])[1]
-        if "split" in columns.values:
-            self.splits = np.array(columns.values["split"])
-
-
-class _Columns:
-    """The checked cells of a table as text: `values[column]` has an entry per row, `rows` their row numbers."""
-
-    def __init__(self, file: Path, needed: Sequence[str]) -> None:
-        self.file = file
-        reader = {".csv": _read_csv, ".parquet": _read_parquet}.get(file.suffix.lower())
-        if reader is None:
-            raise UserError(f"data.file: {file} does not end in .csv or .parquet; name a table that does")
-        if not file.is_file():
-            problem = "is not a file" if file.exists() else "does not exist"
-            raise UserError(f"data.file: {file} {problem}; name a CSV or Parquet file")
-        cells, self.rows = reader(file, needed)
-        if not self.rows:
-            raise UserError(f"{file}: the table has no rows; add one per image")
-        texts = {"path": path_in, "split": _split_in}
-        self.values = {column: self._read(column, cells[column], texts.get(column, name_in)) for column in cells}
-
-    def _read(self, column: str, cells: Sequence[object], text_in: Callable[[object], str]) -> list[str]:
-        """Returns the text of every cell. Raises `UserError` for the first one for which `text_in` raises."""
-        texts, problems = list[str](), dict[int, str]()
-        for i, cell in enumerate(cells):
-            try:
-                texts.append(text_in(cell))
-            except ValueError as error:
-                problems[i] = str(error)
-        if problems:
-            (first, problem), *others = problems.items()
-            self.fault(first, column, problem, sum(other == problem for _, other in others))
-        return texts
-
-    def refuse_repeated(self, paths: list[str]) -> None:
-        """Raises `UserError` if two rows name the same file. `paths` are absolute: a/../b.png repeats b.png."""
-        first: dict[str, int] = {}
-        repeated = [i for i, path in enumerate(paths) if first.setdefault(path, i) != i]
-        if repeated:
-            i = repeated[0]
-            before = self.rows[first[paths[i]]]
-            self.fault(i, "path", f"{self.values['path'][i]} is already in row {before}; remove one", len(repeated) - 1)
-
-    def fault(self, i: int, column: str, problem: str, more: int = 0) -> None:
-        """Raises `UserError` for image i. `more` is the number of other rows with the same fault."""
-        others = f" (and {more} more rows like it)" if more else ""
-        place = f"{printable(self.file)}: row {self.rows[i]}, column {column}"
-        raise UserError(f"{place}: {problem}{others}")
+        elif "group" in values:
+            self.groups = numbered(values["group"])[1]
+        if "split" in values:
+            self.splits = np.array(values["split"])
 
 
 def path_in(cell: object) -> str:
@@ -124,38 +104,43 @@ def _split_in(cell: object) -> str:
     return part
 
 
-def _check_header(file: Path, header: list[str], needed: Sequence[str]) -> None:
+def _read_cells(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[object]], list[int]]:
+    """Returns {column: cells} of our columns, and the number of every row."""
+    kind = file.suffix.lower()
+    if kind not in (".csv", ".parquet"):
+        raise UserError(f"data.file: {file} does not end in .csv or .parquet; name a table that does")
+    if not file.is_file():
+        problem = "is not a file" if file.exists() else "does not exist"
+        raise UserError(f"data.file: {file} {problem}; name a CSV or Parquet file")
+    if kind == ".csv":
+        rows = csv_rows(file)
+        header = next(rows)[1]
+    else:
+        header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
     missing = [column for column in needed if column not in header]
     if missing:
         raise UserError(f"{file}: there is no column {', '.join(missing)}; found: {', '.join(header)}")
-    twice = [column for column in (*NEEDED, *OPTIONAL) if header.count(column) > 1]
+    columns = [column for column in COLUMNS if column in header]
+    twice = [column for column in columns if header.count(column) > 1]
     if twice:
         raise UserError(f"{file}: two columns have the name {twice[0]}; rename one")
+    if kind == ".csv":
+        numbered_rows = list(rows)
+        numbers = [number for number, _ in numbered_rows]
+        cells: dict[str, list[object]] = {c: [row[header.index(c)] for _, row in numbered_rows] for c in columns}
+    else:
+        cells = _from_parquet(file, lambda parquet: parquet.read_table(file, columns=columns).to_pydict())
+        numbers = list(range(1, 1 + len(cells[columns[0]])))
+    if not numbers:
+        raise UserError(f"{file}: the table has no rows; add one per image")
+    return cells, numbers
 
 
-def _read_csv(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[object]], list[int]]:
-    """Returns {column: cells} and the number of every row. The file is UTF-8 with commas and a header."""
-    rows = csv_rows(file)
-    _, header = next(rows)
-    _check_header(file, header, needed)
-    position = {column: header.index(column) for column in (*NEEDED, *OPTIONAL) if column in header}
-    numbers, cells = list[int](), list[list[str]]()
-    for number, row in rows:
-        numbers.append(number)
-        cells.append(row)
-    return {column: [row[i] for row in cells] for column, i in position.items()}, numbers
-
-
-def _read_parquet(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[object]], list[int]]:
-    """Returns {column: cells} and the number of every row."""
-    import pyarrow
+def _from_parquet(file: Path, read: Callable[[Any], Any]) -> Any:
+    """Returns what `read(pyarrow.parquet)` returns. Raises `UserError` for a damaged file."""
     import pyarrow.parquet
 
     try:
-        header = pyarrow.parquet.read_schema(file).names
-        _check_header(file, header, needed)
-        table = pyarrow.parquet.read_table(file, columns=[name for name in (*NEEDED, *OPTIONAL) if name in header])
-        cells = {name: table.column(name).to_pylist() for name in table.column_names}
+        return read(pyarrow.parquet)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: can not be read as Parquet: {error}") from error
-    return cells, list(range(1, table.num_rows + 1))

@@ -8,16 +8,16 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.files import numbered
-from xdm_ft.containers.pieces import CacheSize, PiecedImages, in_loader, read_files
-from xdm_ft.containers.remote import is_remote, list_files, open_file, read_range, states_of
+from xdm_ft.containers.pieces import CacheSize, PiecedImages, in_loader, open_files
+from xdm_ft.containers.remote import is_remote, list_files, open_file, read_range
 from xdm_ft.containers.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.images.decode import extensions
@@ -58,8 +58,13 @@ class WebDataset(PiecedImages):
         files = sorted({tar for text in expanded_braces(str(file)) for tar in _tars(text)})
         if not files:
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
-        states = tuple(states_of(files))
-        indexes = read_files(partial(_index, keys=keys.model_dump()), files, states)
+        of_names = keys.model_dump()
+
+        def index_of(address: str, state: FileState) -> Table:
+            key = repr(["tar", 3, address, state, of_names])  # 1: versions that took any damage for the end of a tar
+            return remembered_table(key, lambda: read_tar(address, state, of_names))
+
+        states, indexes = open_files(files, index_of)
         table, rows = join_tables(indexes, self.where), [len(index) for index in indexes]
         self.starts, self.sizes = table[START].to_numpy(), table[SIZE].to_numpy()
         self.members = table[MEMBER]  # in Arrow they take a fifth of the memory of a list
@@ -67,8 +72,7 @@ class WebDataset(PiecedImages):
         self.container = Container(tuple(files), "tar", self.pieces)
         self.domain_names, of_file = numbered([file.rstrip("/").rsplit("/", 2)[-2] for file in files])
         self.domains = np.repeat(of_file, rows)
-        columns = {name: None if key is None else name for name, key in keys.model_dump().items()}
-        name_columns(self, table, self.where, columns)
+        name_columns(self, table, self.where, {name: key and name for name, key in of_names.items()})
 
     def name(self, row: int) -> str:
         return printable(f"{self.container.files[self._file(row)]}, {self.members[int(row)]}")
@@ -107,11 +111,10 @@ def expanded_braces(text: str) -> Iterator[str]:
         yield text
         return
     first, dots, last = match[1].partition("..")
+    parts = match[1].split(",")
     if dots and first.isdecimal() and last.isdecimal():
         width = len(first) if len(first) == len(last) else 0
         parts = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
-    else:
-        parts = match[1].split(",")
     for part in parts:
         yield from expanded_braces(text[: match.start()] + part + text[match.end() :])
 
@@ -147,18 +150,14 @@ def _pieces(starts: np.ndarray, sizes: np.ndarray, rows: list[int], states: tupl
 # ---- The index of a tar
 
 
-def _index(address: str, state: FileState, keys: dict[str, str | None]) -> Table:
-    key = repr(["tar", 3, address, state, keys])  # 1: versions that took any damage for the end of a tar
-    return remembered_table(key, lambda: read_tar(address, state, keys))
-
-
-class _Sample(NamedTuple):
+@dataclass
+class _Sample:
     """The members of one key."""
 
     key: str
-    image: tarfile.TarInfo | None
-    label: str | None  # in KEY.cls
-    values: dict[str, Any]  # in KEY.json
+    image: tarfile.TarInfo | None = None
+    label: str | None = None  # in KEY.cls
+    values: dict[str, Any] = field(default_factory=dict)  # in KEY.json
 
 
 def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> Table:
@@ -169,10 +168,13 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
     """
     import pyarrow
 
-    samples = [sample for sample in _samples(address, state) if sample.image is not None]
+    images, samples = list[tarfile.TarInfo](), list[_Sample]()
+    for sample in _samples(address, state):
+        if sample.image is not None:
+            images.append(sample.image)
+            samples.append(sample)
     if not samples:
         raise UserError(f"{address}: the tar contains no images (known by their extensions); remove it")
-    images = [sample.image for sample in samples if sample.image is not None]
     columns = {
         START: pyarrow.array([image.offset_data for image in images], pyarrow.int64()),
         SIZE: pyarrow.array([image.size for image in images], pyarrow.int64()),
@@ -206,23 +208,23 @@ def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
 
 def _samples(address: str, state: FileState) -> Iterator[_Sample]:
     """Yields the keys of a tar. The members of a key follow each other, as in WebDataset."""
-    sample = _Sample("", None, None, {})
+    sample = _Sample("")
     for member, content in _members(address, state):
         key, extension = _key_and_extension(member.name)
         if key != sample.key:
             yield sample
-            sample = _Sample(key, None, None, {})
+            sample = _Sample(key)
         where = f"{printable(address)}: {printable(member.name)}"
         try:
             if f".{extension.lower()}" in extensions():
                 if sample.image is not None:
                     first = f"{printable(sample.image.name)} and {printable(member.name)}"
                     raise UserError(f"{address}: {first} are two images of one key; give each its own key")
-                sample = sample._replace(image=member)
+                sample.image = member
             elif content is not None and extension == LABEL:
-                sample = sample._replace(label=content.decode().strip())
+                sample.label = content.decode().strip()
             elif content is not None:
-                sample = sample._replace(values=json.loads(content))
+                sample.values = json.loads(content)
         except ValueError as error:
             raise UserError(f"{where}: can not be read ({error}); write it as UTF-8 text") from error
         if not isinstance(sample.values, dict):

@@ -113,7 +113,7 @@ def extract(
     return Features(
         files.shards(shard.features for _, store in views for shard in store.shards),
         torch.from_numpy(np.stack(places)),
-        key=views[0].store.key,
+        key=views[0][1].key,
         unreadable=unreadable,
         extracted=extracted,
         device=device,
@@ -173,13 +173,6 @@ def _fill(
     return sum(computed)
 
 
-class CachedView(NamedTuple):
-    """A view of all images, and the store of its features, of which some may be missing."""
-
-    view: View
-    store: Store
-
-
 def cached_views(
     encoder: Encoder,
     dataset: ImageDataset,
@@ -187,14 +180,14 @@ def cached_views(
     settings: FeatureSettings,
     augmentation: Augmentation,
     device: torch.device,
-) -> list[CachedView]:
-    """The plain view and `settings.views` augmented views."""
+) -> list[tuple[View, Store]]:
+    """Returns the plain view and `settings.views` augmented ones, and the stores of their features."""
     cache, dtype = cache_folder(settings), DTYPES[settings.precision]
     parts = key_parts(encoder, dataset.decoder, settings.precision, device)
     views = []
     for view in all_views(augmentation, settings.views):
         of_view = {**parts, **view.key_parts(encoder.preprocessing)}
-        views.append(CachedView(view, Store(cache, of_view, images.contents, encoder.width, dtype)))
+        views.append((view, Store(cache, of_view, images.contents, encoder.width, dtype)))
     return views
 
 
@@ -306,37 +299,40 @@ class Extraction:
         return len(images)
 
     def _computed_shards(self, numbers: np.ndarray, size: int, bar: Progress) -> Iterator[UnfinishedShard]:
-        """Yields the shards when they are complete. The bar advances with every batch."""
+        """Yields the shards when they are complete. The bar advances with every batch.
+
+        A GPU computes a batch while the features of the one before are copied and checked.
+        """
         preprocessing, workers = self.encoder.preprocessing, worker_count(self.settings, self.hashes, self.device)
         transform, side = self.view.transform(preprocessing), preprocessing.size
         requested = deque[UnfinishedShard]()  # the shard of each batch that was requested
-        started, seconds_waited = time.perf_counter(), 0.0  # for decoded images
+        computed = deque[tuple[PixelBatch[int], Tensor, torch.cuda.Event | None]]()
 
         def read(row: int) -> Image.Image:
             with memory_of(self.dataset.name(row)):
                 return transform(self.dataset.draft(row, preprocessing.least_side), self.hashes.digests[row])
 
-        def decoded() -> Iterator[PixelBatch[int]]:
-            nonlocal seconds_waited
-            smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
-            rows, shape = self._batches(numbers, size, workers, requested), (self.settings.batch_size, side, side, 3)
+        rows, shape = self._batches(numbers, size, workers, requested), (self.settings.batch_size, side, side, 3)
+        smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
+        batches = pixel_batches(rows, read, shape, self.device, workers, f"features.workers: {workers}", smaller)
+        started, seconds_waited, is_last = time.perf_counter(), 0.0, False
+        while not is_last:
             asked = time.perf_counter()
-            for batch in pixel_batches(
-                rows, read, shape, self.device, workers, f"features.workers: {workers}", smaller
-            ):
-                seconds_waited += time.perf_counter() - asked
-                yield batch
-                asked = time.perf_counter()
-
-        for batch, z in self._encoded(decoded()):
-            shard = requested.popleft()
-            first = sum(map(len, shard.parts))
-            shard.parts.append(z)
-            shard.unreadable.update({first + position: reason for position, reason in batch.instead.items()})
-            is_decoding = seconds_waited > (time.perf_counter() - started) / 2
-            bar.advance(len(batch.items), f"limited by {'decoding' if is_decoding else 'the encoder'}")
-            if first + len(batch.items) == len(shard.numbers):
-                yield shard
+            batch = next(batches, None)
+            seconds_waited += time.perf_counter() - asked  # for decoded images
+            is_last = batch is None
+            if batch is not None:
+                computed.append((batch, *self._encode(batch)))
+            while computed and (is_last or self.device.type != "cuda" or len(computed) > 1):
+                done, z, event = computed.popleft()
+                shard = requested.popleft()
+                first = sum(map(len, shard.parts))
+                shard.parts.append(self._checked(done, z, event))
+                shard.unreadable.update({first + position: reason for position, reason in done.instead.items()})
+                is_decoding = seconds_waited > (time.perf_counter() - started) / 2
+                bar.advance(len(done.items), f"limited by {'decoding' if is_decoding else 'the encoder'}")
+                if first + len(done.items) == len(shard.numbers):
+                    yield shard
 
     def _batches(
         self, images: np.ndarray, size: int, workers: int, requested: deque[UnfinishedShard]
@@ -360,31 +356,22 @@ class Extraction:
                     requested.append(shard)
                     yield rows
 
-    def _encoded(self, batches: Iterator[PixelBatch[int]]) -> Iterator[tuple[PixelBatch[int], Tensor]]:
-        """Yields batches with their checked features, float [B,K] in the stored precision, on the CPU; zeros for an
-        image that does not decode.
+    def _encode(self, batch: PixelBatch[int]) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Returns the features of a batch, [B,K] in the stored precision, and the event after which they are on the
+        CPU; None: they are there."""
+        stored = DTYPES[self.settings.precision]
+        pixels = batch.pixels.to(self.device, non_blocking=True)
+        with torch.inference_mode():
+            z = self.encoder(normalized(pixels, self.encoder.preprocessing).to(stored))[: len(batch.items)]
+            z = z.to(stored).to("cpu", non_blocking=True)  # to pinned memory
+        if self.device.type != "cuda":
+            return z, None
+        event = torch.cuda.Event()
+        event.record()
+        return z, event
 
-        A GPU computes a batch while the features of the one before are copied and checked.
-        """
-        stored, on_gpu = DTYPES[self.settings.precision], self.device.type == "cuda"
-        computed = deque[tuple[PixelBatch[int], Tensor, torch.cuda.Event | None]]()
-        for batch in itertools.chain(batches, [None]):
-            if batch is not None:
-                pixels = batch.pixels.to(self.device, non_blocking=True)
-                with torch.inference_mode():
-                    z = self.encoder(normalized(pixels, self.encoder.preprocessing).to(stored))[: len(batch.items)]
-                    z = z.to(stored).to("cpu", non_blocking=True)  # to pinned memory
-                event = torch.cuda.Event() if on_gpu else None
-                if event is not None:
-                    event.record()  # when it happens, z is filled
-                computed.append((batch, z, event))
-            while computed and (batch is None or not on_gpu or len(computed) > 1):
-                yield self._check(*computed.popleft())
-
-    def _check(
-        self, batch: PixelBatch[int], z: Tensor, event: torch.cuda.Event | None
-    ) -> tuple[PixelBatch[int], Tensor]:
-        """Returns the batch with its features; a row of zeros for an image that does not decode."""
+    def _checked(self, batch: PixelBatch[int], z: Tensor, event: torch.cuda.Event | None) -> Tensor:
+        """Returns the features of a batch when they are there; zeros for an image that does not decode."""
         unreadable = {batch.items[position]: reason for position, reason in batch.instead.items()}
         refuse_unreadable(unreadable, self.dataset, self.on_bad_image)
         if event is not None:
@@ -394,5 +381,4 @@ class Extraction:
             name = self.dataset.name(batch.items[int(broken.nonzero()[0])])
             remedy = " or set features.precision: fp32" if self.settings.precision != "fp32" else ""
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
-        readable = torch.tensor([position not in batch.instead for position in range(len(z))])
-        return batch, z * readable[:, None]
+        return z * torch.tensor([position not in batch.instead for position in range(len(z))])[:, None]

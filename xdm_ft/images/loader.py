@@ -10,6 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -94,16 +96,36 @@ class PixelBatch(NamedTuple, Generic[T]):
     instead: dict[int, Any]  # position → what was read instead of pixels: a text says why an image does not decode
 
 
-class PixelBatches(Dataset[PixelBatch[T]]):
-    """Item `items` is a whole batch, which `threads` of this process decode; 0: the process that asks for it does.
+def pixel_batches(
+    batches: Iterable[list[T]],
+    read: Callable[[T], Any],
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    workers: int,
+    what: str,
+    remedy: str,
+) -> Iterator[PixelBatch[T]]:
+    """Yields each batch, decoded by `workers` processes; 0: by threads of this one. Raises `UserError` as `loaded`.
 
     `read` returns the pixels of an item, an RGB image of the shape's size, or another value to keep instead of them.
     Every batch has as many images, `shape[0]`: the products of a shorter one round differently.
     """
+    with nullcontext() if workers else ThreadPoolExecutor(own_cores(), "decoder") as threads:
+        dataset = _PixelBatches(read, shape, threads.map if threads else map)
+        # it yields whole batches; torch's own `collate_fn` would make tensors of arrays among the items
+        loader = image_loader(
+            dataset, workers, device, batch_size=None, sampler=batches, collate_fn=lambda batch: batch
+        )
+        yield from loaded(loader, what, remedy)
 
-    def __init__(self, read: Callable[[T], Any], shape: tuple[int, int, int, int], threads: int = 0) -> None:
-        self.read, self.shape = read, shape
-        self._map = ThreadPoolExecutor(threads, "decoder").map if threads else map
+
+@dataclass(frozen=True)
+class _PixelBatches(Dataset[PixelBatch[T]]):
+    """Item `items` is a whole batch."""
+
+    read: Callable[[T], Any]
+    shape: tuple[int, int, int, int]
+    map: Callable[..., Iterable[Any]]
 
     def __getitem__(self, items: list[T]) -> PixelBatch[T]:
         pixels = np.zeros(self.shape, np.uint8)
@@ -119,24 +141,8 @@ class PixelBatches(Dataset[PixelBatch[T]]):
             target[:] = value
             return None
 
-        values = enumerate(self._map(fill, items, pixels))
+        values = enumerate(self.map(fill, items, pixels))
         return PixelBatch(items, torch.from_numpy(pixels), {at: value for at, value in values if value is not None})
-
-
-def pixel_batches(
-    batches: Iterable[list[T]],
-    read: Callable[[T], Any],
-    shape: tuple[int, int, int, int],
-    device: torch.device,
-    workers: int,
-    what: str,
-    remedy: str,
-) -> Iterator[PixelBatch[T]]:
-    """Yields the batches as `PixelBatches` makes them, in `workers` processes. Raises `UserError` as `loaded` does."""
-    dataset = PixelBatches(read, shape, threads=0 if workers else own_cores())
-    # it yields whole batches; torch's own `collate_fn` would make tensors of arrays among the items
-    loader = image_loader(dataset, workers, device, batch_size=None, sampler=batches, collate_fn=lambda batch: batch)
-    yield from loaded(loader, what, remedy)
 
 
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:
