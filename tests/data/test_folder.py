@@ -24,42 +24,21 @@ def relative(dataset: Folder, root: Path) -> list[str]:
     return [os.path.relpath(path, root) for path in dataset.paths]
 
 
-def test_names_come_from_folders_and_rows_are_sorted(tmp_path: Path) -> None:
-    put(
-        tmp_path,
-        "sketch/dog/b.png",
-        "sketch/dog/a.JPG",
-        "photo/dog/deep/er/c.webp",
-        "photo/cat/x y.tiff",
-        "photo/dog/z.bmp",
-    )
-    dataset = Folder(root=tmp_path)
-    assert relative(dataset, tmp_path) == [
-        "photo/cat/x y.tiff",
-        "photo/dog/deep/er/c.webp",
-        "photo/dog/z.bmp",
-        "sketch/dog/a.JPG",
-        "sketch/dog/b.png",
-    ]
-    assert dataset.domain_names == ("photo", "sketch")
-    assert dataset.class_names == ("cat", "dog")  # the union over domains
-    assert dataset.labels.tolist() == [0, 1, 1, 1, 1]
-    assert dataset.domains.tolist() == [0, 0, 0, 1, 1]
-    assert dataset.groups is None
-    assert dataset.splits is None
-    assert len(dataset) == 5
-    assert dataset.image(0).size == (5, 4)
-    assert dataset.name(0) == str(tmp_path / "photo/cat/x y.tiff")
-    assert dataset.content(0) == os.path.abspath(tmp_path / "photo/cat/x y.tiff")
-
-
-def test_a_relative_root_is_shown_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, "in/d/c/a.png")
+def test_names_come_from_folders_and_rows_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["photo/cat/x y.tiff", "photo/dog/deep/er/c.webp", "photo/dog/z.bmp", "sketch/c\nc/a\nb.png"]
+    names += ["sketch/dog/a.JPG", "sketch/dog/ü.png"]
+    put(tmp_path / "in", *reversed(names))
     monkeypatch.chdir(tmp_path)
     dataset = Folder(root=Path("in"))
     monkeypatch.chdir("/")
-    assert dataset.name(0) == "in/d/c/a.png"
-    assert dataset.image(0).mode == "RGB"
+    assert relative(dataset, tmp_path / "in") == names and len(dataset) == 6
+    assert dataset.domain_names == ("photo", "sketch")
+    assert dataset.class_names == (r"c\nc", "cat", "dog"), "the union over domains, escaped"
+    assert (dataset.labels.tolist(), dataset.domains.tolist()) == ([1, 2, 2, 0, 2, 2], [0, 0, 0, 1, 1, 1])
+    assert (dataset.groups, dataset.splits) == (None, None)
+    assert dataset.image(3).size == (5, 4) and dataset.content(0) == str(tmp_path / "in/photo/cat/x y.tiff")
+    assert dataset.name(0) == "in/photo/cat/x y.tiff", "as typed"
+    assert dataset.name(3) == r"in/sketch/c\nc/a\nb.png"
 
 
 def test_ignored_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,8 +48,7 @@ def test_ignored_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
     (tmp_path / "empty" / "c").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "xdm_ft"):
         dataset = Folder(root=tmp_path)
-    assert relative(dataset, tmp_path) == ["d/c/a.png"]
-    assert dataset.domain_names == ("d",)
+    assert relative(dataset, tmp_path) == ["d/c/a.png"] and dataset.domain_names == ("d",)
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}: ignored 3 files without an image, the first: README.txt",
         f"{tmp_path}: ignored 1 image outside a <domain>/<class> folder, the first: d/loose.png",
@@ -78,7 +56,7 @@ def test_ignored_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
-    put(tmp_path, "root/d/c/a.png", "root/d/c/sub/b.png", "else/where/e.png", "root/d/e/f.png")
+    put(tmp_path, "root/d/c/a.png", "root/d/c/sub/b.png", "else/where/e.png", "root/d/e/f.png", "two/d/c/a.png")
     root = tmp_path / "root"
     for name, target in {
         "d/c/up": "..",
@@ -90,18 +68,15 @@ def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
         "d/linked": str(tmp_path / "else" / "where"),
         "loop": ".",
         "d/c/gone.png": "nowhere.png",
+        "../two/e": "d",
     }.items():
         (root / name).symlink_to(target)
     dataset = Folder(root=root)
     assert relative(dataset, root) == ["d/c/a.png", "d/c/gone.png", "d/c/sub/b.png", "d/e/f.png", "d/linked/e.png"]
     with pytest.raises(UnreadableImage, match="No such file"):
         dataset.image(1)
-
-
-def test_two_domains_may_link_to_the_same_images(tmp_path: Path) -> None:
-    put(tmp_path, "d/c/a.png")
-    (tmp_path / "e").symlink_to("d")
-    assert relative(Folder(root=tmp_path), tmp_path) == ["d/c/a.png", "e/c/a.png"]
+    two = tmp_path / "two"
+    assert relative(Folder(root=two), two) == ["d/c/a.png", "e/c/a.png"], "two domains may link to the same images"
 
 
 @pytest.mark.parametrize(
@@ -115,9 +90,15 @@ def test_two_domains_may_link_to_the_same_images(tmp_path: Path) -> None:
 )
 def test_groups(tmp_path: Path, pattern: str, groups: list[int]) -> None:
     put(tmp_path, "a/c/patient1_1_.png", "a/c/patient1_2_.png", "a/d/patient2_1_.png", "b/c/patient2_1_.png")
-    dataset = Folder(root=tmp_path, group=pattern)
-    assert dataset.groups is not None
-    assert dataset.groups.tolist() == groups
+    assert Folder(root=tmp_path, group=pattern).groups.tolist() == groups
+
+
+def test_recipe_keys() -> None:
+    settings, given = settings_model(find("data", "folder")), {"root": "x", "group": r"p(\d)"}
+    assert set(settings.model_fields) == {"root", "group"}
+    assert settings.model_validate(given).model_dump(mode="json") == given
+    with pytest.raises(ValueError, match="not a regular expression: missing \\), unterminated subpattern"):
+        settings.model_validate({"root": "x", "group": "p("})
 
 
 def fault(root: Path, group: str | None = None) -> str:
@@ -133,17 +114,14 @@ def test_faults_are_one_clear_line(tmp_path: Path) -> None:
     assert "is not a folder; it must contain <domain>/<class>/<image>" in fault(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert fault(tmp_path / "empty").endswith("contains no images in <domain>/<class>/ folders; it is empty")
-    put(tmp_path, "flat/cat/a.png", "flat/cat/b.png")
-    assert fault(tmp_path / "flat").endswith(
-        "folders; it contains 2 images in higher folders, such as cat/a.png; move them into class folders"
-    )
+    put(tmp_path, "flat/cat/a.png", "flat/cat/b.png", "good/d/c/p1.png", "good/d/c/q.png")
+    higher = "it contains 2 images in higher folders, such as cat/a.png; move them into class folders"
+    assert fault(tmp_path / "flat").endswith(f"folders; {higher}")
     (tmp_path / "text/d/c").mkdir(parents=True)
     (tmp_path / "text/d/c/a.txt").write_text("x")
     assert fault(tmp_path / "text").endswith("folders; it contains 1 other file")
-    put(tmp_path, "good/d/c/p1.png", "good/d/c/q.png")
-    assert fault(tmp_path / "good", r"p\d").startswith(
-        r'data.group: "p\d" matches nothing in 1 of 2 paths, the first: d/c/q.png'
-    )
+    problem = r'data.group: "p\d" matches nothing in 1 of 2 paths, the first: d/c/q.png'
+    assert fault(tmp_path / "good", r"p\d").startswith(problem)
 
 
 def test_a_root_that_is_one_domain_names_the_folder_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,22 +143,3 @@ def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
         assert f"{tmp_path}/d/c can not be read: Permission denied" in fault(tmp_path)
     finally:
         (tmp_path / "d/c").chmod(0o755)
-
-
-def test_odd_names_are_escaped(tmp_path: Path) -> None:
-    put(tmp_path, "d/c\nc/a\nb.png", "d/café/ü.png")
-    dataset = Folder(root=tmp_path)
-    assert dataset.class_names == (r"c\nc", "café")
-    assert dataset.name(0).endswith(r"d/c\nc/a\nb.png")
-    assert dataset.image(0).size == (5, 4)
-
-
-def test_recipe_keys() -> None:
-    settings = settings_model(find("data", "folder"))
-    assert set(settings.model_fields) == {"root", "group"}
-    assert settings.model_validate({"root": "x", "group": r"p(\d)"}).model_dump(mode="json") == {
-        "root": "x",
-        "group": r"p(\d)",
-    }
-    with pytest.raises(ValueError, match="not a regular expression: missing \\), unterminated subpattern"):
-        settings.model_validate({"root": "x", "group": "p("})

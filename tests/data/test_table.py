@@ -15,6 +15,12 @@ from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
 
 NAMES = ("a.png", "b.png", "c d.png", "sub/e.png")
+CSV = """path,label,domain
+b.png,dog,photo
+a.png,cat,photo
+c d.png,dog,sketch
+sub/e.png,cat,sketch
+"""
 
 
 @pytest.fixture
@@ -30,42 +36,39 @@ def write(folder: Path, text: str, name: str = "t.csv", encoding: str = "utf-8")
     return folder / name
 
 
-CSV = """path,label,domain
-b.png,dog,photo
-a.png,cat,photo
-c d.png,dog,sketch
-sub/e.png,cat,sketch
-"""
-
-
 def test_rows_keep_the_order_of_the_table(folder: Path) -> None:
     dataset = Table(file=write(folder, CSV))
     assert [os.path.relpath(path, folder) for path in dataset.paths] == ["b.png", "a.png", "c d.png", "sub/e.png"]
-    assert dataset.class_names == ("cat", "dog")
-    assert dataset.domain_names == ("photo", "sketch")
-    assert dataset.labels.tolist() == [1, 0, 1, 0]
-    assert dataset.domains.tolist() == [0, 0, 1, 1]
+    assert (dataset.class_names, dataset.domain_names) == (("cat", "dog"), ("photo", "sketch"))
+    assert (dataset.labels.tolist(), dataset.domains.tolist()) == ([1, 0, 1, 0], [0, 0, 1, 1])
     assert (dataset.groups, dataset.splits) == (None, None)
-    assert dataset.image(3).size == (5, 4)
-    assert dataset.name(3) == str(folder / "sub/e.png")
-    assert dataset.content(3) == str(folder / "sub/e.png")
+    assert dataset.image(3).size == (5, 4) and dataset.name(3) == dataset.content(3) == str(folder / "sub/e.png")
+    frame = pandas.read_csv(folder / "t.csv").assign(domain=[3, 3, 5, 5], group=["x", "x", "y", "z"])
+    frame.to_parquet(folder / "t.parquet")
+    parquet = Table(file=folder / "t.parquet")
+    assert parquet.domain_names == ("3", "5"), "hospital numbers become names"
+    assert parquet.labels.tolist() == [1, 0, 1, 0] and parquet.groups.tolist() == [0, 0, 1, 2]
+    assert parquet.paths == dataset.paths
+    assert set(settings_model(find("data", "table")).model_fields) == {"file", "root", "group"}
 
 
 def test_optional_columns_in_any_order_blanks_and_other_columns(folder: Path) -> None:
     text = (
         "extra, split, domain ,group,path,label\r\n"
         "1,train, photo,p2,a.png,none\r\n"
+        "1,train, photo,p3,sub/e.png,other\r\n"
         '2,val,photo ,p1, "b.png",other\r\n'
         "\r\n"
         "3,test,sketch,p2,c d.png,none\r\n\r\n"
     )
     dataset = Table(file=write(folder, text, encoding="utf-8-sig"))
-    assert dataset.class_names == ("none", "other")
-    assert dataset.domain_names == ("photo", "sketch")
-    assert dataset.groups is not None
-    assert dataset.groups.tolist() == [1, 0, 1]
-    assert dataset.splits is not None
-    assert dataset.splits.tolist() == ["train", "val", "test"]
+    assert (dataset.class_names, dataset.domain_names) == (("none", "other"), ("photo", "sketch"))
+    assert dataset.groups.tolist() == [1, 2, 0, 1] and dataset.splits.tolist() == ["train", "train", "val", "test"]
+    (split,) = splits(dataset, Protocol(name="official"), seed=0)
+    assert {name: rows.tolist() for name, rows in split.evaluation.items()} == {"train_val": [2], "test": [3]}
+    assert split.test_domains == ("sketch",)
+    by_path = Table(file=folder / "t.csv", group=r"^\w+")
+    assert by_path.groups.tolist() == [0, 3, 1, 2], "the recipe's group overrides the column"
 
 
 def test_names_that_were_quoted_for_spreadsheets(folder: Path) -> None:
@@ -78,58 +81,31 @@ def test_names_that_were_quoted_for_spreadsheets(folder: Path) -> None:
     assert dataset.domains[0] == dataset.domains[2], "an unquoted one is read as before"
 
 
-def test_parquet_equals_csv(folder: Path) -> None:
-    frame = pandas.read_csv(write(folder, CSV)).assign(domain=[3, 3, 5, 5], group=["x", "x", "y", "z"])
-    frame.to_parquet(folder / "t.parquet")
-    dataset = Table(file=folder / "t.parquet")
-    assert dataset.domain_names == ("3", "5")  # hospital numbers become names
-    assert dataset.labels.tolist() == [1, 0, 1, 0]
-    assert dataset.groups is not None
-    assert dataset.groups.tolist() == [0, 0, 1, 2]
-    assert dataset.image(0).size == (5, 4)
-
-
 def test_root_and_absolute_paths(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     file = write(elsewhere, f"path,label,domain\na.png,x,d\n{folder}/b.png,y,d\n")
-    dataset = Table(file=file, root=folder)
-    assert dataset.paths == [str(folder / "a.png"), str(folder / "b.png")]
+    assert Table(file=file, root=folder).paths == [str(folder / "a.png"), str(folder / "b.png")]
 
 
-def test_the_recipes_group_overrides_the_column(folder: Path) -> None:
-    file = write(
-        folder,
-        CSV.replace("domain\n", "domain,group\n").replace("photo\n", "photo,1\n").replace("sketch\n", "sketch,2\n"),
-    )
-    by_column, by_path = Table(file=file), Table(file=file, group=r"^\w+")
-    assert by_column.groups is not None and by_path.groups is not None
-    assert by_column.groups.tolist() == [0, 0, 1, 1]
-    assert by_path.groups.tolist() == [1, 0, 2, 3]
-
-
-def test_the_split_column_serves_the_official_protocol(folder: Path) -> None:
-    text = "path,label,domain,split\na.png,x,d,train\nb.png,y,d,train\nc d.png,x,d,val\nsub/e.png,x,e,test\n"
-    (split,) = splits(Table(file=write(folder, text)), Protocol(name="official"), seed=0)
-    assert {name: rows.tolist() for name, rows in split.evaluation.items()} == {"train_val": [2], "test": [3]}
-    assert split.test_domains == ("e",)
-
-
-def fault(file: Path, **settings: str) -> str:
+def fault(file: Path) -> str:
     with pytest.raises(UserError) as caught:
-        Table(file=file, **settings)
+        Table(file=file)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 CELLS = "but the header has 3; quote cells that contain commas"
+EMPTY = "the cell is empty; fill it in"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("a.png,cat", "a.png,", "row 3, column label: the cell is empty; fill it in"),
-        ("a.png,cat,photo", "a.png,cat,", "row 3, column domain: the cell is empty; fill it in"),
-        ("c d.png,dog", ",dog", "row 4, column path: the cell is empty; fill it in"),
+        ("a.png,cat", "a.png,", f"row 3, column label: {EMPTY}"),
+        ("a.png,cat,photo", "a.png,cat,", f"row 3, column domain: {EMPTY}"),
+        ("c d.png,dog", ",dog", f"row 4, column path: {EMPTY}"),
+        ("\na.png,cat,photo\nc d.png,dog", "\n\na.png,,photo\nc d.png,",
+         f"row 4, column label: {EMPTY} (and 1 more rows like it)"),
         ("a.png,cat", "b.png,cat", "row 3, column path: b.png is already in row 2; remove one"),
         ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
         ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
@@ -139,6 +115,10 @@ CELLS = "but the header has 3; quote cells that contain commas"
         ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
         ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
+        (CSV, "path,label,domain\n", "the table has no rows; add one per image"),
+        (CSV, "", "there is no column path, label, domain; found: "),
+        (CSV, "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n",
+         'row 3, column split: "tests" is not a split; did you mean "test"?'),
     ],
 )  # fmt: skip
 def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) -> None:
@@ -147,25 +127,10 @@ def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) ->
     assert fault(file) == f"{file}: {message}"
 
 
-def test_repeated_faults_are_counted_and_blank_lines_too(folder: Path) -> None:
-    file = write(folder, "path,label,domain\n\na.png,,d\nb.png,,d\n")
-    assert fault(file) == f"{file}: row 3, column label: the cell is empty; fill it in (and 1 more rows like it)"
-
-
 def test_missing_files_are_named_and_counted(folder: Path) -> None:
-    rows = "".join(f"no{i}.png,cat,photo\n" for i in range(5))
-    file = write(folder, CSV + rows)
-    message = fault(file)
-    assert message.startswith(
-        f"{file}: row 6, column path: the file does not exist; 5 of 9 are missing: {folder}/no0.png, "
-    )
-    assert message.count(".png") == 3
-
-
-def test_unknown_splits(folder: Path) -> None:
-    text = "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n"
-    file = write(folder, text)
-    assert fault(file) == f'{file}: row 3, column split: "tests" is not a split; did you mean "test"?'
+    file = write(folder, CSV + "".join(f"no{i}.png,cat,photo\n" for i in range(5)))
+    problem = f"row 6, column path: the file does not exist; 5 of 9 are missing: {folder}/no0.png, "
+    assert (message := fault(file)).startswith(f"{file}: {problem}") and message.count(".png") == 3
 
 
 def test_faults_of_the_file(folder: Path) -> None:
@@ -173,20 +138,13 @@ def test_faults_of_the_file(folder: Path) -> None:
     assert "does not end in .csv or .parquet" in fault(write(folder, CSV, "t.xlsx"))
     (folder / "dir.csv").mkdir()
     assert "is not a file" in fault(folder / "dir.csv")
-    assert fault(write(folder, "path,label,domain\n")).endswith("the table has no rows; add one per image")
-    assert "no column path, label, domain" in fault(write(folder, ""))
     assert "can not be read as Parquet" in fault(write(folder, "text", "t.parquet"))
-    pandas.DataFrame({"path": ["a.png", "b.png"], "label": ["x", None], "domain": ["d", "d"]}).to_parquet(
-        folder / "n.parquet"
-    )
-    assert fault(folder / "n.parquet").endswith("n.parquet: row 2, column label: the cell is empty; fill it in")
+    frame = pandas.DataFrame({"path": ["a.png", "b.png"], "label": ["x", None], "domain": ["d", "d"]})
+    frame.to_parquet(folder / "n.parquet")
+    assert fault(folder / "n.parquet").endswith(f"n.parquet: row 2, column label: {EMPTY}")
+    frame[["path"]].to_parquet(folder / "m.parquet")
+    assert fault(folder / "m.parquet").endswith("there is no column label, domain; found: path")
     damaged = pyarrow.array([b"\xff.png"]).view(pyarrow.string())
     table = pyarrow.table({"path": damaged, "label": ["x"], "domain": ["d"]})
     pyarrow.parquet.write_table(table, folder / "u.parquet")
     assert "u.parquet: can not be read as Parquet: 'utf-8' codec can't decode byte 0xff" in fault(folder / "u.parquet")
-    pandas.DataFrame({"path": ["a.png"]}).to_parquet(folder / "m.parquet")
-    assert fault(folder / "m.parquet").endswith("there is no column label, domain; found: path")
-
-
-def test_recipe_keys() -> None:
-    assert set(settings_model(find("data", "table")).model_fields) == {"file", "root", "group"}

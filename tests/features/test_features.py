@@ -78,21 +78,23 @@ def test_features_are_the_encoders_and_a_second_run_computes_nothing(tmp_path: P
     assert {path.stat().st_mode & 0o777 for path in (cached, folder)} == {0o700}
 
 
-def test_another_process_reads_the_same_files(tmp_path: Path) -> None:
-    """What is pickled is where the features are, not what they are."""
+def test_another_process_reads_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is pickled is where the features are, not what they are. Deleted files stay readable for their process."""
     first = features_of(Pixels(N), tmp_path)
     there = pickle.loads(pickle.dumps(first))
     assert torch.equal(every_row(there), every_row(first)) and not there.in_memory and there.key == first.key
     placed = there.to(CPU)
     assert torch.equal(every_row(placed), every_row(first)) and placed.in_memory
-    shard, written = next(tmp_path.rglob("shard-*")), pickle.dumps(placed)
+    monkeypatch.setattr(cache, "MEMORY_FRACTION", 0.0)
+    mapped, shard, written = there.to(CPU), next(tmp_path.rglob("shard-*")), pickle.dumps(placed)
     shard.unlink()
+    assert not mapped.in_memory and torch.equal(every_row(mapped), every_row(first))
     with pytest.raises(UserError, match=f"features.dir: {re.escape(str(shard))} can not be read"):
         pickle.loads(written)
 
 
 def test_an_image_is_encoded_once_in_whatever_set_it_is(tmp_path: Path) -> None:
-    """Images may be added, removed, reordered and repeated, and two data sets may share some."""
+    """Images may be added, removed, reordered, renamed and repeated, and two data sets may share some."""
     dataset, encoder = Pixels(N), Tiny()
     first = features_of(dataset, tmp_path)
     order = [*torch.randperm(N, generator=torch.Generator().manual_seed(0)).tolist(), 5, 5]
@@ -108,14 +110,11 @@ def test_an_image_is_encoded_once_in_whatever_set_it_is(tmp_path: Path) -> None:
     copies = features_of(dataset, tmp_path / "copies", encoder, batch_size=50)
     assert copies.extracted == encoder.seen[0] == 50, "copies are encoded once"
     assert torch.equal(every_row(copies)[20:40], every_row(copies)[:20])
-
-
-def test_files_may_be_moved_and_renamed(tmp_path: Path) -> None:
     images = write_images(tmp_path / "images", 40)
-    first = features_of(Files(images), tmp_path / "cache")
+    files = features_of(Files(images), tmp_path)
     (images / "00000.png").rename(images / "zzz.png")
-    again = features_of(Files(images.rename(tmp_path / "elsewhere")), tmp_path / "cache")
-    assert again.extracted == 0 and torch.equal(every_row(again), every_row(first).roll(-1, 0))
+    moved = features_of(Files(images.rename(tmp_path / "elsewhere")), tmp_path)
+    assert moved.extracted == 0 and torch.equal(every_row(moved), every_row(files).roll(-1, 0))
 
 
 @pytest.mark.parametrize("model", ["tiny", "mobilenetv2_035", "densenet121", "test_vit"])
@@ -280,15 +279,6 @@ def test_features_are_stored_as_computed_and_read_alike_wherever_they_fit(
                 features[torch.tensor([0, row])]
 
 
-def test_deleted_features_stay_readable_for_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MEMORY_FRACTION", 0.0)
-    features = features_of(Pixels(N), tmp_path)
-    before = every_row(features)
-    for path in tmp_path.rglob("shard-*"):
-        path.unlink()
-    assert torch.equal(every_row(features), before)
-
-
 # ---- Views
 
 
@@ -344,28 +334,23 @@ def test_the_key_of_a_view_depends_on_all_that_determines_it(tmp_path: Path, mon
     assert with_views(tmp_path, 1).extracted == 0
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-def test_memory_mapped_views_equal_those_in_memory(
-    normalized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = with_views(tmp_path, 3)
+def test_memory_mapped_views_equal_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory = with_views(tmp_path, 3)
     monkeypatch.setattr(cache, "MEMORY_FRACTION", 0.0)
-    mapped = with_views(tmp_path, 3)
-    assert table.in_memory and not mapped.in_memory
-    if normalized:
-        table, mapped = table.normalized(), mapped.normalized()
+    in_files = with_views(tmp_path, 3)
+    assert in_memory.in_memory and not in_files.in_memory
     generator = torch.Generator().manual_seed(0)
-    for shape in [(50,), (4, 3, 9), (), (0,)]:
-        rows, numbers = (torch.randint(high, shape, generator=generator) for high in (N, 4))
-        z = table.of_views(rows, numbers)
-        assert z.shape == (*shape, WIDTH) and torch.equal(mapped.of_views(rows, numbers), z)
-        for position in range(rows.numel()):
-            expected = view(table, int(numbers.flatten()[position]))[rows.flatten()[position]]
-            assert torch.equal(z.reshape(-1, WIDTH)[position], expected)
-    for features in (table, mapped):  # the plain view ends where the first augmented one begins
-        for row in (-1, N):
-            with pytest.raises(IndexError):
-                features[torch.tensor([0, row])]
+    for table, mapped in ((in_memory, in_files), (in_memory.normalized(), in_files.normalized())):
+        for shape in [(50,), (4, 3, 9), (), (0,)]:
+            rows, numbers = (torch.randint(high, shape, generator=generator) for high in (N, 4))
+            z = table.of_views(rows, numbers)
+            assert z.shape == (*shape, WIDTH) and torch.equal(mapped.of_views(rows, numbers), z)
+            for position, (row, number) in enumerate(zip(rows.flatten(), numbers.flatten(), strict=True)):
+                assert torch.equal(z.reshape(-1, WIDTH)[position], view(table, int(number))[row])
+        for features in (table, mapped):  # the plain view ends where the first augmented one begins
+            for row in (-1, N):
+                with pytest.raises(IndexError):
+                    features[torch.tensor([0, row])]
 
 
 # ---- What is refused, and settings

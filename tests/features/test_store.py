@@ -160,7 +160,7 @@ def test_only_damaged_shards_of_views_are_named_and_computed_again(tmp_path: Pat
     assert faults[1].startswith(f"{empty.name} is damaged") and len(faults) == 2
     verified = verify_cache(str(tmp_path))
     assert verified.exit_status == 2 and f"{flipped.name} is damaged" in str(verified.error)
-    assert sorted((entry.state, len(entry.faults)) for entry in verified.document["entries"])[0] == ("damaged", 2)
+    assert ("damaged", 2) in {(entry.state, len(entry.faults)) for entry in verified.document["entries"]}
     again = features_of(Pixels(120), tmp_path, **views)
     assert again.extracted == lost and f"{flipped} is damaged" in caplog.text and verify(second) == []
     rows = torch.arange(120)
