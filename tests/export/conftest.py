@@ -35,6 +35,7 @@ RUNS = {
         "{name: erm, head_init: zero_shot, label: deep, trainable: {blocks: 1}}]",
     ],
     "trained": [
+        "protocol.seeds=2",
         "training.steps=4",
         "methods=[{name: erm, label: all, trainable: true}, "
         "{name: erm, label: lora, trainable: {lora: {rank: 2, blocks: 2, dropout: 0.1}}}]",

@@ -3,9 +3,11 @@
 import numpy as np
 import torch
 
+from xdm_ft.evaluation.intervals import new_site
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -40,3 +42,18 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
     recipe = {"protocol": {"name": protocol, "metric": metric}, "data": {"name": "folder"}}
     results = {"recipe": recipe, "runs": [{"test_domains": list(held)} for held in held_out]}
     return results, records, logits_of, images_of
+
+
+def expected_of(values, metric="accuracy", **changes):
+    """What a card promises from these values of the held-out domains, of one seed each."""
+    site = new_site([np.array([value]) for value in values])
+    held_out = tuple(
+        AtHeldOut(domains=(f"d{i}",), value=v, interval=None, seeds=1, images=10, groups=None, accuracies={})
+        for i, v in enumerate(values)
+    )
+    return Expected(**{
+        "source": "leave one domain out", "data": "folder", "method": METHOD, "selection": RULE, "metric": metric,
+        "mean": float(np.mean(values)), "std": None, "stderr": None, "seeds": 1, "held_out": held_out,
+        "worst": ("d0", 0.5), "others": {}, "calibrated": None, "new_site": None, "spread": site and site.spread,
+        "freedom": site and site.freedom, "notes": (), **changes,
+    })  # fmt: skip

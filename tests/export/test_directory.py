@@ -15,6 +15,7 @@ import small_models
 from exported import RUN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from promised import expected_of
 from safetensors.torch import load_file
 from small_models import parts, photographs
 
@@ -24,7 +25,6 @@ from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.intervals import NewSite
 from xdm_ft.export.card import card
 from xdm_ft.export.choose import Choice
-from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.directory import TRAINING_IMAGES, new_directory, read_config, write_directory
 from xdm_ft.export.hub import checked_files
 from xdm_ft.export.predictor import cached_features
@@ -37,19 +37,10 @@ SURROGATE = "a\ud800b"
 HUGE = 10**400
 
 
-def expected() -> Expected:
-    held_out = tuple(
-        AtHeldOut(
-            domains=(name,), value=0.8, interval=(0.7, 0.9), seeds=3, images=40, groups=None, accuracies={name: 0.8}
-        )
-        for name in "abc"
-    )
-    return Expected(
-        source="leave one domain out", data="pacs", method="erm", selection="train_val", metric="accuracy",
-        mean=0.8, std=0.01, stderr=0.006, seeds=3, held_out=held_out, worst=("b", 0.7), others={"nll": 0.5, "ece": 0.1},
-        calibrated={"nll": 0.4, "ece": 0.05}, new_site=(0.2, 0.99), scale="logit", center=1.5, spread=0.7, freedom=2,
-        one_more_domain=0.051, notes=("few images",),
-    )  # fmt: skip
+EXPECTED = expected_of(
+    (0.8, 0.8, 0.8), others={"nll": 0.5, "ece": 0.1}, calibrated={"nll": 0.4, "ece": 0.05}, new_site=(0.2, 0.99),
+    scale="logit", center=1.5, spread=0.7, freedom=2, one_more_domain=0.051, notes=("few images",),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +52,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = made.config
     identity = {"component": "timm", "model": "test_vit", "kwargs": {}, "versions": {"torch": "2", "timm": "1"}}
     changes = {
-        "expected": expected(),
+        "expected": EXPECTED,
         "encoder": config.encoder.model_copy(update={"identity": identity}),
         "method": {**config.method, "trial": 0, "steps": 10, "hparams": {"lr": 0.1}},
         "results": {"images": {"a": 10, "b": 12}, "how": "of three runs"},
@@ -115,7 +106,7 @@ def test_an_intact_document_and_those_of_earlier_versions_read(model: Path) -> N
     write(model, document)
     use(model)
     config, _ = read_config(model)
-    assert config.expected == expected() and config.encoder.identity["kwargs"] == {}
+    assert config.expected == EXPECTED and config.encoder.identity["kwargs"] == {}
     assert config.method["hparams"] == {"lr": 0.1} and config.results["how"] == "of three runs"
     # a spread without a scale is on the plain one
     earlier = copy.deepcopy(document)
@@ -230,10 +221,12 @@ def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp
         checked_files(tmp_path / "lora", config)
 
 
-@pytest.mark.parametrize("key", ["model", "weights"])
-def test_a_config_that_names_files_elsewhere_is_refused(model: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("model", "../elsewhere.json"), ("model", "local-dir:/etc"), ("weights", "/etc/passwd.pth")]
+)
+def test_a_config_that_names_files_elsewhere_is_refused(model: Path, key: str, value: str) -> None:
     document = document_of(model)
-    document["encoder"]["settings"][key] = "../elsewhere.json" if key == "model" else "/etc/passwd.pth"
+    document["encoder"]["settings"][key] = value
     document["encoder"]["file"] = None
     write(model, document)
     with pytest.raises(UserError, match="of this directory"):

@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from promised import CLASSES, DOMAINS, IMAGES, METHOD, RULE, SEEDS, made_run
+from promised import CLASSES, DOMAINS, IMAGES, METHOD, RULE, SEEDS, expected_of, made_run
 from safetensors.numpy import load_file
 from scipy.stats import t
 
@@ -21,31 +20,27 @@ from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.intervals import (
     NewSite,
     gain_words,
-    interval_of,
     new_site,
     one_more_domain,
     rank_words,
-    smoothed,
 )
 from xdm_ft.evaluation.metrics import metric, score
-from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Runs
 from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export.choose import Choice, read_parts
-from xdm_ft.export.config import AtHeldOut, Expected
+from xdm_ft.export.config import Expected
 from xdm_ft.export.directory import TRAINING_IMAGES
-from xdm_ft.export.evaluate import Labelled, are_among, at_site, checksums, first_of_each, judged
-from xdm_ft.export.expected import error_at, expected_performance
+from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, expected_performance, first_of_each, judged
 from xdm_ft.export.sources import Item, Site, read_site
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.tensors import tensors_of, write_checked
 
 SITE_CLASSES = ("cat", "dog", "ox", "owl")
 METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "nll", "ece")
 WITHIN = "within what the card promises"
 T_3 = {0.8: 1.637744, 0.95: 3.182446}  # quantiles of t with 3 degrees of freedom
+
 
 # the promise
 
@@ -99,16 +94,11 @@ def test_means_and_the_intervals_of_domains(four):
 def test_the_interval_of_a_new_site_by_hand(four, tmp_path):
     """On the logit scale for an accuracy, on the plain one for other metrics."""
     right = np.array([[four.right[(name,), seed].sum() for seed in SEEDS] for name in DOMAINS])  # [D,S]
-    plain = made_run(tmp_path / "plain", [(name,) for name in DOMAINS], metric="balanced_accuracy")
-    tests = [record.selected[RULE].metrics["test"] for record in plain[1]]
-    for expected, scale, values in (
-        (four.expected, "logit", np.log((right + 0.5) / (IMAGES - right + 0.5))),  # logit of (x + ½)/(n + 1)
-        (
-            expected_performance(tmp_path / "plain", *plain[:2], RULE, METHOD),
-            "plain",
-            np.array([one.balanced_accuracy for one in tests]).reshape(4, 3),
-        ),
-    ):
+    logits = np.log((right + 0.5) / (IMAGES - right + 0.5))  # logit of (x + ½)/(n + 1)
+    results, records, *_ = made_run(tmp_path / "plain", [(name,) for name in DOMAINS], metric="balanced_accuracy")
+    plain = np.array([one.selected[RULE].metrics["test"].balanced_accuracy for one in records]).reshape(4, 3)
+    of_plain = expected_performance(tmp_path / "plain", results, records, RULE, METHOD)
+    for expected, scale, values in ((four.expected, "logit", logits), (of_plain, "plain", plain)):
         between, within = values.mean(1).var(ddof=1), values.var(1, ddof=1).mean()
         spread = math.sqrt(between * (1 + 1 / 4) + (1 - 1 / 3) * within)
         assert expected.spread == pytest.approx(spread) and expected.freedom == 3
@@ -122,7 +112,6 @@ def test_the_interval_of_a_new_site_by_hand(four, tmp_path):
     half = T_3[0.95] * np.std([0.6, 0.7, 0.8, 0.9], ddof=1) * 1.25**0.5
     assert site.between("nll") == pytest.approx((0.75 - half, 0.75 + half))
     assert site.between("accuracy") == pytest.approx((0.75 - half, 1))
-    assert new_site([np.array([0.6]), np.array([0.8])]) is None
 
 
 @pytest.mark.parametrize(
@@ -179,16 +168,12 @@ def test_it_is_part_of_a_models_config_and_of_results_of_earlier_versions(small_
 @given(st.floats(-5, 5), st.floats(0, 3), st.integers(1, 100), st.sampled_from([1, 7, 1000]))
 def test_an_interval_on_the_logit_scale_holds_what_the_scale_says(center, spread, freedom, images):
     """Of x right images of n, those whose logit is inside are inside: also 0 and n, which are finite."""
-    site = NewSite(center, spread, freedom, "logit")
-    low, high = site.between("accuracy", images=images)
+    low, high = NewSite(center, spread, freedom, "logit").between("accuracy", images=images)
     half = t.ppf(0.975, freedom) * spread
     for right in {0, images // 2, images}:
         z = math.log((right + 0.5) / (images - right + 0.5))
         if abs(abs(z - center) - half) > 1e-9:
             assert (low <= right / images <= high) == (abs(z - center) < half)
-    shorter, longer = (site.between("accuracy", level) for level in (0.8, 0.95))
-    assert 0 <= longer[0] <= shorter[0] <= shorter[1] <= longer[1] <= 1
-    assert smoothed(right / images, images) == pytest.approx((right + 0.5) / (images + 1))
 
 
 @pytest.mark.parametrize(
@@ -245,44 +230,6 @@ def test_what_one_more_domain_brings(four):
 # coverage
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5])
-@pytest.mark.parametrize("spread", [0.0, 0.02, 0.1])
-def test_the_interval_of_a_domain_covers_in_nearly_95_percent(seeds, spread):
-    """The truth is 0.8; a seed's models are better or worse by `spread`, and 40 images are drawn for all seeds."""
-    rng, covered, tables = np.random.default_rng(seeds), 0, 400
-    images = HeldOutImages(np.arange(40), np.ones(40, int), np.zeros(40, int))
-    for _ in range(tables):
-        difficulty = rng.random(40)
-        right = [difficulty < 0.8 + shift for shift in rng.normal(0, spread, seeds)]
-        predictions = [Prediction("m", (), seed, RULE, images, one.astype(int)) for seed, one in enumerate(right)]
-        low, high = interval_of("accuracy", error_at("accuracy", np.mean(right, axis=1), predictions, 40), 40)
-        covered += low <= 0.8 <= high
-    assert covered / tables > 0.88  # 40 images: such intervals of a share cover somewhat less than 95%
-
-
-@pytest.mark.parametrize(("sites", "seeds", "most"), [(0.08, 0.01, 0.96), (0.02, 0.04, 0.99)])
-def test_a_new_site_is_in_the_interval_in_95_of_100(sites, seeds, most):
-    """Also, and then more often, where seeds vary more than sites. The new site is seen by one model."""
-    drawn, inside, tries = np.random.default_rng(0), 0, 4000
-    for _ in range(tries):
-        domains = 0.7 + sites * drawn.normal(size=5)
-        values = domains[:4, None] + seeds * drawn.normal(size=(4, 3))
-        low, high = new_site(list(values)).between("nll")
-        inside += low <= domains[4] + seeds * drawn.normal() <= high
-    assert 0.94 <= inside / tries <= most
-
-
-@pytest.mark.parametrize("sets", [1, 2, 4, 9])
-def test_the_probabilities_of_ranks_are_exact_for_exchangeable_sites(sets):
-    """Whatever the distribution: here with a heavy tail, and a part that all sites share."""
-    drawn, tries = np.random.default_rng(0), 20_000
-    sites = drawn.standard_cauchy((tries, sets + 1)) + 10 * drawn.normal(size=(tries, 1))
-    new, held_out = sites[:, 0], sites[:, 1:]
-    below, between = (new < held_out.min(1)), (new > held_out.min(1)) & (new < held_out.max(1))
-    assert below.mean() == pytest.approx(1 / (sets + 1), abs=0.012)
-    assert between.mean() == pytest.approx((sets - 1) / (sets + 1), abs=0.012)
-
-
 @pytest.mark.parametrize(
     ("between", "within", "groups", "most"),
     [(0.05, 0.001, 200, 0.96), (0.1, 0.4, 100, 0.98), (0.05, 0.5, 60, 0.995), (0.01, 0.5, 12, 1.0)],
@@ -303,53 +250,24 @@ def test_a_site_like_the_others_is_within_the_promise_in_95_of_100(between, with
     assert 0.94 <= inside / tries <= most
 
 
-@pytest.mark.parametrize("images", [40, 400])
-def test_sites_with_few_mistakes_are_within_the_promise_in_95_of_100(images):
-    """Sites are normal on the logit scale, about 95% accurate; some have no mistake."""
-    drawn, inside, tries = np.random.default_rng(0), 0, 4000
-    for _ in range(tries):
-        right = drawn.binomial(images, 1 / (1 + np.exp(-3 - drawn.normal(size=5))))
-        promised = new_site([np.array([np.log((x + 0.5) / (images - x + 0.5))]) for x in right[:4]], "logit")
-        share = right[4] / images
-        estimate = Estimate(share, (share * (1 - share) / (images - 1)) ** 0.5, images - 1)
-        inside += judged("accuracy", share, estimate, images, promised)[1] == WITHIN
-    assert inside / tries >= 0.94
-
-
 # a site
 
 
-def labelled(logits, labels, domains=None, groups=None):
-    """Images of a site with one or two domains."""
-    domains = np.zeros(len(labels), np.int64) if domains is None else domains
-    items = [Item(str(number), b"") for number in range(len(labels))]
-    return Labelled(Site(items, labels, ("x", "y")[: domains.max() + 1], domains, groups), logits)
-
-
 def random_site(n=60, groups=True, domains=1):
-    """Random answers to images of three of four classes."""
+    """Random answers to images of three of four classes, in one or two domains."""
     drawn = np.random.default_rng(3)
     labels = drawn.integers(0, 3, n)
     logits = torch.from_numpy(drawn.normal(size=(n, 4)) + 2 * np.eye(4)[labels]).float()
-    return labelled(logits, labels, np.arange(n) % domains, np.arange(n) // 4 if groups else None)
+    items, groups = [Item(str(number), b"") for number in range(n)], np.arange(n) // 4 if groups else None
+    return Labelled(Site(items, labels, ("x", "y")[:domains], np.arange(n) % domains, groups), logits)
 
 
-def all_right():
+def alike(predicted):
+    """12 images of three classes, without groups, that all have the same certain answer, or the right one (None)."""
+    site = random_site(12, groups=False)
     labels = np.arange(12) // 4
-    return labelled(torch.eye(4)[labels], labels)
-
-
-def expected_of(values, metric="accuracy"):
-    site = new_site([np.array([value]) for value in values])
-    held_out = tuple(
-        AtHeldOut(domains=(f"d{i}",), value=v, interval=None, seeds=1, images=10, groups=None, accuracies={})
-        for i, v in enumerate(values)
-    )
-    return Expected(
-        source="leave one domain out", data="folder", method="erm", selection="train_val", metric=metric,
-        mean=float(np.mean(values)), std=None, stderr=None, seeds=1, held_out=held_out, worst=("d0", 0.5), others={},
-        calibrated=None, new_site=None, spread=site and site.spread, freedom=site and site.freedom, notes=(),
-    )  # fmt: skip
+    logits = torch.eye(4)[labels if predicted is None else np.full(12, predicted)]
+    return Labelled(site.site._replace(labels=labels), logits)
 
 
 def test_metrics_and_their_intervals_are_the_naive_ones():
@@ -380,10 +298,9 @@ def test_metrics_and_their_intervals_are_the_naive_ones():
 
 
 def test_images_that_do_not_vary_have_an_exact_interval_or_none():
-    always_first = labelled(torch.eye(4)[np.zeros(12, np.int64)], np.arange(12) // 4)
-    found = at_site(always_first, SITE_CLASSES).metrics
+    found = at_site(alike(0), SITE_CLASSES).metrics
     assert found["accuracy"].interval is not None and found["balanced_accuracy"].interval is None
-    found = at_site(all_right(), SITE_CLASSES, expected_of([0.9, 0.8, 0.95]))
+    found = at_site(alike(None), SITE_CLASSES, expected_of([0.9, 0.8, 0.95]))
     assert found.metrics["accuracy"].value == 1 and found.metrics["balanced_accuracy"].interval is None
     assert found.metrics["accuracy"].interval == pytest.approx((0.025 ** (1 / 12), 1))  # Clopper and Pearson's
     assert found.versus.interval is not None and found.versus.verdict == WITHIN
@@ -427,7 +344,7 @@ def test_what_can_not_be_compared_is_not():
     expected, images = expected_of((0.6, 0.7, 0.8, 0.9)), random_site()
     nll = expected_of((0.6, 0.7, 0.8, 0.9), "nll")
     oracle = expected.model_copy(update={"selection": "oracle"})
-    one_group = labelled(images.logits, images.site.labels, groups=np.zeros(60, np.int64))
+    one_group = dataclasses.replace(images, site=images.site._replace(groups=np.zeros(60, np.int64)))
     seen = dataclasses.replace(images, trained=np.arange(60) < 2)
     for site, promise, temperature, reason in (
         (one_group, expected, 1.0, "too few images or groups"),
@@ -439,7 +356,7 @@ def test_what_can_not_be_compared_is_not():
     assert at_site(images, SITE_CLASSES, nll).versus.verdict in (WITHIN, "below", "above")
 
 
-@pytest.mark.parametrize("images", [random_site(240), all_right()], ids=["240 images", "all right"])
+@pytest.mark.parametrize("images", [random_site(240), alike(None)], ids=["240 images", "all right"])
 def test_the_verdict_on_the_logit_scale_by_hand(images):
     """The error of the site's accuracy is divided by p(1 − p); (x + ½)/(n + 1) keeps a site without mistakes finite."""
     n, right = len(images.site.labels), images.logits.argmax(1).numpy() == images.site.labels
@@ -491,20 +408,28 @@ def test_the_level_of_the_classes_is_found(tmp_path, paths, domains):
             read_site(folder, SITE_CLASSES, {})
 
 
-def test_folders_and_tables(tmp_path):
-    renamed = {"0": "cat"}
-    one = read_site(write(tmp_path / "1", ["dog/p1_a.png", "0/p2_a.png", "0/p2_b.png"]), SITE_CLASSES, renamed, r"p\d")
-    assert one.labels.tolist() == [0, 0, 1] and one.domain_names == ("1",) and one.groups.tolist() == [1, 1, 0]
-    two = read_site(write(tmp_path / "2", ["n/dog/a.png", "s/cat/b.png", "cat.png"]), SITE_CLASSES, {})
-    assert two.labels.tolist() == [1, 0] and two.domain_names == ("n", "s") and two.groups is None
-    assert [item.path for item in two.only(["s"]).items] == [str(tmp_path / "2/s/cat/b.png")]
-    write(tmp_path, ["1.png", "2.png"])
-    (tmp_path / "north.csv").write_text("path,label\n1.png,dog\n2.png,cat\n")
-    found = read_site(str(tmp_path / "north.csv"), SITE_CLASSES, {})
-    assert found.labels.tolist() == [1, 0] and found.domain_names == ("north",) and found.groups is None
-    (tmp_path / "both.csv").write_text("path,label,domain,group\n1.png,dog,s,p\n2.png,cat,n,p\n")
-    found = read_site(str(tmp_path / "both.csv"), SITE_CLASSES, {})
-    assert found.domains.tolist() == [1, 0] and found.groups.tolist() == [0, 0]
+@pytest.mark.parametrize(
+    ("files", "group", "labels", "domains", "groups"),
+    [
+        (["dog/p1_a.png", "0/p2_a.png", "0/p2_b.png"], r"p\d", [0, 0, 1], (("site",), [0, 0, 0]), [1, 1, 0]),
+        (["n/dog/a.png", "s/cat/b.png", "cat.png"], None, [1, 0], (("n", "s"), [0, 1]), None),
+        ("path,label\n1.png,dog\n2.png,cat\n", None, [1, 0], (("site",), [0, 0]), None),
+        ("path,label,domain,group\n1.png,dog,s,p\n2.png,cat,n,p\n", None, [1, 0], (("n", "s"), [1, 0]), [0, 0]),
+    ],
+)
+def test_folders_and_tables(tmp_path, files, group, labels, domains, groups):
+    """Class 0 of the training data is the model's cat."""
+    path = tmp_path / "site"
+    if isinstance(files, str):
+        path = tmp_path / "site.csv"
+        path.write_text(files)
+        files = ["../1.png", "../2.png"]
+    write(tmp_path / "site", files)
+    found = read_site(str(path), SITE_CLASSES, {"0": "cat"}, group)
+    assert found.labels.tolist() == labels and (found.domain_names, found.domains.tolist()) == domains
+    assert (None if found.groups is None else found.groups.tolist()) == groups
+    if "s" in found.domain_names:
+        assert found.only(["s"]).labels.tolist() == [labels[domains[1].index(1)]]
 
 
 @pytest.mark.parametrize(
@@ -515,7 +440,7 @@ def test_folders_and_tables(tmp_path):
         (["1.png"], {}, "contains no images in class folders; folders must be"),
         (["dog/1.png"], {"group": "("}, "--group: ( is not a regular expression"),
         (["dog/1.png"], {"group": "x"}, '--group: "x" matches nothing in 1 of 1 paths'),
-        (None, {}, "does not exist; folders must be"),
+        ([], {}, "does not exist; folders must be"),
         ("path,label\n1.png,dgo\n", {}, '/t.csv: column label: the model has no class "dgo"; did you mean "dog"?'),
         ("path\n1.png\n", {}, "there is no column label"),
     ],
@@ -526,7 +451,7 @@ def test_a_wrong_site_is_one_line(tmp_path, paths, settings, line):
         path = tmp_path / "t.csv"
         path.write_text(paths)
         write(tmp_path, ["1.png"])
-    elif paths is not None:
+    else:
         write(path, paths)
     with pytest.raises(UserError) as raised:
         read_site(str(path), SITE_CLASSES, {}, **settings)
@@ -621,25 +546,8 @@ def test_unreadable_images_are_no_copies_of_each_other(tmp_path):
     assert are_among(content[3:], content[4:]).tolist() == [True, True]
 
 
-@pytest.mark.parametrize("damage", ["none", "missing", "cut", "other"])
-def test_the_checksums_of_the_training_images(small_model, tmp_path, evaluate, damage):
-    model, sketch = shutil.copytree(small_model.model, tmp_path / "model"), small_model.data / "PACS" / "sketch"
-    file = model / TRAINING_IMAGES
-    if damage == "none":
-        images = load_file(file)["xxh3_128"]
-        training = {path for path in sketch.parent.rglob("*.png") if "sketch" not in path.parts}
-        assert {bytes(row) for row in images} == {xxhash.xxh3_128_digest(path.read_bytes()) for path in training}
-        assert (np.lexsort(images.T[::-1]) == np.arange(len(images))).all(), "sorted: no order of the data set"
-        assert len(images) > 50
-    elif damage == "missing":
-        file.unlink()  # as after --push-to-hub
-        last = evaluate(sketch, model=model).out.splitlines()[-1]
-        assert last.startswith("no copies; whether any image trained the model is unknown, as there are no checksums")
-    else:
-        if damage == "cut":
-            file.write_bytes(file.read_bytes()[:-5])
-        else:
-            write_checked(file, tensors_of({"xxh3_128": np.zeros((1, 16), np.uint8)}), {})
-        said = evaluate(sketch, model=model, status=2).err
-        [line] = [line for line in said.splitlines() if line.startswith("xdm-ft: ")]
-        assert "training_images.safetensors: is damaged" in line and line.endswith("export the model again")
+def test_without_checksums_of_training_images_nothing_is_known_of_them(small_model, tmp_path, evaluate):
+    model = shutil.copytree(small_model.model, tmp_path / "model")
+    (model / TRAINING_IMAGES).unlink()  # as after --push-to-hub
+    last = evaluate(small_model.data / "PACS" / "sketch", model=model).out.splitlines()[-1]
+    assert last.startswith("no copies; whether any image trained the model is unknown, as there are no checksums")

@@ -15,7 +15,7 @@ from xdm_ft.cli.predict import load_model
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.choose import training_images
-from xdm_ft.export.evaluate import AtSite, Labelled, are_among, at_site, checksums, first_of_each
+from xdm_ft.export.expected import AtSite, Labelled, are_among, at_site, checksums, first_of_each
 from xdm_ft.export.predictor import Model, cache_of, stream
 from xdm_ft.export.sources import Site, read_site
 from xdm_ft.report.finished import is_run, read_run

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +19,14 @@ from xdm_ft.algorithms.wise_ft import interpolate
 from xdm_ft.cut.trainable import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.evaluation.distance import Reference
+from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import index_folder
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig, PartConfig
-from xdm_ft.export.directory import digest_of, reference_from, training_images_digest
+from xdm_ft.export.directory import CHECKSUMS, digest_of, reference_from
 from xdm_ft.export.expected import expected_performance
 from xdm_ft.export.parts import SINGLE, Parts, build_encoder, build_head, check_encoder, load_trained, with_prefix
 from xdm_ft.features.hashes import hash_files
@@ -103,8 +104,9 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
     method, why = chosen_method(run, choice)
     final = run.final_fits.get(method)
     if choice.held_out is None and final is not None and final["status"] == "ok":
-        seeds = final.get("seeds") or {str(final["seed"]): final["weights"]}
-        files = {int(seed): file for seed, file in seeds.items()} if ensemble else {final["seed"]: final["weights"]}
+        files = {int(final["seed"]): final["weights"]}
+        if ensemble and final.get("seeds"):
+            files = {int(seed): file for seed, file in final["seeds"].items()}
         return Chosen(files, f"final fit: {final['how']}", final)
     if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
         command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
@@ -115,30 +117,24 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
         options = " or ".join([*others, held_out_options])
         raise UserError(f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}{options}")
 
-    # one model per seed, in the order of the recipe's seeds
+    def options_of(record: Record) -> dict[str, Any]:
+        return {"--held-out": ",".join(record.test_domains), "--seed": record.seed, "--trial": record.trial}
+
+    held_out = None if choice.held_out is None else ",".join(choice.held_out)  # a domain's name may hold a comma
+    named = {"--held-out": held_out, "--seed": choice.seed, "--trial": choice.trial}
+    wanted = {option: value for option, value in named.items() if value is not None}
     records = [record for record in run.records if record.method == method]
-    wanted = None if choice.held_out is None else ",".join(choice.held_out)  # a domain's name may hold a comma
-    fitting = [
-        record
-        for record in records
-        if wanted in (None, ",".join(record.test_domains))
-        and choice.seed in (None, record.seed)
-        and choice.trial in (None, record.trial)
-    ]
-    order = {seed: position for position, seed in enumerate(run.results["recipe"]["protocol"]["seeds"])}
+    fitting = [record for record in records if wanted.items() <= options_of(record).items()]
     models = [record for record in picked_trials(fitting, run.rule, run.metric) if run.rule in record.selected]
-    models.sort(key=lambda record: order.get(record.seed, len(order)))
     if not models:
-        for option, value, names in (
-            ("--held-out", wanted, [",".join(record.test_domains) for record in records]),
-            ("--seed", choice.seed, [str(record.seed) for record in records]),
-            ("--trial", choice.trial, [str(record.trial) for record in records]),
-        ):
-            if value is not None and str(value) not in names:
-                hint = did_you_mean(str(value), list(dict.fromkeys(names)))
-                raise UserError(f"{run.path}: {option}: no model {value}{hint}")
+        for option, value in wanted.items():
+            names = list(dict.fromkeys(str(options_of(record)[option]) for record in records))
+            if str(value) not in names:
+                raise UserError(f"{run.path}: {option}: no model {value}{did_you_mean(str(value), names)}")
         problem = f"no trained model of {method} fits all of the options"
         raise UserError(f"{run.path}: {problem}; results.json lists the models")
+    order = {seed: position for position, seed in enumerate(run.results["recipe"]["protocol"]["seeds"])}
+    models.sort(key=lambda record: order.get(record.seed, len(order)))
     first, files = models[0], {record.seed: record.selected[run.rule].weights for record in models}
     how = f"trained without {', '.join(first.test_domains)} (held out), seed {first.seed}, trial {first.trial}; {why}"
     if ensemble:
@@ -164,29 +160,31 @@ def read_parts(
             f"{run.path}: --ensemble needs models of several seeds, but there is one ({chosen.how.split(';')[0]}); "
             "run the recipe with more protocol.seeds, or leave it out; a solver has the same head under every seed"
         )
-    files = {seed: _read_file(run, file) for seed, file in sorted(chosen.files.items())}
+    files = {seed: _read_weights(run, file) for seed, file in sorted(chosen.files.items())}
     (state, about), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
-    described, trains_encoder = about["encoder"], bool(about["encoder"]["in_this_file"])
+    trains_encoder = bool(about["encoder"]["in_this_file"])
     if ensemble and trains_encoder:
         raise UserError(f"{run.path}: an ensemble needs one encoder, but each of these models has trained its own")
 
-    trained_tensors = with_prefix(state, "encoder")
-    encoder = _read_encoder(run.path, about, trained_tensors if wise_ft is None else {})
+    def head_of(state: Mapping[str, Tensor]) -> Head:
+        return build_head(HeadConfig(**about["head"]), about["encoder"]["width"], len(about["class_names"]), state)
+
+    trained = with_prefix(state, "encoder")
+    encoder = _read_encoder(run, about, trained if wise_ft is None else {})
     try:
-        heads = {seed: _build_head(about, with_prefix(state, "head")) for seed, (state, _) in files.items()}
+        members = {f"members.{seed}": head_of(with_prefix(state, "head")) for seed, (state, _) in files.items()}
     except ValueError as error:
         raise UserError(f"{run.path}: the weights do not fit their description ({error}); train again") from error
-    named: dict[str, Head] = {SINGLE: next(iter(heads.values()))}
-    how = chosen.how
+    heads, how = members, chosen.how
+    if len(members) == 1:
+        heads = {SINGLE: next(iter(members.values()))}
+    elif about["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
+        states = [head.state_dict() for head in members.values()]
+        mean = {name: torch.stack([of_seed[name] for of_seed in states]).mean(0) for name in states[0]}
+        heads = members | {SINGLE: head_of(mean)}
     if wise_ft is not None:
-        named[SINGLE] = _towards_zero_shot(run.path, about, encoder, state, named[SINGLE], wise_ft)
+        _interpolate(run, about, encoder, trained, heads[SINGLE], wise_ft)
         how = f"{how}; WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
-    if len(heads) > 1:
-        named = {f"members.{seed}": head for seed, head in heads.items()}
-        if about["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
-            states = [head.state_dict() for head in heads.values()]
-            mean = {name: torch.stack([of_seed[name] for of_seed in states]).mean(0) for name in states[0]}
-            named[SINGLE] = _build_head(about, mean)
 
     temperatures = [value for _, metadata in files.values() if (value := metadata.get("temperature")) is not None]
     fitted = median(temperatures) if temperatures and wise_ft is None else None
@@ -201,8 +199,8 @@ def read_parts(
         results = {key: chosen.final_fit[key] for key in ("images", "chosen_by", "estimate")}
     config = ModelConfig(
         xdm_ft=__version__,
-        encoder=_encoder_config(described, encoder, trained_tensors),
-        members=tuple(heads) if len(heads) > 1 else (),
+        encoder=_encoder_config(about["encoder"], encoder, tuple(trained)),
+        members=tuple(files) if len(files) > 1 else (),
         chosen=how,
         wise_ft=wise_ft,
         temperature=fitted if temperature and fitted is not None else 1.0,
@@ -215,59 +213,11 @@ def read_parts(
         expected=expected_performance(run.path, run.results, run.records, run.rule, about["method"]["label"]),
         **{key: about[key] for key in COPIED},
     )
-    return Parts(config, encoder, named, reference, trained_names=tuple(trained_tensors))
+    return Parts(config, encoder, heads, reference, trained_names=tuple(trained))
 
 
-def _read_encoder(path: Path, about: Mapping[str, Any], trained: Mapping[str, Tensor]) -> Encoder:
-    """Returns the encoder that the metadata of a model describe, with the weights that its training has changed."""
-    described = about["encoder"]
-    preprocessing = Preprocessing(**about["preprocessing"])
-    encoder = build_encoder(described["settings"]["name"], _own_settings(described), preprocessing, described["seed"])
-    if described["xxh3"] is not None:
-        check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), path)
-    try:
-        if trained:
-            load_trained(encoder, trained, complete=described["xxh3"] is None)
-    except ValueError as error:
-        raise UserError(f"{path}: the encoder's trained weights do not fit it ({error}); train again") from error
-    return encoder
-
-
-def _own_settings(described: Mapping[str, Any]) -> Any:
-    """Returns the keys that only this family of encoders has."""
-    common = {*ListedEncoder.model_fields, "preprocessing"}
-    return {key: value for key, value in described["settings"].items() if key not in common}
-
-
-def _encoder_config(
-    described: Mapping[str, Any], encoder: Encoder, trained_tensors: Mapping[str, Tensor]
-) -> EncoderConfig:
-    trained: bool | Trainable = False
-    if described["in_this_file"]:
-        # earlier versions trained all of the encoder or nothing
-        trained = TypeAdapter(Trainable).validate_python(described.get("trainable", True))
-    part = None
-    if not isinstance(trained, bool):
-        weights = encoder.state_dict()
-        part = PartConfig(
-            xxh3=digest_of({name: weights[name] for name in trained_tensors}), named_xxh3=described["xxh3"]
-        )
-    return EncoderConfig(
-        name=described["settings"]["name"],
-        settings=_own_settings(described),
-        seed=described["seed"],
-        file=None,
-        part=part,
-        xxh3=weights_digest(encoder),
-        width=described["width"],
-        trained=trained,
-        precision="fp32" if described["precision"] in ("no", None) else described["precision"],
-        pretraining=described["pretraining"],
-        identity=described["identity"] if trained is False else None,
-    )
-
-
-def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_weights(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns the tensors and the metadata of a model. Raises `UserError` if the file is damaged or missing."""
     try:
         state, metadata = RunDirectory(run.path).tensors(file)
         if "class_names" not in metadata:
@@ -275,40 +225,79 @@ def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return state, {key: json.loads(value) for key, value in metadata.items() if key != "file"}
     except (Damaged, FileNotFoundError) as error:
         reason = error if isinstance(error, Damaged) else "it does not exist"
-        raise UserError(
-            f"{run.path / file}: is damaged ({reason}); run the run's recipe again to train this model again"
-        ) from error
+        remedy = "run the run's recipe again to train this model again"
+        raise UserError(f"{run.path / file}: is damaged ({reason}); {remedy}") from error
 
 
-def _build_head(about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
-    return build_head(HeadConfig(**about["head"]), about["encoder"]["width"], len(about["class_names"]), state)
+def _read_encoder(run: Run, about: Mapping[str, Any], trained: Mapping[str, Tensor]) -> Encoder:
+    """Returns the encoder that the metadata of a model describe, with the weights that its training has changed."""
+    described, preprocessing = about["encoder"], Preprocessing(**about["preprocessing"])
+    settings = described["settings"]
+    encoder = build_encoder(settings["name"], _settings_of_family(settings), preprocessing, described["seed"])
+    if described["xxh3"] is not None:
+        check_encoder(encoder, described["xxh3"], settings.get("weights"), run.path)
+    try:
+        if trained:
+            load_trained(encoder, trained, complete=described["xxh3"] is None)
+    except ValueError as error:
+        raise UserError(f"{run.path}: the encoder's trained weights do not fit it ({error}); train again") from error
+    return encoder
 
 
-def _towards_zero_shot(
-    path: Path, about: Mapping[str, Any], encoder: Encoder, state: Mapping[str, Tensor], head: Head, alpha: float
-) -> Head:
-    """Returns the mean of the head with the zero-shot one. Does the same to the weights of an encoder that was trained.
+def _settings_of_family(settings: Mapping[str, Any]) -> Any:
+    """Returns the settings without those that encoders of all families have."""
+    return {key: value for key, value in settings.items() if key not in {*ListedEncoder.model_fields, "preprocessing"}}
+
+
+def _encoder_config(described: Mapping[str, Any], encoder: Encoder, trained_names: Sequence[str]) -> EncoderConfig:
+    trained: bool | Trainable = False
+    if described["in_this_file"]:
+        # earlier versions trained all of the encoder or nothing
+        trained = TypeAdapter(Trainable).validate_python(described.get("trainable", True))
+    part = None
+    if not isinstance(trained, bool):
+        state = encoder.state_dict()
+        part = PartConfig(xxh3=digest_of({name: state[name] for name in trained_names}), named_xxh3=described["xxh3"])
+    return EncoderConfig(
+        name=described["settings"]["name"],
+        settings=_settings_of_family(described["settings"]),
+        file=None,
+        part=part,
+        xxh3=weights_digest(encoder),
+        trained=trained,
+        precision="fp32" if described["precision"] in ("no", None) else described["precision"],
+        identity=described["identity"] if trained is False else None,
+        **{key: described[key] for key in ("seed", "width", "pretraining")},
+    )
+
+
+def _interpolate(
+    run: Run, about: Mapping[str, Any], encoder: Encoder, trained: Mapping[str, Tensor], head: Head, alpha: float
+) -> None:
+    """Replaces the weights of the head, and those of the encoder that were `trained`, by their mean with the zero-shot
+    ones.
 
     Wortsman et al. 2022, eq. (1). `encoder` has the weights from before training.
     """
     if not 0 <= alpha <= 1:
         raise UserError(f"--wise-ft: {alpha} is not in 0…1; 0 is zero-shot, 1 is the trained model")
-    label, trains_encoder = about["method"]["label"], bool(about["encoder"]["in_this_file"])
+    label = about["method"]["label"]
     if about["prompts"] is None or not isinstance(encoder, TextEncoder):
         raise UserError(
-            f"{path}: {label} did not start from class embeddings, so that there are no zero-shot weights "
+            f"{run.path}: {label} did not start from class embeddings, so that there are no zero-shot weights "
             "to interpolate with; train with head_init: zero_shot (and encoder.normalize: true)"
         )
     if "alpha" in about["method"]["hparams"]:
-        raise UserError(f"{path}: {label} is interpolated itself; choose another model")
-    if not trains_encoder and about["step"] == 0:
-        raise UserError(f"{path}: {label} is zero-shot itself; choose a model that was trained")
-    text = encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
-    zero_shot, trained = _build_head(about, head.state_dict()), head.state_dict()
-    zero_shot.start_from_text(text)
-    if trains_encoder:
-        load_trained(encoder, interpolate(encoder.state_dict(), with_prefix(state, "encoder"), alpha))
-    return _build_head(about, interpolate(zero_shot.state_dict(), trained, alpha))
+        raise UserError(f"{run.path}: {label} is interpolated itself; choose another model")
+    if not trained and about["step"] == 0:
+        raise UserError(f"{run.path}: {label} is zero-shot itself; choose a model that was trained")
+    zero_shot = copy.deepcopy(head)
+    zero_shot.start_from_text(
+        encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
+    )
+    head.load_state_dict(interpolate(zero_shot.state_dict(), head.state_dict(), alpha))
+    if trained:
+        load_trained(encoder, interpolate(encoder.state_dict(), trained, alpha))
 
 
 def _read_reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
@@ -359,5 +348,6 @@ def with_training_images(run: Run, parts: Parts) -> Parts:
     images = training_images(run, parts.config)
     if images is None:
         return parts
-    config = parts.config.model_copy(update={"training_images_xxh3": training_images_digest(images)})
+    checksum = digest_of(tensors_of({CHECKSUMS: images}))
+    config = parts.config.model_copy(update={"training_images_xxh3": checksum})
     return replace(parts, config=config, training_images=images)

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -26,22 +25,13 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.card import card
 from xdm_ft.export.config import FORMAT, ModelConfig
-from xdm_ft.export.parts import (
-    Parts,
-    build_encoder,
-    build_head,
-    check_encoder,
-    first_fault,
-    load_trained,
-    one_line,
-    with_prefix,
-)
+from xdm_ft.export.parts import Parts, build_encoder, build_head, check_encoder, first_fault, load_trained, with_prefix
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
 from xdm_ft.storage.digests import json_digest, tensors_digest
-from xdm_ft.storage.lines import Damaged, json_object
+from xdm_ft.storage.lines import Damaged, json_object, one_line
 from xdm_ft.storage.tensors import read_checked, tensors_of, write_checked, write_tensors
-from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, refuse_sources
+from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, reason_of, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
 REFERENCE, TRAINING_IMAGES = "reference.safetensors", "training_images.safetensors"
@@ -190,8 +180,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
         return ModelConfig.model_validate(document), weights_xxh3
     except (Damaged, ValueError, RecursionError, OSError) as error:
-        reason = first_fault(error) if isinstance(error, ValidationError) else getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: can not be read as a model's config ({one_line(reason)[:200]}); {AGAIN}") from error
+        reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
+        raise UserError(f"{path}: can not be read as a model's config ({reason[:200]}); {AGAIN}") from error
 
 
 def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
@@ -237,11 +227,6 @@ def _read_tensors(path: Path, xxh3: str) -> dict[str, Tensor]:
         raise UserError(f"{path}: {problem}; {AGAIN}") from error
 
 
-def training_images_digest(images: np.ndarray) -> str:
-    """Returns `training_images_xxh3` of the config."""
-    return digest_of(tensors_of({CHECKSUMS: images}))
-
-
 def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encoder:
     """Builds the encoder. Raises `UserError` unless its weights are those that config.json names by their hash."""
     expected = config.encoder
@@ -264,7 +249,7 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
     except UserError as error:
         raise UserError(*(f"{folder}: {line}" for line in error.args)) from error
     except Exception as error:  # of the encoder's library, for settings that no model has
-        reason = one_line(f"{type(error).__name__}: {error}")[:200]
+        reason = f"{type(error).__name__}: {reason_of(error)}"
         raise UserError(f"{folder}: its encoder can not be built ({reason}); {AGAIN}") from error
     check_encoder(encoder, expected.named_xxh3, weights, folder)
     if expected.part is not None:

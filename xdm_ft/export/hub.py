@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.directory import CONFIG, ENCODER, PART, REFERENCE, TRAINING_IMAGES, WEIGHTS, read_config
@@ -21,7 +21,7 @@ from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.tensors import read_tensors
 from xdm_ft.version import __version__
-from xdm_ft.weights.source import TEXT_CONFIG, check_hub_cache, network_error
+from xdm_ft.weights.source import TEXT_CONFIG, check_hub_cache, network_error, reason_of
 
 PREFIX = "hf-hub:"
 NEEDED = (CONFIG, WEIGHTS)
@@ -107,23 +107,18 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     if missing:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")
     refused = [
-        f"{path}: {leak.place}: {leak.text}: a path of this machine or the name of an image, which is not uploaded; "
+        f"{path}: {place}: {text}: a path of this machine or the name of an image, which is not uploaded; "
         "remove it, or export the model again without it"
         for path in files
-        for leak in leaks_in(path)
+        for place, text in leaks_in(path)
     ]
     if refused:
         raise UserError(*refused)
     return tuple(path.name for path in files)
 
 
-class Leak(NamedTuple):
-    place: str  # in the file: a key, a line
-    text: str
-
-
-def leaks_in(path: Path) -> list[Leak]:
-    """Returns all leaks of a .json, .safetensors, .onnx or text file. Tensors are not read, but their names are.
+def leaks_in(path: Path) -> list[tuple[str, str]]:
+    """Returns (place, leak) of each leak in a .json, .safetensors, .onnx or text file, and in names of tensors.
 
     Raises `UserError` if the file can not be read, or if it is an ONNX file and `onnx` is not installed.
     """
@@ -146,10 +141,9 @@ def leaks_in(path: Path) -> list[Leak]:
         else:
             lines = path.read_text(encoding="utf-8").splitlines()
             content = {f"line {number}": line for number, line in enumerate(lines, start=1)}
-        return [Leak(place, leak) for place, text in _texts(content, "") for leak in leaks_of(text)]
+        return [(place, leak) for place, text in _texts(content, "") for leak in leaks_of(text)]
     except (OSError, ValueError, RecursionError, Damaged) as error:
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{path}: can not be read ({reason}); export the model again") from error
+        raise UserError(f"{path}: can not be read ({reason_of(error)}); export the model again") from error
 
 
 def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -225,7 +219,6 @@ def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
-    reason = " ".join(str(error).split())[:160]
     cause = network_error(error)
     repository = name.removeprefix(PREFIX).partition("@")[0]
     if isinstance(error, errors.HFValidationError):
@@ -243,7 +236,7 @@ def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
     elif isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
         problem = f"is not on the hub, or is private; check the name, or {LOGIN}"
     elif writing and isinstance(error, ValueError) and "README.md" in str(error):
-        problem = f"the hub refuses the metadata of README.md ({reason}); correct its first lines"
+        problem = f"the hub refuses the metadata of README.md ({reason_of(error)}); correct its first lines"
     elif cause is None:
         raise error
     elif writing:

@@ -27,6 +27,7 @@ from xdm_ft.images.transforms import Preprocessing, normalizing_transform, resiz
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.atomic import replace_file
 from xdm_ft.version import __version__
+from xdm_ft.weights.source import reason_of
 
 ONNX = "model.onnx"
 OPSET = 20  # the first with GELU
@@ -127,10 +128,9 @@ def exported_bytes(graph: _Graph, example: Tensor, parts: Parts) -> bytes:
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
             )
     except Exception as error:  # of the exporter, of torch.export, or of the model's own code under it
-        reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"encoder.model: {parts.config.encoder.settings['model']} does not export to ONNX with torch "
-            f"{torch.__version__} ({type(error).__name__}: {reason}); leave --onnx out"
+            f"{torch.__version__} ({type(error).__name__}: {reason_of(error)}); leave --onnx out"
         ) from error
     size = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
     if size > MAX_BYTES:
@@ -172,8 +172,7 @@ def _difference(path: Path, given: np.ndarray, pixels: Tensor, classifier: Class
         name = session.get_inputs()[0].name
         computed = [session.run([PROBABILITIES], {name: given[rows]})[0] for rows in batches]
     except Exception as error:  # its exceptions have no common base
-        reason = " ".join(str(error).split())[:160]
-        raise UserError(f"{ONNX}: ONNX Runtime does not run it ({reason}); leave --onnx out") from error
+        raise UserError(f"{ONNX}: ONNX Runtime does not run it ({reason_of(error)}); leave --onnx out") from error
     with torch.no_grad():
         expected = [probabilities(classifier(pixels[rows])).numpy() for rows in batches]
     difference = float(np.abs(np.concatenate(computed) - np.concatenate(expected)).max())

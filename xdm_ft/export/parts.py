@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.config import HeadConfig, ModelConfig, ModelPrecision
-from xdm_ft.features import Precision
 from xdm_ft.features.extract import frozen_copy
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
@@ -24,6 +23,7 @@ from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage.lines import one_line
 
 SINGLE = "head"  # name of the head in a weights file; those of an ensemble are `members.<seed>`
 
@@ -43,8 +43,8 @@ class Parts:
     @property
     def training_features(self) -> int:
         """The number of training images whose features the heads hold."""
-        names = ((head, head.training_features) for head in self.heads.values() if head.training_features)
-        return max((len(head.get_buffer(name)) for head, name in names), default=0)
+        heads = [head for head in self.heads.values() if head.training_features]
+        return max((len(head.get_buffer(str(head.training_features))) for head in heads), default=0)
 
 
 class Classifier(nn.Module):
@@ -61,8 +61,7 @@ class Classifier(nn.Module):
         config, device = parts.config, torch.device(device)
         self.precision: ModelPrecision = config.encoder.precision if precision is None else precision
         self.autocast = DTYPES[self.precision] if config.encoder.trained and self.precision != "fp32" else None
-        weights: Precision = "fp32" if config.encoder.trained else self.precision
-        self.encoder = frozen_copy(parts.encoder, weights, device)
+        self.encoder = frozen_copy(parts.encoder, "fp32" if config.encoder.trained else self.precision, device)
         heads = {name: head.to(device).eval().requires_grad_(False) for name, head in parts.heads.items()}
         self.head = heads.pop(SINGLE, None)
         self.members = nn.ModuleList(heads.values())
@@ -70,11 +69,7 @@ class Classifier(nn.Module):
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.logits(self.features(pixels))
-
-    def features(self, pixels: Tensor) -> Tensor:
-        """float32 features z [B,K] as the head reads them."""
-        return self.as_read(self.encoded(pixels))
+        return self.logits(self.as_read(self.encoded(pixels)))
 
     def encoded(self, pixels: Tensor) -> Tensor:
         """float32 features z [B,K] of the encoder."""
@@ -129,6 +124,16 @@ def load_trained(encoder: Encoder, trained: Mapping[str, Tensor], complete: bool
         raise ValueError(one_line(error)) from error
 
 
+def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> None:
+    """Raises `UserError` if the encoder's weights are not those that the head was trained on."""
+    actual = weights_digest(encoder)
+    if actual != xxh3:
+        raise UserError(
+            f"{of}: the encoder's weights ({weights}) are not those that the model was trained with (xxh3 {actual}, "
+            f"needed {xxh3}); its predictions would be wrong; give the same weights, or export with --with-encoder"
+        )
+
+
 def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str, Tensor]) -> Head:
     """Builds a class head with these weights. Raises `ValueError` if they do not fit."""
     cls = find("heads", config.name)
@@ -151,24 +156,10 @@ def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str,
 def first_fault(error: ValidationError) -> str:
     """Returns where a value is wrong, and why, on one line."""
     fault = error.errors()[0]
-    return one_line(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
+    return " ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".split())
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Returns the tensors whose names begin with `prefix.`, without it."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
-
-
-def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> None:
-    """Raises `UserError` if the encoder's weights are not those that the head was trained on."""
-    actual = weights_digest(encoder)
-    if actual != xxh3:
-        raise UserError(
-            f"{of}: the encoder's weights ({weights}) are not those that the model was trained with (xxh3 {actual}, "
-            f"needed {xxh3}); its predictions would be wrong; give the same weights, or export with --with-encoder"
-        )
-
-
-def one_line(text: object) -> str:
-    return " ".join(str(text).split())

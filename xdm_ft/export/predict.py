@@ -123,25 +123,24 @@ class Predictions:
     def _cells(self, p: np.ndarray, spread: np.ndarray | None, distances: np.ndarray | None) -> Iterator[Row]:
         """Yields the cells of images or groups behind the name. `p`: [n,C]; `spread`: [n]; `distances`: [n,2]."""
         columns, names = self.columns, self.model.class_names
-        top = np.argsort(-p, axis=1, kind="stable")[:, : columns.top_k or 1]
-        of_top = _decimals(np.take_along_axis(p, top, 1))
-        of_classes = _decimals(p) if columns.probabilities else [[]] * len(p)
-        numbers = [np.empty((len(p), 0), np.float32)]
+        top = np.argsort(-p, axis=1, kind="stable")[:, : columns.top_k or 1]  # [n,K]
+        labels = [[names[number] for number in of_rank] for of_rank in top.T]
+        values = _decimals(np.take_along_axis(p, top, 1).T)
+        # compared as it is printed
+        abstained = [columns.abstain_below is not None and value < columns.abstain_below for value in values[0]]
+        first = [None if abstains else label for label, abstains in zip(labels[0], abstained, strict=True)]
+        cells: list[list[Any]] = [first, values[0]]
+        for pair in zip(labels, values, strict=True) if columns.top_k else ():
+            cells += pair
         if columns.entropy:  # −Σ p ln p
             wide = p.astype(np.float64)
-            entropy = -(wide * np.log(np.where(wide > 0, wide, 1))).sum(1).astype(np.float32) + 0.0  # no −0
-            numbers.append(entropy[:, None])
-        numbers += [] if spread is None else [spread[:, None]]
-        numbers += [] if distances is None else [distances]
-        others = _decimals(np.concatenate(numbers, axis=1))
-        for i in range(len(p)):
-            labels = [names[number] for number in top[i]]
-            # compared as it is printed
-            abstained = columns.abstain_below is not None and of_top[i][0] < columns.abstain_below
-            row: Row = [None if abstained else labels[0], of_top[i][0]]
-            for pair in zip(labels, of_top[i], strict=True) if columns.top_k else ():
-                row += pair
-            yield [*row, *others[i], *([abstained] if columns.abstain_below is not None else []), *of_classes[i]]
+            entropy = -(wide * np.log(np.where(wide > 0, wide, 1))).sum(1)
+            cells.append(_decimals(entropy.astype(np.float32) + 0.0))  # no −0
+        cells += [] if spread is None else [_decimals(spread)]
+        cells += [] if distances is None else _decimals(distances.T)
+        cells += [] if columns.abstain_below is None else [abstained]
+        cells += _decimals(p.T) if columns.probabilities else []
+        yield from map(list, zip(*cells, strict=True))
 
     def add_to_groups(self, rows: Iterable[Row]) -> None:
         """Adds images, as `rows_of` yields them."""

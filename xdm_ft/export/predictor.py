@@ -41,6 +41,7 @@ OneImage = str | Path | Image.Image | np.ndarray
 Images = OneImage | Iterable[OneImage]
 MAX_WORKERS = 4  # by default
 MAX_READ = 1 << 30  # bytes of a file that are read at once; a larger one is decoded from the disk
+SMALLER = "give a smaller --batch-size (now {})"
 NOT_FINITE = "the model returns values that are not finite"
 
 
@@ -251,20 +252,20 @@ def stream(
             yield _computed(model, batch)
         except torch.OutOfMemoryError as error:
             needs = f"a batch of {plural(size, 'image')} needs more memory than {model.device} has"
-            raise UserError(f"{needs}; {_smaller(size)}") from error
+            raise UserError(f"{needs}; {SMALLER.format(size)}") from error
 
 
 @torch.inference_mode()
 def _computed(model: Model, batch: PixelBatch[Item]) -> Batch:
     n, module = len(batch.items), model.module
-    cached = {position: value for position, value in batch.instead.items() if isinstance(value, Tensor)}
     if len(batch.instead) == n:
         encoded = torch.zeros(len(batch.pixels), model.config.encoder.width, device=model.device)
     else:
         pixels = batch.pixels.to(model.device, non_blocking=True)
         encoded = module.encoded(normalized(pixels, model.config.preprocessing))  # [B,K]
-    if cached:
-        encoded[list(cached)] = torch.stack(list(cached.values())).float().to(model.device)
+    for position, value in batch.instead.items():
+        if isinstance(value, Tensor):  # its cached features
+            encoded[position] = value.to(model.device, torch.float32)
     z = module.as_read(encoded)
     logits = module.logits(z)
     members = module.member_logits(z)[:, :n].cpu() if len(module.members) else None
@@ -301,11 +302,7 @@ def read_batches(
             return resize(decode(content, name, preprocessing.least_side)) if cached is None else cached
 
     shape = (batch_size, preprocessing.size, preprocessing.size, 3)
-    return pixel_batches(batches, read, shape, model.device, workers, "predict", _smaller(batch_size))
-
-
-def _smaller(batch_size: int) -> str:
-    return f"give a smaller --batch-size (now {batch_size})"
+    return pixel_batches(batches, read, shape, model.device, workers, "predict", SMALLER.format(batch_size))
 
 
 def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -167,45 +167,43 @@ def _is_table(path: str) -> bool:
 
 def _table_items(file: Path, group_by: str | None) -> Iterator[Item]:
     """Yields the images of a table, with their groups if they are a column of it."""
-    for number, path_cell, group_cell in _table_cells(file, group_by):
+    for number, cells in _table_rows(file, group_by):
         column = "path"
         try:
-            path = path_in(path_cell)
+            path = path_in(cells[column])
             column = str(group_by)
-            group = "" if group_cell is None else name_in(group_cell)
+            group = name_in(cells[column]) if column in cells else ""
         except ValueError as error:
             raise UserError(f"{file}: row {number}, column {column}: {error}") from error
         yield Item(path, os.path.join(os.path.dirname(file), path), group)
 
 
-def _table_cells(file: Path, group_by: str | None) -> Iterator[tuple[int, object, object]]:
-    """Yields the number of each row, its path, and its group: None without such a column."""
+def _table_rows(file: Path, group_by: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number of each row, and its cells in the columns path and, if there is one, `group_by`."""
 
-    def columns_of(header: Sequence[str]) -> list[str]:
-        for column in ("path", group_by):
-            if column is not None and list(header).count(column) > 1:
+    def columns_of(header: list[str]) -> list[str]:
+        columns = [column for column in dict.fromkeys(("path", group_by)) if column in header]
+        for column in columns:
+            if header.count(column) > 1:
                 raise UserError(f"{file}: two columns have the name {column}; rename one")
-        if "path" not in header:
+        if "path" not in columns:
             raise UserError(f"{file}: there is no column path; found: {', '.join(header)}")
-        return ["path", *(name for name in header if name == group_by)]
+        return [column for column in columns if column is not None]
 
     if file.suffix.lower() == ".csv":
         rows = csv_rows(file)
         _, header = next(rows)
-        first, *others = [header.index(column) for column in columns_of(header)]
+        positions = {column: header.index(column) for column in columns_of(header)}
         for number, row in rows:
-            yield number, row[first], row[others[0]] if others else None
+            yield number, {column: row[position] for column, position in positions.items()}
         return
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(file) as table:
-            columns, number = columns_of(table.schema_arrow.names), 0
-            for batch in table.iter_batches(ROWS_AT_ONCE, columns=columns):
-                for path, *group in zip(*(batch.column(name).to_pylist() for name in columns), strict=True):
-                    number += 1
-                    yield number, path, next(("" if cell is None else cell for cell in group), None)
+            batches = table.iter_batches(ROWS_AT_ONCE, columns=columns_of(table.schema_arrow.names))
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: can not be read as Parquet: {error}") from error
 
