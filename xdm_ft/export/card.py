@@ -19,7 +19,7 @@ from xdm_ft.experiment.summary import trained_words
 from xdm_ft.export.config import Expected, ModelConfig
 from xdm_ft.runtime.errors import plural, printable
 
-HUB = "hf-hub:"
+HUB = "hf-hub:"  # begins the name of a model on the hub
 HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "auroc": "roc_auc"}  # ours → id on the hub
 WORDS = {
     "accuracy": "accuracy",

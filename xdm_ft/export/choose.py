@@ -161,16 +161,18 @@ def read_parts(
             "run the recipe with more protocol.seeds, or leave it out; a solver has the same head under every seed"
         )
     files = {seed: _read_weights(run, file) for seed, file in sorted(chosen.files.items())}
-    (state, about), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
-    trains_encoder = bool(about["encoder"]["in_this_file"])
+    (state, description), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
+    trains_encoder = bool(description["encoder"]["in_this_file"])
     if ensemble and trains_encoder:
         raise UserError(f"{run.path}: an ensemble needs one encoder, but each of these models has trained its own")
 
     def head_of(state: Mapping[str, Tensor]) -> Head:
-        return build_head(HeadConfig(**about["head"]), about["encoder"]["width"], len(about["class_names"]), state)
+        return build_head(
+            HeadConfig(**description["head"]), description["encoder"]["width"], len(description["class_names"]), state
+        )
 
     trained = with_prefix(state, "encoder")
-    encoder = _read_encoder(run, about, trained if wise_ft is None else {})
+    encoder = _read_encoder(run, description, trained if wise_ft is None else {})
     try:
         members = {f"members.{seed}": head_of(with_prefix(state, "head")) for seed, (state, _) in files.items()}
     except ValueError as error:
@@ -178,12 +180,12 @@ def read_parts(
     heads, how = members, chosen.how
     if len(members) == 1:
         heads = {SINGLE: next(iter(members.values()))}
-    elif about["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
+    elif description["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
         states = [head.state_dict() for head in members.values()]
         mean = {name: torch.stack([of_seed[name] for of_seed in states]).mean(0) for name in states[0]}
         heads = members | {SINGLE: head_of(mean)}
     if wise_ft is not None:
-        _interpolate(run, about, encoder, trained, heads[SINGLE], wise_ft)
+        _interpolate(run, description, encoder, trained, heads[SINGLE], wise_ft)
         how = f"{how}; WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
 
     temperatures = [value for _, metadata in files.values() if (value := metadata.get("temperature")) is not None]
@@ -193,13 +195,13 @@ def read_parts(
             f"{run.path}: no temperature was fitted for this model: its run is of an earlier version, or has no "
             "validation parts of training domains, or they are separated perfectly; leave --temperature out"
         )
-    reference = _read_reference(run, about, chosen) if wise_ft is None or not trains_encoder else None
-    names, results = run.results["recipe"]["data"]["class_names"], about["results"]
+    reference = _read_reference(run, description, chosen) if wise_ft is None or not trains_encoder else None
+    names, results = run.results["recipe"]["data"]["class_names"], description["results"]
     if chosen.final_fit is not None:
         results = {key: chosen.final_fit[key] for key in ("images", "chosen_by", "estimate")}
     config = ModelConfig(
         xdm_ft=__version__,
-        encoder=_encoder_config(about["encoder"], encoder, tuple(trained)),
+        encoder=_encoder_config(description["encoder"], encoder, tuple(trained)),
         members=tuple(files) if len(files) > 1 else (),
         chosen=how,
         wise_ft=wise_ft,
@@ -207,11 +209,11 @@ def read_parts(
         fitted_temperature=fitted,
         reference_xxh3=None if reference is None else digest_of(tensors_of(reference.arrays())),
         results=results,
-        few_images=about.get("few_images", {}),  # earlier versions did not write it
-        class_means=about.get("class_means", False),
+        few_images=description.get("few_images", {}),  # earlier versions did not write it
+        class_means=description.get("class_means", False),
         renamed={name: words for name, words in names.items() if name != words},
-        expected=expected_performance(run.path, run.results, run.records, run.rule, about["method"]["label"]),
-        **{key: about[key] for key in COPIED},
+        expected=expected_performance(run.path, run.results, run.records, run.rule, description["method"]["label"]),
+        **{key: description[key] for key in COPIED},
     )
     return Parts(config, encoder, heads, reference, trained_names=tuple(trained))
 
@@ -229,9 +231,9 @@ def _read_weights(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any
         raise UserError(f"{run.path / file}: is damaged ({reason}); {remedy}") from error
 
 
-def _read_encoder(run: Run, about: Mapping[str, Any], trained: Mapping[str, Tensor]) -> Encoder:
+def _read_encoder(run: Run, description: Mapping[str, Any], trained: Mapping[str, Tensor]) -> Encoder:
     """Returns the encoder that the metadata of a model describe, with the weights that its training has changed."""
-    described, preprocessing = about["encoder"], Preprocessing(**about["preprocessing"])
+    described, preprocessing = description["encoder"], Preprocessing(**description["preprocessing"])
     settings = described["settings"]
     encoder = build_encoder(settings["name"], _settings_of_family(settings), preprocessing, described["seed"])
     if described["xxh3"] is not None:
@@ -272,7 +274,7 @@ def _encoder_config(described: Mapping[str, Any], encoder: Encoder, trained_name
 
 
 def _interpolate(
-    run: Run, about: Mapping[str, Any], encoder: Encoder, trained: Mapping[str, Tensor], head: Head, alpha: float
+    run: Run, description: Mapping[str, Any], encoder: Encoder, trained: Mapping[str, Tensor], head: Head, alpha: float
 ) -> None:
     """Replaces the weights of the head, and those of the encoder that were `trained`, by their mean with the zero-shot
     ones.
@@ -281,33 +283,33 @@ def _interpolate(
     """
     if not 0 <= alpha <= 1:
         raise UserError(f"--wise-ft: {alpha} is not in 0…1; 0 is zero-shot, 1 is the trained model")
-    label = about["method"]["label"]
-    if about["prompts"] is None or not isinstance(encoder, TextEncoder):
+    label = description["method"]["label"]
+    if description["prompts"] is None or not isinstance(encoder, TextEncoder):
         raise UserError(
             f"{run.path}: {label} did not start from class embeddings, so that there are no zero-shot weights "
             "to interpolate with; train with head_init: zero_shot (and encoder.normalize: true)"
         )
-    if "alpha" in about["method"]["hparams"]:
+    if "alpha" in description["method"]["hparams"]:
         raise UserError(f"{run.path}: {label} is interpolated itself; choose another model")
-    if not trained and about["step"] == 0:
+    if not trained and description["step"] == 0:
         raise UserError(f"{run.path}: {label} is zero-shot itself; choose a model that was trained")
     zero_shot = copy.deepcopy(head)
     zero_shot.start_from_text(
-        encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
+        encoder.logit_scale * encoder.text_embeddings(tuple(description["class_names"]), tuple(description["prompts"]))
     )
     head.load_state_dict(interpolate(zero_shot.state_dict(), head.state_dict(), alpha))
     if trained:
         load_trained(encoder, interpolate(encoder.state_dict(), trained, alpha))
 
 
-def _read_reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
+def _read_reference(run: Run, description: Mapping[str, Any], chosen: Chosen) -> Reference | None:
     """Returns the reference in the run directory; None, with a warning if it is damaged, without one."""
-    if about["encoder"]["in_this_file"]:
+    if description["encoder"]["in_this_file"]:
         file = reference_beside(*chosen.files.values())
     else:
-        file = reference_file(tuple(about["method"]["test_domains"]), about["encoder"].get("label"))
+        file = reference_file(tuple(description["method"]["test_domains"]), description["encoder"].get("label"))
     try:
-        return reference_from(RunDirectory(run.path).tensors(file)[0], about["encoder"]["width"])
+        return reference_from(RunDirectory(run.path).tensors(file)[0], description["encoder"]["width"])
     except FileNotFoundError:  # an earlier version wrote the run
         return None
     except Damaged as error:

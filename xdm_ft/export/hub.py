@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xdm_ft.export.card import HUB
 from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.directory import CONFIG, ENCODER, PART, REFERENCE, TRAINING_IMAGES, WEIGHTS, read_config
 from xdm_ft.export.onnx import ONNX, check_installed
@@ -23,7 +24,6 @@ from xdm_ft.storage.tensors import read_tensors
 from xdm_ft.version import __version__
 from xdm_ft.weights.source import TEXT_CONFIG, check_hub_cache, network_error, reason_of
 
-PREFIX = "hf-hub:"
 NEEDED = (CONFIG, WEIGHTS)
 FILES = (*NEEDED, REFERENCE, TRAINING_IMAGES, ENCODER, PART, TEXT_CONFIG, ONNX, "README.md", "example.py")
 """Files of a model directory, besides the architecture of an encoder that its library does not know."""
@@ -181,17 +181,13 @@ def leaks_of(text: str) -> Iterator[str]:
         yield home
 
 
-def is_hub_name(path: str | os.PathLike[str]) -> bool:
-    return os.fspath(path).startswith(PREFIX)
-
-
 def download(name: str) -> Path:
     """Returns the folder of the local cache with the model hf-hub:ORGANISATION/NAME[@REVISION].
 
     Files that are there already are not downloaded again. Raises `UserError` if the name is wrong, or the model is
     neither there nor reachable.
     """
-    match = _REPOSITORY.fullmatch(name.removeprefix(PREFIX))
+    match = _REPOSITORY.fullmatch(name.removeprefix(HUB))
     if match is None:
         raise UserError(f"{name}: is no name of a model on the hub; write hf-hub:ORGANISATION/NAME or …@REVISION")
     check_hub_cache()
@@ -220,7 +216,7 @@ def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     cause = network_error(error)
-    repository = name.removeprefix(PREFIX).partition("@")[0]
+    repository = name.removeprefix(HUB).partition("@")[0]
     if isinstance(error, errors.HFValidationError):
         problem = "is no name of a repository; write ORGANISATION/NAME"
     elif isinstance(error, errors.OfflineModeIsEnabled) and writing:

@@ -236,12 +236,6 @@ class Unfinished:
             raise UserError(f"{self.file}: is damaged (no line is complete); delete it to begin anew")
         self.has_rows = lines == 2
 
-    def begin(self) -> None:
-        with disk_errors(self.file):
-            os.ftruncate(self._handle, 0)
-            self._append({"about": self.about, "count": 0, "rows": []})
-            sync(self.file.parent)  # or a crash could lose the name of the new file
-
     def skip_done(self, items: Iterator[Item]) -> None:
         """Counts the rows of an earlier command, if any, and skips their images.
 
@@ -277,7 +271,8 @@ class Unfinished:
 
     def flush(self) -> None:
         if self._rows:
-            self._append({"count": self.tally.images, "rows": self._rows})
+            self._refuse_lost()
+            append_lines(self.file, [{"count": self.tally.images, "rows": self._rows}])
             self.has_rows = True
         self._rows, self._due = [], time.monotonic() + SECONDS
 
@@ -294,22 +289,13 @@ class Unfinished:
             )
 
     def complete(self, write: Callable[[Path], None]) -> None:
-        """Makes the file of predictions by `write(path)`, and removes this one."""
+        """Makes the file of predictions by `write(path)`; this one is of no more use."""
         self._refuse_lost()
         # of a command that was killed here: mkstemp's names have eight characters
         for left in self.out.parent.glob(f".{glob.escape(self.out.name)}.{8 * '?'}{UNFINISHED}"):
             left.unlink(missing_ok=True)
         replace_file(self.out, write)
-        self.remove()
-
-    def remove(self) -> None:
-        with disk_errors(self.file):
-            if _is_named(self.file, self._handle):
-                self.file.unlink()
-
-    def _append(self, value: Any) -> None:
-        self._refuse_lost()
-        append_lines(self.file, [value])
+        self.has_rows = False
 
     def _refuse_lost(self) -> None:
         if not _is_named(self.file, self._handle):
@@ -350,22 +336,26 @@ def open_unfinished(out: Path, about: Mapping[str, Any], resume: bool) -> Iterat
     Raises `UserError` if `out` exists, if it can not be written, or if there are earlier rows and not `resume`.
     """
     refuse_taken(out, resume)
-    handle = _lock(unfinished_file(out))
+    file = unfinished_file(out)
+    handle = _lock(file)
     try:
         unfinished = Unfinished(out, about, handle)
         if unfinished.has_rows and not resume:
             raise UserError(
-                f"{unfinished.file}: unfinished predictions of an earlier command; add --resume to continue them, or "
-                "delete it"
+                f"{file}: unfinished predictions of an earlier command; add --resume to continue them, or delete it"
             )
         try:
             if not unfinished.has_rows:
                 refuse_taken(out, resume=False)  # the command that held the lock may have completed it
-                unfinished.begin()
+                with disk_errors(file):
+                    os.ftruncate(handle, 0)
+                    append_lines(file, [{"about": dict(about), "count": 0, "rows": []}])
+                    sync(file.parent)  # or a crash could lose the name of the new file
             yield unfinished
         finally:
-            if not unfinished.has_rows:
-                unfinished.remove()
+            if not unfinished.has_rows and _is_named(file, handle):
+                with disk_errors(file):
+                    file.unlink()
     finally:
         os.close(handle)
 

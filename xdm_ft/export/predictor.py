@@ -17,10 +17,11 @@ from PIL import Image
 from torch import Tensor
 
 from xdm_ft.evaluation.distance import Reference
+from xdm_ft.export.card import HUB
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.config import ModelPrecision
 from xdm_ft.export.directory import CONFIG, read_directory
-from xdm_ft.export.hub import download, is_hub_name
+from xdm_ft.export.hub import download
 from xdm_ft.export.parts import Classifier, Parts, probabilities
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings, fast_batch_size
@@ -192,7 +193,7 @@ def load(
     choice: Choice | None = None,
 ) -> Model:
     """See `xdm_ft.load`."""
-    from_hub = is_hub_name(path)
+    from_hub = os.fspath(path).startswith(HUB)
     folder = download(os.fspath(path)) if from_hub else Path(path).expanduser()
     choice = choice or Choice()
     if precision not in (None, *get_args(ModelPrecision)):
