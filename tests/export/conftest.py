@@ -24,6 +24,7 @@ CNN = "{label: cnn, name: timm, model: test_resnet, preprocessing: {size: 32}}"
 RUNS = {
     "heads": [
         "protocol.seeds=2",
+        "data.class_names={dog: hound}",
         "methods=[erm, {name: erm, head: cosine, label: cosine}, {name: erm, head: mlp, mlp.hidden_width: 8, "
         "label: mlp}, {name: erm, normalize: true, label: unit}, linear_probe, {name: knn, neighbours: [1, 3]}, "
         "prototypes]",

@@ -1,9 +1,5 @@
 """The model card: its front matter as the hub reads it, its text, and names that hold Markdown, HTML and paths."""
 
-import os
-import shutil
-from pathlib import Path
-
 import pytest
 import yaml
 from huggingface_hub import ModelCardData
@@ -11,12 +7,9 @@ from huggingface_hub.repocard import metadata_load
 from markdown_it import MarkdownIt
 from promised import DOMAINS, METHOD, RULE, made_run
 
-import xdm_ft
 from xdm_ft.export.card import card, escaped, metadata
-from xdm_ft.export.choose import Choice, read_parts
-from xdm_ft.export.directory import read_config, write_directory
+from xdm_ft.export.directory import read_config
 from xdm_ft.export.expected import expected_performance
-from xdm_ft.report.finished import read_run
 
 ODD = ("<script>alert(1)</script>", "a|b", "new\nline", "`tick`", "![x](http://y)", "_under_score_", "---", "&amp; <b>")
 
@@ -111,43 +104,3 @@ def test_names_stay_text(config):
         assert name in html, name
     assert ModelCardData(**yaml.safe_load(text.split("---\n")[1])).eval_results
     assert escaped("a\x1b[31m") == r"a\\x1b\[31m"
-
-
-@pytest.mark.slow
-def test_an_export_holds_no_path_no_image_and_no_name_of_a_weights_file(small_pacs, monkeypatch):
-    """With odd names of classes and domains; and the card of a directory is that of its config."""
-    import miniature
-    import timm
-    from safetensors.torch import save_file
-    from small_runs import recipe
-
-    from xdm_ft.experiment import run
-
-    data, weights = Path("private data"), Path("secret  weights.safetensors").absolute()
-    for domain in ("<b>north", "so|uth", "`east`"):
-        for number, name in enumerate(ODD[1:4]):
-            for i in range(4):
-                miniature.save(data / domain / name / f"patient-Smith-{i}.png", number, len(domain), i)
-    save_file(timm.create_model("test_vit", img_size=32, num_classes=0).state_dict(), weights)
-    made = recipe(
-        f"data={{name: folder, root: {data}, class_names: {{'a|b': pipe}}}}",
-        "methods=[erm]",
-        f"encoder.weights={weights}",
-    )
-    assert not run(made).failed
-    found = read_run(Path(made.output.dir) / made.name)
-    for with_encoder in (False, True):
-        target = Path(f"model{with_encoder}")
-        parts = read_parts(found, Choice(held_out=found.records[0].test_domains))
-        write_directory(parts, target, with_encoder)
-        for file in target.iterdir():
-            content = file.read_bytes()
-            for secret in (os.getcwd(), "private data", "Smith", "secret", "weights.safetensors"):
-                assert secret.encode() not in content, (file, secret)
-        written, _ = read_config(target)
-        assert (target / "README.md").read_text() == card(written, parts.config.encoder.settings)
-        assert written.renamed == {"a|b": "pipe"}
-        assert "weights from a file" in written.encoder.pretraining and written.expected.freedom == 2
-        assert "from the file secret" in parts.config.encoder.pretraining
-    shutil.rmtree(data)
-    assert xdm_ft.load("modelTrue").class_names == ("`tick`", "pipe", "new\\nline")

@@ -191,19 +191,20 @@ def test_a_wrong_name_and_a_folder_without_a_model_are_refused(model, api, tmp_p
 
 @pytest.mark.parametrize(
     ("secret", "words"),
-    [("the file st_mary.safetensors", "a file (xxh3 {})"), ("local-dir:/srv/st_mary", "a local folder")],
+    [("the file st_mary  1.safetensors", "a file (xxh3 {})"), ("local-dir:/srv/st_mary", "a local folder")],
 )
 def test_no_text_names_the_file_or_the_folder_of_the_encoder(tmp_path, secret, words):
     """The weights are known by their hash; the protocol's line has named the file too."""
     encoder, settings = small_models.timm("test_vit")
-    weights = tmp_path / "st_mary.safetensors"
+    weights = tmp_path / "st_mary  1.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in encoder.model.state_dict().items()}, weights)
     if "file" in secret:
         encoder, settings = small_models.timm("test_vit", weights=str(weights))
         assert encoder.pretraining.startswith(f"weights from {secret}")
     else:
         encoder.pretraining, settings = f"weights from {secret}", settings | {"model": secret, "weights": "pretrained"}
-    made = parts(encoder, settings, description=f"PACS, encoder {encoder.pretraining}, frozen")
+    line = f"PACS, encoder {' '.join(encoder.pretraining.split())}, frozen"
+    made = parts(encoder, settings, description=line)
     for with_encoder in (True, False) if "file" in secret else (True,):
         folder = tmp_path / f"model_{with_encoder}"
         folder.mkdir()
@@ -214,7 +215,7 @@ def test_no_text_names_the_file_or_the_folder_of_the_encoder(tmp_path, secret, w
         assert (folder / "README.md").read_text() == card(config, settings)
         assert xdm_ft.load(folder, encoder_weights=None if with_encoder else weights).config == config
     if "file" in secret:
-        trained = parts(encoder, settings, description=f"PACS, encoder {encoder.pretraining}, frozen", trained=True)
+        trained = parts(encoder, settings, description=line, trained=True)
         assert write_directory(trained, tmp_path / "trained", True).encoder.pretraining == "weights from a file"
 
 

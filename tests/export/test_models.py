@@ -73,6 +73,7 @@ def test_every_model_predicts_what_was_recorded(
         alone = {"all": "encoder.safetensors", **dict.fromkeys(("deep", "lora", "last"), "encoder_part.safetensors")}
         assert files == ({"encoder.safetensors"} if with_encoder else {alone[kind]} if kind in alone else set())
         assert model.config.model_dump(mode="json")["encoder"]["trained"] == record["trainable"]
+        assert model.config.renamed == ({"dog": "hound"} if name == "heads" else {})
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def interval(metric: str, ends: tuple[float, float] | None) -> str:
 
 def ranks(expected: Expected) -> str:
     """Returns in words where a new site ranks among the held-out ones."""
-    domains, values = [one.domains for one in expected.held_out], [one.value for one in expected.held_out]
+    domains, values = [site.domains for site in expected.held_out], [site.value for site in expected.held_out]
     return rank_words(expected.metric, domains, values, partial(shown, expected.metric))
 
 
@@ -135,7 +135,7 @@ def metadata(config: ModelConfig, encoder: Mapping[str, Any]) -> dict[str, Any]:
     metric = {"type": HUB_METRICS.get(expected.metric, expected.metric), "name": WORDS[expected.metric]}
     if expected.metric in HUB_METRICS:
         front["metrics"] = [metric["type"]]
-    values = [(f"{', '.join(one.domains)} held out", one.value) for one in expected.held_out]
+    values = [(f"{', '.join(site.domains)} held out", site.value) for site in expected.held_out]
     if len(values) > 1:
         values.insert(0, ("mean over held-out domains", expected.mean))
     results = [
@@ -183,7 +183,7 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
 
 
 def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
-    metric, held_out, site = expected.metric, expected.held_out, expected.at_new_site
+    metric, held_out, promise = expected.metric, expected.held_out, expected.at_new_site
     is_final_fit = "images" in config.results
     if expected.selection == "oracle":
         yield "**CHEATING: steps and trials were picked by labels of the held-out domains (oracle). These numbers are"
@@ -194,11 +194,11 @@ def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
     seeds = f"{plural(expected.seeds, 'seed')}" if expected.seeds else "incomplete seeds"
     kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
     yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}.\n"
-    if site is not None:
-        likely, nearly_all = (interval(metric, site.between(metric, level)) for level in LEVELS)
-        scale = "" if site.scale == "plain" else f", on the {site.scale} scale"
+    if promise is not None:
+        likely, nearly_all = (interval(metric, promise.between(metric, level)) for level in LEVELS)
+        scale = "" if promise.scale == "plain" else f", on the {promise.scale} scale"
         yield f"At one new site, {WORDS[metric]} is expected in **{likely}** (80%) and in **{nearly_all}** (95%):"
-        yield f"prediction intervals, t distribution with {site.freedom} degrees of freedom{scale}. They assume that"
+        yield f"prediction intervals, t distribution with {promise.freedom} degrees of freedom{scale}. They assume that"
         yield f"the new site is like one more draw of the {len(held_out)} held-out domains."
     else:
         yield "There is no interval for a new site: too few domains were held out to know how much sites differ."
@@ -209,11 +209,11 @@ def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
 
     yield f"\n| held out | {WORDS[metric]} | 95% interval | images | groups |"
     yield "|---|---:|---:|---:|---:|"
-    for one in held_out:
-        groups = "unknown" if one.groups is None else str(one.groups)
-        name = escaped(", ".join(one.domains))
-        yield f"| {name} | {shown(metric, one.value)} | {interval(metric, one.interval)} | {one.images} | {groups} |"
-        for domain, accuracy in one.accuracies.items() if len(one.domains) > 1 else ():
+    for site in held_out:
+        groups = "unknown" if site.groups is None else str(site.groups)
+        name = escaped(", ".join(site.domains))
+        yield f"| {name} | {shown(metric, site.value)} | {interval(metric, site.interval)} | {site.images} | {groups} |"
+        for domain, accuracy in site.accuracies.items() if len(site.domains) > 1 else ():
             yield f"| – {escaped(domain)} (accuracy) | {shown('accuracy', accuracy)} | | | |"
 
     name, value = expected.worst
@@ -258,7 +258,7 @@ def _calibration(config: ModelConfig) -> Iterator[str]:
 def _limits(config: ModelConfig, training_features: int) -> Iterator[str]:
     expected = config.expected
     if expected is not None:
-        domains = sum(len(one.domains) for one in expected.held_out)
+        domains = sum(len(site.domains) for site in expected.held_out)
         yield f"* Few domains: {plural(domains, 'domain')} tested. Another kind of site can be worse than any of them."
         yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
     yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."

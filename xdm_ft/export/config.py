@@ -176,13 +176,13 @@ class Expected(Block):
     @model_validator(mode="after")
     def _possible(self) -> Expected:
         """Refuses values that the metrics can not have."""
-        own = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "worst": self.worst[1]}
+        values = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "worst": self.worst[1]}
         if self.scale == "plain":
-            own |= {"center": self.center, "spread": self.spread}
+            values |= {"center": self.center, "spread": self.spread}
         elif self.metric != "accuracy" or self.center is None:
             raise ValueError("scale: logit is for an accuracy and needs a center")
-        own |= {", ".join(one.domains): one.value for one in self.held_out}
-        of_metric: list[tuple[str, str, float | None]] = [(self.metric, name, value) for name, value in own.items()]
+        values |= {", ".join(site.domains): site.value for site in self.held_out}
+        of_metric: list[tuple[str, str, float | None]] = [(self.metric, name, value) for name, value in values.items()]
         of_metric += [(name, name, value) for name, value in [*self.others.items(), *(self.calibrated or {}).items()]]
         for metric, name, value in of_metric:
             most = MAX_NLL if metric == "nll" else 1.0

@@ -84,25 +84,25 @@ def expected_performance(
     seeds, values, by_set = runs.complete_seeds, runs.values, values_by_set(runs)
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
-    site = new_site_of(runs)
+    promise = new_site_of(runs)
     stored = [_read_stored(path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
-    at = [_at_held_out(runs, held, by_set[held], one.predictions) for held, one in zip(by_set, stored, strict=True)]
+    at = [_at_held_out(runs, held, by_set[held], part.predictions) for held, part in zip(by_set, stored, strict=True)]
     if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
         worst = min(at[0].accuracies.items(), key=lambda item: item[1])
     else:
         sign = 1 if HIGHER_IS_BETTER[metric] else -1
-        worst = min(((", ".join(one.domains), one.value) for one in at), key=lambda item: sign * item[1])
+        worst = min(((", ".join(site.domains), site.value) for site in at), key=lambda item: sign * item[1])
 
     notes = list[str]()  # what limits the numbers
     if lacking := [", ".join(held) for held in planned if held not in tested]:
         notes.append(f"no result with {'; '.join(lacking)} held out")
-    if not all(one.predictions for one in stored):
+    if not all(part.predictions for part in stored):
         notes.append("stored predictions are missing or damaged, so that some intervals are unknown")
-    if any(one.groups is None for one in at):
+    if any(site.groups is None for site in at):
         earlier = " (the run is of an earlier version, which did not store them)"
-        of_earlier = earlier if any(one.of_earlier_version for one in stored) else ""
+        of_earlier = earlier if any(part.of_earlier_version for part in stored) else ""
         notes.append(f"images assumed independent: patients, slides or sequences are unknown{of_earlier}")
-    if any(one.seeds == 1 for one in at):
+    if any(site.seeds == 1 for site in at):
         notes.append("one seed: intervals are over images alone")
     if len(at) == 1:
         notes.append("one held-out set: how much sites differ is unknown, so there is no interval for a new site")
@@ -124,9 +124,9 @@ def expected_performance(
         worst=worst,
         others=_others(runs),
         calibrated=_calibrated(stored),
-        new_site=None if site is None else site.between(metric),
+        new_site=None if promise is None else promise.between(metric),
         one_more_domain=one_more_domain(runs, results.get("data", {}).get("images", ())),
-        **({} if site is None else site._asdict()),
+        **({} if promise is None else promise._asdict()),
         notes=tuple(notes),
     )
 

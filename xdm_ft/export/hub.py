@@ -195,7 +195,7 @@ def download(name: str) -> Path:
 
     repository, revision = match["repository"], match["revision"]
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repository,
             revision=revision,
             allow_patterns=list(READ),
@@ -204,7 +204,7 @@ def download(name: str) -> Path:
         )
     except Exception as error:
         raise _hub_error(name, error, writing=False) from error
-    folder = Path(found)
+    folder = Path(snapshot)
     if not (folder / CONFIG).is_file():
         raise UserError(f"{name}: holds no model of xdm_ft ({CONFIG} is missing); check the name")
     return folder
