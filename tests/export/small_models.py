@@ -1,8 +1,12 @@
 """Models that no run has trained, with random heads, for tests of what is done with a model."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder, Portable
@@ -11,6 +15,7 @@ from xdm_ft.export.parts import SINGLE, Parts
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find
+from xdm_ft.storage.digests import json_digest
 
 CLASSES = ("cat", "dog", "éléphant", "giraffe")
 SMALL = PreprocessingOverrides(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), size=32, crop=0.875)
@@ -97,10 +102,26 @@ def parts(
     return Parts(config, encoder, named)
 
 
+def config_of(model: Path) -> dict[str, Any]:
+    """The content of config.json, without its checksum."""
+    return {key: value for key, value in json.loads((model / "config.json").read_text()).items() if key != "checksum"}
+
+
+def write_config(model: Path, document: dict[str, Any]) -> None:
+    """Writes config.json with a valid checksum."""
+    (model / "config.json").write_text(json.dumps({**document, "checksum": json_digest(document)}))
+
+
+def add_to_hub(cache: Path, repository: str, folder: Path) -> None:
+    """Puts a folder into a cache of the hub, as a download would."""
+    target = cache / f"models--{repository.replace('/', '--')}"
+    (target / "refs").mkdir(parents=True)
+    (target / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, target / "snapshots" / ("0" * 40))
+
+
 def photographs(folder: Path, count: int = 4) -> list[str]:
     """Writes images of different sizes, and returns their paths."""
-    from PIL import Image
-
     torch.manual_seed(1)
     paths = []
     for number in range(count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 from functools import reduce
 from operator import getitem
@@ -17,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from promised import expected_of
 from safetensors.torch import load_file
-from small_models import parts, photographs
+from small_models import config_of, parts, photographs, write_config
 
 import xdm_ft
 from xdm_ft.cli.export import export_model
@@ -30,7 +29,6 @@ from xdm_ft.export.hub import checked_files
 from xdm_ft.export.predictor import cached_features
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import umask
-from xdm_ft.storage.digests import json_digest
 from xdm_ft.storage.tensors import write_checked, write_tensors
 
 SURROGATE = "a\ud800b"
@@ -70,15 +68,6 @@ def model(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "model"))
 
 
-def document_of(model: Path) -> dict[str, Any]:
-    return {key: value for key, value in json.loads((model / "config.json").read_text()).items() if key != "checksum"}
-
-
-def write(model: Path, document: Any) -> None:
-    """Writes a config with a valid checksum."""
-    (model / "config.json").write_text(json.dumps({**document, "checksum": json_digest(document)}))
-
-
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The places of all values inside a document."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -103,8 +92,8 @@ def use(model: Path) -> None:
 
 
 def test_an_intact_document_and_those_of_earlier_versions_read(model: Path) -> None:
-    document = document_of(model)
-    write(model, document)
+    document = config_of(model)
+    write_config(model, document)
     use(model)
     config, _ = read_config(model)
     assert config.expected == EXPECTED and config.encoder.identity["kwargs"] == {}
@@ -114,7 +103,7 @@ def test_an_intact_document_and_those_of_earlier_versions_read(model: Path) -> N
     earlier["expected"] |= {"spread": 0.1}
     for key in ("scale", "center", "one_more_domain"):
         del earlier["expected"][key]
-    write(model, earlier)
+    write_config(model, earlier)
     use(model)
     site = read_config(model)[0].expected.at_new_site
     assert site == NewSite(0.8, 0.1, 2, "plain")
@@ -125,7 +114,7 @@ def test_an_intact_document_and_those_of_earlier_versions_read(model: Path) -> N
     for key in ("trial", "steps", "hparams"):
         del document["method"][key]
     del document["encoder"]["part"]
-    write(model, document)
+    write_config(model, document)
     use(model)
 
 
@@ -151,7 +140,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("key", "value"), WRONG)
 def test_a_wrong_value_is_one_line(model: Path, key: str, value: object) -> None:
-    write(model, changed(document_of(model), tuple(key.split(".")), value))
+    write_config(model, changed(config_of(model), tuple(key.split(".")), value))
     with pytest.raises(UserError) as caught:
         use(model)
     assert len(str(caught.value).splitlines()) == 1 and "/model" in str(caught.value)
@@ -159,7 +148,7 @@ def test_a_wrong_value_is_one_line(model: Path, key: str, value: object) -> None
 
 @pytest.mark.parametrize("verb", ["predict", "evaluate"])
 def test_a_wrong_config_is_status_2(model: Path, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(model, document_of(model) | {"temperature": 0.0})
+    write_config(model, config_of(model) | {"temperature": 0.0})
     [image] = photographs(tmp_path, 1)
     out = ["--out", str(tmp_path / "out.csv")] if verb == "predict" else []
     assert main([verb, str(model), image, *out]) == 2
@@ -226,10 +215,10 @@ def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp
     ("key", "value"), [("model", "../elsewhere.json"), ("model", "local-dir:/etc"), ("weights", "/etc/passwd.pth")]
 )
 def test_a_config_that_names_files_elsewhere_is_refused(model: Path, key: str, value: str) -> None:
-    document = document_of(model)
+    document = config_of(model)
     document["encoder"]["settings"][key] = value
     document["encoder"]["file"] = None
-    write(model, document)
+    write_config(model, document)
     with pytest.raises(UserError, match="of this directory"):
         xdm_ft.load(model)
 
@@ -289,7 +278,7 @@ VALUES = st.one_of(
 @given(data=st.data())
 @pytest.mark.slow
 def test_a_mutated_document_works_or_is_one_line(model: Path, data: st.DataObject) -> None:
-    document = document_of(model)
+    document = config_of(model)
     for _ in range(data.draw(st.integers(1, 2))):
         place = data.draw(st.sampled_from(places(document)))
         *blocks, key = place
@@ -303,7 +292,7 @@ def test_a_mutated_document_works_or_is_one_line(model: Path, data: st.DataObjec
             document = changed(document, (*blocks, data.draw(st.text(max_size=3))), data.draw(VALUES))
     before = (model / "config.json").read_text()
     try:
-        write(model, document)
+        write_config(model, document)
         use(model)
     except UserError as error:
         assert len(error.args) == 1 and len(str(error).splitlines()) == 1, error

@@ -18,7 +18,7 @@ import small_models
 import torch
 import transformers
 from safetensors.torch import save_file
-from small_models import parts, photographs
+from small_models import add_to_hub, config_of, parts, photographs, write_config
 
 import xdm_ft
 from xdm_ft.encoders.open_clip import OpenClip
@@ -27,7 +27,6 @@ from xdm_ft.encoders.transformers import Transformers
 from xdm_ft.export.directory import read_config, write_directory
 from xdm_ft.export.hub import checked_files
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.digests import json_digest
 from xdm_ft.weights.source import architecture, check_sizes, no_remote_code
 
 MARKER = "code_of_others_has_run"
@@ -53,14 +52,6 @@ CLIP = {
 }
 
 
-def add_to_hub(cache: Path, repository: str, folder: Path) -> None:
-    """Puts a folder into a hub cache, as a download would."""
-    place = cache / f"models--{repository.replace('/', '--')}"
-    (place / "refs").mkdir(parents=True)
-    (place / "refs" / "main").write_text("0" * 40)
-    shutil.copytree(folder, place / "snapshots" / ("0" * 40))
-
-
 @pytest.fixture
 def home(tmp_path):
     """HF_HOME with the repository attacker/text, whose code writes a file, and attacker/clip, which needs it."""
@@ -81,11 +72,9 @@ def home(tmp_path):
 
 
 def edit(model: Path, **encoder: Any) -> None:
-    """Changes the encoder in config.json, with a valid checksum."""
-    path = model / "config.json"
-    document = {key: value for key, value in json.loads(path.read_text()).items() if key != "checksum"}
-    document["encoder"] |= encoder
-    path.write_text(json.dumps({**document, "checksum": json_digest(document)}))
+    """Changes the encoder in config.json."""
+    document = config_of(model)
+    write_config(model, document | {"encoder": document["encoder"] | encoder})
 
 
 def edit_architecture(model: Path, **text: Any) -> None:
@@ -190,8 +179,7 @@ def test_an_architecture_names_no_other_source(model, key, name):
     ],
 )
 def test_arguments_name_no_other_source(model, kwargs, message):
-    document = json.loads((model / "config.json").read_text())
-    edit(model, settings=document["encoder"]["settings"] | {"kwargs": kwargs})
+    edit(model, settings=config_of(model)["encoder"]["settings"] | {"kwargs": kwargs})
     with pytest.raises(UserError, match=rf"config\.json: encoder\.settings\.kwargs: .*{message}"):
         xdm_ft.load(model)
 

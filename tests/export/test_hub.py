@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,14 +16,13 @@ import small_models
 from huggingface_hub import errors
 from local_hub import local_hub
 from safetensors.torch import load_file, save_file
-from small_models import parts, photographs
+from small_models import add_to_hub, config_of, parts, photographs, write_config
 
 import xdm_ft
 from xdm_ft.export.card import card
 from xdm_ft.export.directory import write_directory
 from xdm_ft.export.hub import leaks_in, leaks_of, push
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.digests import json_digest
 
 
 class FakeApi:
@@ -88,14 +86,9 @@ def test_any_other_file_and_any_link_is_refused_by_name(model, api, tmp_path, na
     assert not api.calls
 
 
-def edited_config(model: Path, **changes: object) -> None:
-    path = model / "config.json"
-    document = {key: value for key, value in json.loads(path.read_text()).items() if key != "checksum"} | changes
-    path.write_text(json.dumps({**document, "checksum": json_digest(document)}))
-
-
 def test_leaks_are_refused_with_their_place(model, api):
-    edited_config(model, protocol={"description": "table /data/site_1/labels.csv, 5 images"}, chosen="best on a.jpg")
+    changes = {"protocol": {"description": "table /data/site_1/labels.csv, 5 images"}, "chosen": "best on a.jpg"}
+    write_config(model, config_of(model) | changes)
     (model / "README.md").write_text(f"# Model\n\nof {model.parent}\n")
     head = load_file(model / "model.safetensors")
     encoder = load_file(model / "encoder.safetensors")
@@ -221,17 +214,9 @@ def test_no_text_names_the_file_or_the_folder_of_the_encoder(tmp_path, secret, w
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """`hub(folder)` puts a model directory into a temporary hub cache as org/name, as a download would."""
-    cache = tmp_path / "hub"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-
-    def add(folder: Path) -> None:
-        repository = cache / "models--org--name"
-        (repository / "refs").mkdir(parents=True)
-        (repository / "refs" / "main").write_text("0" * 40)
-        shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
-
-    return add
+    """`hub(folder)` puts a model directory into a temporary cache of the hub as org/name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return partial(add_to_hub, tmp_path / "hub", "org/name")
 
 
 def test_a_model_of_the_hub_loads(model, hub, tmp_path):
