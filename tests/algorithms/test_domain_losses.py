@@ -57,23 +57,18 @@ def mean_loss(values: Tensor, domain: Tensor, average: LossAverage, weight: Tens
 
 
 def test_means_of_a_loss_by_hand_and_stacked() -> None:
-    per_sample, domain = torch.tensor([1.0, 2.0, 6.0, 10.0]), torch.tensor([0, 0, 0, 2])  # nothing of domain 1
-    assert mean_loss(per_sample, domain, "domain") == (3 + 10) / 2
-    assert mean_loss(per_sample, domain, "sample") == 19 / 4
-    many, domains = torch.rand(4, 6), torch.tensor([[0, 0, 1, 1, 1, 2]] * 4)
-    alone = torch.stack([mean_loss(p, d, "domain") for p, d in zip(many, domains, strict=True)])
-    torch.testing.assert_close(vmap(lambda p, d: mean_loss(p, d, "domain"))(many, domains), alone)
-
-
-def test_weighted_means_by_hand() -> None:
     values, weight = torch.tensor([1.0, 2.0, 6.0, 10.0, 3.0]), torch.tensor([1.0, 3.0, 0.5, 2.0, 0.0])
     domain = torch.tensor([0, 0, 0, 2, 2])  # nothing of domain 1
+    assert mean_loss(values, domain, "domain") == (3 + 6.5) / 2 and mean_loss(values, domain, "sample") == 22 / 5
     means, present = domain_means(values, domain, 3, weight)
     torch.testing.assert_close(means, torch.tensor([(1 + 6 + 3) / 4.5, 0.0, 10.0]))
     assert present.tolist() == [True, False, True]
     torch.testing.assert_close(mean_loss(values, domain, "domain", weight), torch.tensor((10 / 4.5 + 10) / 2))
     torch.testing.assert_close(mean_loss(values, domain, "sample", weight), torch.tensor((1 + 6 + 3 + 20) / 6.5))
     assert not domain_means(values, domain, 3, weight * (domain == 0))[1][2]  # weights of 0: no sample
+    many, domains = torch.rand(4, 6), torch.tensor([[0, 0, 1, 1, 1, 2]] * 4)
+    alone = torch.stack([mean_loss(p, d, "domain") for p, d in zip(many, domains, strict=True)])
+    torch.testing.assert_close(vmap(lambda p, d: mean_loss(p, d, "domain"))(many, domains), alone)
 
 
 def test_erm_is_the_papers_also_with_soft_labels() -> None:

@@ -47,11 +47,8 @@ def test_the_best_on_the_split_that_the_rule_looks_at_and_the_whole_curve() -> N
     assert picked.curve[7]["train_val"] == picked.curve[3]["train_val"] == 1.0
     assert picked.curve[10]["test"] == 1.0  # the best on the test domain is not picked
     worst = line("select", metric="nll")
-    assert (
-        worst is not None
-        and worst.hparams["alpha"] == 0.0
-        and worst.curve[0]["train_val"] == worst.curve[10]["train_val"]
-    )
+    assert worst is not None and worst.hparams["alpha"] == 0.0
+    assert worst.curve[0]["train_val"] == worst.curve[10]["train_val"]
 
 
 def test_of_tied_shares_oracle_takes_the_one_that_the_other_rule_picks() -> None:

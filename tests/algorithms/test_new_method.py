@@ -16,14 +16,12 @@ from xdm_ft.recipe.search import preset_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCHED = '''
-"""A method with a search range."""
-
 from typing import Annotated
 
 import torch.nn.functional as F
 from pydantic import Field
 
-from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.runtime.tensors import Losses
 
 
@@ -33,34 +31,24 @@ class Smoothed(Algorithm):
     source = "Szegedy et al. 2016, label smoothing"
     search_ranges = {"smoothing": {"uniform": (0.2, 0.4)}}
 
-    def __init__(
-        self, setup: Setup, *, smoothing: Annotated[float, Field(ge=0, lt=1, description="mass of other classes")] = 0.1
-    ) -> None:
+    def __init__(self, setup, *, smoothing: Annotated[float, Field(lt=1, description="mass of other classes")] = 0.1):
         super().__init__(setup)
         self.smoothing = smoothing
 
     def loss(self, z, batch, step):
-        per_sample = F.cross_entropy(
-            self.logits(z), batch.y, reduction="none", label_smoothing=self.smoothing
-        )
+        per_sample = F.cross_entropy(self.logits(z), batch.y, reduction="none", label_smoothing=self.smoothing)
         return Losses(self.average(per_sample, batch), per_sample.new_zeros(()))
 '''
 WITH_A_PROJECTION = '''
-"""A method with a module of its own beside the class head."""
-
 from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.randomness import Stream
-from xdm_ft.runtime.tensors import Losses
-
-PROJECTED = 8
 
 
 class Contrastive(ERM):
@@ -69,16 +57,14 @@ class Contrastive(ERM):
     source = "Khosla et al. 2020, Supervised Contrastive Learning, eq. (2)"
     loss_over = "batch"
 
-    def __init__(
-        self, setup: Setup, *, weight: Annotated[float, Field(ge=0, description="of the contrastive loss")] = 0.1
-    ) -> None:
+    def __init__(self, setup, *, weight: Annotated[float, Field(ge=0, description="of the contrastive loss")] = 0.1):
         super().__init__(setup)
         self.weight = weight
-        self.projection = Linear(setup.width, PROJECTED, setup.seed, Stream.DOMAIN_INIT)
+        self.projection = Linear(setup.width, 8, setup.seed, Stream.DOMAIN_INIT)
 
     def loss(self, z, batch, step):
         of_class = super().loss(z, batch, step)
-        projected = F.normalize(self.projection(z), dim=1)  # [B,PROJECTED]
+        projected = F.normalize(self.projection(z), dim=1)  # [B,8]
         itself = torch.eye(len(batch.y), dtype=torch.bool, device=z.device)
         log_share = (projected @ projected.mT).masked_fill(itself, -1e9).log_softmax(1)  # [B,B]
         same_class = ((batch.y[:, None] == batch.y) & ~itself).to(z.dtype)
@@ -86,15 +72,12 @@ class Contrastive(ERM):
         return of_class._replace(total=of_class.total + self.weight * contrast.mean())
 '''
 IN_THE_ENCODER = '''
-"""A method with a module in the encoder."""
-
 from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.runtime.randomness import Stream, uniform
 
@@ -105,9 +88,7 @@ class Jittered(ERM):
     source = "made up for this test"
     frozen_reason = "it changes feature maps, and features are cached after them; set encoder.trainable: true"
 
-    def __init__(
-        self, setup: Setup, *, width: Annotated[float, Field(ge=0, lt=1, description="largest change")] = 0.5
-    ) -> None:
+    def __init__(self, setup, *, width: Annotated[float, Field(ge=0, lt=1, description="largest change")] = 0.5):
         super().__init__(setup)
         self.width = width
 
@@ -202,22 +183,8 @@ def test_the_contract_tests_cover_them(tmp_path):
     write_methods(tmp_path / "methods")
     plugin = f"import xdm_ft.algorithms\nxdm_ft.algorithms.__path__.append({str(tmp_path / 'methods')!r})\n"
     (tmp_path / "own_plugin.py").write_text(plugin)
-    covered = ["-m", "not soak and not gpu", "-k", " or ".join(METHODS)]
-    files = ["tests/algorithms/test_contract.py"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "own_plugin",
-        "-p",
-        "no:cacheprovider",
-        *covered,
-        *files,
-    ]
+    options = ["-q", "-n", "0", "-p", "own_plugin", "-p", "no:cacheprovider", "tests/algorithms/test_contract.py", "-m"]
+    command = [sys.executable, "-m", "pytest", *options, "not soak and not gpu", "-k", " or ".join(METHODS)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and "passed" in result.stdout, result.stdout

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.algorithms import Setup, xdomainmix
+from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import Augmented, XDomainMix, mixed_domains
 from xdm_ft.heads.cosine import Cosine
@@ -19,7 +19,6 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream
 from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
-from xdm_ft.xdomainmix.mixing import Parts
 
 WIDTH = 40
 TASK = Task(tuple("abcd"), tuple("xyz"))
@@ -156,9 +155,8 @@ def test_partners_that_are_missing_are_counted() -> None:
     only = given._replace(domain=torch.where(torch.arange(60) < 45, 0, 1), y=torch.where(torch.arange(60) < 15, 0, 1))
     logs = XDomainMix(setup())(only.x, only, 60).logs
     assert float(logs["without_same_partner"]) == pytest.approx(0.25)  # the first 15 have their class to themselves
-    assert float(logs["without_other_partner"]) == pytest.approx(
-        0.5
-    )  # the middle 30: all of class 0 is in their domain
+    # the middle 30: all of class 0 is in their domain
+    assert float(logs["without_other_partner"]) == pytest.approx(0.5)
     one_domain = given._replace(domain=torch.zeros(60, dtype=torch.int64))
     losses = XDomainMix(setup(), p_discard=0.0)(one_domain.x, one_domain, 60)
     assert losses.logs == {"without_same_partner": 1.0, "without_other_partner": 1.0}
@@ -195,39 +193,5 @@ def test_domain_head_learns_from_augmented_features() -> None:
     warm = algorithm(given.x, given, 0).auxiliary
     torch.testing.assert_close(warm, algorithm.average(on_z, given), atol=1e-6, rtol=1e-5)
     losses.auxiliary.backward()
-    assert {key for key, p in algorithm.named_parameters() if p.grad is not None} == {
-        "domain_head.weight",
-        "domain_head.bias",
-    }
-
-
-def of_heads(algorithm: XDomainMix, state: dict[str, Tensor], given: Batch, step: int) -> Tensor:
-    """The losses of two heads on the same batch, as a bank computes them."""
-
-    def total(state: dict[str, Tensor], fields: tuple[Tensor, ...]) -> Tensor:
-        return torch.func.functional_call(algorithm, state, (fields[0], Batch(*fields), step)).total
-
-    return torch.func.vmap(total)(state, tuple(field.expand(2, *field.shape).clone() for field in given[:5]))
-
-
-def negated(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
-    return Parts(*(-part for part in decompose(z, class_mask, domain_mask)))
-
-
-def test_another_equation_4_is_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """End to end, where gradients flow to z, and in a bank."""
-    monkeypatch.setenv("XDM_FT_KERNELS", "0")
-    algorithm, given = XDomainMix(setup()), batch()
-    parameters, buffers = torch.func.stack_module_state([algorithm, XDomainMix(setup(seed=1))])
-
-    def totals() -> tuple[Tensor, Tensor]:
-        z = given.x.clone().requires_grad_()
-        in_bank = of_heads(algorithm, {**parameters, **buffers}, given, 60)
-        return algorithm(z, given._replace(x=z), 60).total, in_bank[0]
-
-    before = totals()
-    torch.testing.assert_close(*before)
-    monkeypatch.setattr(xdomainmix, "decompose", negated)
-    after = totals()
-    torch.testing.assert_close(*after)
-    assert all((one - other).abs() > 0.01 for one, other in zip(before, after, strict=True))
+    reached = {key for key, p in algorithm.named_parameters() if p.grad is not None}
+    assert reached == {"domain_head.weight", "domain_head.bias"}

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from xdm_ft.analysis.divergence import (
@@ -33,17 +31,6 @@ def normal(n: int, width: int, seed: int, shift: float = 0.0) -> Tensor:
     z = torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
     z[:, 0] += shift
     return z
-
-
-def mmd2_of_shift(width: int, shift: float, bandwidths: list[float]) -> float:
-    """MMD² between N(0, I) and N(shift e₁, I).
-
-    x − y ~ N(δ, 2I) has E exp(−‖x − y‖²/2σ²) = (σ²/(σ²+2))^{K/2} exp(−‖δ‖²/2(σ²+2)).
-    """
-    terms = [
-        2 * (s**2 / (s**2 + 2)) ** (width / 2) * (1 - math.exp(-(shift**2) / (2 * (s**2 + 2)))) for s in bandwidths
-    ]
-    return sum(terms) / len(terms)
 
 
 def test_the_published_measure_is_the_recorded_one() -> None:
@@ -97,13 +84,6 @@ def test_the_error_is_the_unbiased_estimate_of_the_variance() -> None:
     assert error**2 == pytest.approx(value**2 - sum(four) / len(four))
 
 
-@pytest.mark.parametrize(("width", "shift"), [(1, 2.0), (20, 1.0), (20, 4.0), (200, 3.0)])
-def test_a_shifted_gaussian_has_the_closed_form(width: int, shift: float) -> None:
-    found = unbiased_mmd2(normal(1000, width, 0), normal(1000, width, 1, shift))
-    assert abs(found.value - mmd2_of_shift(width, shift, found.bandwidths)) < 3 * found.stderr
-    assert found.value > 3 * found.stderr
-
-
 @pytest.mark.parametrize("n", [8, 32, 128])
 def test_equal_distributions_have_mmd_0_at_any_size_and_the_published_measure_does_not(n: int) -> None:
     runs, width = 6400 // n, 64
@@ -139,13 +119,9 @@ def test_points_that_are_all_equal_and_too_few() -> None:
         unbiased_mmd2(torch.ones(3, 2), torch.ones(9, 2))
 
 
-@given(seed=st.integers(0, 10**6))
-def test_properties(seed: int) -> None:
-    a, b = normal(12, 4, seed), normal(12, 4, seed + 1, shift=1.0)
-    found = unbiased_mmd2(a, b)
-    rotation = torch.linalg.qr(normal(4, 4, seed + 2).double()).Q
-    moved = unbiased_mmd2(7 * a.double() @ rotation + 3e6, 7 * b.double() @ rotation + 3e6)
-    assert moved.value == pytest.approx(found.value, abs=1e-7)  # the median scales with the features
-    assert moved.stderr == pytest.approx(found.stderr, abs=1e-7)
-    assert unbiased_mmd2(b, a, found.bandwidths).value == pytest.approx(found.value, abs=1e-12)
-    assert published_mmd(a, b) == pytest.approx(published_mmd(b, a), rel=1e-4) and published_mmd(a, b) > 0
+def test_scaled_and_far_off_features_have_the_same_estimate_and_sides_may_be_swapped() -> None:
+    a, b = normal(12, 4, 0), normal(12, 4, 1, shift=1.0)
+    near, far = unbiased_mmd2(a, b), unbiased_mmd2(7 * a.double() + 3e6, 7 * b.double() + 3e6)
+    assert (far.value, far.stderr) == pytest.approx((near.value, near.stderr), abs=1e-7)
+    assert unbiased_mmd2(b, a, near.bandwidths).value == pytest.approx(near.value, abs=1e-12)
+    assert published_mmd(a, b) == pytest.approx(published_mmd(b, a), rel=1e-4)

@@ -6,8 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from xdm_ft.analysis import Encoded, Json
@@ -132,12 +130,3 @@ def test_few_or_equal_images() -> None:
     points = of(z, y, y, lambda z: torch.cat([z, -z], 1), None, None, 2, 2, 0)["class_specific_vs_generic"]
     assert all(point[1] == 0 for point in points["pca"]["points"]), "one feature is a line"
     assert found["pca"]["points"] == [[0.0, 0.0]] * 8 and found["map"]["silhouette_of_labels"] == [None, None]
-
-
-@given(seed=st.integers(0, 10**6))
-def test_silhouettes_do_not_depend_on_the_order_nor_on_rotations(seed: int) -> None:
-    source = torch.Generator().manual_seed(seed)
-    points, label = torch.randn(20, 2, generator=source).double(), torch.arange(20) % 3
-    order = torch.randperm(20, generator=source)
-    turn = torch.linalg.qr(torch.randn(2, 2, generator=source).double()).Q
-    assert silhouette(points[order] @ turn + 1, label[order]) == pytest.approx(silhouette(points, label))

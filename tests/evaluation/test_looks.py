@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -29,17 +30,13 @@ def look(seeds: int, methods: Sequence[str] = TWO, lacks: dict[str, list[int]] |
     return look_at(runs_by_method(made, methods, "train_val", "accuracy").values())
 
 
-def grown(*seen: Look, planned: bool = False) -> list[Look]:
-    """The looks after these summaries."""
+def alphas(*seen: Look, planned: bool = False) -> list[float]:
+    """The α of the looks after these summaries."""
     looks: list[Look] = []
     for now in seen:
         number, placed = place_of(now, looks, planned)
         looks = [*looks[: number - 1], placed]
-    return looks
-
-
-def alphas(*seen: Look, planned: bool = False) -> list[float]:
-    return [one.alpha for one in grown(*seen, planned=planned)]
+    return [each.alpha for each in looks]
 
 
 def test_what_a_look_sees() -> None:
@@ -108,11 +105,10 @@ def test_verdicts_that_were_found_stay() -> None:
 
 
 def test_looks_are_read_as_they_were_written() -> None:
-    one = Look([0, 1], ["erm", "sam"], {"sam": [1]}, 0.0125, [["sam", "erm"]]).with_found(
-        [comparison("sam", here="worse")]
-    )
-    entry = json.loads(json.dumps(one.to_json(), allow_nan=False))
-    assert looks_of({"looks": [entry]}, []) == [one]
+    look_0 = Look([0, 1], ["erm", "sam"], {"sam": [1]}, 0.0125, [["sam", "erm"]])
+    entry = json.loads(json.dumps(look_0.with_found([comparison("sam", here="worse")]).to_json(), allow_nan=False))
+    assert entry["found"] == [["train_val", "sam", "erm", "worse", "unknown"]]
+    assert looks_of({"looks": [entry]}, []) == [replace(look_0, found=entry["found"])]
     jsonschema.Draft202012Validator({"$defs": SCHEMA["$defs"], **SCHEMA["$defs"]["look"]}).validate(entry)
     assert looks_of({"looks": []}, []) == []
 
@@ -120,10 +116,8 @@ def test_looks_are_read_as_they_were_written() -> None:
 def test_a_look_lists_what_no_earlier_one_has_found() -> None:
     here, there = comparison("sam", here="better"), comparison("sam", here="better", elsewhere="better")
     first = Look([0], ["erm", "sam"], {}, 0.05).with_found([here])
-    assert first.found == [["train_val", "sam", "erm", "better", "unknown"]]
-    assert first.with_found([here, comparison("irm", here="worse")], [first]).found == [
-        ["train_val", "irm", "erm", "worse", "unknown"]
-    ]
+    second = first.with_found([here, comparison("irm", here="worse")], [first])
+    assert second.found == [["train_val", "irm", "erm", "worse", "unknown"]]
     assert first.with_found([there], [first]).found == [["train_val", "sam", "erm", "better", "better"]]
 
 

@@ -92,14 +92,6 @@ def test_one_class_only() -> None:
     assert [name for name, recall in result.per_class_recall.items() if recall is not None] == ["class 2"]
 
 
-def test_accuracy_computes_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, labels, domains = sample(2)
-    expected = full_score(logits, labels, domains).accuracy
-    for other in ("confusion", "auroc", "log_normalizer", "domain_accuracies", "confidences"):
-        monkeypatch.setattr(f"xdm_ft.evaluation.metrics.{other}", None)
-    assert metric("accuracy", logits, labels, domains) == expected
-
-
 def test_accuracy_of_a_bank_is_that_of_each_head() -> None:
     heads = [sample(seed) for seed in range(5)]
     logits, labels = torch.stack([h[0] for h in heads]), torch.stack([h[1] for h in heads])

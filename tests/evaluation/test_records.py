@@ -14,24 +14,9 @@ PICK = Pick(
     3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7, 1.5, 0.4
 )
 WHOLE = Record(
-    ModelKey("erm", ("a", "b"), 1, 2),
-    {"lr": 0.1},
-    "ok",
-    None,
-    {"train_val": PICK},
-    5,
-    6,
-    7,
-    1.5,
-    8,
-    21,
-    2533,
-    9,
-    {"times": 1, "reasons": ["why"]},
-    "vit",
-    {"blocks": 2},
-    True,
-)
+    ModelKey("erm", ("a", "b"), 1, 2), {"lr": 0.1}, "ok", None, {"train_val": PICK}, 5, 6, 7, 1.5, 8, 21, 2533, 9,
+    {"times": 1, "reasons": ["why"]}, "vit", {"blocks": 2}, True,
+)  # fmt: skip
 ROW = SummaryRow(
     "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, {"kind": "k", "value": None},
     {"a": {"mean": 0.5, "std": None}},

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from bank_problems import job_of
 from bank_problems import train as train_bank
@@ -22,7 +21,6 @@ import xdm_ft.xdomainmix
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Training
 
 README = Path(xdm_ft.xdomainmix.__file__).with_name("README.md").read_text(encoding="utf-8")
@@ -52,13 +50,10 @@ def function(name: str) -> Any:
     if name in OF_METHOD:
         return getattr(XDomainMix, name)
     module, _, own = name.rpartition(".")
-    found = (
-        {getattr(modules()[module], own)}
-        if module
-        else {vars(one)[own] for one in modules().values() if own in vars(one)}
-    )
-    [one] = found
-    return one
+    if module:
+        return getattr(modules()[module], own)
+    [the_only] = {vars(of_module)[own] for of_module in modules().values() if own in vars(of_module)}
+    return the_only
 
 
 def planted(*_: object, **__: object) -> None:
@@ -86,12 +81,12 @@ def accelerator() -> Iterator[Accelerator]:
         yield accelerator
 
 
-def bank(head: Any, accelerator: Accelerator, sam: SAM | None = None) -> None:
-    train_bank([job_of(XDomainMix, steps=2, sharpness=sam, setup={"head": head}, **SETTINGS)])
+def bank(head: Any, accelerator: Accelerator) -> None:
+    train_bank([job_of(XDomainMix, steps=2, setup={"head": head}, **SETTINGS)])
 
 
-def end_to_end(head: Any, accelerator: Accelerator, sam: SAM | None = None) -> None:
-    job = make_job(partial(XDomainMix, **SETTINGS), steps=2, head=head, sharpness=sam)
+def end_to_end(head: Any, accelerator: Accelerator) -> None:
+    job = make_job(partial(XDomainMix, **SETTINGS), steps=2, head=head)
     train_end_to_end(job, SmallCNN(), Training(batch_size=4), accelerator)
 
 
@@ -127,16 +122,3 @@ def test_training_does_not_call_the_others(
         edited(name)
         assert re.search(rf"`{name}\b", README)
     ENGINES[engine](Linear, accelerator)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_augment_runs_in_both_passes(engine: str, monkeypatch: pytest.MonkeyPatch, accelerator: Accelerator) -> None:
-    calls, augment = [], XDomainMix.augment
-
-    def counting(self: XDomainMix, z: torch.Tensor, batch: Any, step: Any, first_pass_draws: Any = None) -> Any:
-        calls.append(bool(first_pass_draws))
-        return augment(self, z, batch, step, first_pass_draws)
-
-    monkeypatch.setattr(XDomainMix, "augment", counting)
-    ENGINES[engine](Linear, accelerator, SAM())
-    assert calls == [False, True]

@@ -133,21 +133,6 @@ def test_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(of_heads, stacked, upstream)[0], torch.stack(expected))
 
 
-def test_gradients_by_finite_differences() -> None:
-    z, masks = torch.randn(6, 5, dtype=torch.float64, requires_grad=True), torch.rand(2, 6, 5) > 0.5
-    partners = draw_partners(torch.arange(6) % 2, torch.arange(6) // 2, torch.rand(6, 2))
-    lam, keep = torch.rand(6, 2, dtype=torch.float64), torch.rand(6) > 0.3
-    assert torch.autograd.gradcheck(lambda z: mix(decompose(z, *masks), partners, lam, keep), z)
-
-
-def test_a_nan_stays_with_its_sample() -> None:
-    z, choices, selection = problem(2, 50, 30, special=0)
-    z[3, 5] = torch.nan
-    mixed, *masks = select_and_mix(z, choices, selection)
-    assert mixed.isnan().any(1).nonzero().tolist() == [[3]]
-    assert not any(mask[3].any() for mask in masks)
-
-
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels, in the order in which they run from now on."""

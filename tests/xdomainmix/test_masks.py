@@ -64,20 +64,10 @@ def test_any_scores(data: st.DataObject) -> None:
     scores, rank = torch.tensor(lists, dtype=torch.float32), data.draw(st.integers(0, size - 1))
     of_numbers = ~scores.isnan().any(1, keepdim=True)
     expected = (scores > scores.sort(-1).values[:, rank, None]) & of_numbers  # NaN is sorted last
-    assert torch.equal(exceeds(scores, rank), expected)
-    assert torch.equal(by_sorting(scores, rank), expected)
-
-
-def test_rows_with_a_nan_and_inputs_untouched() -> None:
-    scores = SCORES["half zeros"].clone()
-    clean = exceeds(scores, 100)
-    scores[5, 5] = torch.nan
     before = scores.clone()
     for find in (exceeds, by_sorting):
-        mask = find(scores, 100)
-        assert not mask[5].any() and mask.any(1).sum() == ROWS - 1
-        assert torch.equal(mask.index_fill(0, torch.tensor([5]), 0), clean.index_fill(0, torch.tensor([5]), 0))
-    assert torch.equal(scores.nan_to_num(9), before.nan_to_num(9))
+        assert torch.equal(find(scores, rank), expected)
+        assert torch.equal(scores.view(torch.int32), before.view(torch.int32)), "inputs stay as they are"
 
 
 def test_any_number_of_leading_dimensions_and_vmap() -> None:
@@ -111,36 +101,10 @@ def test_mask_for_every_quantile(size: int) -> None:
             assert torch.equal(specific_mask(scores, quantile), scores > scores.sort(-1).values[..., rank, None])
 
 
-def exact_quantile(scores: Tensor, quantile: float) -> Tensor:
-    rank = Fraction(str(quantile)) * (scores.shape[1] - 1)
-    ordered = scores.double().sort(1).values
-    low, high = ordered[:, math.floor(rank), None], ordered[:, math.ceil(rank), None]
-    return low + (high - low) * float(rank - math.floor(rank))
-
-
-def test_mask_against_torch_quantile() -> None:
-    """They differ only in scores between the exact interpolated τ and its float32 value, a rounding apart."""
-    torch.manual_seed(0)
-    differing = 0
-    for size in (11, 64, 1280):
-        for scores in (torch.randn(60, size), 1 + torch.randint(0, 64, (60, size)) * 2**-23):
-            for quantile in TENTHS:
-                rounded = torch.quantile(scores, quantile, dim=1, keepdim=True)
-                different = specific_mask(scores, quantile) != (scores > rounded)
-                differing += int(different.sum())
-                exact = exact_quantile(scores, quantile)
-                low, high = torch.minimum(exact, rounded.double()), torch.maximum(exact, rounded.double())
-                assert ((low <= scores) & (scores <= high))[different].all()
-                # float32 rounds the rank q(K−1) and the interpolation
-                widest_gap = scores.sort(1).values.diff(dim=1).amax(1, keepdim=True)
-                assert (high - low <= 1e-4 * widest_gap + 2e-7 * exact.abs()).all()
-    assert differing > 0, "the made-up scores were meant to hold neighbours a rounding apart"
+def test_ties_are_generic_and_quantiles_are_in_range() -> None:
     neighbours = torch.tensor([[1.0, 1.0 + 2**-23]])
     assert specific_mask(neighbours, 0.7).tolist() == [[False, True]]
-    assert torch.quantile(neighbours, 0.7, dim=1) == 1.0 + 2**-23  # so `scores > τ` would hold nowhere
-
-
-def test_ties_are_generic_and_quantiles_are_in_range() -> None:
+    assert torch.quantile(neighbours, 0.7, dim=1) == 1.0 + 2**-23, "so `scores > τ` would hold nowhere"
     assert specific_mask(torch.tensor([[0.0, 0.0, 0.0, -1.0, 5.0]]), 0.5).tolist() == [[False] * 4 + [True]]
     assert not specific_mask(torch.zeros(3, 7), 0.5).any()
     for quantile in (-0.1, 1.1, math.nan):

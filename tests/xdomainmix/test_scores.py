@@ -1,14 +1,12 @@
-"""Equations (1) and (2): the closed form, autograd, and both on maps; all functions under `torch.func.vmap`."""
+"""Equations (1) and (2): the closed form, autograd, and both on maps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
-import xdm_ft.xdomainmix
-from xdm_ft.xdomainmix import autograd_scores, decompose, draw_partners, linear_scores, mix, specific_mask
+from xdm_ft.xdomainmix import autograd_scores, linear_scores
 
 PRECISIONS = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -73,31 +71,3 @@ def test_no_gradient_and_float32(example: tuple[Tensor, nn.Linear, Tensor]) -> N
     assert linear_scores(z.bfloat16(), head.weight.bfloat16(), target).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(autograd_scores(z, head, target), scores)
-
-
-@pytest.mark.parametrize("shape", [(), (3, 3)], ids=["pooled", "map"])
-def test_all_of_it_under_vmap(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    heads, batch, width, classes = 5, 96, 33, 4
-    z = torch.relu(torch.randn(heads, batch, width, *shape))
-    y, domain = torch.randint(0, classes, (heads, batch)), torch.randint(0, 3, (heads, batch))
-    draws = torch.rand(heads, batch, 2), torch.rand(heads, batch, 2), torch.rand(heads, batch) > 0.2
-
-    def one(z, weight, y, domain, noise, lam, keep):
-        pool = (lambda features: features.mean((2, 3))) if shape else (lambda features: features)
-        by_class = linear_scores(z, weight, y)
-        by_domain = autograd_scores(z, lambda features: pool(features) @ weight.T, domain)
-        parts = decompose(z, specific_mask(by_class, 0.5), specific_mask(by_domain, 0.9))
-        return by_class, by_domain, mix(parts, draw_partners(y, domain, noise), lam, keep)
-
-    arguments = (z, torch.randn(heads, classes, width), y, domain, *draws)
-    together = vmap(one)(*arguments)
-    for head in range(heads):
-        alone = one(*(argument[head] for argument in arguments))
-        for stacked, single in zip(together, alone, strict=True):
-            torch.testing.assert_close(stacked[head], single, atol=1e-6, rtol=1e-6)
-
-
-def test_exports() -> None:
-    functions = {"linear_scores", "autograd_scores", "specific_mask", "decompose", "draw_partners", "mix"}
-    assert set(xdm_ft.xdomainmix.__all__) == functions | {"domain_quantile", "Partners"}
