@@ -57,24 +57,20 @@ class Cut(Checkpoint):
             raise Killed
 
 
-def assert_same(got: Trained, expected: Trained) -> None:
-    assert got.failure is None and expected.failure is None
-    assert got.course == expected.course
-    assert got.selected.keys() == expected.selected.keys()
-    for rule, selected in expected.selected.items():
-        assert (got.selected[rule].step, got.selected[rule].hparams) == (selected.step, selected.hparams)
-        assert got.selected[rule].state.keys() == selected.state.keys()
-        for name, value in selected.state.items():
-            assert torch.equal(got.selected[rule].state[name], value), (rule, name)
-    shared = [len({id(selected.state) for selected in trained.selected.values()}) for trained in (got, expected)]
-    assert shared[0] == shared[1], "rules that picked the same share it"
+def assert_same(resumed: list[Trained], expected: list[Trained]) -> None:
+    """Bit for bit, and rules that picked the same step share its weights."""
+    for one, other in zip(resumed, expected, strict=True):
+        assert (one.failure, one.course, one.selected.keys()) == (other.failure, other.course, other.selected.keys())
+        for rule, selected in other.selected.items():
+            picked = one.selected[rule]
+            assert (picked.step, picked.hparams) == (selected.step, selected.hparams)
+            torch.testing.assert_close(picked.state, selected.state, rtol=0, atol=0)
+        shared = [len({id(selected.state) for selected in each.selected.values()}) for each in (one, other)]
+        assert shared[0] == shared[1]
 
 
 def averaged(job: Job, averaging: Averaging) -> Job:
     return dataclasses.replace(job, averaging=averaging)
-
-
-# --- the bank
 
 
 def mixing(averaging: Averaging | None = None, **settings: Any) -> list[Job]:
@@ -83,76 +79,28 @@ def mixing(averaging: Averaging | None = None, **settings: Any) -> list[Job]:
     return [dataclasses.replace(job, averaging=averaging) for job in jobs]
 
 
-EVERY_STEP = TRAINING.model_copy(update={"evaluate_every": 1})
-BANK = {
-    "xdomainmix and sam": (mixing(), TRAINING),
-    "domain head, sgd": (
-        [job_of(WithDomainHead, seed=seed, steps=STEPS) for seed in range(2)],
-        TRAINING.model_copy(update={"optimizer": "sgd"}),
-    ),
-    "groupdro": ([job_of(GroupDRO, steps=STEPS)], TRAINING.model_copy(update={"optimizer": "adamw", "amsgrad": True})),
-    "mlp, swad": (mixing(VALLEY, setup={"head": partial(MLP, hidden_width=16)}), EVERY_STEP),
-    "optimizer that is reset": ([job_of(IRM, steps=STEPS, anneal_steps=3)], TRAINING),
-    "swad between evaluations": (mixing(OPEN), TRAINING),
-    "bma": (mixing(BMA()), TRAINING),
+DOMAIN_HEADS = [job_of(WithDomainHead, seed=seed, steps=STEPS) for seed in range(2)]
+# one of the two has failed when the other goes on
+BROKEN = [job_of(seed=0, steps=STEPS), job_of(seed=1, steps=STEPS, lr=float("inf"))]
+BANK: dict[str, tuple[list[Job], dict[str, Any]]] = {
+    "xdomainmix and sam": (mixing(), {}),
+    "domain head, sgd": (DOMAIN_HEADS, {"optimizer": "sgd"}),
+    "groupdro": ([job_of(GroupDRO, steps=STEPS)], {"optimizer": "adamw", "amsgrad": True}),
+    "mlp, swad": (mixing(VALLEY, setup={"head": partial(MLP, hidden_width=16)}), {"evaluate_every": 1}),
+    "optimizer that is reset": ([job_of(IRM, steps=STEPS, anneal_steps=3)], {}),
+    "swad between evaluations": (mixing(OPEN), {}),
+    "bma": (mixing(BMA()), {}),
+    "a head that has failed": (BROKEN, {"optimizer": "sgd"}),
 }
-
-
-@pytest.mark.parametrize("case", BANK)
-def test_a_chunk_is_killed_and_begun_again(tmp_path: Path, case: str) -> None:
-    jobs, training = BANK[case]
-    expected = bank_problems.train(jobs, training, RULES)
-    for lives in (1, 3, STEPS):  # within the warm-up, between two evaluations, at the end
-        path, evaluated = tmp_path / f"{lives}", []
-        with pytest.raises(Killed):
-            bank_problems.train(jobs, training, RULES, checkpoint=lambda chunk, p=path, n=lives: Cut(p, n))
-        assert read(path)[0]["taken"] == lives
-        again = bank_problems.train(
-            jobs, training, RULES, checkpoint=lambda chunk, path=path: Cut(path),
-            record=lambda step, heads, evaluated=evaluated: evaluated.append(step),
-        )  # fmt: skip
-        assert all(step > lives for step in evaluated), "nothing is done twice"
-        for got, other in zip(again, expected, strict=True):
-            assert_same(got, other)
-
-
-def test_a_head_that_has_failed_stays_failed_and_the_others_go_on(tmp_path: Path) -> None:
-    jobs = [job_of(seed=0, steps=STEPS), job_of(seed=1, steps=STEPS, lr=float("inf"))]
-    sgd = TRAINING.model_copy(update={"optimizer": "sgd"})
-    expected = bank_problems.train(jobs, sgd)
-    assert expected[1].failure is not None
-    with pytest.raises(Killed):
-        bank_problems.train(jobs, sgd, checkpoint=lambda chunk: Cut(tmp_path / "c", 4))
-    got = bank_problems.train(jobs, sgd, checkpoint=lambda chunk: Cut(tmp_path / "c"))
-    assert_same(got[0], expected[0])
-    assert got[1].failure == expected[1].failure and got[1].selected == {}
-
-
-def test_a_stop_of_a_chunk_saves_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs, training = BANK["xdomainmix and sam"]
-    expected, asked = bank_problems.train(jobs, training), []
-    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="3 models together: 3 of 6 steps"):
-        patch.setattr("xdm_ft.training.bank.train.stop_requested", lambda: asked.append(1) or len(asked) == 3)
-        bank_problems.train(jobs, training, checkpoint=lambda chunk: Cut(tmp_path / "c"))
-    again = bank_problems.train(jobs, training, checkpoint=lambda chunk: Cut(tmp_path / "c"))
-    for got, other in zip(again, expected, strict=True):
-        assert_same(got, other)
-
-
-# --- end to end
-
+SGD_SAM = {"optimizer": "sgd", "clip_norm": 0.5, "accumulation": 2}
 LOOP: dict[str, tuple[Job, dict[str, Any], dict[str, Any]]] = {
     "adam, domain head, buffers": (make_job(WithDomainHead, STEPS), {}, {}),
-    "sgd, sam, clipped": (
-        make_job(WithDomainHead, STEPS, sharpness=SAM(rho=0.1)),
-        {"optimizer": "sgd", "clip_norm": 0.5, "accumulation": 2},
-        {"batch_norm": "frozen"},
-    ),
+    "sgd, sam, clipped": (make_job(WithDomainHead, STEPS, sharpness=SAM(rho=0.1)), SGD_SAM, {"batch_norm": "frozen"}),
     "swad, batch norm": (averaged(make_job(steps=STEPS), VALLEY), {"evaluate_every": 1}, {}),
-    "swad between evaluations": (averaged(make_job(steps=STEPS), OPEN), {"evaluate_every": 3}, {"unfreeze_at": 2}),
+    "open swad, unfreezing": (averaged(make_job(steps=STEPS), OPEN), {"evaluate_every": 3}, {"unfreeze_at": 2}),
     "bma, unfreezing": (averaged(make_job(steps=STEPS), BMA()), {"evaluate_every": 4}, {"unfreeze_at": 2}),
     "fish, adamw": (make_job(Fish, STEPS, head=Cosine), {"optimizer": "adamw"}, {"unfreeze_at": 3}),
-    "mlp, optimizer that is reset": (make_job(partial(IRM, anneal_steps=3), STEPS, head=MLP), {}, {}),
+    "mlp, reset": (make_job(partial(IRM, anneal_steps=3), STEPS, head=MLP), {}, {}),
 }
 VIT = {"width": 64, "steps": STEPS}
 ABOVE_A_CUT: dict[str, tuple[Any, Any, Job, dict[str, Any], dict[str, Any]]] = {
@@ -162,11 +110,18 @@ ABOVE_A_CUT: dict[str, tuple[Any, Any, Job, dict[str, Any], dict[str, Any]]] = {
     ),
     "cnn, batch norm": (BlockCNN, blocks(3), make_job(width=16, steps=STEPS), {}, {"unfreeze_at": 2}),
 }  # fmt: skip
-QUICK = {"sgd, sam, clipped", "vit, lora, dropout, swad"}
-Run = Callable[..., Trained]
+QUICK = {*BANK, "sgd, sam, clipped", "vit, lora, dropout, swad"}
+Run = Callable[..., list[Trained]]
 
 
-def runs(case: str, reads: str, accelerator: Accelerator, folder: Path) -> Run:
+def runs(case: str, accelerator: Accelerator, folder: Path, reads: str = "images") -> Run:
+    """A function that trains, with a checkpoint `kept` and a callback `at` for the steps of evaluations."""
+    if case in BANK:
+        jobs, changes = BANK[case]
+        of_bank = partial(bank_problems.train, jobs, TRAINING.model_copy(update=changes), RULES)
+        return lambda kept=None, at=lambda step: None: of_bank(
+            checkpoint=kept and (lambda chunk: kept), record=lambda step, heads: at(step)
+        )
     if case in LOOP:
         make, (job, changes, arguments) = partial(SmallCNN, dropout=0.3), LOOP[case]
     else:
@@ -174,57 +129,68 @@ def runs(case: str, reads: str, accelerator: Accelerator, folder: Path) -> Run:
         part = cached(make(), trainable, folder) if reads == "cache" else EncoderPart(trainable)
         arguments = arguments | {"part": part}
     training = TRAINING.model_copy(update=changes)
-    return lambda **more: loop_models.train(job, make(), training, accelerator, **arguments, rules=RULES, **more)
+    of_loop = partial(loop_models.train, job, training=training, accelerator=accelerator, rules=RULES, **arguments)
+    return lambda kept=None, at=lambda step: None: [
+        of_loop(encoder=make(), checkpoint=kept, record=lambda step, models: at(step))
+    ]
 
 
 @pytest.mark.parametrize(
     ("case", "reads"),
     [
         pytest.param(case, reads, marks=() if case in QUICK and reads == "images" else pytest.mark.slow)
-        for case in (*LOOP, *ABOVE_A_CUT)
+        for case in (*BANK, *LOOP, *ABOVE_A_CUT)
         for reads in (("images", "cache") if case in ABOVE_A_CUT else ("images",))
     ],
 )
-def test_a_model_is_killed_and_begun_again(case: str, reads: str, accelerator: Accelerator, tmp_path: Path) -> None:
-    run = runs(case, reads, accelerator, tmp_path)
+def test_killed_and_begun_again(case: str, reads: str, accelerator: Accelerator, tmp_path: Path) -> None:
+    run = runs(case, accelerator, tmp_path, reads)
     expected = run()
-    for lives in (1, 4):
-        path, taken = tmp_path / f"{lives}.safetensors", []
+    for lives in (1, 3, STEPS) if case in BANK else (1, 4):  # in a warm-up, between two evaluations, at the end
+        path, evaluated = tmp_path / f"{lives}", list[int]()
         with pytest.raises(Killed):
-            run(checkpoint=Cut(path, lives))
+            run(Cut(path, lives))
         assert read(path)[0]["taken"] == lives
         torch.rand(3)
-        got = run(checkpoint=Cut(path), record=lambda step, models, taken=taken: taken.append(step))
-        assert all(step > lives for step in taken), "nothing is done twice"
-        assert_same(got, expected)
+        assert_same(run(Cut(path), evaluated.append), expected)
+        assert all(step > lives for step in evaluated), "nothing is done twice"
 
 
 @pytest.mark.slow
 def test_killed_after_every_step_and_the_seconds_add_up(accelerator: Accelerator, tmp_path: Path) -> None:
-    run, seconds = runs("swad, batch norm", "images", accelerator, tmp_path), [0.0]
+    run, seconds = runs("swad, batch norm", accelerator, tmp_path), [0.0]
     expected = run()
     for _ in range(STEPS):
         with pytest.raises(Killed):
-            run(checkpoint=Cut(tmp_path / "c", 1))
+            run(Cut(tmp_path / "c", 1))
         seconds.append(read(tmp_path / "c")[0]["seconds"])
-    got = run(checkpoint=Cut(tmp_path / "c", 1))
-    assert_same(got, expected)
-    assert seconds == sorted(seconds) and seconds[-1] < got.seconds < seconds[-1] + expected.seconds + 1
+    resumed = run(Cut(tmp_path / "c", 1))
+    assert_same(resumed, expected)
+    assert seconds == sorted(seconds) and 0 < resumed[0].seconds - seconds[-1] < expected[0].seconds + 1
 
 
-@pytest.mark.parametrize("at", ["step", "evaluation"])
-def test_a_stop_of_a_model_saves_and_loses_nothing(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
-) -> None:
-    run, asked = runs("adam, domain head, buffers", "images", accelerator, tmp_path), []
-    expected = run()
-    where = "gradients" if at == "step" else "prediction"
-    with monkeypatch.context() as patch, pytest.raises(Interrupted, match=r"method, .* held out, seed 3: \d of 6"):
-        patch.setattr(f"xdm_ft.training.end_to_end.{where}.stop_requested", lambda: asked.append(1) or len(asked) > 3)
-        run(checkpoint=Cut(tmp_path / "c"))
-    saved = read(tmp_path / "c")[0]
-    assert (saved["taken"], saved["evaluated"]) == ((4, False) if at == "step" else (2, False))
-    assert_same(run(checkpoint=Cut(tmp_path / "c")), expected)
+CHUNK, MODEL = "xdomainmix and sam", "adam, domain head, buffers"
+
+
+@pytest.mark.parametrize(
+    ("case", "module", "asked_before", "line", "saved"),
+    [
+        (CHUNK, "bank.train", 2, "3 models together: 3 of 6 steps", {"taken": 3}),
+        (MODEL, "end_to_end.gradients", 3, "seed 3: 4 of 6", {"taken": 4, "evaluated": False}),
+        (MODEL, "end_to_end.prediction", 3, "seed 3: 2 of 6", {"taken": 2, "evaluated": False}),
+    ],
+)
+def test_a_stop_saves_and_loses_nothing(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, module: str,
+    asked_before: int, line: str, saved: dict[str, Any],
+) -> None:  # fmt: skip
+    run, asked = runs(case, accelerator, tmp_path), list[int]()
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match=line):
+        stop = lambda: asked.append(1) or len(asked) > asked_before  # noqa: E731
+        patch.setattr(f"xdm_ft.training.{module}.stop_requested", stop)
+        run(Cut(tmp_path / "c"))
+    assert saved.items() <= read(tmp_path / "c")[0].items()
+    assert_same(run(Cut(tmp_path / "c")), run())
 
 
 # --- checkpoints of something else
@@ -247,12 +213,12 @@ def test_a_checkpoint_of_something_else_is_named_and_not_used(
             encoder.stem[0].weight.mul_(1.1)
     recipe = {"lr": 2 if other == "setting" else 1}
     with caplog.at_level(logging.WARNING, "xdm_ft"):
-        got = train(job, encoder, checkpoint=Cut(tmp_path / "c", recipe=recipe))
-    assert_same(got, train(job, encoder))
+        resumed = train(job, encoder, checkpoint=Cut(tmp_path / "c", recipe=recipe))
+    assert_same([resumed], [train(job, encoder)])
     key = {"data": "data", "setting": "recipe.lr was 1, is 2"}.get(other, "weights")
     [message] = [line for line in caplog.messages if "checkpoint" in line or "settings" in line]
     assert f"written for other settings ({key}" in message and "starts again" in message
-    assert len(got.restarts) == 1 and key in got.restarts[0]
+    assert len(resumed.restarts) == 1 and key in resumed.restarts[0]
 
 
 def test_a_chunk_on_other_images_starts_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -262,6 +228,6 @@ def test_a_chunk_on_other_images_starts_again(tmp_path: Path, caplog: pytest.Log
     fewer = {"train_val": job.split.evaluation["train_val"][1:]}
     split = dataclasses.replace(job.split, evaluation=job.split.evaluation | fewer)
     job = dataclasses.replace(job, split=split)
-    [got] = bank_problems.train([job], TRAINING, checkpoint=lambda chunk: Cut(tmp_path / "c"))
+    resumed = bank_problems.train([job], TRAINING, checkpoint=lambda chunk: Cut(tmp_path / "c"))
     assert "written for other settings (data was" in caplog.text
-    assert_same(got, bank_problems.train([job], TRAINING)[0])
+    assert_same(resumed, bank_problems.train([job], TRAINING))
