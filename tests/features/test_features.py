@@ -24,11 +24,11 @@ from xdm_ft.containers.image_tables import ImageTable
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.features import FeatureSettings, cache, views
+from xdm_ft.features import FeatureSettings, cache
 from xdm_ft.features import extract as extraction
 from xdm_ft.features import key as key_module
 from xdm_ft.features.cache import Features, cache_folder, cache_path
-from xdm_ft.features.views import View
+from xdm_ft.features.key import View
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform, training_transform
@@ -220,7 +220,7 @@ def recorded_key(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, more: View |
         other = SimpleNamespace(**vars(getattr(key_module, library)) | {"__version__": "1.0"})
         monkeypatch.setattr(key_module, library, other)
     monkeypatch.setattr(key_module, "version", lambda name: "1.0")
-    monkeypatch.setattr(views, "training_transform", lambda preprocessing, augmentation: "crop")
+    monkeypatch.setattr(key_module, "training_transform", lambda preprocessing, augmentation: "crop")
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.fill_(0.5)
@@ -291,7 +291,7 @@ def test_a_view_is_the_encoder_on_the_seeded_transform_of_each_image(tmp_path: P
         for row in range(N):
             content = xxhash.xxh3_128_digest(dataset.content(row))
             index = int.from_bytes(content[:8], "little", signed=True)
-            torch.manual_seed(int(bits(views.SEED, number, Stream.VIEW_IMAGE, index)))
+            torch.manual_seed(int(bits(key_module.SEED, number, Stream.VIEW_IMAGE, index)))
             expected.append(transform(dataset.image(row)))
         with torch.inference_mode():
             torch.testing.assert_close(view(features, number), encoder(torch.stack(expected)))
@@ -318,7 +318,7 @@ def test_a_view_depends_neither_on_the_others_nor_on_how_it_is_computed(tmp_path
 
 def test_the_key_of_a_view_depends_on_all_that_determines_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_views(tmp_path, 1)
-    original = views.training_transform
+    original = key_module.training_transform
 
     def weaker(*arguments: object) -> object:
         transform = original(*arguments)
@@ -327,7 +327,7 @@ def test_the_key_of_a_view_depends_on_all_that_determines_it(tmp_path: Path, mon
 
     for name, value in (("training_transform", weaker), ("SEED", 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(views, name, value)
+            patch.setattr(key_module, name, value)
             assert with_views(tmp_path, 1).extracted == N, "of the view; the plain one stays"
     assert with_views(tmp_path, 1, precision="bf16").extracted == 2 * N
     assert features_of(Pixels(N, 1), tmp_path, views=1, augmentation="domainbed").extracted == 2, "one image is new"

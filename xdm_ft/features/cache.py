@@ -315,9 +315,7 @@ class Features:
         other; None: one view, in the order of the shards. `streamed`: leave them in their files, whatever fits."""
         self.key = key
         self.unreadable = dict(unreadable or {})  # row → why its image does not decode; its features are zero
-        self.extracted = (
-            extracted  # number of images that the processes or tasks of this run computed; the others were cached
-        )
+        self.extracted = extracted  # images that the processes or tasks of this run computed; the others were cached
         self.device = torch.device(device)
         self.width = shards[0].shape[1]
         self._shards, self._files = shards, files
@@ -338,7 +336,7 @@ class Features:
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled is where the features are. They are left in their files there, until `to` is called."""
         assert self._files is not None and not self._normalized, "features as `extract` returns them"
-        return _open_features, (self._files, self._places, self.key, self.unreadable)
+        return self._files.open, (self._places, self.key, self.unreadable)
 
     def to(self, device: torch.device) -> Features:
         """Returns the same features on a device; in its memory, if they fit."""
@@ -417,16 +415,15 @@ class ShardFiles(NamedTuple):
         """Returns the shards as `Features` takes them: before those in files one of zeros, for images without one."""
         return [torch.zeros(1, self.width, dtype=self.dtype), *of_files]
 
-
-def _open_features(files: ShardFiles, places: Tensor, key: str, unreadable: Mapping[int, str]) -> Features:
-    """Returns unpickled features. Raises `UserError` if a file can not be read here."""
-    features = []
-    for path, key_of_store in files.files:
-        try:
-            features.append(open_shard(path, key_of_store, files.width, files.dtype).features)
-        except (Damaged, OSError) as error:
-            raise UserError(f"features.dir: {path} can not be read ({error})") from error
-    return Features(files.shards(features), places, key=key, unreadable=unreadable, streamed=True, files=files)
+    def open(self, places: Tensor, key: str, unreadable: Mapping[int, str]) -> Features:
+        """Returns unpickled features. Raises `UserError` if a file can not be read here."""
+        features = []
+        for path, key_of_store in self.files:
+            try:
+                features.append(open_shard(path, key_of_store, self.width, self.dtype).features)
+            except (Damaged, OSError) as error:
+                raise UserError(f"features.dir: {path} can not be read ({error})") from error
+        return Features(self.shards(features), places, key=key, unreadable=unreadable, streamed=True, files=self)
 
 
 def _is_range(numbers: Tensor) -> bool:

@@ -29,9 +29,8 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.cache import Features, Lookup, ShardFiles, Store, cache_folder, cache_path
 from xdm_ft.features.hashes import DistinctImages, FileHashes
-from xdm_ft.features.key import key_of, key_parts
+from xdm_ft.features.key import View, all_views, key_of, key_parts
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.views import View, all_views
 from xdm_ft.images.dataset import Augmentation, ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches

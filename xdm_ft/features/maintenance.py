@@ -59,6 +59,12 @@ class Cached:
         return self.manifest.get("schema") != SCHEMA or not self.of_features
 
     @property
+    def plain_key(self) -> str:
+        """The key of its plain view, by which runs refer to all views of features."""
+        others = ("what", "key", "width", "created", "view")  # as `Store` writes it
+        return key_of({name: part for name, part in self.manifest.items() if name not in others})
+
+    @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
@@ -136,7 +142,7 @@ def prune(
             for store in unlocked
             for file in store.files
             if (unused_days is not None and time.time() - file.last_used > unused_days * SECONDS_PER_DAY)
-            or (referenced is not None and not _is_referenced(store, referenced))
+            or (referenced is not None and store.of_features and referenced.isdisjoint((store.key, store.plain_key)))
         }
         files = [file for store in unlocked for file in store.files if file.is_own]
         kept = sum(store.bytes for store in stores(cache))
@@ -149,13 +155,6 @@ def prune(
         for store in unlocked:
             _remove_if_empty(store.folder)
     return removed
-
-
-def _is_referenced(store: Cached, referenced: Set[str]) -> bool:
-    """Whether a run may need a store: runs refer to all views of features by the key of the plain one."""
-    others = ("what", "key", "width", "created", "view")  # as `Store` writes it
-    plain_key = key_of({name: part for name, part in store.manifest.items() if name not in others})
-    return not store.of_features or not referenced.isdisjoint((store.key, plain_key))
 
 
 def _remove_if_empty(folder: Path) -> None:
