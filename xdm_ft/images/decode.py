@@ -21,12 +21,11 @@ from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import progress
 
-ROWS_PER_TASK = 64
+ROWS_AT_ONCE = 1024  # that are given to the threads together
 NAMED_AT_MOST = 3  # faults that a message names; it counts the others
 NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but can not decode them
 EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a program
 OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
-
 
 logger = logging.getLogger("xdm_ft")
 logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it logs an error, without a name, and then raises the exception
@@ -84,8 +83,7 @@ def formats() -> tuple[str, ...]:
 @functools.lru_cache
 def extensions() -> frozenset[str]:
     """Returns the file name extensions of `formats()`, in lower case, with the dot."""
-    known = set(formats())
-    return frozenset(extension for extension, name in Image.registered_extensions().items() if name in known)
+    return frozenset(extension for extension, name in Image.registered_extensions().items() if name in formats())
 
 
 class _PillowWarnings:
@@ -178,15 +176,14 @@ class EncodedImages(ImageDataset):
 
     decoder = DECODER
 
-    def image(self, row: int) -> Image.Image:
-        return self._decoded(row, None)
-
-    def draft(self, row: int, least_side: int | None) -> Image.Image:
-        return self.image(row) if least_side is None else self._decoded(row, least_side)
-
-    def _decoded(self, row: int, least_side: int | None) -> Image.Image:
+    def image(self, row: int, least_side: int | None = None) -> Image.Image:
         content = self.content(row)
         return decode(content if isinstance(content, bytes) else Path(content), self.name(row), least_side)
+
+    def draft(self, row: int, least_side: int | None) -> Image.Image:
+        return (
+            self.image(row) if least_side is None else self.image(row, least_side)
+        )  # of a subclass with an `image` of its own
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -219,28 +216,25 @@ def scan(
 
     `check` may raise `UnreadableImage` for an image that decodes.
     """
-    wanted = range(len(dataset)) if rows is None else rows
 
-    def faults(rows: Sequence[int]) -> list[tuple[int, str]]:
-        found = []
-        for row in rows:
-            try:
-                with memory_of(dataset.name(row)):
-                    image = dataset.image(row)
-                if check is not None:
-                    check(image)
-            except UnreadableImage as error:
-                found.append((row, error.reason))
-        return found
+    def fault(row: int) -> str | None:
+        try:
+            with memory_of(dataset.name(row)):
+                image = dataset.image(row)
+            if check is not None:
+                check(image)
+        except UnreadableImage as error:
+            return error.reason
+        return None
 
-    tasks = [wanted[first : first + ROWS_PER_TASK] for first in range(0, len(wanted), ROWS_PER_TASK)]
-
-    unreadable: dict[int, str] = {}
+    wanted, unreadable = range(len(dataset)) if rows is None else rows, dict[int, str]()
     # threads suffice: Pillow releases the interpreter lock while it decodes
     with ThreadPoolExecutor(max(1, workers)) as pool, progress("checking", len(wanted), "images", show) as bar:
-        for task, found in zip(tasks, pool.map(faults, tasks), strict=True):
-            unreadable.update(found)
-            bar.advance(len(task), f"{len(unreadable)} unreadable" if unreadable else "")
+        for first in range(0, len(wanted), ROWS_AT_ONCE):
+            some = wanted[first : first + ROWS_AT_ONCE]
+            reasons = zip(some, pool.map(fault, some), strict=True)
+            unreadable.update({row: reason for row, reason in reasons if reason is not None})
+            bar.advance(len(some), f"{len(unreadable)} unreadable" if unreadable else "")
     return unreadable
 
 
