@@ -120,25 +120,24 @@ def check_counts(
     images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
     np.add.at(images, (dataset.domains, dataset.labels), 1)
     per_domain = dict(zip(dataset.domain_names, images.sum(1).tolist(), strict=True))
-    found = tuple(per_domain.get(domain, 0) for domain in benchmark.domain_folders)
+    counted = tuple(per_domain.get(domain, 0) for domain in benchmark.domain_folders)
     unknown = [domain for domain in per_domain if domain not in benchmark.domain_folders]
-    edition = next((name for name, published in benchmark.published.items() if published == found), None)
-    if edition is not None and not unknown:
-        logger.info("%s: complete (%s)", where, edition)
-        return True
+    for edition, published in benchmark.published.items():
+        if published == counted and not unknown:
+            logger.info("%s: complete (%s)", where, edition)
+            return True
     (name, published), *others = benchmark.published.items()
-    differing = [
+    faults = [
         f"{domain}: {n} of {expected} images" if n else f"{domain}: missing"
-        for domain, n, expected in zip(benchmark.domain_folders, found, published, strict=True)
+        for domain, n, expected in zip(benchmark.domain_folders, counted, published, strict=True)
         if n != expected
     ]
-    differing += [f"{domain}: not one of its domains" for domain in unknown]
-    lacking = [
-        f"no {dataset.class_names[c]} in {dataset.domain_names[d]}" for d, c in np.argwhere(images == 0).tolist()
-    ]
-    if len(lacking) > NAMED_AT_MOST:
-        lacking[NAMED_AT_MOST:] = [f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a domain"]
-    fault = f"data: {where} is not {name}: {', '.join([*differing, *lacking])}"
+    faults += [f"{domain}: not one of its domains" for domain in unknown]
+    absent = np.argwhere(images == 0).tolist()  # classes that a domain lacks
+    faults += [f"no {dataset.class_names[c]} in {dataset.domain_names[d]}" for d, c in absent[:NAMED_AT_MOST]]
+    if len(absent) > NAMED_AT_MOST:
+        faults.append(f"and {len(absent) - NAMED_AT_MOST} more classes missing from a domain")
+    fault = f"data: {where} is not {name}: {', '.join(faults)}"
     if others:
         fault += f" (nor {', '.join(other for other, _ in others)})"
     if counts == "published" or len(per_domain) < 2:  # one domain can not be both held out and trained on

@@ -121,20 +121,21 @@ def name_columns(
     """Sets the data set's classes and, where `columns` names a column for them, its domains, groups and splits.
 
     `columns`: {label, domain, group or split: column of the table, None: there is none}. `class_names`: {column of
-    integers: the names that its type gives to them}. `where` names the table in messages. Raises `UserError`.
+    integers: the names that its type gives to them}. `where` names the table in messages. Raises `UserError` for the
+    first row whose cell is no name.
     """
-
-    def numbers(key: str) -> tuple[tuple[str, ...], np.ndarray]:
-        name = str(columns[key])
-        return number_names(table[name], where, name, (class_names or {}).get(name))
-
-    dataset.class_names, dataset.labels = numbers("label")
-    if columns["domain"] is not None:
-        dataset.domain_names, dataset.domains = numbers("domain")
-    if columns["group"] is not None:
-        dataset.groups = numbers("group")[1]
-    if columns["split"] is not None:
-        dataset.splits = parts_of(where, *numbers("split"))
+    numbers = {
+        key: number_names(table[name], where, name, (class_names or {}).get(name))
+        for key, name in columns.items()
+        if name is not None
+    }
+    dataset.class_names, dataset.labels = numbers["label"]
+    if "domain" in numbers:
+        dataset.domain_names, dataset.domains = numbers["domain"]
+    if "group" in numbers:
+        dataset.groups = numbers["group"][1]
+    if "split" in numbers:
+        dataset.splits = parts_of(where, *numbers["split"])
 
 
 def number_names(
