@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import stat
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from xdm_ft.images.dataset import FileState
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
+from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
@@ -95,23 +98,31 @@ def read_range(address: str, state: FileState, start: int, stop: int) -> bytes:
     return content
 
 
-def list_files(address: str, suffix: str, deep: bool) -> list[str]:
-    """Returns the addresses of the files of a folder or glob that end with `suffix`, sorted; none: [].
+def list_files(file: str, suffix: str, deep: bool) -> list[str]:
+    """Returns the files that a file, folder or glob names, sorted; an address or an absolute path each.
 
-    `deep`: of the folders in the folder too. An address that ends with the suffix is a file.
+    Of a folder those that end with `suffix`, `deep`: of the folders in it too; none: []. Raises `UserError`.
     """
+    if not is_remote(file):
+        path = expand_user(file, "data.file")
+        if path.is_dir():
+            return sorted(map(str, path.absolute().glob(f"{'**/' * deep}*{suffix}")))
+        names = [str(path)] if path.exists() else glob.glob(str(path), recursive=deep)
+        if not names:
+            raise UserError(f"data.file: {file} does not exist; name a {suffix} file or a folder of them")
+        return sorted(str(Path(name).absolute()) for name in names)
 
-    def names_there() -> list[str]:
-        system, path = _system(address)
-        if any(sign in address for sign in "*["):
+    def addresses() -> list[str]:
+        system, path = _system(file)
+        if any(sign in file for sign in "*["):
             names = system.glob(path)
-        elif address.endswith(suffix):
-            return [address]
+        elif file.endswith(suffix):
+            return [file]
         else:
             names = system.find(path) if deep else system.ls(path, detail=False)
         return sorted({str(system.unstrip_protocol(name)) for name in names if str(name).endswith(suffix)})
 
-    return attempt(address, names_there)
+    return attempt(file, addresses)
 
 
 def attempt(address: str, read: Callable[[], T]) -> T:

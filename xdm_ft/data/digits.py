@@ -38,9 +38,15 @@ class Digits(ImageDataset):
         scans = load_digits()
         self.class_names, self.domain_names = WORDS, STYLES
         self.labels = scans.target.astype(np.int64)
-        self.domains = _deal(self.labels)
-        self.pixels = _paint(scans.images.astype(np.int64), self.domains)  # uint8 [N,32,32,3]
         rows = np.arange(len(self.labels))
+        # each class is shuffled and dealt to the styles like cards
+        draws = bits(SEED, _STYLE_OF_SCAN, Stream.STYLE, torch.from_numpy(rows)).numpy()
+        self.domains = np.empty_like(rows)
+        self.domains[np.lexsort((draws, self.labels))] = rows % len(STYLES)
+        self.pixels = np.empty((len(rows), SIDE, SIDE, 3), np.uint8)
+        for style, painter in enumerate((_ink, _chalk, _blurred, _texture)):
+            of_style = np.flatnonzero(self.domains == style)
+            self.pixels[of_style] = painter(scans.images[of_style].astype(np.int64), of_style).clip(0, 255)
         stratum = self.domains * len(WORDS) + self.labels
         self.splits = np.full(len(rows), "train", dtype="<U5")
         self.splits[validation_part(rows, stratum, None, VAL_FRACTION, SEED)] = "val"
@@ -55,28 +61,10 @@ class Digits(ImageDataset):
         return self.pixels[row].tobytes()
 
 
-def _deal(labels: np.ndarray) -> np.ndarray:
-    """Returns the style of every scan, int64 [N]: each class is shuffled and dealt to the styles like cards."""
-    draws = bits(SEED, _STYLE_OF_SCAN, Stream.STYLE, torch.arange(len(labels))).numpy()
-    order = np.lexsort((draws, labels))
-    styles = np.empty(len(labels), dtype=np.int64)
-    styles[order] = np.arange(len(labels)) % len(STYLES)
-    return styles
-
-
 def _draw(what: int, rows: np.ndarray, low: int, high: int, per_row: int = 1) -> np.ndarray:
     """Returns uniform integers in low…high−1, int64 [rows, per_row]."""
     index = torch.from_numpy(rows)[:, None] * per_row + torch.arange(per_row)
     return low + integers(SEED, what, Stream.STYLE, index, high - low).numpy()
-
-
-def _paint(scans: np.ndarray, styles: np.ndarray) -> np.ndarray:
-    """Scans int64 [N,8,8] in 0…16 and the style of each → uint8 [N,32,32,3]."""
-    pixels = np.empty((len(scans), SIDE, SIDE, 3), dtype=np.uint8)
-    for style, painter in enumerate((_ink, _chalk, _blurred, _texture)):
-        rows = np.flatnonzero(styles == style)
-        pixels[rows] = painter(scans[rows], rows).clip(0, 255).astype(np.uint8)
-    return pixels
 
 
 def _ink(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:

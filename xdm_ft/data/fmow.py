@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.files import ImageFiles
 from xdm_ft.data._wilds_release import Download, Root, open_release
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 SPLIT_OF = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}  # id_test is not used
 
@@ -55,16 +52,12 @@ class Fmow(ImageFiles):
         parts = {number: SPLIT_OF.get(name, "") for name, number in release.split_dict.items()} | {-1: ""}
         self.splits = np.array([parts[int(number)] for number in release.split_array])
         if {"lat", "lon"} <= set(release.metadata.columns):
-            self.groups = _places(release.metadata.loc[release.full_idxs, ["lat", "lon"]])
+            coordinates = release.metadata.loc[release.full_idxs, ["lat", "lon"]]
+            known = coordinates.notna().all(axis=1).to_numpy()
+            self.groups = np.arange(len(known)) + len(known)  # an image without coordinates is a place of its own
+            places = np.unique(coordinates.to_numpy(np.float64)[known], axis=0, return_inverse=True)[1]
+            self.groups[known] = places.reshape(-1)
         self.as_published = True
         self.base = release.data_dir
         self.shown = [os.path.join(self.base, "images", f"rgb_img_{i}.png") for i in release.full_idxs]
         self.paths = [os.path.abspath(path) for path in self.shown]
-
-
-def _places(coordinates: DataFrame) -> np.ndarray:
-    """Returns a number per place, int64 [N], from the columns lat and lon; an image without them has its own."""
-    known = coordinates.notna().all(axis=1).to_numpy()
-    places = np.arange(len(coordinates)) + len(coordinates)  # beyond the numbers of known places, which are below N
-    places[known] = np.unique(coordinates.to_numpy(np.float64)[known], axis=0, return_inverse=True)[1].reshape(-1)
-    return places

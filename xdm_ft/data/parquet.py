@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, op
 from xdm_ft.containers.tables import encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -49,7 +47,7 @@ class Parquet(PiecedImages):
     ) -> None:
         file = str(file)
         self.where, self.cache_mb = printable(file), cache_mb
-        files = list_files(file, ".parquet", deep=False) if is_remote(file) else _local_files(file)
+        files = list_files(file, ".parquet", deep=False)
         if not files:
             raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
         named = columns.model_dump(exclude={"image"})
@@ -103,17 +101,6 @@ class Parquet(PiecedImages):
                     )
             images = content
         return [image or b"" for image in images.to_pylist()]
-
-
-def _local_files(file: str) -> list[str]:
-    """Returns the files that a path of this machine names, sorted."""
-    path = expand_user(file, "data.file")
-    if path.is_dir():
-        return sorted(str(name) for name in path.absolute().glob("*.parquet"))
-    names = [str(path)] if path.exists() else glob.glob(str(path))
-    if not names:
-        raise UserError(f"data.file: {printable(file)} does not exist; name a .parquet file or a folder of them")
-    return sorted(str(Path(name).absolute()) for name in names)
 
 
 def _read_index(address: str, state: FileState, image: str, columns: Mapping[str, str]) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
@@ -22,7 +21,6 @@ from xdm_ft.containers.tables import OWN_KEYS, Keys, encode_names, join_tables, 
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.images.decode import extensions
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -55,7 +53,7 @@ class WebDataset(PiecedImages):
         cache_mb: CacheSize = 256,
     ) -> None:  # fmt: skip
         self.where, self.cache_mb = printable(file), cache_mb
-        files = sorted({tar for text in expanded_braces(str(file)) for tar in _tars(text)})
+        files = sorted({tar for text in expanded_braces(str(file)) for tar in list_files(text, ".tar", deep=True)})
         if not files:
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
         of_names = keys.model_dump()
@@ -117,19 +115,6 @@ def expanded_braces(text: str) -> Iterator[str]:
         parts = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
     for part in parts:
         yield from expanded_braces(text[: match.start()] + part + text[match.end() :])
-
-
-def _tars(file: str) -> list[str]:
-    """Returns the tars of a file, folder or glob; an address or an absolute path each."""
-    if is_remote(file):
-        return list_files(file, ".tar", deep=True)
-    path = expand_user(file, "data.file")
-    if path.is_dir():
-        return [str(tar) for tar in path.absolute().rglob("*.tar")]
-    tars = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
-    if not tars:
-        raise UserError(f"data.file: {file} does not exist; name a .tar file or a folder of them")
-    return [str(Path(tar).absolute()) for tar in tars]
 
 
 def _pieces(starts: np.ndarray, sizes: np.ndarray, rows: list[int], states: tuple[FileState, ...]) -> Pieces:

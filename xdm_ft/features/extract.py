@@ -207,14 +207,6 @@ def refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_b
         raise UserError(unreadable_message(unreadable, dataset))
 
 
-def worker_count(settings: FeatureSettings, hashes: FileHashes, device: torch.device) -> int:
-    """Returns the number of processes that decode images: `features.workers`, by default none for images in memory."""
-    if settings.workers is not None:
-        return settings.workers
-    in_memory = not hashes.files.size and not hashes.unreadable and hashes.container is None
-    return 0 if in_memory else decoding_workers(device, own_cores())
-
-
 def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) -> Encoder:
     """Returns a copy of the encoder in eval mode, on the device, in the precision. The encoder itself is unchanged.
 
@@ -302,14 +294,17 @@ class Extraction:
 
         A GPU computes a batch while the features of the one before are copied and checked.
         """
-        preprocessing, workers = self.encoder.preprocessing, worker_count(self.settings, self.hashes, self.device)
+        preprocessing, workers, hashes = self.encoder.preprocessing, self.settings.workers, self.hashes
+        if workers is None:
+            in_memory = not hashes.files.size and not hashes.unreadable and hashes.container is None
+            workers = 0 if in_memory else decoding_workers(self.device, own_cores())
         transform, side = self.view.transform(preprocessing), preprocessing.size
         requested = deque[UnfinishedShard]()  # the shard of each batch that was requested
         computed = deque[tuple[PixelBatch[int], Tensor, torch.cuda.Event | None]]()
 
         def read(row: int) -> Image.Image:
             with memory_of(self.dataset.name(row)):
-                return transform(self.dataset.draft(row, preprocessing.least_side), self.hashes.digests[row])
+                return transform(self.dataset.draft(row, preprocessing.least_side), hashes.digests[row])
 
         rows, shape = self._batches(numbers, size, workers, requested), (self.settings.batch_size, side, side, 3)
         smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
