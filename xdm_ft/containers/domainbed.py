@@ -79,17 +79,17 @@ class BenchmarkFolders(ImageFiles):
         names = {_plain(name) for name in cls.folder_names}
         inside = [folder for folder in _subfolders(root) if _plain(folder.name) in names]
         inside += [deeper for folder in inside for deeper in _subfolders(folder) if _plain(deeper.name) in names]
-        found = [folder for folder in inside if cls._domains(folder)]
-        if not found:
+        bases = [folder for folder in inside if cls._domains(folder)]
+        if not bases:
             domains = ", ".join(cls.domain_folders)
             raise UserError(
                 f"data.root: {root} contains neither the folder {cls.folder_names[0]}/ nor the folders of "
                 f"its domains ({domains}); {REMEDY}"
             )
-        if len(found) > 1:
-            both = " and ".join(printable(folder) for folder in found[:2])
+        if len(bases) > 1:
+            both = " and ".join(printable(folder) for folder in bases[:2])
             raise UserError(f"data.root: {root}: both {both} contain the data; set data.root to one of them")
-        return found[0]
+        return bases[0]
 
     @classmethod
     def canonical(cls, name: str) -> str | None:

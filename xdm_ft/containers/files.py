@@ -50,13 +50,13 @@ class PathsBelow(Sequence[str]):
         return len(self.rest)
 
     @overload
-    def __getitem__(self, place: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, place: slice) -> PathsBelow: ...
-    def __getitem__(self, place: int | slice) -> str | PathsBelow:
-        if isinstance(place, slice):
-            return PathsBelow(self.folder, self.rest[place])
-        return self.folder + self.rest[place]
+    def __getitem__(self, index: slice) -> PathsBelow: ...
+    def __getitem__(self, index: int | slice) -> str | PathsBelow:
+        if isinstance(index, slice):
+            return PathsBelow(self.folder, self.rest[index])
+        return self.folder + self.rest[index]
 
 
 class ImageFiles(EncodedImages):

@@ -79,12 +79,12 @@ class PiecedImages(EncodedImages):
     container: Container
     pieces: Pieces  # of the container
     cache_mb: int
-    _own: _OfProcess | None = None
+    _memory: _Memory | None = None
     _beginning = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled has read nothing yet."""
-        return {name: value for name, value in vars(self).items() if name != "_own"}
+        return {name: value for name, value in vars(self).items() if name != "_memory"}
 
     @abstractmethod
     def read_piece(self, number: int) -> list[bytes]:
@@ -101,27 +101,28 @@ class PiecedImages(EncodedImages):
                 with in_loader():
                     return self.read_piece(number)
 
-            return own.kept.get(number, load)
+            return memory.kept.get(number, load)
 
-        own, number = self.own, int(self.pieces.of_row(row))
-        is_next = number != own.last and number - 1 in own.kept
-        own.last = number
+        memory, number = self.memory, int(self.pieces.of_row(row))
+        is_next = number != memory.last and number - 1 in memory.kept
+        memory.last = number
         images = piece(number)
-        is_small = (AHEAD + KEPT) * sum(map(len, images)) <= own.kept.limit if is_next and own.reads_ahead else False
-        if is_small and is_remote(self.container.files[int(self.pieces.file_of[number])]):
-            for ahead in range(number + 1, min(number + 1 + AHEAD, len(self.pieces.ends))):
-                if ahead not in own.kept:
-                    own.threads.submit(piece, ahead)
+        if is_next and memory.reads_ahead and is_remote(self.container.files[int(self.pieces.file_of[number])]):
+            is_small = (AHEAD + KEPT) * sum(map(len, images)) <= memory.kept.limit
+            last = min(number + AHEAD, len(self.pieces.ends) - 1) if is_small else number
+            for following in range(number + 1, last + 1):
+                if following not in memory.kept:
+                    memory.threads.submit(piece, following)
         return images[row - self.pieces.rows(number).start]
 
     @property
-    def own(self) -> _OfProcess:
+    def memory(self) -> _Memory:
         """What this process has read: a forked one begins anew, as locks and threads do not survive a fork."""
-        if self._own is None or self._own.process != os.getpid():
+        if self._memory is None or self._memory.process != os.getpid():
             with self._beginning:  # threads that ask first must not each begin
-                if self._own is None or self._own.process != os.getpid():
-                    self._own = _OfProcess(self.cache_mb * 10**6)
-        return self._own
+                if self._memory is None or self._memory.process != os.getpid():
+                    self._memory = _Memory(self.cache_mb * 10**6)
+        return self._memory
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def open_files(files: Sequence[str], read: Callable[[str, FileState], T]) -> tup
     return states, values
 
 
-class _OfProcess:
+class _Memory:
     """The pieces that one process keeps, and the threads that read ahead."""
 
     def __init__(self, limit: int) -> None:

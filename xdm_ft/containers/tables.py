@@ -173,10 +173,10 @@ def number_names(
     return names, index[codes]
 
 
-def encode_names(cells: ChunkedArray, place: str) -> ChunkedArray:
+def encode_names(cells: ChunkedArray, where: str) -> ChunkedArray:
     """Returns the cells as dictionary<text, int64, double or bool>, or of the type null if all are missing.
 
-    Raises `UserError`, which begins with `place`, if their type is neither text nor a number.
+    Raises `UserError`, which begins with `where`, if their type is neither text nor a number.
     """
     import pyarrow
     from pyarrow import types
@@ -192,7 +192,7 @@ def encode_names(cells: ChunkedArray, place: str) -> ChunkedArray:
     elif types.is_floating(kind):
         kind = pyarrow.float64()
     elif not types.is_boolean(kind):
-        raise UserError(f"{place}: a name must be text or a number, not a {kind}; write it as text")
+        raise UserError(f"{where}: a name must be text or a number, not a {kind}; write it as text")
     return cells.cast(kind).dictionary_encode()
 
 

@@ -32,8 +32,8 @@ def load_dataset(block: Mapping[str, Any]) -> ImageDataset:
     )  # fmt: skip
     keys = inspect.signature(cls.__init__).parameters
     settings = {key: value for key, value in block.items() if key in keys}
-    found: ImageDataset = cls(**settings | ({"download": False} if "download" in keys else {}))
-    return found
+    dataset: ImageDataset = cls(**settings | ({"download": False} if "download" in keys else {}))
+    return dataset
 
 
 def rows_by_name(dataset: ImageDataset, names: Mapping[str, int]) -> dict[str, int]:

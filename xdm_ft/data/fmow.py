@@ -53,10 +53,10 @@ class Fmow(ImageFiles):
         self.splits = np.array([parts[int(number)] for number in release.split_array])
         if {"lat", "lon"} <= set(release.metadata.columns):
             coordinates = release.metadata.loc[release.full_idxs, ["lat", "lon"]]
-            known = coordinates.notna().all(axis=1).to_numpy()
-            self.groups = np.arange(len(known)) + len(known)  # an image without coordinates is a place of its own
-            places = np.unique(coordinates.to_numpy(np.float64)[known], axis=0, return_inverse=True)[1]
-            self.groups[known] = places.reshape(-1)
+            located = coordinates.notna().all(axis=1).to_numpy()
+            self.groups = np.arange(len(located)) + len(located)  # an image without coordinates is a place of its own
+            places = np.unique(coordinates.to_numpy(np.float64)[located], axis=0, return_inverse=True)[1]
+            self.groups[located] = places.reshape(-1)
         self.as_published = True
         self.base = release.data_dir
         self.shown = [os.path.join(self.base, "images", f"rgb_img_{i}.png") for i in release.full_idxs]

@@ -65,8 +65,8 @@ class Hub(ImageTable):
             f"check data.repository and the network, or run `hf download --repo-type dataset {name}` on a machine "
             "with a network"
         )
-        found = load(lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), where, remedy)
-        self._fill(found, columns, where, use_splits)
+        parts = load(lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), where, remedy)
+        self._fill(parts, columns, where, use_splits)
         if repository in KNOWN:
             benchmark = KNOWN[repository][1]  # whose names and order of domains it gets
             names = [benchmark.canonical(name) or name for name in self.domain_names]

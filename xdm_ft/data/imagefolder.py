@@ -31,6 +31,6 @@ class ImageFolder(ImageTable):
             raise UserError(f"data.root: {where} contains no folders; {TREE}")
         # numbered, as `datasets` allows fewer characters in the name of a split than a folder may have
         files = {f"domain{number}": f"{path.absolute()}/**" for number, path in enumerate(domains)}
-        found = load(lambda: load_dataset("imagefolder", data_files=files, keep_in_memory=False), where, TREE)
-        parts = {path.name: found[split] for path, split in zip(domains, files, strict=True)}
+        splits = load(lambda: load_dataset("imagefolder", data_files=files, keep_in_memory=False), where, TREE)
+        parts = {path.name: splits[split] for path, split in zip(domains, files, strict=True)}
         self._fill(parts, FROM_FOLDERS, where)

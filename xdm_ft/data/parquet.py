@@ -85,7 +85,7 @@ class Parquet(PiecedImages):
 
         file, group = int(self.pieces.file_of[number]), self.pieces.in_file(number)
         address, state, column = self.container.files[file], self.pieces.states[file], self.container.column
-        footer = self.own.footers.get(file, partial(_read_footer, address, state))
+        footer = self.memory.footers.get(file, partial(_read_footer, address, state))
         where = f"{address}, row group {group}"
         with _open(address, state, footer, where) as source:
             images = source.read_row_group(group, columns=[column], use_threads=False)[column]

@@ -81,7 +81,7 @@ class WebDataset(PiecedImages):
 
     def content(self, row: int) -> bytes:
         number = int(self.pieces.of_row(row))
-        if row == self.pieces.rows(number).start or number in self.own.kept:
+        if row == self.pieces.rows(number).start or number in self.memory.kept:
             return super().content(row)
         with in_loader():
             return self._range(row, row)  # random access, or the rest of a piece

@@ -102,16 +102,16 @@ def extract(
         unreadable |= hashes.unreadable_rows(store.unreadable())
         refuse_unreadable(unreadable, dataset, on_bad_image)
 
-    paths, places, rows = list[tuple[Path, str]](), [], 1  # row 0: of zeros, for images without features
+    paths, positions, rows = list[tuple[Path, str]](), [], 1  # row 0: of zeros, for images without features
     for _, store in views:
         first = rows + np.cumsum([0, *(len(shard.contents) for shard in store.shards)])
-        places.append(np.where(images.number_of < 0, 0, (first[store.shard_of] + store.row_of)[images.number_of]))
+        positions.append(np.where(images.number_of < 0, 0, (first[store.shard_of] + store.row_of)[images.number_of]))
         paths += [(shard.path, store.key) for shard in store.shards]
         rows = int(first[-1])
     files = ShardFiles(tuple(paths), encoder.width, DTYPES[settings.precision], streamed)
     return Features(
         files.shards(shard.features for _, store in views for shard in store.shards),
-        torch.from_numpy(np.stack(places)),
+        torch.from_numpy(np.stack(positions)),
         key=views[0][1].key,
         unreadable=unreadable,
         extracted=extracted,

@@ -73,8 +73,8 @@ class PreprocessingOverrides(Block):
         ),
     ] = None
 
-    def applied_to(self, own: Preprocessing) -> Preprocessing:
-        return own.model_copy(update=self.model_dump(exclude_none=True))
+    def applied_to(self, preprocessing: Preprocessing) -> Preprocessing:
+        return preprocessing.model_copy(update=self.model_dump(exclude_none=True))
 
 
 LEAST_ASPECT_LIMIT = 16  # images whose sides differ by a smaller factor are always accepted
