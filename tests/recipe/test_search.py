@@ -94,35 +94,29 @@ def test_a_component_accepts_the_ends_of_its_search_ranges(name):
             settings.model_validate({key: value})
 
 
-def test_the_edge_is_the_outer_twentieth():
-    search = Search(trials=2, space={"lr": LOG})
-    assert [at_the_edge(search, "lr", LOG.at(u)) for u in (0.01, 0.06, 0.5, 0.94, 0.99)] == [
-        True, False, False, False, True,
-    ]  # fmt: skip
-    assert at_the_edge(search, "lr", 1.0) and at_the_edge(search, "lr", 1e-5), "the recipe's own value may lie outside"
+EDGES = [
+    # the outer twentieth of a range; the recipe's own value may lie outside
+    (LOG, [LOG.at(u) for u in (0.01, 0.06, 0.5, 0.94, 0.99)], [True, False, False, False, True]),
+    (LOG, [1.0, 1e-5, 0], [True, True, False]),
+    # of whole numbers, the outermost that can be drawn
+    (Distribution(log_uniform=(2**3, 2**5.5)), [8, 9, 20, 44, 45], [True, False, False, True, True]),
+    (Distribution(uniform=(1.0, 8.4)), [1, 2, 7, 8], [True, False, False, True]),
+    # of a choice, its lowest and highest number; of two, each is an end; words have no order
+    (Distribution(choice=(0.1, 0.01, 0.05)), [0.01, 0.05, 0.1, 0.001, 0.2], [True, False, True, True, True]),
+    (Distribution(choice=(16, 32, 64)), [16, 32, 64], [True, False, True]),
+    (Distribution(choice=(0.05, 0.1)), [0.05, 0.1], [False, False]),
+    (Distribution(choice=(0.1,)), [0.1], [False]),
+    (Distribution(choice=("sample", "batch")), ["sample"], [False]),
+    (Distribution(choice=(False, True)), [True], [False]),
+]
+
+
+@pytest.mark.parametrize(("distribution", "values", "expected"), EDGES)
+def test_the_edge_of_a_range(distribution, values, expected):
+    search = Search(trials=2, space={"lr": distribution})
+    assert [at_the_edge(search, "lr", value) for value in values] == expected
     assert not at_the_edge(search, "weight_decay", 0.1), "not searched"
-    assert not at_the_edge(Search(space={"lr": LOG}), "lr", 1.0), "one trial searches nothing"
-
-
-def edges(distribution, values):
-    return [at_the_edge(Search(trials=2, space={"key": distribution}), "key", value) for value in values]
-
-
-def test_the_edge_of_whole_numbers_is_the_outermost_that_can_be_drawn():
-    batch_size = Distribution(log_uniform=(2**3, 2**5.5))
-    assert edges(batch_size, [8, 9, 20, 44, 45]) == [True, False, False, True, True]
-    assert edges(Distribution(uniform=(1.0, 8.4)), [1, 2, 7, 8]) == [True, False, False, True]
-
-
-def test_the_edge_of_a_choice_is_its_lowest_and_its_highest_number():
-    assert edges(Distribution(choice=(0.1, 0.01, 0.05)), [0.01, 0.05, 0.1, 0.001, 0.2]) == [
-        True, False, True, True, True,
-    ]  # fmt: skip
-    assert edges(Distribution(choice=(16, 32, 64)), [16, 32, 64]) == [True, False, True]
-    assert edges(Distribution(choice=(0.05, 0.1)), [0.05, 0.1]) == [False, False], "of two each is an end"
-    assert edges(Distribution(choice=(0.1,)), [0.1]) == [False], "one value is no search"
-    assert edges(Distribution(choice=("sample", "batch")), ["sample"]) == [False], "words have no order"
-    assert edges(Distribution(choice=(False, True)), [True]) == [False]
+    assert not at_the_edge(Search(space={"lr": distribution}), "lr", values[0]), "one trial searches nothing"
 
 
 def test_sagm_draws_what_its_code_draws():
