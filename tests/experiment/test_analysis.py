@@ -23,6 +23,7 @@ from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.experiment import analyse
 from xdm_ft.experiment.analyse import FROZEN, Limits, TrainedModel, read_model, split_images
 from xdm_ft.experiment.machine import launched
+from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.recipe.check import load
@@ -79,11 +80,8 @@ def models(folder: Path) -> dict[ModelKey, TrainedModel]:
         plan = make_plan(recipe, dataset)
         prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
         planned = {model.key: model for model in plan.models}
-        directory = RunDirectory(run.path)
-        return {
-            record.key: read_model(plan, prepared, planned[record.key], record, directory, accelerator)
-            for record in run.picked
-        }
+        context = RunContext(plan, prepared, RunDirectory(run.path), accelerator)
+        return {record.key: read_model(context, planned[record.key], record) for record in run.picked}
 
 
 @pytest.mark.slow

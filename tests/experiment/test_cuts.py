@@ -22,7 +22,6 @@ from xdm_ft.experiment.prepare import (
     build_encoders,
     cached_cuts,
     check_low_rank,
-    counted_unhashed,
     cuts_of,
     prepare,
 )
@@ -40,8 +39,7 @@ SHAPE = (5, 64)  # tokens × width of test_vit at 32 px
 
 def cuts(*overrides: str, earlier: dict[str, bool] | None = None) -> list[RecipeCut]:
     made = recipe(*overrides)
-    count = counted_unhashed(made, read_data(made), CPU)
-    return cuts_of(made, build_encoders(made)[None], made.methods, count, earlier)
+    return cuts_of(made, build_encoders(made)[None], made.methods, read_data(made), CPU, None, earlier)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:

@@ -31,7 +31,7 @@ def rates(made: Recipe) -> dict[str, list[float]]:
     plan = make_plan(made, read_data(made))
     found: dict[str, list[float]] = {}
     for model in plan.models:
-        values = hparams(made, model.item, model.training)
+        values = hparams(model.item, model.training)
         if model.item.trainable is not False:
             assert values["encoder_lr"] == model.training.encoder_lr
             found.setdefault(model.item.label, []).append(model.training.encoder_lr)

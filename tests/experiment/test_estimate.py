@@ -50,7 +50,7 @@ def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: py
         raise AssertionError("it is small")
 
     for name in ("features", "training"):
-        monkeypatch.setattr(module._Work, name, measured)
+        monkeypatch.setattr(module.Work, name, measured)
     plan, encoders = planned()
     assert estimate(plan, encoders, CPU).text() == "less than a minute"
     caplog.set_level(logging.INFO, "xdm_ft")

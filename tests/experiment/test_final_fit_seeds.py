@@ -133,17 +133,17 @@ def test_a_solver_has_one_model_under_every_seed():
 def test_a_seed_that_fails_fails_the_fit_and_keeps_the_others(monkeypatch):
     import xdm_ft.experiment.final_fit as module
 
-    outcome = module._outcome
+    outcome = module.Fit.outcome
 
-    def failing(fit, about, context, piece, trained, predictor):
-        found = outcome(fit, about, context, piece, trained, predictor)
+    def failing(fit, context, piece, trained, predictor):
+        found = outcome(fit, context, piece, trained, predictor)
         if trained.job.seed != 0:
             return found
         line = {key: found.line[key] for key in ("of", "seed")} | {"status": "failed", "reason": "the loss is nan"}
         return module.Outcome(found.kind, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_outcome", failing)
+        patch.setattr(module.Fit, "outcome", failing)
         made = run(recipe(ALL))
     final = made.final_fit
     assert made.failed and final["status"] == "failed" and final["reason"] == "seed 0: the loss is nan"

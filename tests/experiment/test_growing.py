@@ -20,8 +20,7 @@ import yaml
 from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment import pieces, run, summary
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.results import RECORDS, RunResults
-from xdm_ft.experiment.resume import Generation, grown_from, refused_changes
+from xdm_ft.experiment.results import RECORDS, Generation, RunResults, grown_from, refused_changes
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse

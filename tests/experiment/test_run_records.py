@@ -18,8 +18,7 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment.models import trained_parameters
-from xdm_ft.experiment.results import RECORDS, read_records
-from xdm_ft.experiment.resume import keep_choices_of_run
+from xdm_ft.experiment.results import RECORDS, keep_choices_of_run, read_records
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.storage.run_directory import RunDirectory

@@ -150,7 +150,7 @@ def test_the_resolved_recipe_draws_the_same():
     again = load("resolved.yaml", [])
     dataset = read_data(made)
     plans = [make_plan(one, dataset).models for one in (made, again)]
-    first, second = ([hparams(made, m.item, m.training) for m in models] for models in plans)
+    first, second = ([hparams(m.item, m.training) for m in models] for models in plans)
     assert first == second
     assert len({m.item.block for m in plans[0] if m.item.label == "rsc"}) == 3
 

@@ -86,9 +86,9 @@ def test_every_key_reaches_its_own_component(name: str) -> None:
     values = written_out(name)
     recipe = recipe_with({"name": name, **values})
     [item] = recipe.methods
-    recorded = hparams(recipe, item, recipe.training)
+    recorded = hparams(item, recipe.training)
     assert values.items() <= recorded.items()
-    common = hparams(recipe, recipe_with("erm").methods[0], recipe.training)
+    common = hparams(recipe_with("erm").methods[0], recipe.training)
     assert recorded.keys() == common.keys() | values.keys() and not common.keys() & values.keys()
     assert recorded.items() >= common.items() - {("head_init", "random")}
     for part, prefix, cls in parts_of(name):
@@ -106,10 +106,10 @@ def test_every_draw_and_every_override_reaches_its_own_component(name: str) -> N
             for key in components.settings_model(cls).model_fields}  # fmt: skip
     recipe = recipe_with(name, "groupdro")
     item = drawn_item(recipe.methods[0], {key: values[written] for key, written in keys.items()})
-    assert values.items() <= hparams(recipe, item, recipe.training).items()
+    assert values.items() <= hparams(item, recipe.training).items()
     overrides = tuple(f"{key}={yaml.safe_dump(values[written]).split()[0]}" for key, written in keys.items())
     overridden = recipe_with(name, "groupdro", overrides=overrides)
-    assert values.items() <= hparams(overridden, overridden.methods[0], overridden.training).items()
+    assert values.items() <= hparams(overridden.methods[0], overridden.training).items()
     assert overridden.methods[1].block.model_dump() == recipe.methods[1].block.model_dump()
 
 
@@ -131,7 +131,7 @@ def test_a_head_and_its_keys() -> None:
         ("mlp", {"mlp.hidden_width": 64, "mlp.activation": "gelu"}),
         ("cosine", {"cosine.scale": 1 / 0.07}),
     ]
-    plain, with_head, _ = (hparams(recipe, item, recipe.training) for item in recipe.methods)
+    plain, with_head, _ = (hparams(item, recipe.training) for item in recipe.methods)
     assert "head" not in plain and with_head["head"] == "mlp" and with_head["mlp.hidden_width"] == 64
     space = "search={trials: 4, space: {mlp.hidden_width: {choice: [8, 16]}}}"
     searched = recipe_with("erm", deep | {"mlp.hidden_width": 512}, overrides=(space,))

@@ -22,8 +22,8 @@ from xdm_ft.experiment.estimate import estimate
 from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
 from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
-from xdm_ft.experiment.prepare import build_encoder, by_label, counted, cuts_of, with_text
-from xdm_ft.experiment.resume import keep_choices_of_run
+from xdm_ft.experiment.prepare import build_encoder, by_label, cuts_of, with_text
+from xdm_ft.experiment.results import keep_choices_of_run
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder
@@ -209,7 +209,7 @@ def cache_space(
     cached: list[tuple[str, Encoder]] = []
     if any(item.trainable is False for item in items):
         cached.append(("features", encoder))
-    for cut in cuts_of(recipe, encoder, items, counted(recipe, dataset, hashes, device)):
+    for cut in cuts_of(recipe, encoder, items, dataset, device, hashes):
         what = f"activations, {', '.join(map(trained_words, cut.serves))}"
         if cut.is_cached:
             cached.append((what, cut.below))

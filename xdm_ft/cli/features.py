@@ -29,8 +29,7 @@ def fill_cache(recipe: Recipe) -> Answer:
         problem = "it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
         raise UserError(f"{recipe.name}: {problem}")
     with launched(recipe) as accelerator, heartbeat(accelerator):
-        if recipe.cluster.name is not None:
-            check_cluster(recipe)
+        check_cluster(recipe)
         with pulse.waiting():
             encoders, dataset = build_encoders(recipe), read_data(recipe)
         prepared = prepare(recipe, dataset, encoders, accelerator)

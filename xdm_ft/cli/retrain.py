@@ -20,8 +20,16 @@ from xdm_ft.experiment.models import keep_references, keep_test_images, measure,
 from xdm_ft.experiment.pieces import RunContext, do_pieces
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
-from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
-from xdm_ft.experiment.resume import grown_from, open_run_directory, written_recipe
+from xdm_ft.experiment.results import (
+    RunResults,
+    data_facts,
+    environment,
+    grown_from,
+    inputs,
+    open_run_directory,
+    read_records,
+    written_recipe,
+)
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
 from xdm_ft.recipe.text import apply_override
@@ -86,8 +94,8 @@ def main(arguments: argparse.Namespace) -> Answer:
                 keep = None
             if keep is not None:
                 splits = [split for split in plan.splits if split.test_domains == before.test_domains]
-                keep_test_images(plan.dataset, splits, directory)
-                keep_references(plan, prepared, splits, directory)
+                keep_test_images(context, splits)
+                keep_references(context, splits)
                 directory.write_text("recipe.yaml", recipe.as_yaml())  # which names its folder
                 results.records = {now.key: now}
                 results.write()

@@ -17,7 +17,7 @@ from xdm_ft.experiment.faults import faults
 from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
-from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
+from xdm_ft.experiment.results import keep_choices_of_run, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.protocol.splits import LOOKS
 from xdm_ft.recipe.settings import Recipe
@@ -75,7 +75,9 @@ def validate(recipe: Recipe) -> Answer:
         with launched(recipe) as accelerator:
             time = estimate(plan, encoders, accelerator)
             cuts = cut_costs(plan, encoders, accelerator)
-        blocks = {label: describe_chain(encoders[label]) for label in dict.fromkeys(cost.encoder for cost in cuts)}
+        blocks = {
+            label: describe_chain(encoders[label]) for label in dict.fromkeys(cost.document["encoder"] for cost in cuts)
+        }
         findings = faults(plan, show=True)
         power = _power(recipe)
 
@@ -85,7 +87,7 @@ def validate(recipe: Recipe) -> Answer:
         "method_prompts": method_prompts,
         "plan": costs(plan),
         "estimate": None if time is None else time.to_json(),
-        "cuts": [cost.to_json() for cost in cuts],
+        "cuts": [cost.document for cost in cuts],
         "blocks": [{"encoder": label, "lines": lines} for label, lines in blocks.items()],
         "notes": plan.notes,
         "findings": findings,
@@ -100,7 +102,7 @@ def validate(recipe: Recipe) -> Answer:
     parts["plan"] = [*describe(plan).splitlines(), time_line, *plan.notes]
     for label, chain in blocks.items():
         parts[f"blocks of the encoder{'' if label is None else f' {label}'}, in order"] = chain
-    parts["what trains above a cut"] = [line for cost in cuts for line in cost.text()]
+    parts["what trains above a cut"] = [line for cost in cuts for line in cost.lines]
     parts["what it will find, by the variances of the run that is there"] = power
     parts["findings"] = [finding.line for finding in findings]
     text = resolved_with_meanings(recipe).split("\n")

@@ -26,7 +26,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     of recipe, data, weights or disk.
     """
     from xdm_ft.experiment.analyse import analyse
-    from xdm_ft.experiment.cluster import check_cluster, environment_of
+    from xdm_ft.experiment.cluster import check_cluster
     from xdm_ft.experiment.estimate import encoder_costs, first_line
     from xdm_ft.experiment.faults import COPIED, faults, keep_copies
     from xdm_ft.experiment.final_fit import final_fits
@@ -35,8 +35,16 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
-    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs
-    from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
+    from xdm_ft.experiment.results import (
+        RunResults,
+        data_facts,
+        environment,
+        growth,
+        inputs,
+        keep_choices_of_run,
+        open_run_directory,
+        refuse_other_inputs,
+    )
     from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.report.written import refresh_reports
@@ -47,8 +55,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     recipe = keep_choices_of_run(as_launched(recipe))
     with launched(recipe, installed_trackers(recipe)) as accelerator, heartbeat(accelerator):
         main = accelerator.is_main_process
-        if recipe.cluster.name is not None:
-            check_cluster(recipe)
+        on_cluster = check_cluster(recipe)
         with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
@@ -79,7 +86,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             trained_on = inputs(dataset, prepared)
             refuse_other_inputs(directory.path, before, trained_on)
             costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before or {})
-            facts = environment(accelerator) | environment_of(recipe.cluster, accelerator.device) | trained_on | costs
+            facts = environment(accelerator) | on_cluster | trained_on | costs
             while True:
                 results.begin(facts, data_facts(plan, findings))
                 context = RunContext(plan, prepared, directory, accelerator)
@@ -107,7 +114,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             finished = results.write()
             if recipe.analyse:
                 if main:
-                    analyse(finished.as_read, plan, prepared, directory, accelerator)
+                    analyse(finished.as_read, context)
                 wait_for_everyone(accelerator)
             if main:
                 refresh_reports(directory, finished.as_read)

@@ -212,15 +212,9 @@ class OwnEncoder:
         return torch.autocast(device, dtype=DTYPES.get(precision), enabled=precision != "no")
 
 
-def read_model(
-    plan: Plan,
-    prepared: Prepared,
-    planned: PlannedModel,
-    record: Record,
-    directory: RunDirectory,
-    accelerator: Accelerator,
-) -> TrainedModel:
+def read_model(context: RunContext, planned: PlannedModel, record: Record) -> TrainedModel:
     """Returns the model of a record. Raises `UserError` if its weights are damaged."""
+    plan, prepared, directory = context.plan, context.prepared, context.directory
     file = record.selected[plan.recipe.protocol.selection].weights
     try:
         state, _ = directory.tensors(file)
@@ -238,7 +232,7 @@ def read_model(
     model.load_weights(state)
     head, preprocessing = copy.deepcopy(method).cpu().eval(), inputs.encoder.preprocessing
     images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
-    encoder = OwnEncoder(model.to(accelerator.device).eval(), images, accelerator)
+    encoder = OwnEncoder(model.to(context.accelerator.device).eval(), images, context.accelerator)
     return TrainedModel(record, head, encoder.features, encoder, batch)
 
 
@@ -325,43 +319,31 @@ class Task(NamedTuple):
 
     record: Record
     planned: PlannedModel
-    frozen: bool  # whether it reads cached features of the frozen encoder
+    group: Group
+    limits: Limits
     first: bool  # of the seeds of its method and test domains
     inputs: str  # digest of all that its entry depends on
 
-    @property
-    def group(self) -> Group:
-        return self.record.test_domains, self.record.seed, self.frozen
 
-    @property
-    def limits(self) -> Limits:
-        return FROZEN if self.frozen else TRAINED
+def analyse(run: Run, context: RunContext, notes: Sequence[str] = ()) -> None:
+    """Measures the models that the recipe's own rule picked, and writes analysis.json.
 
-
-def analyse(
-    run: Run,
-    plan: Plan,
-    prepared: Prepared,
-    directory: RunDirectory,
-    accelerator: Accelerator,
-    notes: Sequence[str] = (),
-) -> Json:
-    """Measures the models that the recipe's own rule picked, writes analysis.json, and returns its content.
-
-    `directory` is locked, and `plan` has no unreadable images. One process calls this, whatever their number: it
+    The directory is locked, and the plan has no unreadable images. One process calls this, whatever their number: it
     computes without the others. Raises `UserError` if a weights file is damaged.
     """
+    plan, directory = context.plan, context.directory
     # the models to measure, in the order of results.json
     planned, tasks = {model.key: model for model in plan.models}, list[Task]()
-    of_run, seeds = [__version__, inputs(plan.dataset, prepared)], plan.recipe.protocol.seeds
+    of_run, seeds = [__version__, inputs(plan.dataset, context.prepared)], plan.recipe.protocol.seeds
     first: dict[tuple[str, tuple[str, ...]], ModelKey] = {}
     for record in sorted(run.picked, key=lambda record: seeds.index(record.seed)):
         first.setdefault((record.method, record.test_domains), record.key)
     for record in run.picked:
         is_first = record.key == first[record.method, record.test_domains]
         depends_on = [*of_run, record.key, is_first, record.selected[run.own_rule].to_json()]
-        model = planned[record.key]
-        tasks.append(Task(record, model, model.item.trainable is False, is_first, json_digest(depends_on)))
+        model, frozen = planned[record.key], planned[record.key].item.trainable is False
+        group, limits = (record.test_domains, record.seed, frozen), FROZEN if frozen else TRAINED
+        tasks.append(Task(record, model, group, limits, is_first, json_digest(depends_on)))
 
     wanted = {task.record.key: task.inputs for task in tasks}
     finished = _finished_entries(directory, wanted)
@@ -370,7 +352,7 @@ def analyse(
     if missing:
         with progress("analysis", len(tasks), "models") as bar:
             bar.skip(len(tasks) - len(missing))
-            _measure(RunContext(plan, prepared, directory, accelerator), images, missing, bar)
+            _measure(context, images, missing, bar)
         finished = _finished_entries(directory, wanted)
     entries = [finished[task.record.key] for task in tasks]
 
@@ -387,7 +369,7 @@ def analyse(
             "test_used": len(split.test.rows),
         }
         counts.setdefault(",".join(held_out), of_split)
-    document = {
+    analysis = {
         "schema": 1,
         "selection": run.own_rule,
         "seed": seeds[0],
@@ -395,8 +377,7 @@ def analyse(
         "notes": [*_notes(plan, entries, images), *notes],
         "models": entries,
     }
-    directory.write_analysis(document)
-    return document
+    directory.write_analysis(analysis)
 
 
 def _finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -> dict[ModelKey, Json]:
@@ -425,7 +406,7 @@ def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Se
     groups: dict[Group, list[Task]] = {}
     for task in sorted(tasks, key=lambda task: not task.first):  # the longest first
         groups.setdefault(task.group, []).append(task)
-    frozen = [group for group in groups.values() if group[0].frozen]
+    frozen = [tasks for (*_, is_frozen), tasks in groups.items() if is_frozen]
     begun, done = bar.done, get_context("fork").Value("i", 0)
 
     def measure_groups(number: int) -> None:
@@ -443,25 +424,24 @@ def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Se
         forks = 1 if context.accelerator.device.type != "cpu" else own_cores()
         run_forked(measure_groups, min(forks, len(frozen)))
         bar.advance(begun + done.value - bar.done)
-    for group in groups.values():
-        if not group[0].frozen:
-            for _ in _measure_group(context, images, group):
-                bar.advance()
+    for (*_, is_frozen), own_encoders in groups.items():
+        for _ in _measure_group(context, images, own_encoders) if not is_frozen else ():
+            bar.advance()
 
 
 def _measure_group(context: RunContext, images: Mapping[Group, SplitImages], group: Sequence[Task]) -> Iterator[None]:
     """Measures models of one group, and yields after each line."""
-    plan, prepared, directory = context.plan, context.prepared, context.directory
+    plan = context.plan
     shared: dict[tuple[str | None, bool], Seen] = {}
     for task in group:
         item = task.planned.item
-        model = read_model(plan, prepared, task.planned, task.record, directory, context.accelerator)
+        model = read_model(context, task.planned, task.record)
         seen = Seen(images[task.group], model.features, len(plan.dataset.class_names))
-        if task.frozen:  # models on the same features share what follows from them
+        if model.encoder is None:  # models on the same features share what follows from them
             seen = shared.setdefault((item.encoder_label, item.reads_normalized), seen)
         rule = plan.recipe.protocol.selection
         values = entry(model, seen, task.limits, plan.dataset.domain_names, task.first, rule)
-        directory.append(KIND, plain(values | {"inputs": task.inputs}))
+        context.directory.append(KIND, plain(values | {"inputs": task.inputs}))
         yield
 
 

@@ -21,7 +21,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -55,9 +55,14 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "OMPI_C
 """Variables by which Accelerate would take a task for one of several processes: `srun ray start` may set them."""
 
 
-def check_cluster(recipe: Recipe) -> None:
-    """Logs what the cluster has. Raises `UserError` if the recipe's models can not train there."""
+def check_cluster(recipe: Recipe) -> dict[str, str]:
+    """Logs what the recipe's cluster has, and returns what the environment in results.json says of it.
+
+    Without a cluster it does nothing and returns {}. Raises `UserError` if the recipe's models can not train there.
+    """
     settings = recipe.cluster
+    if settings.name is None:
+        return {}
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             f"{recipe.name}: cluster.name: {settings.name} starts processes by itself; use `xdm-ft run`, not "
@@ -68,25 +73,16 @@ def check_cluster(recipe: Recipe) -> None:
         cores, gpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
         has = f"{plural(len(nodes), 'node')}, {plural(cores, 'core')}, {plural(gpus, 'GPU')}"
         logger.info("cluster: Ray %s at %s, %s", ray.__version__, ray.get_runtime_context().gcs_address, has)
-        for key, kind, wanted in (
-            ("gpus_per_model", "GPU", settings.gpus_per_model),
-            ("cpus_per_model", "CPU", settings.cpus_per_model),
-        ):
-            largest = max((node.get(kind, 0) for node in nodes), default=0)
+        for key, kind in (("gpus_per_model", "GPU"), ("cpus_per_model", "CPU")):
+            wanted, largest = getattr(settings, key), max((node.get(kind, 0) for node in nodes), default=0)
             if largest < wanted:
                 raise UserError(
                     f"cluster.{key}: {wanted:g}, but no node of the cluster has more than {largest:g} ({has}); add "
                     f"nodes, or set a smaller cluster.{key}"
                 )
-        if gpus and not settings.gpus_per_model:
-            logger.warning("cluster.gpus_per_model is 0: models train on the CPU, and the cluster's GPUs are idle")
-
-
-def environment_of(settings: Cluster, here: torch.device) -> dict[str, str]:
-    """Returns what the environment in results.json says of a cluster; nothing for this machine."""
-    if settings.name is None:
-        return {}
-    return {"device": device_of(settings, here).type, "cluster": f"Ray {imported_ray().__version__}"}
+    if gpus and not settings.gpus_per_model:
+        logger.warning("cluster.gpus_per_model is 0: models train on the CPU, and the cluster's GPUs are idle")
+    return {"device": device_of(settings, torch.device("cpu")).type, "cluster": f"Ray {ray.__version__}"}
 
 
 def device_of(settings: Cluster, here: torch.device) -> torch.device:
@@ -105,12 +101,28 @@ def connected(settings: Cluster) -> Iterator[Any]:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(f"cluster.address: {address}: {first_line(error)}; {START}") from error
+            raise UserError(f"cluster.address: {address}: {_first_line(error)}; {START}") from error
     try:
         yield ray
     finally:
         with _keep_handlers():
             ray.shutdown()
+
+
+@contextmanager
+def _keep_handlers() -> Iterator[None]:
+    """Context after which signals are handled as before: Ray takes SIGTERM."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def imported_ray() -> Any:
@@ -152,20 +164,14 @@ def reachable(asked: str) -> str:
     return address
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-@contextmanager
-def _keep_handlers() -> Iterator[None]:
-    """Context after which signals are handled as before: Ray takes SIGTERM."""
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
+def fitting(settings: Cluster, threads: int) -> int:
+    """Returns how many tasks of so many threads the cluster can do at a time."""
+    with connected(settings) as ray:
+        has = ray.cluster_resources()
+    fits = [has.get("CPU", 0) / threads]
+    if settings.gpus_per_model:
+        fits.append(has.get("GPU", 0) / settings.gpus_per_model)
+    return int(min(fits))
 
 
 class Part(NamedTuple):
@@ -201,88 +207,74 @@ def versions_of(work: ClusterWork) -> dict[str, str]:
     return versions | {"xdm_ft": __version__, "torch": torch.__version__}
 
 
-def fitting(settings: Cluster, threads: int) -> int:
-    """Returns how many tasks of so many threads the cluster can do at a time."""
-    with connected(settings) as ray:
-        has, fits = ray.cluster_resources(), float("inf")
-    for kind, of_task in (("CPU", threads), ("GPU", settings.gpus_per_model)):
-        if of_task:
-            fits = min(fits, has.get(kind, 0) / of_task)
-    return int(fits)
+class Order(NamedTuple):
+    """What a node must know of the run, besides the work, to do its parts."""
+
+    threads: int  # of torch
+    on_gpu: bool
+    relative_to: str  # the folder in which relative paths of the recipe are
+    setting: str  # the setting that says where `messages` is
+    messages: Path  # a folder of the driver, in which each task writes its log
+    versions: Mapping[str, str]
+    log_level: int
 
 
-def do_on_cluster(
-    work: ClusterWork,
-    parts: Sequence[Part],
-    threads: int,
-    shared: tuple[str, Path],
-    *,
-    done: Callable[[Any], None],
-    look: Callable[[], object],
-    lost: Callable[[Part], None] = lambda part: None,
-) -> None:
-    """Does all parts in tasks of so many `threads`; parts of lost tasks are done again.
-
-    `shared`: a setting, and its folder, which all nodes see. `done` takes what `ClusterWork.do` returned, `lost` makes
-    a part ready to be done again. `look` is called now and then, and returns another value after progress.
-
-    Raises `UserError` or `RuntimeError` if a task does, and `Interrupted` after a signal, when the tasks have saved
-    their state.
-    """
-    settings = work.recipe.cluster
-    with connected(settings) as ray, deferred():
-        tasks = Tasks(ray, work, threads, shared, done, look, lost)
-        tasks.folder.mkdir(parents=True)
-        try:
-            for part in parts:  # Ray does as many at a time as fit, and more when nodes come
-                tasks.submit(part)
-            while tasks.running and not stop_requested():
-                tasks.poll()
-            faults = tasks.stop() if stop_requested() else []
-        except ray.exceptions.RayError as error:
-            what = f"the cluster does not answer any more ({first_line(error)})"
-            raise UserError(f"cluster.address: {settings.address}: {what}; {RESUME}") from error
-        except BaseException:
-            with suppress(ray.exceptions.RayError):
-                tasks.stop()
-            raise
-        finally:
-            shutil.rmtree(tasks.folder, ignore_errors=True)
-        if faults:
-            raise faults[0]
-        if stop_requested():
-            raise Interrupted(plural(tasks.saved, "unfinished training") if tasks.saved else "")
-
-
+@dataclass
 class Tasks:
-    """The tasks of a queue. They stop when the file `stop` is in their folder, and write their logs there."""
+    """The tasks that do the parts of a work on a cluster. A part whose task is lost is done again."""
 
-    def __init__(
-        self,
-        ray: Any,
-        work: ClusterWork,
-        threads: int,
-        shared: tuple[str, Path],
-        done: Callable[[Any], None],
-        look: Callable[[], object],
-        lost: Callable[[Part], None],
-    ) -> None:
-        self.ray, self.settings, self.threads = ray, work.recipe.cluster, threads
-        self.setting, self.folder = shared[0], shared[1] / f"tasks-{uuid.uuid4().hex}"
-        self.done, self.look, self.lost = done, look, lost
-        self.versions, self.work = versions_of(work), ray.put(ray.cloudpickle.dumps(work))
-        # a lost task is done again by the driver, which knows what is left of it
-        self.task = ray.remote(max_retries=0, scheduling_strategy="SPREAD")(_task())
+    work: ClusterWork
+    threads: int  # of a task
+    shared: tuple[str, Path]  # a setting, and its folder, which all nodes see
+    done: Callable[[Any], None]  # takes what `ClusterWork.do` returned
+    look: Callable[[], object]  # is called now and then, and returns another value after progress
+    lost: Callable[[Part], None] = lambda part: None  # makes a part ready to be done again
+
+    def do(self, parts: Sequence[Part]) -> None:
+        """Does all parts. Raises `UserError` or `RuntimeError` if a task does.
+
+        After a signal it raises `Interrupted`, when the tasks have saved their state.
+        """
+        self.settings, self.folder = self.work.recipe.cluster, self.shared[1] / f"tasks-{uuid.uuid4().hex}"
         self.running: dict[Any, Part] = {}  # by the reference of the task
-        self.losses, self.progress, self.next_look = 0, look(), 0.0
+        self.losses, self.progress, self.next_look = 0, self.look(), 0.0
         self.saved = 0  # trainings that were unfinished when their tasks were asked to stop
         self.logged: dict[Path, int] = {}  # lines of each log that have been read
+        on_gpu, level = self.settings.gpus_per_model > 0, logger.getEffectiveLevel()
+        setting, versions = self.shared[0], versions_of(self.work)
+        self.order = Order(self.threads, on_gpu, os.getcwd(), setting, self.folder, versions, level)
+        with connected(self.settings) as self.ray, deferred():
+            self.folder.mkdir(parents=True)
+            try:
+                self.pickled = self.ray.put(self.ray.cloudpickle.dumps(self.work))
+                for part in parts:  # Ray does as many at a time as fit, and more when nodes come
+                    self.submit(part)
+                while self.running and not stop_requested():
+                    self.poll()
+                if stop_requested() and (faults := self.stop()):
+                    raise faults[0]
+            except self.ray.exceptions.RayError as error:
+                what = f"the cluster does not answer any more ({_first_line(error)})"
+                raise UserError(f"cluster.address: {self.settings.address}: {what}; {RESUME}") from error
+            except BaseException:
+                with suppress(self.ray.exceptions.RayError):
+                    self.stop()
+                raise
+            finally:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            if stop_requested():
+                raise Interrupted(plural(self.saved, "unfinished training") if self.saved else "")
 
     def submit(self, part: Part) -> None:
-        gpus, level = self.settings.gpus_per_model, logger.getEffectiveLevel()
-        order = Order(*part, self.threads, gpus > 0, os.getcwd(), self.folder, self.setting, self.versions, level)
-        task = self.task.options(num_cpus=self.threads, num_gpus=gpus, name=part.name)
-        self.running[task.remote([self.work], order._asdict())] = part  # a node may lack this package, and says so
+        task = self.ray.remote(_task()).options(
+            num_cpus=self.threads,
+            num_gpus=self.settings.gpus_per_model,
+            name=part.name,
+            max_retries=0,  # the driver does a lost task again, as it knows what is left of it
+            scheduling_strategy="SPREAD",
+        )
+        # plain values: a node may lack this package, and says so
+        self.running[task.remote([self.pickled], tuple(part), self.order._asdict())] = part
 
     def poll(self) -> None:
         """Waits for a moment, logs what tasks say, and takes what has ended. Raises the fault of a task."""
@@ -325,12 +317,8 @@ class Tasks:
 
     def stop(self) -> list[Exception]:
         """Lets all tasks save their state. Returns the faults of tasks that end by one meanwhile."""
-        with suppress(OSError):  # the disk may be what is wrong
-            (self.folder / "stop").touch()
-        begun = {file.stem for file in self.folder.glob("*.log")}
-        for task, part in self.running.items():
-            if part.name not in begun:
-                self.ray.cancel(task, force=False, recursive=False)
+        for task in self.running:
+            self.ray.cancel(task, force=False, recursive=False)  # SIGINT in a task that has begun: see `do_task`
         faults, until = list[Exception](), time.monotonic() + STOP_SECONDS
         while self.running and time.monotonic() < until:
             try:
@@ -340,24 +328,10 @@ class Tasks:
         return faults
 
 
-class Order(NamedTuple):
-    """What a node gets to do a part."""
-
-    name: str
-    what: Any
-    threads: int  # of torch
-    on_gpu: bool
-    relative_to: str  # the folder in which relative paths of the recipe are
-    shared: Path  # a folder of the driver for messages: see `Tasks`
-    setting: str  # the setting that says where it is
-    versions: Mapping[str, str]
-    log_level: int
-
-
 def _task() -> Callable[..., tuple[str, str, Any]]:
     """Returns the function that a node runs, which is sent as it stands here: a node may lack this package."""
 
-    def do(work: list[Any], order: dict[str, Any]) -> tuple[str, str, Any]:
+    def do(work: list[Any], part: tuple[str, Any], order: dict[str, Any]) -> tuple[str, str, Any]:
         import ray
 
         node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
@@ -366,62 +340,45 @@ def _task() -> Callable[..., tuple[str, str, Any]]:
         except ImportError as error:
             why = f"node {node}: xdm_ft can not be imported ({error}); install the version of the run on all nodes"
             return "refused", node, (why,)
-        how, value = cluster.do_task(lambda: ray.get(work[0]), work[0].hex(), node, cluster.Order(**order))
+        fetch = lambda: ray.get(work[0])  # noqa: E731
+        how, value = cluster.do_task(fetch, work[0].hex(), node, cluster.Part(*part), cluster.Order(**order))
         return how, node, value
 
     return do
 
 
-def do_task(fetch_work: Callable[[], bytes], work_name: str, node: str, order: Order) -> tuple[str, Any]:
+def do_task(fetch_work: Callable[[], bytes], work_name: str, node: str, part: Part, order: Order) -> tuple[str, Any]:
     """Does a part in a process of a node. `work_name` stands for the pickled work that `fetch_work` returns.
 
     Returns how it ended, and what comes of it: `done` and the value of `ClusterWork.do`; `stopped` on request, and
     whether work was saved; `refused` for a fault of a user, and the lines; `failed`, and the traceback.
     """
     request_stop(False)  # an earlier task of this process was asked to stop
+    signal.signal(signal.SIGINT, lambda *_: request_stop())  # of `ray.cancel`
+    handlers = list[logging.Handler]()
     try:
-        if not order.shared.exists():
+        if not order.messages.exists():
             raise UserError(
-                f"{order.setting}: {order.shared.parent} is another folder here than in the run; put it on a disk that "
-                "all nodes share"
+                f"{order.setting}: {order.messages.parent} is another folder here than in the run; put it on a disk "
+                "that all nodes share"
             )
-        with _attached(order, node):
-            work, accelerator = _load_work(fetch_work, work_name, order)
-            torch.set_num_threads(order.threads)
-            return "done", work.do(Part(order.name, order.what), accelerator)
+        handlers.append(logging.FileHandler(order.messages / f"{part.name}.log"))
+        handlers[0].format = lambda record: json.dumps([record.levelno, node, record.getMessage()])  # type: ignore[method-assign]
+        logger.addHandler(handlers[0])
+        logger.setLevel(order.log_level)
+        work, accelerator = _load_work(fetch_work, work_name, order)
+        torch.set_num_threads(order.threads)
+        return "done", work.do(part, accelerator)
     except UserError as error:
         return "refused", tuple(f"node {node}: {line}" for line in error.args)
     except Interrupted as stop:
         return "stopped", bool(stop.saved)
     except Exception:
         return "failed", traceback.format_exc()
-
-
-@contextmanager
-def _attached(order: Order, node: str) -> Iterator[None]:
-    """Context in which the log goes to a file of the task, and the file `stop` of the driver stops this process."""
-    log, ended, level = order.shared / f"{order.name}.log", threading.Event(), logger.level
-    log.touch()
-
-    def watch() -> None:
-        while not ended.wait(LOOK_SECONDS):
-            if (order.shared / "stop").exists():
-                request_stop()
-
-    handler = logging.FileHandler(log)
-    handler.format = lambda record: json.dumps([record.levelno, node, record.getMessage()])  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(order.log_level)
-    thread = threading.Thread(target=watch, daemon=True, name="stop")
-    thread.start()
-    try:
-        yield
     finally:
-        ended.set()
-        thread.join()
-        logger.removeHandler(handler)
-        handler.close()
-        logger.setLevel(level)
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
 
 
 _kept: tuple[str, ClusterWork, Accelerator] | None = None  # of the last task of this process
@@ -521,7 +478,7 @@ def extraction_on(recipe: Recipe) -> Elsewhere | None:
             return arrived
 
         work, shared = Extracting(recipe, extraction, size), ("features.dir", store.cache)
-        do_on_cluster(work, parts, threads, shared, done=store.open, look=look)
+        Tasks(work, threads, shared, done=store.open, look=look).do(parts)
         return look()
 
     return Elsewhere(device_of(recipe.cluster, torch.device("cpu")), run)

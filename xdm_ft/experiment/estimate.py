@@ -25,7 +25,7 @@ from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.pieces import SOLVER_PASSES
 from xdm_ft.experiment.plan import Plan, PlannedModel
-from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, RecipeCut, counted_unhashed, cuts_of, make_job
+from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, cuts_of, make_job
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.experiment.work import one_thread
 from xdm_ft.features import FeatureSettings, Precision
@@ -37,7 +37,7 @@ from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, own_cores
 from xdm_ft.runtime.progress import duration
-from xdm_ft.runtime.tensors import Batch, Criteria
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.bank.data import BLOCK_STEPS, BankValidation, CachedData, batches
 from xdm_ft.training.bank.step import Bank, step
@@ -55,7 +55,7 @@ MEASURING_SECONDS = 2.0  # for the heads of all methods together
 SECONDS_PER_MODEL = 0.01  # to test a model and to write its files
 TIMING_SECONDS = 0.1  # of a batch, which is repeated so long
 DECODED_IMAGES = 4  # that are timed
-ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # in the batch that is timed
+ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # in the batch that is timed: two at least, which batch norm needs
 MADE_UP_ROWS = 1024  # distinct made-up features
 MEASURED_STEPS = (0.95, 0.05, 0.5)  # shares of a training: a step late in it may do more than one in a warm-up
 MUCH_FASTER = 2.0  # times; extraction in another precision is then worth a word
@@ -84,12 +84,16 @@ class Estimate:
             return f"the time could not be measured ({self.problem})"
         if self.features is None or self.training is None:
             return "less than a minute"
+
+        def tens(seconds: float) -> str:
+            return duration(max(10.0, round(seconds, -1)))  # an estimate is not better than that
+
         total = self.features + self.training
-        text = f"about {_duration(total)}"
+        text = f"about {tens(total)}"
         if total > 100 and min(self.features, self.training) > 0.05 * total:
-            text += f" (features {_duration(self.features)}, training {_duration(self.training)})"
+            text += f" (features {tens(self.features)}, training {tens(self.training)})"
         if self.features_in_bf16 is not None:
-            fast, slow = _duration(self.features_in_bf16), _duration(self.features)
+            fast, slow = tens(self.features_in_bf16), tens(self.features)
             text += f"; features.precision=bf16 would take {fast} instead of {slow} for features on this processor"
         return text
 
@@ -106,11 +110,6 @@ class Estimate:
         }
 
 
-def _duration(seconds: float) -> str:
-    """Tens of seconds, as an estimate is not better than that."""
-    return duration(max(10.0, round(seconds, -1)))
-
-
 def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[ModelKey] = ()) -> Estimate:
     """Returns the time for all models of the plan but those that are `known`. Takes a few seconds at most.
 
@@ -120,7 +119,7 @@ def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Co
     models = [model for model in plan.models if not model.skipped and model.key not in known]
     models += [model for model in plan.extra if any(key not in known for key in model.serves)]
     works = [
-        _Work(plan, label, encoder, accelerator, [model for model in models if model.item.encoder_label == label])
+        Work(plan, label, encoder, accelerator, [model for model in models if model.item.encoder_label == label])
         for label, encoder in encoders.items()
     ]
     if sum(work.bound() for work in works) < SMALL_SECONDS:
@@ -194,9 +193,21 @@ def image_seconds(
 
     `frozen_in`: as an extraction in this precision uses it. Raises `ValueError` if no image decodes.
     """
-    device = accelerator.device
-    images, decode = _decoded(plan, encoder)
-    x = _batch(images, device)  # [B,3,S,S]
+    dataset, preprocessing, device = plan.dataset, encoder.preprocessing, accelerator.device
+    transform, images, decoding = evaluation_transform(preprocessing), list[Tensor](), list[float]()
+    for row in np.linspace(0, len(dataset) - 1, 4 * DECODED_IMAGES).astype(int).tolist():
+        if len(images) < DECODED_IMAGES:
+            began = time.perf_counter()
+            try:
+                images.append(transform(dataset.draft(row, preprocessing.least_side)))
+            except UnreadableImage:  # extraction reports it
+                continue
+            decoding.append(time.perf_counter() - began)
+    if not images:
+        raise ValueError("none of the images that were tried decodes")
+    decode, count = min(decoding), ENCODED_IMAGES.get(device.type, 4)
+    x = torch.stack(images).repeat(-(-count // len(images)), 1, 1, 1)[:count].to(device)  # [B,3,S,S]
+
     if frozen_in is not None:
         frozen = frozen_copy(encoder, frozen_in, device)
         return ImageSeconds(decode, _forward(frozen, x.to(DTYPES[frozen_in]), accelerator))
@@ -214,49 +225,24 @@ def image_seconds(
         with torch.no_grad(), accelerator.autocast():
             x = cut.below(x).float()  # [B,…], the activations
 
-    def step() -> None:
+    def train() -> None:
         with accelerator.autocast():
             z = above(x)
         z.float().square().mean().backward()
 
-    step()  # the first call allocates
-    train = seconds_of(step, TIMING_SECONDS) / len(x)
-    return ImageSeconds(decode, below, _forward(above, x, accelerator), train)
-
-
-def _decoded(plan: Plan, encoder: Encoder) -> tuple[Tensor, float]:
-    """Returns a few images, float32 [n,3,S,S], and the seconds to decode and transform one."""
-    dataset, preprocessing = plan.dataset, encoder.preprocessing
-    transform, images, seconds = evaluation_transform(preprocessing), list[Tensor](), list[float]()
-    for row in np.linspace(0, len(dataset) - 1, 4 * DECODED_IMAGES).astype(int).tolist():
-        if len(images) == DECODED_IMAGES:
-            break
-
-        def read(row: int = row) -> None:
-            images.append(transform(dataset.draft(row, preprocessing.least_side)))
-
-        try:
-            seconds.append(seconds_of(read, 0.0))
-        except UnreadableImage:  # extraction reports it
-            continue
-    if not images:
-        raise ValueError("none of the images that were tried decodes")
-    return torch.stack(images), min(seconds)
-
-
-def _batch(images: Tensor, device: torch.device) -> Tensor:
-    """Returns the images, repeated to the batch that is timed. It has two at least, which batch norm needs."""
-    count = ENCODED_IMAGES.get(device.type, 4)
-    return images.repeat(-(-count // len(images)), 1, 1, 1)[:count].to(device)
+    train()  # the first call allocates
+    seconds = seconds_of(train, TIMING_SECONDS) / len(x)
+    return ImageSeconds(decode, below, _forward(above, x, accelerator), seconds)
 
 
 def _forward(model: Callable[[Tensor], Tensor], x: Tensor, accelerator: Accelerator) -> float:
+    """Returns the seconds of a forward pass, per image of the batch."""
     with torch.inference_mode(), accelerator.autocast():
         model(x)  # the first call of a size allocates
         return seconds_of(lambda: model(x), TIMING_SECONDS) / len(x)
 
 
-class _Work:
+class Work:
     """The work of a run under one encoder."""
 
     def __init__(
@@ -270,15 +256,15 @@ class _Work:
         self.plan, self.encoder, self.accelerator, self.models = plan, encoder, accelerator, models
         recipe, dataset, device = plan.recipe, plan.dataset, device_of(plan.recipe.cluster, accelerator.device)
         items = [item for item in recipe.served if item.encoder_label == label]
-        self.cuts = cuts_of(recipe, encoder, items, counted_unhashed(recipe, dataset, device))
+        self.cuts = cuts_of(recipe, encoder, items, dataset, device)
         # encoders and parts below cuts, with the number of images that the cache lacks; equal ones count each
-        missing: list[tuple[Encoder, int]] = [
-            (cut.below, cut.activations.missing) for cut in self.cuts if cut.is_cached
+        self.missing: list[tuple[Encoder, int]] = [
+            (cut.below, cut.missing) for cut in self.cuts if cut.is_cached and cut.missing
         ]
         if any(item.trainable is False for item in items):
             counts = cached_images(encoder, dataset.decoder, recipe.features, recipe.train_augmentation, device)
-            missing.append((encoder, sum(max(0, len(dataset) - count) for count in counts)))
-        self.missing = [(encoder, count) for encoder, count in missing if count]
+            if missing := sum(max(0, len(dataset) - count) for count in counts):
+                self.missing.append((encoder, missing))
 
     def bound(self) -> float:
         """Returns the seconds that the work takes at most, by its number of steps and images: a generous bound."""
@@ -304,16 +290,29 @@ class _Work:
         return seconds / self.accelerator.num_processes
 
     def training(self) -> float:
-        seconds = SECONDS_PER_MODEL * len(self.models) + self._heads()
-        if models := [model for model in self.models if model.item.trainable is True]:
-            image = image_seconds(self.plan, self.encoder, self.accelerator)
-            seconds += sum(self._end_to_end(model, image) for model in models)
+        """Returns the seconds to train all models."""
+        heads, plan, accelerator = dict[str, list[PlannedModel]](), self.plan, self.accelerator
+        for model in self.models:
+            if model.item.trainable is False:
+                heads.setdefault(model.item.label, []).append(model)
+        # the queue of heads: processes take the longest piece first
+        pieces = list[float]()
+        with one_thread():  # as in the forks that train them
+            for models in heads.values():
+                pieces += self._pieces(models, MEASURING_SECONDS / len(heads))
+        forks = 1 if accelerator.device.type != "cpu" else own_cores()
+        seconds = max(sum(pieces) / (forks * accelerator.num_processes), max(pieces, default=0.0))
+
+        groups = [(self.encoder, [model for model in self.models if model.item.trainable is True], False)]
         for cut in self.cuts:
-            if models := [model for model in self.models if model.item.trainable in cut.serves]:
-                image = image_seconds(self.plan, cut.below, self.accelerator)
-                image = image.cached() if cut.is_cached else image
+            above = [model for model in self.models if model.item.trainable in cut.serves]
+            groups.append((cut.below, above, cut.is_cached))
+        for encoder, models, is_cached in groups:
+            if models:
+                image = image_seconds(plan, encoder, accelerator)
+                image = image.cached() if is_cached else image
                 seconds += sum(self._end_to_end(model, image) for model in models)
-        return seconds
+        return SECONDS_PER_MODEL * len(self.models) + seconds
 
     def _end_to_end(self, model: PlannedModel, image: ImageSeconds) -> float:
         device, rules = self.accelerator.device, self.plan.rules
@@ -325,28 +324,23 @@ class _Work:
         seconds = trained * image.total(device, gradients=2 if model.item.sharpness else 1)
         return (seconds + predicted * image.total(device)) / self.accelerator.num_processes  # which train it together
 
-    def _heads(self) -> float:
-        """The queue of heads: processes take the longest piece first. One chunk is measured for all of a method's."""
-        methods = dict[str, list[PlannedModel]]()
-        for model in self.models:
-            if model.item.trainable is False:
-                methods.setdefault(model.item.label, []).append(model)
-        pieces = list[float]()
-        with one_thread():  # as in the forks that train them
-            for models in methods.values():
-                if models[0].item.is_solver:
-                    pieces += map(self._solver, models)
-                else:
-                    pieces += self._chunks(models, MEASURING_SECONDS / len(methods))
-        forks = 1 if self.accelerator.device.type != "cpu" else own_cores()
-        return max(sum(pieces) / (forks * self.accelerator.num_processes), max(pieces)) if pieces else 0.0
-
-    def _chunks(self, models: Sequence[PlannedModel], seconds: float) -> list[float]:
+    def _pieces(self, models: Sequence[PlannedModel], seconds: float) -> list[float]:
+        """Returns the seconds of each piece of a method on cached features, of which one is measured for `seconds`."""
         plan, device, encoder = self.plan, self.accelerator.device, self.encoder
-        item, classes = models[0].item, len(plan.dataset.class_names)
-        features = _MadeUp([torch.randn(MADE_UP_ROWS, encoder.width)], device=device)
+        item, shape = models[0].item, (len(plan.dataset.class_names), encoder.width)
+        if item.is_solver and item.algorithm.cls.needs_text:
+            return [0.0] * len(models)
+        x = torch.randn(MADE_UP_ROWS, encoder.width)
+        if item.is_solver:  # linear_probe: its passes over all images, and the matrices of its coordinates in float64
+            head, wide = torch.randn(shape), x.double()
+            one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / MADE_UP_ROWS
+            gram = seconds_of(lambda: wide.T @ wide, 0.0) / MADE_UP_ROWS
+            rows = [sum(map(len, model.split.train)) for model in models]
+            return [SOLVER_PASSES * (STEP + n * one_pass) + (n + 5 * encoder.width) * gram for n in rows]
+
+        features = _MadeUp([x], device=device)
         features.views = plan.recipe.features.views
-        texts = {item.block.prompts: torch.randn(classes, encoder.width)} if item.reads_text else {}
+        texts = {item.block.prompts: torch.randn(shape)} if item.reads_text else {}
         made_up = PreparedEncoder(encoder, "", features, texts, activations={})
         prepared = Prepared({item.encoder_label: made_up}, unreadable={}, content="")
         jobs = [make_job(plan, prepared, model, {}) for model in models[: max_heads(device)]]
@@ -355,37 +349,31 @@ class _Work:
         step_seconds, evaluation_seconds = head_seconds(largest, data, plan.criteria, seconds)
         evaluations = len(evaluation_steps(models[0].steps, models[0].training.evaluate_every))
         mean_steps = sum(model.steps for model in models) / len(models)
-        number = -(-len(models) // len(largest))
         chunk = mean_steps * step_seconds + evaluations * evaluation_seconds
+        number = -(-len(models) // len(largest))
         return [chunk * len(models) / (number * len(largest))] * number
 
-    def _solver(self, model: PlannedModel) -> float:
-        """Of linear_probe: its passes over all images, and the matrices of its coordinates in float64."""
-        if model.item.algorithm.cls.needs_text:
-            return 0.0
-        x, head = (
-            torch.randn(MADE_UP_ROWS, self.encoder.width),
-            torch.randn(len(self.plan.dataset.class_names), self.encoder.width),
-        )
-        rows, wide = sum(map(len, model.split.train)), x.double()
-        one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / MADE_UP_ROWS
-        gram = seconds_of(lambda: wide.T @ wide, 0.0) / MADE_UP_ROWS
-        return SOLVER_PASSES * (STEP + rows * one_pass) + (rows + 5 * self.encoder.width) * gram
+
+class _MadeUp(Features):
+    """Random features of any number of rows, a few of them distinct."""
+
+    def _read(self, positions: Tensor, end: int) -> Tensor:
+        return super()._read(positions % MADE_UP_ROWS, MADE_UP_ROWS)
 
 
 def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria, seconds: float) -> tuple[float, float]:
     """Measures for about `seconds`; returns the seconds of a step of a chunk of heads, and of an evaluation."""
     bank, means, started = Bank(jobs, data.features.device), list[float](), time.perf_counter()
+
+    def work() -> None:
+        bank.optimizer.reset()  # it counts its steps, and is not made for more than the training has
+        step(bank, batch, first)
+
     for share in MEASURED_STEPS:
         first = int(share * len(bank.factors))
         began = time.perf_counter()
         batch = next(batches(jobs, data, first))
         draws = (time.perf_counter() - began) / min(BLOCK_STEPS, len(bank.factors) - first)  # rows of many steps
-
-        def work(batch: Batch = batch, first: int = first) -> None:
-            bank.optimizer.reset()  # it counts its steps, and is not made for more than the training has
-            step(bank, batch, first)
-
         work()  # a first call may compile, or allocate
         means.append(draws + seconds_of(work, 0.1 * seconds))
         if time.perf_counter() - started > seconds:
@@ -410,79 +398,60 @@ def seconds_of(work: Callable[[], object], seconds: float) -> float:
     return statistics.median(times)
 
 
-class _MadeUp(Features):
-    """Random features of any number of rows, a few of them distinct."""
+class CutCost(NamedTuple):
+    """A cut, and the seconds of a step above it: as JSON, and for a reader."""
 
-    def _read(self, positions: Tensor, end: int) -> Tensor:
-        return super()._read(positions % MADE_UP_ROWS, MADE_UP_ROWS)
-
-
-@dataclass(frozen=True)
-class CutCost:
-    """A cut, and the seconds of a step above it. Equal images are counted as different ones."""
-
-    encoder: str | None  # label
-    cut: RecipeCut
-    images: int  # of a step
-    device: torch.device
-    seconds: ImageSeconds | None  # None: it could not be measured
-    problem: str | None = None  # why it could not be measured
-
-    def text(self) -> list[str]:
-        serves = ", ".join(map(trained_words, self.cut.serves))
-        line = f"{'' if self.encoder is None else f'{self.encoder}, '}{serves}: {self.cut.text()}"
-        if self.seconds is None:
-            return [line, f"its saving could not be measured ({self.problem})"]
-        values = self.to_json()
-        share = f"{100 * values['share_below']:.0f}% of the encoder's forward pass lies below"
-        computed, cached = values["computed_step_seconds"], values["cached_step_seconds"]
-        step = f"a step of {self.images} images: computed {computed:.3g} s, cached {cached:.3g} s"
-        return [line, f"{share}; {step} (without reading)"]
-
-    def to_json(self) -> dict[str, Any]:
-        """Seconds and shares are null if they could not be measured."""
-        cut, image = self.cut, self.seconds
-        share = speeds = computed = cached = None
-        if image is not None:
-            full = image.below + image.forward
-            share = image.below / full
-            speeds = {"whole": 1 / full, "below": 1 / image.below, "above_forward_backward": 1 / image.train}
-            computed = self.images * image.total(self.device, gradients=1)
-            cached = self.images * image.cached().total(self.device, gradients=1)
-        return {
-            "encoder": self.encoder,
-            "trainable": [trained_words(trainable) for trainable in cut.serves],
-            "before": cut.below.cut.name,
-            "shape": cut.below.cut.shape,
-            "activations": cut.activations.all,
-            "bytes": cut.bytes,
-            "missing_bytes": cut.missing_bytes,
-            "is_cached": cut.is_cached,
-            "why_computed": cut.why_computed or None,
-            "share_below": share,
-            "images_per_second": speeds,
-            "step_images": self.images,
-            "computed_step_seconds": computed,
-            "cached_step_seconds": cached,
-            "problem": self.problem,
-        }
+    document: dict[str, Any]
+    lines: list[str]
 
 
 def cut_costs(plan: Plan, encoders: Encoders, accelerator: Accelerator) -> list[CutCost]:
-    """Returns the costs of all cuts of the plan's recipe, measured on a few of its images. Writes nothing."""
-    recipe, costs = plan.recipe, list[CutCost]()
+    """Returns the costs of all cuts of the plan's recipe, measured on a few of its images. Writes nothing.
+
+    Equal images are counted as different ones. Seconds and shares are null if they could not be measured.
+    """
+    recipe, device, costs = plan.recipe, accelerator.device, list[CutCost]()
     images = recipe.training.images_per_step(max(len(split.train) for split in plan.splits))
-    count = counted_unhashed(recipe, plan.dataset, device_of(recipe.cluster, accelerator.device))
     for label, encoder in encoders.items():
         items = [item for item in recipe.served if item.encoder_label == label]
-        for cut in cuts_of(recipe, encoder, items, count):
-            seconds, problem = None, None
+        for cut in cuts_of(recipe, encoder, items, plan.dataset, device_of(recipe.cluster, device)):
+            share = speeds = computed = cached = problem = None
             try:
                 with torch.random.fork_rng():
-                    seconds = image_seconds(plan, cut.below, accelerator)
+                    image = image_seconds(plan, cut.below, accelerator)
             except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
                 problem = f"{type(error).__name__}: {error}"
-            costs.append(CutCost(label, cut, images, accelerator.device, seconds, problem))
+                measured = f"its saving could not be measured ({problem})"
+            else:
+                full = image.below + image.forward
+                share = image.below / full
+                speeds = {"whole": 1 / full, "below": 1 / image.below, "above_forward_backward": 1 / image.train}
+                computed = images * image.total(device, gradients=1)
+                cached = images * image.cached().total(device, gradients=1)
+                measured = (
+                    f"{100 * share:.0f}% of the encoder's forward pass lies below; a step of {images} images: computed "
+                    f"{computed:.3g} s, cached {cached:.3g} s (without reading)"
+                )
+            serves = [trained_words(trainable) for trainable in cut.serves]
+            document = {
+                "encoder": label,
+                "trainable": serves,
+                "before": cut.below.cut.name,
+                "shape": cut.below.cut.shape,
+                "activations": cut.activations,
+                "bytes": cut.bytes,
+                "missing_bytes": cut.missing_bytes,
+                "is_cached": cut.is_cached,
+                "why_computed": cut.why_computed or None,
+                "share_below": share,
+                "images_per_second": speeds,
+                "step_images": images,
+                "computed_step_seconds": computed,
+                "cached_step_seconds": cached,
+                "problem": problem,
+            }
+            name = "" if label is None else f"{label}, "
+            costs.append(CutCost(document, [f"{name}{', '.join(serves)}: {cut.text()}", measured]))
     return costs
 
 
@@ -496,15 +465,18 @@ def encoder_costs(
     """
     if None in prepared.encoders:
         return {}
-    costs, measured_before, device = {}, before.get("encoders", {}), accelerator.device
+    costs, device, dtype = (
+        dict[str | None, Any](before.get("encoders", {})),
+        accelerator.device,
+        DTYPES[settings.precision],
+    )
     for label, inputs in prepared.encoders.items():
-        if label in measured_before:
-            costs[label] = measured_before[label]
+        encoder, identity, size = inputs.encoder, inputs.encoder.identity(), inputs.encoder.preprocessing.size
+        if label in costs:
             continue
-        encoder, identity, dtype = inputs.encoder, inputs.encoder.identity(), DTYPES[settings.precision]
-        size = encoder.preprocessing.size
-        black = torch.zeros(2, 3, size, size, dtype=dtype).contiguous(memory_format=torch.channels_last)
-        seconds = _forward(frozen_copy(encoder, settings.precision, device), _batch(black, device), accelerator)
+        black = torch.zeros(ENCODED_IMAGES.get(device.type, 4), 3, size, size, dtype=dtype, device=device)
+        black = black.contiguous(memory_format=torch.channels_last)
+        seconds = _forward(frozen_copy(encoder, settings.precision, device), black, accelerator)
         costs[label] = {
             "component": identity["component"],
             "model": identity.get("model"),
@@ -516,4 +488,4 @@ def encoder_costs(
             if inputs.features is None
             else images * (1 + settings.views) * encoder.width * dtype.itemsize,
         }
-    return {"encoders": costs}
+    return {"encoders": {label: costs[label] for label in prepared.encoders}}

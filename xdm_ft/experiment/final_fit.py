@@ -15,7 +15,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from xdm_ft.algorithms import Algorithm
@@ -37,7 +37,7 @@ from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.training import Job, Predictor, Selected, Trained
+from xdm_ft.training import Job, Predictor, Trained
 from xdm_ft.training.selection import FINAL_FIT
 
 logger = logging.getLogger("xdm_ft")
@@ -48,36 +48,23 @@ Line = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The settings of the final fit, all known before it begins."""
+    """The settings of a final fit, all known before it begins."""
 
-    model: PlannedModel
+    model: PlannedModel  # of the first seed
     step: int  # the weights after this step are kept; for a solver, the candidate's place on its path
     averaged_from: int | None  # weights are averaged from this step to `step`; None: not, or over the whole training
     varied: dict[str, float]  # what the method varies when it finishes, such as WiSE-FT's coefficient: name → value
     temperature: float | None  # of the runs, as this fit has no validation images; None: not known
     how: str  # a description for the reader of results
 
-    def of_seed(self, seed: int) -> PlannedModel:
-        return dataclasses.replace(self.model, key=self.model.key._replace(seed=seed))
-
-    def file(self, seed: int) -> str:
-        """Returns the weights file of a seed, relative to the run directory."""
-        name = "model" if seed == self.model.key.seed else f"seed{seed}"
-        return f"{FOLDER}/{file_name(self.model.item.label, safe='+ ')}/{name}.safetensors"
-
-    def job(self, context: RunContext, seed: int) -> Job:
-        job = make_job(context.plan, context.prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
-        if self.averaged_from is None:
-            return job
-        return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
-
-    def settings(self, recipe: Recipe) -> dict[str, Any]:
-        """Returns all that determines the weights of the fit, given the recipe, as plain JSON values."""
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """All that determines the weights of the fit, given the recipe, as plain JSON values."""
         model, split = self.model, self.model.split
         settings = {
             "method": model.item.label,
             "seed": model.key.seed,
-            "hparams": hparams(recipe, model.item, model.training),
+            "hparams": hparams(model.item, model.training),
             "domains": list(split.train_domains),
             "images": {name: len(rows) for name, rows in zip(split.train_domains, split.train, strict=True)},
             "step": self.step,
@@ -88,15 +75,53 @@ class Fit:
         as_read: dict[str, Any] = json.loads(json.dumps(settings))  # to compare with an earlier results.json
         return as_read
 
-    def finished(self, trained: Trained, predictor: Predictor) -> Selected:
-        """Returns the selected weights, after the finish of methods that vary something then."""
-        selected, algorithm = trained.selected[FINAL_FIT], trained.job.new_method()
-        if not self.varied:
-            return selected
-        assert isinstance(algorithm, Algorithm), "solvers vary nothing"
-        offered = algorithm.finish(predictor.starting_weights(), selected.state)
-        state = next(one.state for one in offered if one.varied == self.varied)
-        return dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
+    @cached_property
+    def identity(self) -> str:
+        return digest(json.dumps(self.settings))
+
+    def of_seed(self, seed: int) -> PlannedModel:
+        return dataclasses.replace(self.model, key=self.model.key._replace(seed=seed))
+
+    def job(self, context: RunContext, seed: int) -> Job:
+        job = make_job(context.plan, context.prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
+        if self.averaged_from is None:
+            return job
+        return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
+
+    def lines(self, directory: RunDirectory) -> dict[int, Line]:
+        """Returns the lines of this fit by seed. Of several for a seed one without failure, which trained it again."""
+        lines = dict[int, Line]()
+        for line in directory.lines(FINAL_FIT):
+            if line.get("of") == self.identity and (line["seed"] not in lines or line["status"] == "ok"):
+                lines[line["seed"]] = {key: value for key, value in line.items() if key not in ("of", "seed")}
+        return lines
+
+    def outcome(self, context: RunContext, piece: Piece, trained: Trained, predictor: Predictor) -> Outcome:
+        """Returns the status of the fit of one seed as a line, and its weights."""
+        seed, failure = trained.job.seed, trained.failure
+        line: Line = {"of": self.identity, "seed": seed}
+        if failure is None:
+            selected = trained.selected[FINAL_FIT]
+            if self.varied:
+                algorithm = trained.job.new_method()
+                assert isinstance(algorithm, Algorithm), "solvers vary nothing"
+                offered = algorithm.finish(predictor.starting_weights(), selected.state)
+                state = next(one.state for one in offered if one.varied == self.varied)
+                selected = dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
+            if not all(value.isfinite().all() for value in selected.state.values()):
+                failure = f"the weights are not finite after step {selected.step}"
+        if failure is not None:
+            return Outcome(FINAL_FIT, line | {"status": "failed", "reason": failure})
+        plan, rule, planned = context.plan, context.plan.recipe.protocol.selection, self.of_seed(seed)
+        name = "model" if seed == self.model.key.seed else f"seed{seed}"
+        file = f"{FOLDER}/{file_name(planned.item.label, safe='+ ')}/{name}.safetensors"
+        measured = {"images": self.settings["images"], "how": self.how}
+        metadata = weights_metadata(context, planned, rule, selected, measured, self.temperature)
+        line |= {"status": "ok", **selected.hparams, "weights": file}
+        if trained.restarts:
+            line["restarted"] = restarts(trained)
+        reference = own_reference(plan, planned.split, predictor, selected, file) if piece.is_end_to_end else {}
+        return Outcome(FINAL_FIT, line, {file: (selected.state, metadata), **reference})
 
 
 class Wanted(NamedTuple):
@@ -144,7 +169,7 @@ def _final_fit(
     of_method = [record for record in results.records.values() if record.method == row.method]
     picked = picked_trials(of_method, protocol.selection, protocol.metric)
     fit = fit_of_runs(plan, picked, context.prepared.unreadable)
-    first, settings = fit.model.key.seed, fit.settings(plan.recipe)
+    first, settings = fit.model.key.seed, fit.settings
 
     # what an earlier run trained that finished, and an interrupted one
     trained = dict[int, Line]()
@@ -154,12 +179,10 @@ def _final_fit(
         about_all = (*settings, "chosen_by", "estimate", "how", "seeds", "reason")
         if first in trained:
             trained[first] = {key: value for key, value in before.items() if key not in about_all} | {"status": "ok"}
-    trained |= _lines(directory, settings)
-    trained = {
-        seed: line
-        for seed, line in trained.items()
-        if line["status"] == "ok" and directory.verify_or_warn(line["weights"])
-    }
+    for seed, line in (trained | fit.lines(directory)).items():
+        trained[seed] = line
+        if line["status"] != "ok" or not directory.verify_or_warn(line["weights"]):
+            del trained[seed]
     if all_seeds is None:
         if first not in trained:
             return None
@@ -170,73 +193,29 @@ def _final_fit(
     jobs = {seed: fit.job(context, seed) for seed in dict.fromkeys(seeds)}
     wait_for_everyone(context.accelerator)  # all processes must have read before one of them writes
     if context.accelerator.is_main_process:
-        keep_references(plan, context.prepared, [fit.model.split], directory)
+        keep_references(context, [fit.model.split])
     missing = {job.key for seed, job in jobs.items() if seed not in trained}
     if missing:
         logger.info("final fit: %s", fit.how)
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
         criteria = Criteria((FINAL_FIT,), protocol.metric)
         pieces = pieces_of(context, fit.model.item, [*jobs.values()], criteria, missing)
-        do_pieces(context, pieces, partial(_outcome, fit, settings), results, what="final fit")
+        do_pieces(context, pieces, fit.outcome, results, what="final fit")
         # from the run directory, because another process may have trained the models
-        trained = _lines(directory, settings) | trained
+        trained = fit.lines(directory) | trained
+
+    # what is known after the fit is that of the first seed; it has failed if one of the others has
+    entry = dict(trained[first])
+    failed = [seed for seed in jobs if trained[seed]["status"] == "failed"]
+    if failed and failed != [first]:
+        reasons = (f"seed {seed}: {trained[seed]['reason']}" for seed in failed)
+        entry |= {"status": "failed", "reason": "; ".join(reasons)}
+    if all_seeds:
+        entry["seeds"] = {str(seed): trained[seed]["weights"] for seed in jobs if trained[seed]["status"] == "ok"}
     estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
     why = str(choice) if row.method == choice.method else f"{row.method} was named ({choice})"
-    about = {
-        "chosen_by": choice.to_json(),
-        "estimate": estimate | {"of": protocol.name},
-        "how": f"{why}; {fit.how}",
-    }
-    return settings | about | _entry({seed: trained[seed] for seed in jobs}, all_seeds)
-
-
-def _lines(directory: RunDirectory, settings: Mapping[str, Any]) -> dict[int, Line]:
-    """Returns the lines of this fit by seed. Of several for a seed one without failure, which trained it again."""
-    lines = dict[int, Line]()
-    for line in directory.lines(FINAL_FIT):
-        rest = {key: value for key, value in line.items() if key not in ("of", "seed")}
-        if line.get("of") == digest(json.dumps(settings)) and (line["seed"] not in lines or line["status"] == "ok"):
-            lines[line["seed"]] = rest
-    return lines
-
-
-def _entry(fitted: Mapping[int, Line], all_seeds: bool) -> Line:
-    """Returns the part of the entry in results.json that is known after the fit: that of the first seed.
-
-    With `all_seeds` also the weights files of all seeds. It has failed if one of them has.
-    """
-    first, *others = fitted
-    entry = dict(fitted[first])
-    failed = [f"seed {seed}: {fitted[seed]['reason']}" for seed in others if fitted[seed]["status"] == "failed"]
-    if failed:
-        reasons = [f"seed {first}: {entry['reason']}"] if entry["status"] == "failed" else []
-        entry |= {"status": "failed", "reason": "; ".join([*reasons, *failed])}
-    if all_seeds:
-        entry["seeds"] = {str(seed): line["weights"] for seed, line in fitted.items() if line["status"] == "ok"}
-    return entry
-
-
-def _outcome(
-    fit: Fit, settings: Mapping[str, Any], context: RunContext, piece: Piece, trained: Trained, predictor: Predictor
-) -> Outcome:
-    """Returns the status of the fit of one seed as a line, and its weights."""
-    failure, seed = trained.failure, trained.job.seed
-    start = {"of": digest(json.dumps(settings)), "seed": seed}
-    if failure is None:
-        selected = fit.finished(trained, predictor)
-        if all(value.isfinite().all() for value in selected.state.values()):
-            plan, rule = context.plan, context.plan.recipe.protocol.selection
-            planned, file, known = fit.of_seed(seed), fit.file(seed), {"images": settings["images"], "how": fit.how}
-            metadata = weights_metadata(plan, context.prepared, planned, rule, selected, known, fit.temperature)
-            line = {**start, "status": "ok", **selected.hparams, "weights": file}
-            if trained.restarts:
-                line["restarted"] = restarts(trained)
-            references = {}
-            if piece.is_end_to_end:
-                references = own_reference(plan, planned.split, predictor, selected, file)
-            return Outcome(FINAL_FIT, line, {file: (selected.state, metadata)}, references=references)
-        failure = f"the weights are not finite after step {selected.step}"
-    return Outcome(FINAL_FIT, start | {"status": "failed", "reason": failure})
+    about = {"chosen_by": choice.to_json(), "estimate": estimate | {"of": protocol.name}, "how": f"{why}; {fit.how}"}
+    return settings | about | entry
 
 
 def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ()) -> Fit:
@@ -294,10 +273,9 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     split, item = fit.model.split, fit.model.item
     official = "including the official split's validation and test images"
     held_out = "including the domains held out for the estimate"
-    images = sum(len(rows) for rows in split.train)
     parts = [
         f"settings are those of its {plural(runs, 'run')}",
-        f"trained on all {images} labelled images of {plural(len(split.train_domains), 'domain')} "
+        f"trained on all {sum(map(len, split.train))} labelled images of {plural(len(split.train_domains), 'domain')} "
         f"({', '.join(split.train_domains)}), {official if recipe.protocol.name == 'official' else held_out}",
     ]
     if item.is_solver:
@@ -311,11 +289,10 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     parts += [f"{name} = {value}, the median" for name, value in fit.varied.items()]
     if fit.temperature is not None:
         parts.append(f"temperature {fit.temperature:.4g}, the median")
-    chosen = {key for key in differs if recipe.search.distributions[key].choice is not None}
-    for keys, what in (
-        ([key for key in differs if key not in chosen], "the median"),
-        ([key for key in differs if key in chosen], "the most frequent"),
-    ):
-        if keys:
-            parts.append(f"{', '.join(keys)}: {what} over the trials picked")
+    keys = dict[str, list[str]]()
+    for key in differs:
+        is_choice = recipe.search.distributions[key].choice is not None
+        keys.setdefault("the most frequent" if is_choice else "the median", []).append(key)
+    for what in sorted(keys):
+        parts.append(f"{', '.join(keys[what])}: {what} over the trials picked")
     return "; ".join([*parts, "nothing is selected in this fit, and no image is left to measure it on"])

@@ -24,12 +24,11 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, 
 from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
-from xdm_ft.experiment.prepare import ExternalValues, Prepared, make_job
-from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, save
+from xdm_ft.experiment.prepare import ExternalValues, make_job
+from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, Values, save
 from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.experiment.work import NOTHING, Work
 from xdm_ft.features.cache import Features
-from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.splits import LEFT_OUT, SELECTION_SPLIT, Split, mean_course, with_validation
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.search import at_the_edge
@@ -42,12 +41,12 @@ from xdm_ft.storage.names import (
     images_file,
     method_folder,
     model_folder,
+    predictions_in,
     reference_beside,
     reference_file,
 )
-from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import sub_run
-from xdm_ft.storage.tensors import Arrays
+from xdm_ft.storage.tensors import tensors_of
 from xdm_ft.training import Job, Predictor, Selected, Trained
 from xdm_ft.training.selection import BY_DOMAIN, RuleImages, best_finish, split_of
 from xdm_ft.weights.prompts import expand_templates
@@ -58,6 +57,7 @@ LARGEST = 16_000_000  # bytes of a model's probabilities: thousands of heads on 
 FEW = 10  # images: the mean of fewer says much about each of them
 ROWS_AT_ONCE = 4096
 MAX_TRAINING, MAX_VALIDATION = 5000, 1000  # images whose features one more pass of a trained encoder computes
+Files = dict[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # as `Outcome.files`
 MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
 
 
@@ -93,11 +93,10 @@ def planned_pieces(
     for key in keys:
         job = make_job(plan, context.prepared, plan.by_key[key], external.get(key, {}))
         groups.setdefault(results.chunk_group(key), []).append(job)
-    return [
-        piece
-        for jobs in groups.values()
-        for piece in pieces_of(context, plan.by_key[jobs[0].key].item, jobs, plan.criteria, wanted)
-    ]
+    pieces = list[Piece]()
+    for jobs in groups.values():
+        pieces += pieces_of(context, plan.by_key[jobs[0].key].item, jobs, plan.criteria, wanted)
+    return pieces
 
 
 def _shares_files(plan: Plan, item: MethodItem) -> bool:
@@ -111,24 +110,19 @@ def keep_common_files(context: RunContext, results: RunResults) -> None:
     if not context.accelerator.is_main_process:
         return
     skipped = [
-        Record(
-            model.key,
-            hparams(plan.recipe, model.item, model.training),
-            "skipped",
-            model.skipped,
-            **model.item.of_records,
-        )
+        Record(model.key, hparams(model.item, model.training), "skipped", model.skipped, **model.item.of_records)
         for model in plan.models
         if model.skipped
     ]
     if skipped:
         results.add(save((Outcome(RECORDS, record) for record in skipped), context.directory))
-    keep_test_images(plan.dataset, plan.splits, context.directory)
-    keep_references(plan, context.prepared, plan.splits, context.directory)
+    keep_test_images(context, plan.splits)
+    keep_references(context, plan.splits)
 
 
-def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: RunDirectory) -> None:
+def keep_test_images(context: RunContext, splits: Iterable[Split]) -> None:
     """Writes the test images that predictions refer to, once for all models with the same test domains."""
+    dataset, directory = context.plan.dataset, context.directory
     for split in splits:
         file = images_file(split.test_domains)
         if not directory.verify_or_warn(file, "it will be written again"):
@@ -144,7 +138,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
     steps = planned.steps if trained.stopped_at is None else trained.stopped_at
     record = Record(
         key,
-        hparams=hparams(plan.recipe, item, planned.training),
+        hparams=hparams(item, planned.training),
         status="ok",
         mixed_steps=trained.mixed_steps,
         gradient_evaluations=item.gradient_evaluations(steps, len(planned.split.train)),
@@ -160,7 +154,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         logger.warning("%s: %s", key, short)
         return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
     folder = model_folder(*key, piece.shared_file(key)) if _shares_files(plan, item) else key.folder
-    weights, predictions, picks = {}, [], {}
+    files, predictions, picks = Files(), [], dict[str, Pick]()
     by_state: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
     test, own_rule = planned.split.evaluation["test"], plan.rules[0]
     for rule, selected in trained.selected.items():
@@ -174,8 +168,8 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
             # other rules are for comparison
             pick = _pick(plan, planned, selected, logits, file, selected.state is trained.selected[own_rule].state)
             measured = {"metrics": pick.to_json()["metrics"]}
-            metadata = weights_metadata(plan, context.prepared, planned, rule, selected, measured, pick.temperature)
-            weights[file] = selected.state, metadata
+            metadata = weights_metadata(context, planned, rule, selected, measured, pick.temperature)
+            files[file] = selected.state, metadata
             by_state[id(selected.state)] = logits, pick
         logits, pick = by_state[id(selected.state)]
         # values in `external_values` were measured on other models, so the logits of this one can not give them
@@ -202,10 +196,10 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         tuned_settings=tuned if tuned > 1 else None,
         training_features=sum(map(len, planned.split.train)) if item.head.cls.training_features else None,
     )
-    references = {}
+    files[predictions_in(folder)] = tensors_of(arrays_of(predictions)), {}
     if own_rule in picks and piece.is_end_to_end:
-        references = own_reference(plan, planned.split, predictor, trained.selected[own_rule], picks[own_rule].weights)
-    return Outcome(RECORDS, done, weights, {folder: arrays_of(predictions)}, references)
+        files |= own_reference(plan, planned.split, predictor, trained.selected[own_rule], picks[own_rule].weights)
+    return Outcome(RECORDS, done, files)
 
 
 def _finish(plan: Plan, trained: Trained, predictor: Predictor) -> Trained:
@@ -277,7 +271,7 @@ def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
     reasons = []
     if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
         reasons.append("last step picked")
-    values, item = hparams(plan.recipe, planned.item, planned.training), plan.item(planned.item.label)
+    values, item = hparams(planned.item, planned.training), plan.item(planned.item.label)
     for key, _ in searched(plan.recipe, item):
         if at_the_edge(plan.recipe.search_of(item), key, drawn_value(values, key)):
             reasons.append(f"{key} at the edge of its range")
@@ -291,12 +285,11 @@ def _rule_images(plan: Plan, split: str, rows: Tensor) -> RuleImages:
 
 
 def weights_metadata(
-    plan: Plan,
-    prepared: Prepared,
+    context: RunContext,
     planned: PlannedModel,
     rule: str,
     selected: Selected,
-    measured: Mapping[str, Any],
+    measured: Values,
     temperature: float | None,
 ) -> dict[str, str]:
     """Returns the metadata of weights. Every value is JSON; equal runs give equal texts, wherever they write.
@@ -304,7 +297,8 @@ def weights_metadata(
     `rule` is the selection rule that picked the weights. `measured` is what is known of their quality. `temperature`
     divides their logits for calibrated probabilities; None: not known.
     """
-    recipe, item, split, of_item = plan.recipe, planned.item, planned.split, prepared.for_method(planned.item)
+    plan, recipe, item, split = context.plan, context.plan.recipe, planned.item, planned.split
+    of_item = context.prepared.for_method(item)
     encoder, class_names = of_item.encoder, plan.dataset.class_names
     counts = plan.annotations.labels[torch.cat(split.train)].bincount(minlength=len(class_names)).tolist()
     trains_encoder = any(name.startswith("encoder.") for name in selected.state)
@@ -337,7 +331,7 @@ def weights_metadata(
             "seed": planned.key.seed,
             "trial": planned.key.trial,
             "steps": planned.steps,
-            "hparams": hparams(recipe, item, planned.training) | selected.hparams,
+            "hparams": hparams(item, planned.training) | selected.hparams,
         },
         # whether the head reads L2-normalised features
         "normalize": encoder.normalize or item.reads_normalized,
@@ -347,7 +341,7 @@ def weights_metadata(
         "protocol": {
             **recipe.protocol.model_dump(mode="json"),
             "selected_by": rule,
-            "description": protocol_of(plan, prepared, rule),
+            "description": protocol_of(plan, context.prepared, rule),
         },
         "results": measured,
         "step": selected.step,
@@ -356,13 +350,14 @@ def weights_metadata(
     return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
 
 
-def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], directory: RunDirectory) -> None:
+def keep_references(context: RunContext, splits: Iterable[Split]) -> None:
     """Writes the reference of each split under each frozen encoder whose features the run has.
 
     All models on these features with the same test domains share it, whatever their method and seed: it is made of the
     first seed's split. Without validation images of training domains, a part of the training images takes their place.
     """
-    protocol, labels, class_names = plan.recipe.protocol, plan.dataset.labels, plan.dataset.class_names
+    plan, directory, labels = context.plan, context.directory, context.plan.dataset.labels
+    protocol, classes = plan.recipe.protocol, len(plan.dataset.class_names)
 
     def blocks(features: Features, rows: np.ndarray, bar: Progress) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for first in range(0, len(rows), ROWS_AT_ONCE):
@@ -370,7 +365,7 @@ def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], dir
             yield _finite(features[torch.from_numpy(some).to(features.device)].cpu().numpy(), labels[some])
             bar.advance(len(some))
 
-    frozen = {label: of.features for label, of in prepared.encoders.items() if of.features is not None}
+    frozen = {label: of.features for label, of in context.prepared.encoders.items() if of.features is not None}
     for (label, features), split in itertools.product(frozen.items(), splits):
         file = reference_file(split.test_domains, label)
         if directory.verify_or_warn(file, "it will be written again"):
@@ -380,7 +375,7 @@ def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], dir
         with progress("training features", 2 * len(training) + len(validation), "images", directory.main) as bar:
             read = partial(blocks, features, bar=bar)
             try:
-                reference = fit(partial(read, training), partial(read, validation), len(class_names))
+                reference = fit(partial(read, training), partial(read, validation), classes)
             except ValueError as error:
                 logger.warning("%s: not written: %s with finite features", directory.path / file, error)
                 continue
@@ -388,10 +383,8 @@ def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], dir
         directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
 
 
-def own_reference(
-    plan: Plan, split: Split, predictor: Predictor, selected: Selected, weights: str
-) -> dict[str, Arrays]:
-    """Returns {file: arrays} of the reference of a model that has trained its encoder.
+def own_reference(plan: Plan, split: Split, predictor: Predictor, selected: Selected, weights: str) -> Files:
+    """Returns the file of the reference of a model that has trained its encoder.
 
     It costs a forward pass of at most `MAX_TRAINING` training and `MAX_VALIDATION` validation images, which are drawn
     by their number alone. All processes compute the features together.
@@ -409,7 +402,7 @@ def own_reference(
     except ValueError as error:
         logger.warning("%s: distances are not known: %s with finite features", weights, error)
         return {}
-    return {reference_beside(weights): reference.arrays()}
+    return {reference_beside(weights): (tensors_of(reference.arrays()), {})}
 
 
 def _finite(z: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -434,7 +427,7 @@ def cross_domain_values(
         """Returns {extra model: {evaluation split: {step: metric}}}, from the lines of all processes."""
         return {
             line["model"]: {
-                part: {int(step): value for step, value in course.items()} for part, course in line["values"].items()
+                part: {int(step): v for step, v in course.items()} for part, course in line["values"].items()
             }
             for line in context.directory.lines(MEASURED)
         }

@@ -18,11 +18,10 @@ import torch
 from xdm_ft.algorithms import Solver
 from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.records import ModelKey, Record
-from xdm_ft.experiment.cluster import Part, device_of, do_on_cluster, fitting
+from xdm_ft.experiment.cluster import Part, Tasks, device_of, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
-from xdm_ft.experiment.results import Outcome, RunResults, save
-from xdm_ft.experiment.resume import comparable, of_method
+from xdm_ft.experiment.results import Outcome, RunResults, comparable, of_method, save
 from xdm_ft.experiment.tracking import write_curves
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, one_thread, run_forked
 from xdm_ft.features.key import weights_digest
@@ -96,17 +95,6 @@ class Piece(NamedTuple):
         models = [[job.method, list(job.test_domains), job.seed, job.trial, job.setup.steps] for job in jobs]
         return [models, list(self.criteria.rules)]
 
-    def does_not_fit(self) -> tuple[str, str]:
-        """Returns what does not fit if memory runs out, and the remedy."""
-        key = self.jobs[0].key
-        if self.is_end_to_end:
-            return str(key), "lower training.batch_size or raise training.accumulation"
-        if self.item.is_solver:
-            remedy = "a solver needs all training features in memory; train on fewer images or free some memory"
-            return f"{key.method}, {', '.join(key.test_domains)} held out", remedy
-        together = f"{len(self.jobs)} heads together" if len(self.jobs) > 1 else "one head"
-        return f"{key.method}, {together}", "lower training.batch_size"
-
 
 Measure = Callable[[RunContext, Piece, Trained, Predictor], Outcome]
 
@@ -141,6 +129,10 @@ def pieces_of(
     return pieces
 
 
+def work_of(pieces: Sequence[Piece]) -> dict[str, Work]:
+    return {piece.name: Work(len(piece.wanted), piece.cost) for piece in pieces}
+
+
 def do_pieces(
     context: RunContext,
     pieces: Sequence[Piece],
@@ -162,10 +154,9 @@ def do_pieces(
     accelerator, main = context.accelerator, bool(context.accelerator.is_main_process)
     queue = sorted((piece for piece in pieces if not piece.is_end_to_end), key=lambda piece: -piece.cost)
     together = [piece for piece in pieces if piece.is_end_to_end]
-    work = {piece.name: Work(len(piece.wanted), piece.cost) for piece in pieces}
     # a CUDA context can not be used in a forked process
     processes = 1 if accelerator.device.type != "cpu" else min(own_cores(), max(1, len(queue)))
-    with RunProgress(what, work, done, context.directory, processes, shows=main) as progress:
+    with RunProgress(what, work_of(pieces), done, context.directory, processes, shows=main) as progress:
         if context.plan.recipe.cluster.name is not None:
             _do_on_cluster(context, queue, 1, measure, progress)
             _do_on_cluster(context, together, context.plan.recipe.cluster.cpus_per_model, measure, progress)
@@ -202,15 +193,36 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
     plan, accelerator, item, job = context.plan, context.accelerator, piece.item, piece.jobs[0]
     prepared, data = context.prepared.for_method(item), (plan.annotations, piece.criteria)
     saves = not piece.is_end_to_end or bool(accelerator.is_main_process)
-    checkpoint = context.directory.checkpoint(piece.name, _checkpoint_settings(plan, piece), saves)
+    # without drawn settings, and with its own augmentation: the recipe's becomes null when it gains methods that have
+    # another default
+    resolved = plan.recipe.with_augmentation(plan.recipe.augmentation_of(plan.item(item.label))).resolved()
+    follows_from = {  # a checkpoint of other settings is not resumed
+        # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
+        "recipe": comparable(resolved) if FINAL_FIT in piece.criteria.rules else of_method(resolved, item.label),
+        "models": piece.identity(piece.jobs),
+        "xdm_ft": __version__,
+        "torch": torch.__version__,
+    }
+    checkpoint = context.directory.checkpoint(piece.name, follows_from, saves)
     record = partial(write_curves, plan, piece.jobs, directory=context.directory)
-    method, note = job.new_method(), str(job.key) if piece.is_end_to_end else job.method
-    note = f"{job.method} ({len(piece.jobs)} models)" if len(piece.jobs) > 1 else note
-    units = method.candidates if isinstance(method, Solver) else sum(job.setup.steps for job in piece.jobs)
+    note, units, together = job.method, sum(job.setup.steps for job in piece.jobs), "one head"
+    if piece.is_end_to_end:
+        note = str(job.key)
+        too_large = note, "lower training.batch_size or raise training.accumulation"
+    elif item.is_solver:
+        method, remedy = job.new_method(), "train on fewer images or free some memory"
+        assert isinstance(method, Solver)
+        units = method.candidates
+        what = f"{job.method}, {', '.join(job.test_domains)} held out"
+        too_large = what, f"a solver needs all training features in memory; {remedy}"
+    else:
+        if len(piece.jobs) > 1:
+            note, together = f"{job.method} ({len(piece.jobs)} models)", f"{len(piece.jobs)} heads together"
+        too_large = f"{job.method}, {together}", "lower training.batch_size"
     trace = context.directory.profile_file(job.method) if saves and plan.recipe.training.profile else None
     predictor: Predictor
     with (
-        out_of_memory_as_user_error(*piece.does_not_fit()),
+        out_of_memory_as_user_error(*too_large),
         profiled(trace) as traced_step,
         progress.of_piece(piece.name, note, units, traced_step) as bar,
     ):
@@ -248,21 +260,6 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
     return records
 
 
-def _checkpoint_settings(plan: Plan, piece: Piece) -> dict[str, Any]:
-    """Returns all that a training follows from: a checkpoint of other settings is not resumed."""
-    recipe = plan.recipe
-    item = plan.item(piece.item.label)  # without drawn settings
-    # its own augmentation, as the recipe's becomes null when it gains methods that have another default
-    resolved = recipe.with_augmentation(recipe.augmentation_of(item)).resolved()
-    return {
-        # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
-        "recipe": comparable(resolved) if FINAL_FIT in piece.criteria.rules else of_method(resolved, item.label),
-        "models": piece.identity(piece.jobs),
-        "xdm_ft": __version__,
-        "torch": torch.__version__,
-    }
-
-
 class _ClusterTraining(NamedTuple):
     """The `ClusterWork` of tasks that train: each takes pieces from the run directory until none is left."""
 
@@ -285,10 +282,10 @@ class _ClusterTraining(NamedTuple):
 
     def do(self, part: Part, accelerator: Accelerator) -> list[str]:
         """Returns the names of the pieces that this task has done."""
-        work, done = {piece.name: Work(len(piece.wanted), piece.cost) for piece in self.pieces}, list[str]()
+        done = list[str]()
         with RunDirectory(self.path, part.name, main=False) as directory:
             context = RunContext(self.plan, self.prepared, directory, accelerator)
-            progress = RunProgress("", work, NOTHING, directory, processes=1, shows=False)
+            progress = RunProgress("", work_of(self.pieces), NOTHING, directory, processes=1, shows=False)
             for piece in self.pieces:
                 if not stop_requested() and directory.take(piece.name):
                     self._require_inputs(piece.item)
@@ -327,15 +324,14 @@ def _do_on_cluster(
         directory.others.update(names)
         work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
         with progress.watched():
-            do_on_cluster(
+            Tasks(
                 work,
-                [Part(name, None) for name in names],
                 threads,
                 ("output.dir", directory.path.absolute() / "state"),
                 done=done.update,
                 look=lambda: (len(directory.finished()), directory.last_checkpoint()),
                 lost=lambda part: directory.release(part.name),
-            )
+            ).do([Part(name, None) for name in names])
         # a network disk may have shown too late that a dead task had taken a piece
         queue = [piece for piece in queue if piece.name not in done and not directory.is_finished(piece.name)]
         for piece in queue:

@@ -130,20 +130,18 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
             for seed in seeds:
                 models += _planned(recipe, item, by_seed[seed][number], seed, dataset)
     every = [split for of_seed in by_seed.values() for split in of_seed]
-    notes = dict.fromkeys(note for split in every for note in split.notes)
+    notes = list(dict.fromkeys(note for split in every for note in split.notes))
     # a note per training domain on whose validation images the metric is undefined
     metric, annotations, undefined = recipe.protocol.metric, annotations_of(dataset), Counter[int]()
     validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
     for rows in validated:
         undefined.update(defined_domains(rows, annotations, metric, len(dataset.class_names))[1])
     for domain, count in sorted(undefined.items()):
-        share = f"{count} of {len(validated)} splits"
-        notes[f"{BY_DOMAIN} leaves out {dataset.domain_names[domain]}, where {metric} is not defined, in {share}"] = (
-            None
-        )
+        where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
+        notes.append(f"{BY_DOMAIN} leaves out {where}")
     if recipe.search.trials > 1:
-        draws = "the same hyper-parameter draws for every held-out domain and seed (DomainBed draws anew for each seed)"
-        notes[draws] = None
+        draws = "the same hyper-parameter draws for every held-out domain and seed"
+        notes.append(f"{draws} (DomainBed draws anew for each seed)")
     extra = _extra_models(dataset, models) if recipe.protocol.selection == "cross_domain" else ()
     if recipe.protocol.final_fit:
         all_domains(dataset, unreadable)  # raises its faults before any training
@@ -240,70 +238,54 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
         )
 
 
-@dataclass(frozen=True)
-class Costs:
-    """The number of models, and what training them costs."""
-
-    images: int
-    classes: int
-    domains: tuple[str, ...]
-    models: int  # methods × held-out domains × seeds × trials
-    trials: int  # at most, per method
-    skipped_models: int
-    extra_models: int  # of `cross_domain`
-    steps: int
-    gradient_evaluations: int
-    feature_passes: int  # of all encoders together over all images, unless their features are cached
-    trained_images: int  # that pass forward and backward through the encoder, without evaluations
-
-
-def costs(plan: Plan) -> Costs:
-    recipe, trained = plan.recipe, list[PlannedModel]()
-    trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
-    trained += [model for model in plan.extra if not model.item.is_solver]
-    trained_images = 0
+def costs(plan: Plan) -> dict[str, Any]:
+    """Returns the number of models, and what training them costs."""
+    recipe, trained_images = plan.recipe, 0
+    trained = [model for model in (*plan.models, *plan.extra) if not model.skipped and not model.item.is_solver]
     if end_to_end := [model for model in trained if model.item.trainable is not False]:
         passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in end_to_end)
         trained_images = passes * recipe.training.images_per_step(max(len(model.split.train) for model in end_to_end))
-    return Costs(
-        images=len(plan.dataset),
-        classes=len(plan.dataset.class_names),
-        domains=tuple(plan.dataset.domain_names),
-        models=len(plan.models),
-        trials=recipe.search.trials,
-        skipped_models=sum(model.skipped is not None for model in plan.models),
-        extra_models=len(plan.extra),
-        steps=sum(model.steps for model in trained),
-        gradient_evaluations=sum(m.item.gradient_evaluations(m.steps, len(m.split.train_domains)) for m in trained),
+    return {
+        "images": len(plan.dataset),
+        "classes": len(plan.dataset.class_names),
+        "domains": tuple(plan.dataset.domain_names),
+        "models": len(plan.models),  # methods × held-out domains × seeds × trials
+        "trials": recipe.search.trials,  # at most, per method
+        "skipped_models": sum(model.skipped is not None for model in plan.models),
+        "extra_models": len(plan.extra),  # of `cross_domain`
+        "steps": sum(model.steps for model in trained),
+        "gradient_evaluations": sum(
+            model.item.gradient_evaluations(model.steps, len(model.split.train)) for model in trained
+        ),
         # all images, also those that never train: the cache must not depend on the split
-        feature_passes=(1 + recipe.features.views) * sum(map(recipe.needs_features, recipe.encoders)),
-        trained_images=trained_images,
-    )
+        "feature_passes": (1 + recipe.features.views) * sum(map(recipe.needs_features, recipe.encoders)),
+        "trained_images": trained_images,  # that pass forward and backward through the encoder, without evaluations
+    }
 
 
 def describe(plan: Plan) -> str:
     """Returns the plan as text: the number of models, and the cost of training them."""
-    cost = costs(plan)
+    cost, recipe, views = costs(plan), plan.recipe, plan.recipe.features.views
     lines = [
-        f"data: {plural(cost.images, 'image')}, {plural(cost.classes, 'class')}",
-        f"domains: {', '.join(cost.domains)}",
-        f"models: {cost.models} = methods × held-out domains × seeds"
-        + (f" (auto: {len(plan.recipe.protocol.seeds)} now, at most {LOOKS[-1]})" if plan.recipe.auto_seeds else "")
-        + (f" × up to {cost.trials} trials" if cost.trials > 1 else "")
-        + (f", {cost.skipped_models} of them skipped" if cost.skipped_models else ""),
+        f"data: {plural(cost['images'], 'image')}, {plural(cost['classes'], 'class')}",
+        f"domains: {', '.join(cost['domains'])}",
+        f"models: {cost['models']} = methods × held-out domains × seeds"
+        + (f" (auto: {len(recipe.protocol.seeds)} now, at most {LOOKS[-1]})" if recipe.auto_seeds else "")
+        + (f" × up to {cost['trials']} trials" if cost["trials"] > 1 else "")
+        + (f", {cost['skipped_models']} of them skipped" if cost["skipped_models"] else ""),
         *(f"skipped: {', '.join(labels)}: {reason}" for reason, labels in plan.skipped.items()),
         *([extra_models(plan)] if plan.extra else []),
-        f"steps: {cost.steps}, gradient evaluations: {cost.gradient_evaluations}",
-        augmentation_line(plan.recipe),
+        f"steps: {cost['steps']}, gradient evaluations: {cost['gradient_evaluations']}",
+        augmentation_line(recipe),
     ]
-    if cost.feature_passes:
-        views = plan.recipe.features.views
-        each = f"{1 + views} passes (1 plain, {views} augmented)" if views else "one pass"
-        encoders = cost.feature_passes // (1 + views)
-        passes = f"{each} of each of {encoders} encoders" if encoders > 1 else each
-        lines.append(f"encoder: {passes} over {cost.images} images unless their features are cached")
-    if cost.trained_images:
-        lines.append(f"encoder: {cost.trained_images} images forward and backward, without evaluations")
+    if passes := cost["feature_passes"]:
+        encoders, each = passes // (1 + views), "one pass"
+        if views:
+            each = f"{1 + views} passes (1 plain, {views} augmented)"
+        of_each = f" of each of {encoders} encoders" if encoders > 1 else ""
+        lines.append(f"encoder: {each}{of_each} over {cost['images']} images unless their features are cached")
+    if cost["trained_images"]:
+        lines.append(f"encoder: {cost['trained_images']} images forward and backward, without evaluations")
     return "\n".join(lines)
 
 
@@ -341,7 +323,7 @@ def extra_models(plan: Plan) -> str:
     return f"extra models: {len(plan.extra)}, trained first, because protocol.selection is cross_domain"
 
 
-def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, Any]:
+def hparams(item: MethodItem, training: Training) -> dict[str, Any]:
     """Returns the hyper-parameters of one model, for results.json."""
     own: dict[str, Any] = {}
     for part in item.parts:

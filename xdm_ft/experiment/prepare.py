@@ -6,11 +6,11 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.cluster import device_of, extraction_on
 from xdm_ft.experiment.plan import Plan, PlannedModel
-from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import Features, cache_folder, cache_path
 from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
 from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
@@ -61,11 +60,6 @@ class PreparedEncoder:
     activations: dict[Trainable, Features | None]
     """{what trains above a cut: cached activations below it}; None: they are computed at every step."""
 
-    @property
-    def width(self) -> int:
-        """K, the size of its features."""
-        return self.encoder.width
-
     def features_of(self, job: Job) -> Features:
         """Returns the features as a model on cached features reads them."""
         assert self.features is not None, "`prepare` extracts features for every method that reads them"
@@ -83,17 +77,13 @@ class Prepared:
     def to(self, device: torch.device) -> Prepared:
         """Returns the same with features on a device."""
 
-        def on_device(features: Features | None) -> Features | None:
+        def moved(features: Features | None) -> Features | None:
             return None if features is None else features.to(device)
 
-        encoders = {
-            label: replace(
-                encoder,
-                features=on_device(encoder.features),
-                activations={trainable: on_device(cached) for trainable, cached in encoder.activations.items()},
-            )
-            for label, encoder in self.encoders.items()
-        }
+        encoders = dict[str | None, PreparedEncoder]()
+        for label, encoder in self.encoders.items():
+            activations = {trainable: moved(cached) for trainable, cached in encoder.activations.items()}
+            encoders[label] = replace(encoder, features=moved(encoder.features), activations=activations)
         return replace(self, encoders=encoders)
 
     def for_method(self, item: MethodItem) -> PreparedEncoder:
@@ -204,14 +194,14 @@ def prepare(
         elsewhere=extraction_on(recipe),
         accelerator=accelerator,
     )
-    count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
     for label, component in by_label(recipe).items():
         encoder = encoders[label]
         if main:
             log_encoder(encoder)
         items = [item for item in recipe.served if item.encoder is component]
         features = extracted(encoder) if recipe.needs_features(component) else None
-        cuts = cuts_of(recipe, encoder, items, count, cached_cuts(environment, label))
+        counted = hashes if index else None
+        cuts = cuts_of(recipe, encoder, items, dataset, device, counted, cached_cuts(environment, label))
         activations = dict[Trainable, Features | None]()
         # by the time that another process looks, the disk may be fuller
         for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
@@ -258,20 +248,14 @@ def image_hashes(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator
     return hash_files(dataset, index, main)
 
 
-class Activations(NamedTuple):
-    """The number of activations at a cut, one per image and view."""
-
-    all: int
-    missing: int  # in the cache
-
-
 @dataclass(frozen=True)
 class RecipeCut:
     """One cut of an encoder, which several methods may share."""
 
     below: Below
     serves: tuple[Trainable, ...]  # what trains above it
-    activations: Activations
+    activations: int  # one per image and view
+    missing: int  # activations that the cache lacks
     dtype: torch.dtype  # of cached activations
     why_computed: str = ""  # at every step; empty: they are cached
 
@@ -282,46 +266,56 @@ class RecipeCut:
     @property
     def bytes(self) -> int:
         """Bytes on the disk of all activations, cached or not."""
-        return self.activations.all * math.prod(self.below.cut.shape) * self.dtype.itemsize
+        return self.activations * math.prod(self.below.cut.shape) * self.dtype.itemsize
 
     @property
     def missing_bytes(self) -> int:
-        return self.activations.missing * math.prod(self.below.cut.shape) * self.dtype.itemsize
+        return self.missing * math.prod(self.below.cut.shape) * self.dtype.itemsize
 
     def text(self) -> str:
         which = f"cut before {self.below.cut.name}: activations {'×'.join(map(str, self.below.cut.shape))}"
         if not self.is_cached:
             return f"{which}, computed at every step ({self.why_computed})"
-        missing = f", {self.missing_bytes / 1e6:,.1f} MB of it to be computed" if self.activations.missing else ""
-        return f"{which}, cached: {self.activations.all} of them take {self.bytes / 1e6:,.1f} MB{missing}"
+        missing = f", {self.missing_bytes / 1e6:,.1f} MB of it to be computed" if self.missing else ""
+        return f"{which}, cached: {self.activations} of them take {self.bytes / 1e6:,.1f} MB{missing}"
 
 
 def cuts_of(
     recipe: Recipe,
     encoder: Encoder,
     items: Sequence[MethodItem],
-    count: Callable[[Below], Activations],
+    dataset: ImageDataset,
+    device: torch.device,
+    hashes: FileHashes | None = None,
     was_cached: Mapping[str, bool] | None = None,
 ) -> list[RecipeCut]:
     """Returns the cuts below the methods of one encoder. Raises `UserError` if the encoder can not be cut there.
 
-    `was_cached`: as `cached_cuts` returns it, for a run that goes on.
+    `device`: computes the activations. `hashes`: copies of an image then count as one; without them all images count as
+    different ones, and those that the cache has as theirs: no image is read, and nothing written. `was_cached`: as
+    `cached_cuts` returns it, for a run that goes on.
     """
-    cuts = dict[str, tuple[Cut, list[Trainable]]]()
+    above_cut = dict[str, tuple[Cut, list[Trainable]]]()
     for trainable in dict.fromkeys(item.trainable for item in items):
         if isinstance(trainable, LastBlocks | LowRank):
             cut = cut_of(encoder, trainable)
-            cuts.setdefault(cut.name, (cut, []))[1].append(trainable)
+            above_cut.setdefault(cut.name, (cut, []))[1].append(trainable)
     on_images = any(item.is_cut and recipe.trains_on_images(item) for item in items)
-    in_order, planned = list[RecipeCut](), 0
-    for cut, serves in sorted(cuts.values(), key=lambda pair: -pair[0].number):
+    settings, augmentation, cuts, planned = recipe.features, recipe.train_augmentation, list[RecipeCut](), 0
+    for cut, serves in sorted(above_cut.values(), key=lambda pair: -pair[0].number):
         below = Below(cut)
-        of_recipe = RecipeCut(below, tuple(serves), count(below), DTYPES[recipe.features.precision])
+        if hashes is not None:
+            views = cached_views(below, dataset, hashes.images, settings, augmentation, device)
+            count, missing = len(views) * len(hashes.images.contents), sum(len(store.missing()) for _, store in views)
+        else:
+            cached = cached_images(below, dataset.decoder, settings, augmentation, device)
+            count, missing = len(cached) * len(dataset), sum(max(0, len(dataset) - images) for images in cached)
+        of_recipe = RecipeCut(below, tuple(serves), count, missing, DTYPES[settings.precision])
         before = (was_cached or {}).get(cut.name)
         of_recipe = replace(of_recipe, why_computed=_why_computed(recipe, of_recipe, on_images, planned, before))
-        in_order.append(of_recipe)
+        cuts.append(of_recipe)
         planned += of_recipe.missing_bytes if of_recipe.is_cached else 0
-    return in_order
+    return cuts
 
 
 def _why_computed(recipe: Recipe, cut: RecipeCut, on_images: bool, planned: int, before: bool | None) -> str:
@@ -336,49 +330,18 @@ def _why_computed(recipe: Recipe, cut: RecipeCut, on_images: bool, planned: int,
         return f"data.train_augmentation: {recipe.train_augmentation} draws anew each time; features.views caches draws"
     if before is False and settings.cut == "auto":
         return "features.cut: auto, as when this run started"
-    if before or settings.cut == "cache" or not cut.activations.missing:
+    if before or settings.cut == "cache" or not cut.missing:
         return ""
-    folder, free = cache_path(settings), free_bytes(settings)
+    folder = existing = cache_path(settings)
     if folder.exists() and not is_writable(folder):
         return f"features.cut: auto, as {folder} can not be written"
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     if cut.missing_bytes + planned > MAX_SHARE * free:
         needs = f"{cut.missing_bytes / 1e6:,.1f} MB do not fit in half of the {free / 1e6:,.1f} MB that are free"
         return f"features.cut: auto, as {needs}"
     return ""
-
-
-def free_bytes(settings: FeatureSettings) -> int:
-    """Returns the free bytes on the disk of the cache, whose folder may not exist."""
-    folder = cache_path(settings)
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-def counted(
-    recipe: Recipe, dataset: ImageDataset, hashes: FileHashes, device: torch.device
-) -> Callable[[Below], Activations]:
-    """Returns the function that counts activations by the hashes of the images: copies of an image are one."""
-    images = hashes.images
-
-    def count(below: Below) -> Activations:
-        views = cached_views(below, dataset, images, recipe.features, recipe.train_augmentation, device)
-        return Activations(len(views) * len(images.contents), sum(len(store.missing()) for _, store in views))
-
-    return count
-
-
-def counted_unhashed(recipe: Recipe, dataset: ImageDataset, device: torch.device) -> Callable[[Below], Activations]:
-    """Returns the function that counts activations as if all images were different, and those that are cached theirs.
-
-    It reads no image and writes nothing.
-    """
-
-    def count(below: Below) -> Activations:
-        found = cached_images(below, dataset.decoder, recipe.features, recipe.train_augmentation, device)
-        return Activations(len(found) * len(dataset), sum(max(0, len(dataset) - cached) for cached in found))
-
-    return count
 
 
 def cached_cuts(environment: Mapping[str, Any] | None, label: str | None) -> dict[str, bool]:
@@ -404,7 +367,7 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_value
         class_weight = balanced_class_weight(labels, len(plan.dataset.class_names))
     setup = Setup(
         task=Task(plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
-        width=inputs.width,
+        width=inputs.encoder.width,
         steps=model.steps,
         seed=model.key.seed,
         loss_average=recipe.training.loss_average,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.results import Results
-from xdm_ft.experiment.resume import label_of
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import ORACLE
 from xdm_ft.runtime.errors import UserError, printable
@@ -38,10 +37,10 @@ def write_curves(
     In a large run the heads of a chunk with the same test domains share a sub-run. All of them train in one process, so
     each sub-run has one writer at a time. Models that train end to end, and those of the final fit, have their own.
     """
-    curves = [
-        (job, {_tag(name, plan.rules[0]): value for name, value in values.items() if _is_shown(name, value)})
-        for job, values in evaluated
-    ]
+    curves = list[tuple[Job, dict[str, float]]]()
+    for job, values in evaluated:
+        shown = {n: value for n, value in values.items() if math.isfinite(value) and not n.startswith(f"{FINAL_FIT}/")}
+        curves.append((job, {_tag(name, plan.rules[0]): value for name, value in shown.items()}))
     final_fit = FINAL_FIT in chunk[0].external_values  # few models, which are the result of the run
     if not plan.is_large or plan.recipe.trains_encoders or final_fit:
         for job, values in curves:
@@ -60,10 +59,6 @@ def write_curves(
         directory.write_scalars(sub_run(*first[test_domains].key, heads=True), step, summary)
 
 
-def _is_shown(name: str, value: float) -> bool:
-    return math.isfinite(value) and not name.startswith(f"{FINAL_FIT}/")
-
-
 def _tag(name: str, own_rule: str) -> str:
     """Returns the tag of a scalar, `NAME`, or of a rule's value, `RULE/METRIC`."""
     rule, _, metric = name.rpartition("/")
@@ -74,7 +69,7 @@ def _tag(name: str, own_rule: str) -> str:
     return f"val/{metric}" if rule == own_rule else f"val/{rule}/{metric}"
 
 
-def _by_tag(scalars: Sequence[Scalars]) -> dict[str, list[float]]:
+def _by_tag(scalars: Iterable[Scalars]) -> dict[str, list[float]]:
     by_tag = dict[str, list[float]]()
     for values in scalars:
         for tag, value in values.items():
@@ -157,7 +152,7 @@ def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> N
     last = max(steps, default=0)
     steps[last] = steps.get(last, {}) | tested(results)
     resolved = recipe.resolved()
-    resolved["methods"] = {label_of(item): item for item in resolved["methods"]}
+    resolved["methods"] = {item["label"] or item["name"]: item for item in resolved["methods"]}
     config = {accepted[key]: value for key, value in _flat(resolved)}
     try:
         with pulse.waiting():  # for the network
