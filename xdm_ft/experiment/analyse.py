@@ -245,15 +245,19 @@ class Seen:
 
     @cached_property
     def training(self) -> Encoded:
-        return self._encoded(self.images.training)
+        return self._finite(self.images.training)
 
     @cached_property
     def validation(self) -> Encoded:
-        return self._encoded(self.images.validation)
+        return self._finite(self.images.validation)
 
     @cached_property
     def test(self) -> Encoded:
-        return self._encoded(self.images.test)
+        return self._finite(self.images.test)
+
+    def _finite(self, part: Part) -> Encoded:
+        z = self.features(part.rows)
+        return Encoded(z, part.y, part.domain, part.rows).at(torch.isfinite(z).all(1))
 
     @cached_property
     def representation(self) -> Invariance:
@@ -265,11 +269,6 @@ class Seen:
         """A linear domain head for a model without one of its own; None with one training domain."""
         training, validation = ((part.z, part.domain) for part in (self.training, self.validation))
         return fitted_domain_head(self.images.train_domains, training, validation)
-
-    def _encoded(self, part: Part) -> Encoded:
-        """Returns the images whose features are finite."""
-        z = self.features(part.rows)
-        return Encoded(z, part.y, part.domain, part.rows).at(torch.isfinite(z).all(1))
 
 
 def entry(model: TrainedModel, seen: Seen, limits: Limits, domain_names: Sequence[str], first: bool, rule: str) -> Json:
@@ -360,14 +359,10 @@ def analyse(run: Run, context: RunContext, notes: Sequence[str] = ()) -> None:
     # cached features, of more images
     counts: dict[str, dict[str, int]] = {}
     for (held_out, _, _), split in sorted(images.items(), key=lambda item: item[0][2] == plan.recipe.trains_encoders):
-        of_split = {
-            "training": split.training.n,
-            "used": len(split.training.rows),
-            "validation": split.validation.n,
-            "validation_used": len(split.validation.rows),
-            "test": split.test.n,
-            "test_used": len(split.test.rows),
-        }
+        of_split = dict[str, int]()
+        for name, part in (("training", split.training), ("validation", split.validation), ("test", split.test)):
+            used = "used" if name == "training" else f"{name}_used"
+            of_split |= {name: part.n, used: len(part.rows)}
         counts.setdefault(",".join(held_out), of_split)
     analysis = {
         "schema": 1,
@@ -391,10 +386,11 @@ def _finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -
         logger.warning("%s: is damaged (%s); it is written again", directory.path / "analysis.json", error)
         before = {}
     entries = {}
-    for one in (*before.get("models", ()), *directory.lines(KIND)):
-        key = ModelKey(one["method"], tuple(one["test_domains"]), one["seed"], one["trial"])
-        if wanted.get(key) == one.get("inputs"):
-            entries[key] = one
+    for entry_of_model in (*before.get("models", ()), *directory.lines(KIND)):
+        method, held_out, seed, trial = (entry_of_model[name] for name in ("method", "test_domains", "seed", "trial"))
+        key = ModelKey(method, tuple(held_out), seed, trial)
+        if wanted.get(key) == entry_of_model.get("inputs"):
+            entries[key] = entry_of_model
     return entries
 
 

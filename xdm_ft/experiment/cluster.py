@@ -438,15 +438,15 @@ class Extracting(NamedTuple):
 
     def do(self, part: Part, accelerator: Accelerator) -> list[str]:
         """Returns the names of the shards with these images. What a lost task has added stays."""
-        own = self.extraction.part(part.what)
-        differs = own.hashes.changed_file(own.rows.tolist())
+        stretch = self.extraction.part(part.what)
+        differs = stretch.hashes.changed_file(stretch.rows.tolist())
         if differs is not None:  # before it is opened, as a file that is not here would count as a broken image
             raise UserError(
                 f"{differs}: this file is not here, or has changed since it was hashed; all nodes must see the same "
                 "data under the same path"
             )
-        own.run(own.store.missing(), self.size, _UntilStopped("", None, ""))
-        return [shard.path.name for shard in own.store.shards]
+        stretch.run(stretch.store.missing(), self.size, _UntilStopped("", None, ""))
+        return [shard.path.name for shard in stretch.store.shards]
 
 
 class _UntilStopped(Progress):

@@ -110,14 +110,14 @@ class Estimate:
         }
 
 
-def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[ModelKey] = ()) -> Estimate:
-    """Returns the time for all models of the plan but those that are `known`. Takes a few seconds at most.
+def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, trained: Collection[ModelKey] = ()) -> Estimate:
+    """Returns the time for all models of the plan but those that are `trained`. Takes a few seconds at most.
 
     A problem that prevents the measurement does not end the run: the estimate names it.
     """
     device = machine(accelerator)
-    models = [model for model in plan.models if not model.skipped and model.key not in known]
-    models += [model for model in plan.extra if any(key not in known for key in model.serves)]
+    models = [model for model in plan.models if not model.skipped and model.key not in trained]
+    models += [model for model in plan.extra if any(key not in trained for key in model.serves)]
     works = [
         Work(plan, label, encoder, accelerator, [model for model in models if model.item.encoder_label == label])
         for label, encoder in encoders.items()
@@ -149,10 +149,10 @@ def machine(accelerator: Accelerator) -> str:
     return name + (f", {ranks} processes" if ranks > 1 else "")
 
 
-def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[ModelKey]) -> str:
-    """Returns what a run says first: device, number of models and the time for those that are not `known`."""
+def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, trained: Collection[ModelKey]) -> str:
+    """Returns what a run says first: device, number of models and the time for those that are not `trained`."""
     planned = [model.key for model in plan.models if not model.skipped]
-    left = Counter(key.method for key in planned if key not in known)
+    left = Counter(key.method for key in planned if key not in trained)
     if not left:
         return f"{machine(accelerator)}: nothing is left to train"
     count, of_methods = plural(len(planned), "model"), ""
@@ -160,7 +160,7 @@ def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: 
         named = [f"{label}: {plural(n, 'model')}" for label, n in left.items()]
         named[MAX_NAMED:] = [f"{len(named) - MAX_NAMED} more methods"] if len(named) > MAX_NAMED else []
         count, of_methods = f"{left.total()} of {count}", f" ({', '.join(named)})"
-    time = estimate(plan, encoders, accelerator, known)
+    time = estimate(plan, encoders, accelerator, trained)
     return f"{time.device}: {count} to train{of_methods}, {time.text()}"
 
 
@@ -482,7 +482,7 @@ def encoder_costs(
             "model": identity.get("model"),
             "pretraining": encoder.pretraining,
             "width": encoder.width,
-            "parameters": sum(one.numel() for one in encoder.parameters() if one.requires_grad),  # without a text side
+            "parameters": sum(p.numel() for p in encoder.parameters() if p.requires_grad),  # without a text side
             "ms_per_image": round(1e3 * seconds, 3),
             "feature_bytes": None
             if inputs.features is None

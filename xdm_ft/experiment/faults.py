@@ -87,8 +87,7 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
         names = [f'"{dataset.domain_names[d]}" ({plural(images[:, d].sum(), "image")})' for d in numbers]
         yield Finding("domains", f"{' and '.join(names)} {how}", remedy)
     lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(1)).tolist()
-    if lacking:
-        names = [f'no image of "{dataset.class_names[c]}" in {named(images[c] == 0)}' for c in lacking]
+    if names := [f'no image of "{dataset.class_names[c]}" in {named(images[c] == 0)}' for c in lacking]:
         yield Finding("classes", _listed(names), "add images, or remove the class from the other domains")
     yield from _repeated_images(dataset, hashes, splits)
 
@@ -122,21 +121,17 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
     copy_of = np.full(len(dataset), -1)  # [N], the number of the set of copies that an image belongs to
     for number, rows in enumerate(repeated):
         copy_of[rows] = number
-    domains, labels = (
-        sum(len(set(values[rows].tolist())) > 1 for rows in repeated) for values in (dataset.domains, dataset.labels)
-    )
     counts = [f"copies of {plural(len(repeated), 'image')} in {plural(sum(map(len, repeated)), 'file')}"]
-    counts += [f"{domains} of them in more than one domain"] if domains else []
-    counts += [f"{labels} of them in two classes"] if labels else []
-    in_roles = [
-        {role: set(np.unique(copy_of[rows]).tolist()) - {-1} for role, rows in roles(split).items()} for split in splits
-    ]
-    straddling = 0
-    for one, other in combinations(ROLES, 2):
-        if shared := len(set[int]().union(*(numbers[one] & numbers[other] for numbers in in_roles))):
-            counts.append(f"{shared} of them in {one} and {other}")
-            straddling += shared
-    counts += [] if straddling or not splits else [f"none of them in two of {', '.join(ROLES)}"]
+    for values, where in ((dataset.domains, "more than one domain"), (dataset.labels, "two classes")):
+        if count := sum(len(np.unique(values[rows])) > 1 for rows in repeated):
+            counts.append(f"{count} of them in {where}")
+    sets = [{role: {*copy_of[rows].tolist()} - {-1} for role, rows in roles(split).items()} for split in splits]
+    none = f"none of them in two of {', '.join(ROLES)}" if splits else ""
+    for role, other in combinations(ROLES, 2):
+        if shared := len(set[int]().union(*(in_role[role] & in_role[other] for in_role in sets))):
+            counts.append(f"{shared} of them in {role} and {other}")
+            none = ""
+    counts += [none] if none else []
     first = repeated[0]
     other_domain = (row for row in first if dataset.domains[row] != dataset.domains[first[0]])
     pair = f"{dataset.name(first[0])} and {dataset.name(next(other_domain, first[1]))}"

@@ -106,7 +106,7 @@ class Fit:
                 algorithm = trained.job.new_method()
                 assert isinstance(algorithm, Algorithm), "solvers vary nothing"
                 offered = algorithm.finish(predictor.starting_weights(), selected.state)
-                state = next(one.state for one in offered if one.varied == self.varied)
+                state = next(weights.state for weights in offered if weights.varied == self.varied)
                 selected = dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
             if not all(value.isfinite().all() for value in selected.state.values()):
                 failure = f"the weights are not finite after step {selected.step}"
@@ -137,7 +137,7 @@ def final_fits(context: RunContext, results: RunResults, named: Sequence[Wanted]
     Those of an earlier run stay if they are still what their method's runs determine.
     """
     protocol, choice = context.plan.recipe.protocol, results.choice
-    wanted = {one.method: one.all_seeds for one in named}
+    wanted = {fit.method: fit.all_seeds for fit in named}
     if protocol.final_fit and choice is None:
         rule = protocol.selection
         logger.warning("final_fit: no method has a value of %s in all of its runs; no model is trained", rule)
@@ -214,8 +214,8 @@ def _final_fit(
         entry["seeds"] = {str(seed): trained[seed]["weights"] for seed in jobs if trained[seed]["status"] == "ok"}
     estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
     why = str(choice) if row.method == choice.method else f"{row.method} was named ({choice})"
-    about = {"chosen_by": choice.to_json(), "estimate": estimate | {"of": protocol.name}, "how": f"{why}; {fit.how}"}
-    return settings | about | entry
+    chosen = {"chosen_by": choice.to_json(), "estimate": estimate | {"of": protocol.name}, "how": f"{why}; {fit.how}"}
+    return settings | chosen | entry
 
 
 def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ()) -> Fit:
@@ -248,13 +248,13 @@ def combined(recipe: Recipe, item: MethodItem, hparams_of_runs: Sequence[Mapping
 
     A key without a value is left out; the recipe's own value then applies.
     """
-    found = {}
+    chosen = {}
     for key, distribution in searched(recipe, item):
         values = [drawn_value(values, key) for values in hparams_of_runs]
         value = median(values) if distribution.choice is None and None not in values else mode(values)
         if value is not None:
-            found[key] = value
-    return found
+            chosen[key] = value
+    return chosen
 
 
 def median(values: Iterable[Any]) -> Any:

@@ -31,10 +31,10 @@ def as_launched(recipe: Recipe) -> Recipe:
     variable to `no` if the user gave no precision, so `no` never contradicts the recipe. Raises `UserError` if the
     launcher's precision differs from the recipe's, or does not work with the recipe.
     """
-    own, launched = recipe.training.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    wanted, launched = recipe.training.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     asked = f"accelerate launch --mixed_precision {launched} (or ACCELERATE_MIXED_PRECISION)"
-    if launched != "no" and own is not None and own != launched:
-        raise UserError(f"{recipe.name}: training.mixed_precision: {own}, but {asked}; leave one of them out")
+    if launched != "no" and wanted is not None and wanted != launched:
+        raise UserError(f"{recipe.name}: training.mixed_precision: {wanted}, but {asked}; leave one of them out")
     if launched not in get_args(Precision):
         raise UserError(f"{recipe.name}: {asked} is not supported; use bf16, fp16 or no")
     sharp = [item.label for item in recipe.methods if item.sharpness is not None and item.trainable is not False]
@@ -44,7 +44,7 @@ def as_launched(recipe: Recipe) -> Recipe:
     if not recipe.trains_encoders and launched != "no":
         logger.warning("%s has no effect, because the encoder is frozen; set features.precision instead", asked)
         launched = "no"
-    precision = launched if own is None else own
+    precision = launched if wanted is None else wanted
     return dataclasses.replace(recipe, training=recipe.training.model_copy(update={"mixed_precision": precision}))
 
 

@@ -81,7 +81,7 @@ def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece]
     groups = {results.chunk_group(key) for key in wanted}
     pieces = planned_pieces(context, [key for key in planned if results.chunk_group(key) in groups], wanted, results)
     done = [model for key, model in planned.items() if key not in wanted]
-    return pieces, Work(len(done), sum(cost(one.item, one.training, one.split, one.steps) for one in done))
+    return pieces, Work(len(done), sum(cost(model.item, model.training, model.split, model.steps) for model in done))
 
 
 def planned_pieces(
@@ -181,8 +181,8 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         picks[rule] = dataclasses.replace(pick, value=value if math.isfinite(value) else None)
         probabilities = None
         if rule == own_rule:  # those of others would only multiply the size of the file
-            found = logits["test"].double().softmax(-1).float()
-            probabilities = (found if found.nbytes <= LARGEST else found.amax(-1)).numpy()
+            softmax = logits["test"].double().softmax(-1).float()
+            probabilities = (softmax if softmax.nbytes <= LARGEST else softmax.amax(-1)).numpy()
         values = per_image(plan.recipe.protocol.metric, logits["test"], plan.annotations.labels[test])
         predicted = logits["test"].argmax(-1).numpy().astype(np.int64)
         images = HeldOutImages.of(plan.dataset, test.numpy())
@@ -379,8 +379,8 @@ def keep_references(context: RunContext, splits: Iterable[Split]) -> None:
             except ValueError as error:
                 logger.warning("%s: not written: %s with finite features", directory.path / file, error)
                 continue
-        about = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
-        directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
+        counts = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
+        directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in counts.items()})
 
 
 def own_reference(plan: Plan, split: Split, predictor: Predictor, selected: Selected, weights: str) -> Files:

@@ -252,7 +252,7 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
             batch_size = plan.recipe.training.batch_size
             predictor = EndToEndPredictor(job, encoder, plan.dataset, accelerator, batch_size, part)
         # in every process: all of them predict together end to end
-        outcomes = (measure(context, piece, one, predictor) for one in trained if one.job.key in piece.wanted)
+        outcomes = (measure(context, piece, model, predictor) for model in trained if model.job.key in piece.wanted)
         records = save(outcomes, context.directory, writes=saves)
     checkpoint.remove()
     if saves:

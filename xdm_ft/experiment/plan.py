@@ -70,11 +70,11 @@ class Plan:
     @property
     def skipped(self) -> dict[str, dict[str, MethodItem]]:
         """{reason: {label: method with models that are skipped for it}}."""
-        found: dict[str, dict[str, MethodItem]] = {}
+        reasons: dict[str, dict[str, MethodItem]] = {}
         for model in self.models:
             if model.skipped is not None:
-                found.setdefault(model.skipped, {})[model.item.label] = model.item
-        return found
+                reasons.setdefault(model.skipped, {})[model.item.label] = model.item
+        return reasons
 
     @property
     def splits(self) -> list[Split]:
@@ -300,9 +300,9 @@ def augmentation(recipe: Recipe, item: MethodItem) -> str:
 def augmentations(recipe: Recipe) -> str:
     """Returns the augmentation, and which methods have it, if not all. Solvers always read the plain images."""
     trained = [item for item in recipe.methods if not item.is_solver]
-    found = dict.fromkeys(augmentation(recipe, item) for item in trained) or {"none": None}
-    if len(found) == 1:
-        [words] = found
+    kinds = dict.fromkeys(augmentation(recipe, item) for item in trained) or {"none": None}
+    if len(kinds) == 1:
+        [words] = kinds
         plain = words != "none" and len(trained) < len(recipe.methods)
         how = "by gradient steps" if recipe.features.views else "on images"
         return words + (f" of what trains {how}" if plain else "")
@@ -314,9 +314,9 @@ def augmentations(recipe: Recipe) -> str:
 
 def augmentation_line(recipe: Recipe) -> str:
     """Returns the line of the plan on augmentation; it says why some methods have none if others have one."""
-    found = {recipe.augmentation_of(item) for item in recipe.methods if not item.is_solver}
+    kinds = {recipe.augmentation_of(item) for item in recipe.methods if not item.is_solver}
     why = "images of rows without one are encoded once, features.views caches augmented ones"
-    return f"augmentation: {augmentations(recipe)}" + (f"; {why}" if len(found) > 1 else "")
+    return f"augmentation: {augmentations(recipe)}" + (f"; {why}" if len(kinds) > 1 else "")
 
 
 def extra_models(plan: Plan) -> str:
@@ -325,17 +325,17 @@ def extra_models(plan: Plan) -> str:
 
 def hparams(item: MethodItem, training: Training) -> dict[str, Any]:
     """Returns the hyper-parameters of one model, for results.json."""
-    own: dict[str, Any] = {}
+    of_method: dict[str, Any] = {}
     for part in item.parts:
-        own |= part.settings()
+        of_method |= part.settings()
     if item.head.name != "linear" and not item.is_solver:
-        own["head"] = item.head.name
+        of_method["head"] = item.head.name
     if item.block.prompts is not None:
-        own["prompts"] = list(item.block.prompts)
+        of_method["prompts"] = list(item.block.prompts)
     if item.block.normalize:
-        own["normalize"] = True
+        of_method["normalize"] = True
     if item.is_solver:
-        return own
+        return of_method
     common = {"lr": training.lr, "weight_decay": training.weight_decay, "batch_size": training.batch_size}
     if training.optimizer == "sgd":
         common["momentum"] = training.momentum
@@ -343,7 +343,7 @@ def hparams(item: MethodItem, training: Training) -> dict[str, Any]:
         common |= {"beta1": training.beta1, "beta2": training.beta2}
     common |= {key: value for key in ("clip_norm", "patience") if (value := getattr(training, key)) is not None}
     if item.trainable is not False:
-        own["trainable"] = item.of_records["trainable"]
+        of_method["trainable"] = item.of_records["trainable"]
         common |= {"encoder_lr": training.encoder_lr, "layer_decay": training.layer_decay}
         common["unfreeze_at"] = item.encoder_common.unfreeze_at
-    return {**common, "head_init": item.head_init, **own}
+    return {**common, "head_init": item.head_init, **of_method}

@@ -241,10 +241,10 @@ def image_hashes(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator
     """Returns the hash of every image. Processes of a run divide the files of which no hash is known."""
     index, main, ranks = index_folder(recipe), bool(accelerator.is_main_process), accelerator.num_processes
     if index is not None and ranks > 1:
-        found = hash_files(dataset, index, main, share=(accelerator.process_index, ranks))
+        hashes = hash_files(dataset, index, main, share=(accelerator.process_index, ranks))
         wait_for_everyone(accelerator)  # the others' hashes are in the index now, if it is the same one
-        if found.digests.any(1).sum() + len(found.unreadable) == len(dataset):
-            return found
+        if hashes.digests.any(1).sum() + len(hashes.unreadable) == len(dataset):
+            return hashes
     return hash_files(dataset, index, main)
 
 

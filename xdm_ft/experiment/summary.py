@@ -15,7 +15,6 @@ from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
-from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.report.words import IN_PERCENT
@@ -91,14 +90,13 @@ def summary_of(
 
 def references(recipe: Recipe) -> dict[str, str]:
     """Returns {label of a method: label of the ERM that it is compared with}, as `erm_of_each` has it."""
-
-    def compared(item: MethodItem) -> Compared:
+    compared = list[Compared]()
+    for item in recipe.served:
         # a solver is compared with ERM's linear head, whatever its own is
         head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
         own = item.trainable, recipe.augmentation_of(item)
-        return Compared(item.label, item.is_plain_erm, item.encoder_label, head, *own)
-
-    return erm_of_each([compared(item) for item in recipe.served])
+        compared.append(Compared(item.label, item.is_plain_erm, item.encoder_label, head, *own))
+    return erm_of_each(compared)
 
 
 def trained_words(trainable: Trainable) -> str:
