@@ -251,8 +251,7 @@ class Tasks:
                     self.submit(part)
                 while self.running and not stop_requested():
                     self.poll()
-                if stop_requested() and (faults := self.stop()):
-                    raise faults[0]
+                faults = self.stop() if stop_requested() else []
             except self.ray.exceptions.RayError as error:
                 what = f"the cluster does not answer any more ({_first_line(error)})"
                 raise UserError(f"cluster.address: {self.settings.address}: {what}; {RESUME}") from error
@@ -262,6 +261,8 @@ class Tasks:
                 raise
             finally:
                 shutil.rmtree(self.folder, ignore_errors=True)
+            if faults:
+                raise faults[0]
             if stop_requested():
                 raise Interrupted(plural(self.saved, "unfinished training") if self.saved else "")
 
