@@ -247,6 +247,8 @@ class Tasks:
             self.folder.mkdir(parents=True)
             try:
                 self.pickled = self.ray.put(self.ray.cloudpickle.dumps(self.work))
+                # a lost task is done again by the driver, which knows what is left of it
+                self.task = self.ray.remote(max_retries=0, scheduling_strategy="SPREAD")(_task())
                 for part in parts:  # Ray does as many at a time as fit, and more when nodes come
                     self.submit(part)
                 while self.running and not stop_requested():
@@ -267,15 +269,11 @@ class Tasks:
                 raise Interrupted(plural(self.saved, "unfinished training") if self.saved else "")
 
     def submit(self, part: Part) -> None:
-        task = self.ray.remote(_task()).options(
-            num_cpus=self.threads,
-            num_gpus=self.settings.gpus_per_model,
-            name=part.name,
-            max_retries=0,  # the driver does a lost task again, as it knows what is left of it
-            scheduling_strategy="SPREAD",
-        )
-        # plain values: a node may lack this package, and says so
-        self.running[task.remote([self.pickled], tuple(part), self.order._asdict())] = part
+        gpus = self.settings.gpus_per_model
+        # plain values, as a node may lack this package, and then says so
+        arguments = [self.pickled], tuple(part), self.order._asdict()
+        task = self.task.options(num_cpus=self.threads, num_gpus=gpus, name=part.name).remote(*arguments)
+        self.running[task] = part
 
     def poll(self) -> None:
         """Waits for a moment, logs what tasks say, and takes what has ended. Raises the fault of a task."""
