@@ -123,9 +123,11 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
         copy_of[rows] = number
     counts = [f"copies of {plural(len(repeated), 'image')} in {plural(sum(map(len, repeated)), 'file')}"]
     for values, where in ((dataset.domains, "more than one domain"), (dataset.labels, "two classes")):
-        if count := sum(len(np.unique(values[rows])) > 1 for rows in repeated):
+        if count := sum(len({*values[rows].tolist()}) > 1 for rows in repeated):
             counts.append(f"{count} of them in {where}")
-    sets = [{role: {*copy_of[rows].tolist()} - {-1} for role, rows in roles(split).items()} for split in splits]
+    sets = [
+        {role: {*np.unique(copy_of[rows]).tolist()} - {-1} for role, rows in roles(split).items()} for split in splits
+    ]
     none = f"none of them in two of {', '.join(ROLES)}" if splits else ""
     for role, other in combinations(ROLES, 2):
         if shared := len(set[int]().union(*(in_role[role] & in_role[other] for in_role in sets))):
