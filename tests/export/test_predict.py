@@ -617,7 +617,7 @@ def wait_in_workers():
     decode = inference.decode
 
     def wait_and_decode(*given):
-        while os.stat("out.csv.unfinished").st_size > 1000 and not os.path.exists("go"):
+        while os.stat("out.csv.unfinished").st_size > 3000 and not os.path.exists("go"):
             time.sleep(0.01)
         return decode(*given)
 
@@ -629,10 +629,12 @@ def wait_in_workers():
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals(small_model, table, tmp_path, number, expected):
     log, file = tmp_path / "log", tmp_path / "out.csv.unfinished"
+    header, *lines = Path("table.csv").read_text().splitlines()
+    Path("table.csv").write_text("\n".join([header, *lines * 8]))  # more than the workers decode in advance
     command = ["predict", str(small_model.model), *table, "--quiet", "--out", "out.csv"]
     process = begin(command, tmp_path, log, log, first=wait_in_workers)
     until = time.monotonic() + 60
-    while not file.exists() or file.stat().st_size <= 1000:
+    while not file.exists() or file.stat().st_size <= 3000:
         assert process.is_alive() and time.monotonic() < until, log.read_text()
         time.sleep(0.02)
     workers = psutil.Process(process.pid).children(recursive=True)
