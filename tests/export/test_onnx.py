@@ -170,7 +170,7 @@ def test_pooled_tokens_export_and_clip_does_without_its_text_side(tmp_path, libr
     model = parts(encoder, settings, "cosine", name=library, normalize=True)
     file = write_onnx(model, tmp_path, opened(photographs(tmp_path)), include_preprocessing=True)
     assert file.difference < 1e-5
-    if library == "open_clip":
+    if library == "open_clip" and not pooling:
         visual = sum(tensor.nbytes for tensor in encoder.model.visual.state_dict().values())
         assert visual < file.bytes < 1.2 * visual + 50_000
 
