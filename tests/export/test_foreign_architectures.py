@@ -27,7 +27,7 @@ from xdm_ft.encoders.transformers import Transformers
 from xdm_ft.export.directory import read_config, write_directory
 from xdm_ft.export.hub import checked_files
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.source import architecture, check_sizes, no_remote_code
+from xdm_ft.weights.source import architecture, check_sizes, quiet
 
 MARKER = "code_of_others_has_run"
 CODE = f"""
@@ -334,6 +334,6 @@ def test_the_prompt_is_as_before_afterwards():
     from transformers import dynamic_module_utils
 
     before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    with no_remote_code(), pytest.raises(ValueError, match="trust_remote_code"):
+    with quiet(), pytest.raises(ValueError, match="trust_remote_code"):
         dynamic_module_utils.resolve_trust_remote_code(None, "attacker/text", False, True)
     assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == before > 0

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -25,7 +23,6 @@ from xdm_ft.encoders import (
     square_preprocessing,
 )
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.blocks import clip_blocks, clip_stage_names
 from xdm_ft.weights.pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space
 from xdm_ft.weights.prompts import (
@@ -45,14 +42,16 @@ from xdm_ft.weights.source import (
     check_hub_weights,
     check_sizes,
     download_failed,
-    is_file_name,
+    file_of_weights,
     mismatch,
     network_error,
-    no_remote_code,
     pretraining_of,
     pretraining_of_file,
+    quiet,
+    read_config,
     read_weights,
     reason_of,
+    tokenizer_errors,
     unknown_model,
     wrong_kwargs,
 )
@@ -146,7 +145,7 @@ class OpenClip(LibraryEncoder, TextEncoder):
         name, config, kwargs = self.source.name, self.built_from["config"], self.built_from["kwargs"]
         if "quick_gelu" not in kwargs and "force_quick_gelu" not in kwargs:
             kwargs = {**kwargs, "quick_gelu": bool(config.get("quick_gelu", False))}  # the name of a file may mislead
-        state = dict(self.model.state_dict())
+        state = self.model.state_dict()
         if _built_in(name):
             return Portable({"model": name, "kwargs": kwargs}, state)
         model, text, files = f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json", dict(config["text_cfg"]), {}
@@ -160,30 +159,16 @@ class OpenClip(LibraryEncoder, TextEncoder):
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return clip_blocks(self.model.visual, "model.visual")
 
-    def _tokenizer(self) -> Callable[..., Tensor]:
-        """Not kept: copies of the encoder would take its dictionary along, which takes longer than the weights."""
-        import open_clip
-
-        # of the config's arguments for transformers' tokenizer, this one is replaced
-        of_transformers = self.built_from["config"]["text_cfg"].get("hf_tokenizer_name")
-        what = f'encoder.model: the tokenizer of "{self.source.name}"'
-        try:
-            with no_remote_code():
-                return open_clip.get_tokenizer(
-                    self.source.name, **({"trust_remote_code": False} if of_transformers else {})
-                )
-        except ValueError as error:
-            raise UserError(f"{what} can not be used ({reason_of(error)})") from error
-        except ImportError as error:
-            raise UserError(f"{what} needs {error.name}; pip install {error.name}") from error
-        except OSError as error:
-            raise download_failed(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
-
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
         """See `TextEncoder`. On the CPU. Prompts longer than the model's context are cut, with a warning."""
         import open_clip
 
-        tokenizer = self._tokenizer()
+        # of the config's arguments for transformers' tokenizer, this one is replaced
+        of_transformers = self.built_from["config"]["text_cfg"].get("hf_tokenizer_name")
+        arguments = {"trust_remote_code": False} if of_transformers else {}
+        # not kept: copies of the encoder would take its dictionary along, which takes longer than the weights
+        with tokenizer_errors(self.source.name, self.source.repository), quiet(progress_bars=True):
+            tokenizer = open_clip.get_tokenizer(self.source.name, **arguments)
         if isinstance(tokenizer, open_clip.SimpleTokenizer):  # tokenizers of transformers cut in other ways
             longest = tokenizer.context_length - 2  # without start and end token
             exact = self.exact_prompts(class_names, prompts)
@@ -198,15 +183,14 @@ class OpenClip(LibraryEncoder, TextEncoder):
         return weight.T.float().cpu()
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """The arguments of open_clip.create_model, and what messages say of them."""
 
     name: str  # a registered name, hf-hub:… or local-dir:…
     pretraining: str
     pretrained: str | None = None  # a tag or a file; None if the name includes the weights
     file: Path | None = None
-    preprocess: dict[str, Any] = field(default_factory=dict)  # differences from open_clip's default preprocessing
+    preprocess: dict[str, Any] = {}  # differences from open_clip's default preprocessing
     repository: str = ""  # where the weights can be downloaded, for a message
     folder: Path | None = None  # of a config file
 
@@ -220,18 +204,15 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     import open_clip
 
     if "demo" in (model, weights):
-        return _demo(model, weights)
+        return _demo(model, weights, kwargs)
     if model.startswith(("hf-hub:", "local-dir:")):
         check_hub_weights(model, weights)
         check_sizes(_config_of(model), f'encoder.model: the config of "{model}"')
         return _Source(model, pretraining_of(model), repository=model)
-    folder, config_file = None, expand_user(model, "encoder.model") if model.endswith(".json") else None
-    if config_file is not None:
-        if not is_file_name(weights):
-            raise UserError(
-                f'encoder.weights: "{weights}" is no file; {config_file.name} needs a .safetensors or .pt file'
-            )
-        path, name, folder = expand_user(weights, "encoder.weights"), _register(config_file), config_file.parent
+    path, folder = file_of_weights(model, weights), None
+    if model.endswith(".json"):
+        config_file = _register(model)
+        name, folder = config_file.stem, config_file.parent
     else:
         name = model.replace("/", "-")  # OpenAI writes ViT-B/16, open_clip ViT-B-16
         if name not in (known := open_clip.list_models()):
@@ -248,27 +229,30 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
         return _Source(weights, pretraining_of(weights), repository=weights)
     in_config = kwargs.get("force_quick_gelu", False) or config.get("quick_gelu", False)
     quick_gelu = bool(kwargs.get("quick_gelu", in_config))
-    if not is_file_name(weights):
+    if path is None:
         return _from_tag(name, weights, quick_gelu)
-    path = expand_user(weights, "encoder.weights")
     if "quick_gelu" not in kwargs:
         _check_activation_of_file(name, path, quick_gelu)
-    preprocess = {} if config_file is not None else _preprocessing_shared_by_tags(name)
+    # a file holds no preprocessing: that of the model's tags, if they all agree (SigLIP, …), else open_clip's default
+    configs = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
+    keys = ("mean", "std", "interpolation", "resize_mode")
+    of_tags = [{key: config[key] for key in keys if key in config} for config in configs]
+    preprocess = of_tags[0] if of_tags and all(each == of_tags[0] for each in of_tags) else {}
     return _Source(name, pretraining_of_file(path), str(path), path, preprocess, folder=folder)
 
 
-def _demo(model: str, weights: str) -> _Source:
-    if (model, weights) != ("demo", "demo"):
+def _demo(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
+    from safetensors import safe_open
+
+    if model != weights:
         raise UserError(
             f"encoder: model: {model}, weights: {weights}: the demo's CLIP needs both; write model: demo, weights: demo"
         )
-    from safetensors import safe_open
-
     path = DEMO / "demo_clip.safetensors"
     with safe_open(path, framework="pt") as file:
         seen = json.loads(file.metadata()["seen"])
-    pretraining = f"weights demo, pre-trained on {seen['images']} alone, never on handwriting"
-    return _Source(_register(DEMO / "demo_clip.json"), pretraining, str(path), path)
+    source = resolve(str(DEMO / "demo_clip.json"), str(path), kwargs)
+    return source._replace(pretraining=f"weights demo, pre-trained on {seen['images']} alone, never on handwriting")
 
 
 def _from_tag(name: str, tag: str, quick_gelu: bool) -> _Source:
@@ -336,30 +320,25 @@ def _remedy(model: str, wanted: bool) -> str:
     return f"{'QuickGELU' if wanted else 'GELU'}, but {model} has the other one; {remedy}"
 
 
-def _register(config: Path) -> str:
-    """Registers a config file with open_clip and returns the name, which is the file's stem. Raises `UserError`."""
+def _register(model: str) -> Path:
+    """Registers a config file with open_clip, under its stem, and returns its path. Raises `UserError`."""
     import open_clip
 
-    if not config.is_file():
-        raise UserError(f"encoder.model: the config file {config} does not exist")
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:  # JSON or UTF-8, or a million nested brackets
-        raise UserError(f"encoder.model: {config} is not valid JSON ({error})") from error
-    if isinstance(content, dict) and "model_cfg" in content:
+    path, content = read_config(model)
+    if "model_cfg" in content:
         raise UserError(
-            f"encoder.model: {config} is the config of a hub repository; "
-            f"write model: local-dir:{config.parent}, weights: pretrained"
+            f"encoder.model: {path} is the config of a hub repository; "
+            f"write model: local-dir:{path.parent}, weights: pretrained"
         )
-    missing = {"embed_dim", "vision_cfg", "text_cfg"} - set(content if isinstance(content, dict) else ())
+    missing = {"embed_dim", "vision_cfg", "text_cfg"} - set(content)
     if missing:
-        raise UserError(f"encoder.model: {config} is not an open_clip config: it lacks {', '.join(sorted(missing))}")
-    check_sizes(content, f"encoder.model: {config}")
+        raise UserError(f"encoder.model: {path} is not an open_clip config: it lacks {', '.join(sorted(missing))}")
+    check_sizes(content, f"encoder.model: {path}")
     # add_model_config would replace a model of the library without a message
-    if (built_in := _built_in(config.stem)) and json.loads(built_in.read_text(encoding="utf-8")) != content:
-        raise UserError(f'encoder.model: {config} would replace open_clip\'s own "{config.stem}"; rename the file')
-    open_clip.add_model_config(config)
-    return config.stem
+    if (built_in := _built_in(path.stem)) and json.loads(built_in.read_text(encoding="utf-8")) != content:
+        raise UserError(f'encoder.model: {path} would replace open_clip\'s own "{path.stem}"; rename the file')
+    open_clip.add_model_config(path)
+    return path
 
 
 def _built_in(name: str) -> Path | None:
@@ -387,17 +366,6 @@ def _config_of(model: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _preprocessing_shared_by_tags(name: str) -> dict[str, Any]:
-    """The preprocessing for a weights file, which does not hold it: that of the model's tags, if they all agree
-    (SigLIP, …). If not, empty: open_clip's default."""
-    import open_clip
-
-    keys = ("mean", "std", "interpolation", "resize_mode")
-    configs = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
-    of_tags = [{key: config[key] for key in keys if key in config} for config in configs]
-    return of_tags[0] if of_tags and all(each == of_tags[0] for each in of_tags) else {}
-
-
 def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     import open_clip
     from open_clip.factory import load_state_dict
@@ -411,7 +379,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         text |= {"hf_model_name": str(source.folder / TEXT_CONFIG), "hf_model_pretrained": False}
         arguments = {"text_cfg": text, **kwargs}
     try:
-        with _root_logger_silenced(), no_remote_code():
+        with quiet(progress_bars=True):
             return open_clip.create_model(
                 source.name,
                 pretrained=source.pretrained,
@@ -435,20 +403,3 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         else:
             failure = UserError(f'encoder.model: open_clip can not build "{source.name}" ({reason_of(error)})')
         raise failure from error
-
-
-@contextmanager
-def _root_logger_silenced() -> Iterator[None]:
-    """open_clip logs its errors to the root logger before it raises them; without this they would be printed twice."""
-    root, handler = logging.getLogger(), logging.NullHandler()
-
-    def silence(record: logging.LogRecord) -> bool:
-        return False
-
-    root.addFilter(silence)
-    root.addHandler(handler)  # without a handler, logging.error() configures the root logger permanently
-    try:
-        yield
-    finally:
-        root.removeFilter(silence)
-        root.removeHandler(handler)

@@ -69,12 +69,11 @@ class Timm(LibraryEncoder):
         name, file = _resolve(model, weights)
         if file is not None:
             self.model, self.pretraining = _from_file(name, file, kwargs), f"weights from the file {file.name}"
-        elif weights is None:
-            self.model, self.pretraining = _from_library(name, model, False, kwargs), "random weights, no pre-training"
         else:
-            seen = corpora_in(name)
-            self.model = _from_library(name, model, True, kwargs)
+            self.model, seen = _from_library(name, model, weights is not None, kwargs), corpora_in(name)
             self.pretraining = f"weights {name}" + (f", pre-trained on {seen}" if seen else "")
+            if weights is None:
+                self.pretraining = "random weights, no pre-training"
         self.built_from = {"component": "timm", "model": name, "kwargs": kwargs}
         self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
         config = resolve_model_data_config(self.model, args={"img_size": kwargs.get("img_size")})

@@ -6,15 +6,12 @@ Code of a repository is never run: every call of the library has `trust_remote_c
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,15 +47,18 @@ from xdm_ft.weights.source import (
     check_hub_cache,
     check_hub_weights,
     check_sizes,
-    download_failed,
+    does_not_fit,
+    file_of_weights,
     first_few,
-    is_file_name,
-    no_remote_code,
+    not_read,
     pretraining_of,
     pretraining_of_file,
+    quiet,
+    read_config,
     read_weights,
     reason_of,
     size_not_taken,
+    tokenizer_errors,
     wrong_kwargs,
 )
 
@@ -105,8 +105,8 @@ class Transformers(LibraryEncoder, TextEncoder):
         super().__init__(kwargs, normalize, pooling)
         self.prompts = checked(prompts)
         self.source = _resolve(model, weights, kwargs)
-        self.model = _create(self.source, kwargs).eval()
         self.pretraining = self.source.pretraining
+        self.model = _create(self.source, kwargs).eval()
         config = architecture(self.source.config)
         self.built_from = {"component": "transformers", "model": self.source.name, "config": config}
         given = preprocessing.model_dump(exclude_none=True)
@@ -114,37 +114,37 @@ class Transformers(LibraryEncoder, TextEncoder):
             own = Preprocessing(**given)  # the image processor is not read
         else:
             own = from_processor(_image_processor(self.source), self.source.name)
+
         self.has_text = all(hasattr(self.model, name) for name in ("get_text_features", "vision_model", "logit_scale"))
         self._root = "model.vision_model" if self.has_text else "model"
-        if self.has_text:
+        self.text_reason = outside_text_space(pooling)
+        if not self.has_text:
+            self.text_reason = f'encoder.model: "{model}" has no text side; use a CLIP or SigLIP model'
+        else:
             self.logit_scale = self.model.logit_scale.exp().item()
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name.startswith(TRAINABLE))
-        self.text_reason = self._reason_without_text(model)
-        size = preprocessing.applied_to(own).size
-        self.output = _measure_output(self._vision, self.source.config, size, model)
-        self.stage_names = with_root(self._root, _stages(self._vision))
-        self.prepare(model, own, preprocessing, self._pooling_reason())
+            if self.source.folder is None:
+                self.text_reason = (
+                    f'encoder.model: "{model}" is a config file without tokenizer; give the model\'s name or folder'
+                )
+        self.stage_names = with_root(self._root, _block_names(self._vision)[1])
+        self.output = _measure_output(self._vision, self.source.config, preprocessing.applied_to(own).size, model)
+        self.prepare(model, own, preprocessing, self._no_pooling())
 
     @property
     def _vision(self) -> nn.Module:
         return self.get_submodule(self._root)
 
-    def _reason_without_text(self, model: str) -> str:
-        if not self.has_text:
-            return f'encoder.model: "{model}" has no text side; use a CLIP or SigLIP model'
-        if self.source.folder is None:
-            return f'encoder.model: "{model}" is a config file without tokenizer; give the model\'s name or folder'
-        return outside_text_space(self.pooling)
-
-    def _pooling_reason(self) -> str:
+    def _no_pooling(self) -> str:
         """Returns why the model has no such pooling, and what is possible; "" if it has."""
+        output = self.output
         if self.pooling == "projected":
             return "" if self.has_text else "has no projection; leave it out, or use cls, mean or cls_mean"
         if self.pooling is None:
-            pools = self.has_text or self.output.pools or self.output.has_class_token
+            pools = self.has_text or output.pools or output.has_class_token
             return "" if pools else "has no pooled feature of its own; use mean"
-        return no_class_token(self.output.has_class_token and not self.output.is_map, self.pooling)
+        return no_class_token(output.has_class_token and not output.is_map, self.pooling)
 
     def pooled(self, images: Tensor) -> Tensor:
         output, arguments = self.output, self.output.arguments
@@ -164,44 +164,41 @@ class Transformers(LibraryEncoder, TextEncoder):
         return pool(tokens, output.prefix, self.pooling or "cls")
 
     def portable(self) -> Portable:
-        config = self.built_from["config"]
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', str(self.source.config.model_type))}.json"
-        return Portable({"model": name, "kwargs": {}}, dict(self.model.state_dict()), {name: config})
+        return Portable({"model": name, "kwargs": {}}, self.model.state_dict(), {name: self.built_from["config"]})
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
         """The blocks inside of all stages, and the stages."""
-        lists = _block_lists(self._vision)
-        inside = [name for outer, names in lists.items() if len(_holders(outer, lists)) == 1 for name in names]
-        return [with_root(self._root, names) for names in (inside, _stages(self._vision))]
+        return [with_root(self._root, names) for names in _block_names(self._vision)]
 
     @torch.no_grad()
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
         """See `TextEncoder`. On the CPU. Prompts longer than the model's context are cut, with a warning."""
+        from transformers import AutoTokenizer
+
         if self.text_reason:
             raise UserError(self.text_reason)
-        exact = self.exact_prompts(class_names, prompts)
-        tokenizer = _tokenizer(self.source)  # not kept: copies of the encoder would take its dictionary along
-        parts = [self._embed(tokenizer, exact[start : start + TOGETHER]) for start in range(0, len(exact), TOGETHER)]
+        # not kept: copies of the encoder would take its dictionary along
+        with tokenizer_errors(self.source.name, str(self.source.folder)), quiet():
+            tokenizer = AutoTokenizer.from_pretrained(self.source.folder, trust_remote_code=False)
+        longest = self.source.config.text_config.max_position_embeddings
+        # SigLIP was trained on texts padded to the whole context, and attends to the padding
+        attends_to_padding = self.source.config.model_type.startswith("siglip")
+        names = ["input_ids"] if attends_to_padding else ["input_ids", "attention_mask"]
+        padding = "max_length" if attends_to_padding else True
+        exact, parts = self.exact_prompts(class_names, prompts), list[Tensor]()
+        for start in range(0, len(exact), TOGETHER):
+            texts = exact[start : start + TOGETHER]
+            lengths = map(len, tokenizer(texts)["input_ids"])
+            warn_of_cut([text for text, length in zip(texts, lengths, strict=True) if length > longest], longest)
+            tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
+            inputs = {name: tokens[name].to(self.model.device) for name in names}
+            parts.append(self.model.get_text_features(**inputs).pooler_output)  # [n,K]
         each = F.normalize(torch.cat(parts).float(), dim=-1)  # [C·P,K], class by class
         return F.normalize(each.view(len(class_names), -1, each.shape[-1]).mean(1), dim=-1).cpu()
 
-    def _embed(self, tokenizer: Any, texts: list[str]) -> Tensor:
-        """Texts → [n,K]. SigLIP was trained on texts padded to the whole context, and attends to the padding."""
-        longest = self.source.config.text_config.max_position_embeddings
-        cut = [text for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True) if len(ids) > longest]
-        warn_of_cut(cut, longest)
-        padded = self.source.config.model_type.startswith("siglip")
-        tokens = tokenizer(
-            texts, padding="max_length" if padded else True, truncation=True, max_length=longest, return_tensors="pt"
-        )
-        names = ["input_ids"] if padded else ["input_ids", "attention_mask"]
-        inputs = {name: tokens[name].to(self.model.device) for name in names}
-        embeddings: Tensor = self.model.get_text_features(**inputs).pooler_output
-        return embeddings
 
-
-@dataclass(frozen=True)
-class _Output:
+class _Output(NamedTuple):
     """What the image side returns for an image."""
 
     arguments: dict[str, bool]  # adapts position embeddings if images have another size than in training
@@ -242,29 +239,23 @@ def _measure_output(vision: Any, config: Any, size: int, model: str) -> _Output:
     )
 
 
-def _stages(vision: nn.Module) -> list[str]:
-    """Names of the blocks of a ViT or the stages of a CNN, in their order; none if there is not one list of them."""
-    lists = _block_lists(vision)
-    outer = [name for name in lists if not _holders(name, lists)]
-    return lists[outer[0]] if len(outer) == 1 else []
+def _block_names(vision: nn.Module) -> tuple[list[str], list[str]]:
+    """Returns names of the blocks inside of all stages; and of the stages of a CNN or the blocks of a ViT, in order.
 
-
-def _block_lists(vision: nn.Module) -> dict[str, list[str]]:
-    """{name of a list of blocks: names of its blocks}."""
-    return {
+    The latter is empty if there is not one list of them.
+    """
+    lists = {  # name of a list → names of its blocks
         name: [f"{name}.{child}" for child, _ in module.named_children()]
         for name, module in vision.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and name.split(".")[-1] in _LISTS
     }
+    depths = {name: sum(name.startswith(f"{other}.") for other in lists) for name in lists}
+    inside = [block for name, blocks in lists.items() if depths[name] == 1 for block in blocks]
+    outer = [name for name, depth in depths.items() if depth == 0]
+    return inside, lists[outer[0]] if len(outer) == 1 else []
 
 
-def _holders(name: str, lists: dict[str, list[str]]) -> list[str]:
-    """The lists that hold the list `name`."""
-    return [other for other in lists if name.startswith(f"{other}.")]
-
-
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """What the library reads for `encoder.model` and `encoder.weights`."""
 
     name: str  # of the model, for messages and the protocol
@@ -277,44 +268,52 @@ class _Source:
 def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     """Reads the model's config and nothing else.
 
-    Raises `UserError` if a name, file or key is wrong, if the model needs code of its repository, or if it did not
-    download.
+    Raises `UserError` if the library is not installed, if a name, file or key is wrong, if the model needs code of its
+    repository, or if it did not download.
     """
-    file = expand_user(weights, "encoder.weights") if is_file_name(weights) else None
-    if model.endswith(".json"):
-        if file is None:
-            raise UserError(f'encoder.weights: "{weights}" is no file; {Path(model).name} needs a .safetensors file')
-        config = _config_of_file(expand_user(model, "encoder.model"))
-        return _Source(config.model_type, None, _changed(config, kwargs, model), file, pretraining_of_file(file))
-    if file is None:
-        check_hub_weights(model, weights)
-    name, folder = model.removeprefix(HUB), _folder_of(model)
-    try:
-        with _quiet():
-            content, _ = _library().PreTrainedConfig.get_config_dict(folder)
-            check_sizes(content, f'encoder.model: the config of "{model}"')
-            config = _library().AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except OSError as error:
-        raise _not_read(model, folder, error) from error
-    except UserError:
-        raise
-    except Exception as error:  # each config checks its values in its own way
-        raise _unknown_config(model, error) from error
-    config = _changed(config, kwargs, model)
-    if config.model_type.startswith("timm_"):
-        raise UserError(f'encoder.model: "{model}" is a model of timm; use encoder.name: timm, model: hf-hub:…')
-    return _Source(name, folder, config, file, pretraining_of(name) if file is None else pretraining_of_file(file))
-
-
-def _library() -> Any:
-    """Returns the module. Raises `UserError` if it is not installed."""
     try:
         import transformers
     except ImportError as error:
         raise UserError(
             f"encoder.name: transformers needs {error.name}, not installed here; pip install 'xdm_ft[transformers]'"
         ) from error
-    return transformers
+    file, folder = file_of_weights(model, weights), None
+    if model.endswith(".json"):
+        path, content = read_config(model)
+        if not isinstance(content.get("model_type"), str):
+            raise UserError(f"encoder.model: {path} is no config of transformers: it has no model_type")
+    else:
+        if file is None:
+            check_hub_weights(model, weights)
+        folder = _folder_of(model)
+    try:
+        with quiet():
+            if folder is not None:
+                content, _ = transformers.PreTrainedConfig.get_config_dict(folder)
+            check_sizes(content, f'encoder.model: the config of "{model}"')
+            if folder is not None:
+                config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            else:
+                config = transformers.AutoConfig.for_model(**content)
+    except OSError as error:
+        raise not_read(model, str(folder), error) from error
+    except UserError:
+        raise
+    except Exception as error:  # each config checks its values in its own way
+        if asks_for_code(error):
+            raise UserError(
+                f'encoder.model: "{model}" needs code from its repository, which is never run; choose a model that the '
+                "library itself knows, or use encoder.name: timm or open_clip"
+            ) from error
+        raise UserError(
+            f'encoder.model: transformers {transformers.__version__} can not read the config of "{model}" '
+            f"({reason_of(error, 120)}); update transformers, or choose another model"
+        ) from error
+    if config.model_type.startswith("timm_"):
+        raise UserError(f'encoder.model: "{model}" is a model of timm; use encoder.name: timm, model: hf-hub:…')
+    name = config.model_type if folder is None else model.removeprefix(HUB)
+    pretraining = pretraining_of(name) if file is None else pretraining_of_file(file)
+    return _Source(name, folder, _changed(config, kwargs, model), file, pretraining)
 
 
 def _folder_of(model: str) -> str:
@@ -331,50 +330,6 @@ def _folder_of(model: str) -> str:
         raise UserError(f'encoder.model: "{name}" is no name of the hub; write ORGANISATION/NAME or {LOCAL}FOLDER')
     check_hub_cache()
     return name
-
-
-def _config_of_file(path: Path) -> Any:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
-        raise UserError(f"encoder.model: {path} can not be read as a config ({type(error).__name__})") from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
-        raise UserError(f"encoder.model: {path} is no config of transformers: it has no model_type")
-    check_sizes(content, f"encoder.model: {path}")
-    try:
-        with _quiet():
-            return _library().AutoConfig.for_model(**content)
-    except Exception as error:  # each config checks its values in its own way
-        raise _unknown_config(str(path), error) from error
-
-
-def _unknown_config(model: str, error: Exception) -> UserError:
-    if asks_for_code(error):
-        return UserError(
-            f'encoder.model: "{model}" needs code from its repository, which is never run; choose a model that the '
-            "library itself knows, or use encoder.name: timm or open_clip"
-        )
-    return UserError(
-        f'encoder.model: transformers {_library().__version__} can not read the config of "{model}" '
-        f"({reason_of(error, 120)}); update transformers, or choose another model"
-    )
-
-
-def _not_read(model: str, folder: str, error: OSError) -> UserError:
-    """The error for a file of the repository or folder that the library did not get."""
-    from huggingface_hub.errors import GatedRepoError
-
-    cause = error.__cause__ or error.__context__ or error
-    if isinstance(cause, GatedRepoError):
-        return UserError(
-            f'encoder.model: access to "{folder}" is restricted; ask for it on its page, then hf auth login'
-        )
-    if model.startswith(LOCAL) or "does not appear to have" in " ".join(str(error).split()):
-        return UserError(
-            f'encoder.model: "{model}" lacks a file ({reason_of(error)}); weights must be .safetensors there, '
-            "or a file that encoder.weights names"
-        )
-    return download_failed(model, folder, cause)
 
 
 def _changed(config: Any, kwargs: Mapping[str, Any], model: str) -> Any:
@@ -401,15 +356,15 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     A pooler without weights (ViT for classification has none) is removed.
     """
     from timm.models import load_state_dict
+    from transformers import AutoModel
 
-    auto = _library().AutoModel
-    if type(source.config) not in auto._model_mapping:
+    if type(source.config) not in AutoModel._model_mapping:
         raise UserError(f'encoder.model: "{source.name}" ({source.config.model_type}) is no model with features')
-    cls = auto._model_mapping[type(source.config)]
-    cls = cls[0] if isinstance(cls, tuple | list) else cls
+    classes: Any = AutoModel._model_mapping[type(source.config)]
+    cls = classes[0] if isinstance(classes, tuple | list) else classes
     state = None if source.file is None else read_weights(source.file, load_state_dict)
     try:
-        with _quiet():
+        with quiet():
             model, report = cls.from_pretrained(
                 None if state is not None else source.folder,
                 config=source.config,
@@ -419,7 +374,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
                 output_loading_info=True,
             )
     except OSError as error:
-        raise _not_read(source.name, str(source.folder), error) from error
+        raise not_read(source.name, str(source.folder), error) from error
     except Exception as error:  # a config may have any value
         if kwargs:
             raise wrong_kwargs(source.name, kwargs, error) from error
@@ -432,55 +387,24 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         model.pooler = None
     unused = {name for name in report["missing_keys"] if name.split(".")[-1] == "mask_token"}
     if lacking := sorted(report["missing_keys"] - unused - pooler):  # features would depend on random weights
-        raise UserError(
-            f'encoder.weights: {source.file or source.name} does not fit "{source.name}": it lacks {len(lacking)} of '
-            f"the model's tensors ({first_few(lacking)}); check encoder.model and encoder.kwargs, or give the complete "
-            "file"
-        )
+        what = f"it lacks {len(lacking)} of the model's tensors ({first_few(lacking)})"
+        raise does_not_fit(source.file or source.name, source.name, what)
     return model
 
 
 def _image_processor(source: _Source) -> Any:
     """Raises `UserError` if the model has none, or if it needs code of its repository."""
+    from transformers import AutoImageProcessor
+
     try:
         if source.folder is None:
             raise OSError("a config file has no image processor beside it")
-        with _quiet():
-            return _library().AutoImageProcessor.from_pretrained(source.folder, trust_remote_code=False)
+        with quiet():
+            return AutoImageProcessor.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UserError(
             f'encoder.model: "{source.name}" has no image processor here ({reason_of(error, 120)}); {BY_HAND}'
         ) from error
-
-
-def _tokenizer(source: _Source) -> Any:
-    """Raises `UserError` if the model has none here."""
-    try:
-        with _quiet():
-            return _library().AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except OSError as error:
-        raise _not_read(f"the tokenizer of {source.name}", str(source.folder), error) from error
-    except (ValueError, ImportError, KeyError) as error:
-        raise UserError(
-            f'encoder.model: the tokenizer of "{source.name}" can not be used ({reason_of(error)})'
-        ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without the library's questions, progress bars and reports: what is wrong with a model is raised here."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
-        with no_remote_code():
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 TOLERANCE = 1.0  # mean difference from a processor's pixels, in levels of 255: what resizing in other libraries rounds

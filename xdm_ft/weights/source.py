@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -94,6 +95,18 @@ def check_hub_weights(model: str, weights: str | None) -> None:
         )
 
 
+def read_config(model: str) -> tuple[Path, dict[str, Any]]:
+    """Returns path and content of the JSON file `model`; {} if it is no object. Raises `UserError` if it is no JSON."""
+    path = expand_user(model, "encoder.model")
+    if not path.is_file():
+        raise UserError(f"encoder.model: the config file {path} does not exist")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:  # JSON or UTF-8, or a million nested brackets
+        raise UserError(f"encoder.model: {path} is not valid JSON ({error})") from error
+    return path, content if isinstance(content, dict) else {}
+
+
 def reason_of(error: Exception, length: int = 160) -> str:
     """Returns the beginning of a library's message, on one line."""
     return " ".join(str(error).split())[:length]
@@ -151,6 +164,15 @@ def is_file_name(weights: str) -> bool:
     return not weights.startswith("hf-hub:") and (weights.endswith(SUFFIXES) or "/" in weights or "\\" in weights)
 
 
+def file_of_weights(model: str, weights: str) -> Path | None:
+    """Returns the path of `encoder.weights`; None if it names no file, which a config file as `model` needs."""
+    if is_file_name(weights):
+        return expand_user(weights, "encoder.weights")
+    if model.endswith(".json"):
+        raise UserError(f'encoder.weights: "{weights}" is no file; {Path(model).name} needs a .safetensors or .pt file')
+    return None
+
+
 def read_weights(
     path: Path, read: Callable[[str], Mapping[str, object]], key: str = "encoder.weights"
 ) -> dict[str, Tensor]:
@@ -177,7 +199,18 @@ def read_weights(
     try:
         state = read(str(path))
     except Exception as error:  # on a damaged file, the readers raise almost any exception
-        raise UserError(f"{key}: {path} {_read_failure(error)}") from error
+        text = reason_of(error, 10_000)
+        with_cause = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm replaces torch's message by its own
+        code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", with_cause)
+        save = "save its state dict as .safetensors and give that file"
+        if "TorchScript" in text:
+            failure = f"is a TorchScript archive, which is code; {save}"
+        elif code:
+            failure = f"holds pickled code ({code[1]}), which is never run; if you trust it, {save}"
+        else:
+            kind = type(error).__name__
+            failure = f"is damaged or has another format ({kind}: {text[:120]}); copy or download it again"
+        raise UserError(f"{key}: {path} {failure}") from error
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if len(tensors) > MAX_TENSORS:
         raise too_many
@@ -190,21 +223,6 @@ def read_weights(
             "its training has diverged or the file is damaged; give another one"
         )
     return tensors
-
-
-def _read_failure(error: Exception) -> str:
-    """Why a reader failed, in words that follow the path."""
-    text = reason_of(error, 10_000)
-    if "TorchScript" in text:
-        return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that file"
-    with_cause = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm replaces torch's message by its own
-    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", with_cause)
-    if code:
-        return (
-            f"holds pickled code ({code[1]}), which is never run; "
-            "if you trust it, save its state dict as .safetensors and give that file"
-        )
-    return f"is damaged or has another format ({type(error).__name__}: {text[:120]}); copy or download it again"
 
 
 def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
@@ -223,6 +241,10 @@ def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
         name, in_file, in_model = shapes[0]
         faults.append(f"{len(shapes)} of another shape ({name}: {in_file} in the file, {in_model} in the model)")
     what = ", ".join(faults) or f"does not load ({type(error).__name__}: {reason_of(error)})"
+    return does_not_fit(path, model, what)
+
+
+def does_not_fit(path: Path | str, model: str, what: str) -> UserError:
     return UserError(
         f'encoder.weights: {path} does not fit "{model}": {what}; '
         "check encoder.model and encoder.kwargs, or give the complete file"
@@ -349,28 +371,71 @@ def architecture(config: Any) -> dict[str, Any]:
     return plain
 
 
-_PROMPT = threading.RLock()
+_LIBRARIES = threading.RLock()
 
 
 @contextmanager
-def no_remote_code() -> Iterator[None]:
-    """Context in which transformers does not ask whether to run a repository's code, but raises `ValueError`.
+def quiet(progress_bars: bool = False) -> Iterator[None]:
+    """Context in which transformers and open_clip log and ask nothing: their faults become one `UserError`.
 
-    Not all calls of the library are ours: open_clip builds its text tower without `trust_remote_code`, and the library
-    then asks on a terminal.
+    transformers does not ask on a terminal whether to run a repository's code, but raises `ValueError`: not all of its
+    calls are ours, and open_clip builds its text tower without `trust_remote_code`. `progress_bars`: of downloads.
     """
-    try:
-        from transformers import dynamic_module_utils
-    except ImportError:  # nothing can ask
-        yield
-        return
-    with _PROMPT:  # of two threads, the first one to leave would switch it on again
-        before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    root, handler = logging.getLogger(), logging.NullHandler()
+
+    def silence(record: logging.LogRecord) -> bool:
+        return False
+
+    with _LIBRARIES, ExitStack() as undo:  # of two threads, the first one to leave would undo it for the other
+        root.addFilter(silence)  # open_clip logs its errors to the root logger before it raises them
+        root.addHandler(handler)  # without a handler, logging.error() configures the root logger permanently
+        undo.callback(root.removeFilter, silence)
+        undo.callback(root.removeHandler, handler)
         try:
+            from transformers import dynamic_module_utils as remote_code
+            from transformers.utils import logging as messages
+        except ImportError:  # nothing can ask
             yield
-        finally:
-            dynamic_module_utils.TIME_OUT_REMOTE_CODE = before
+            return
+        undo.callback(setattr, remote_code, "TIME_OUT_REMOTE_CODE", remote_code.TIME_OUT_REMOTE_CODE)
+        remote_code.TIME_OUT_REMOTE_CODE = 0
+        undo.callback(messages.set_verbosity, messages.get_verbosity())
+        messages.set_verbosity(messages.CRITICAL)
+        if messages.is_progress_bar_enabled() and not progress_bars:
+            messages.disable_progress_bar()
+            undo.callback(messages.enable_progress_bar)
+        yield
+
+
+@contextmanager
+def tokenizer_errors(model: str, repository: str) -> Iterator[None]:
+    """Context in which a library reads the tokenizer of a model from a hub repository or folder."""
+    what = f'encoder.model: the tokenizer of "{model}"'
+    try:
+        yield
+    except OSError as error:
+        raise not_read(f"the tokenizer of {model}", repository, error) from error
+    except ImportError as error:
+        raise UserError(f"{what} needs {error.name}; pip install {error.name}") from error
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{what} can not be used ({reason_of(error)})") from error
+
+
+def not_read(model: str, folder: str, error: OSError) -> UserError:
+    """The error for a file of a repository or folder that transformers did not get."""
+    from huggingface_hub.errors import GatedRepoError
+
+    cause = error.__cause__ or error.__context__ or error
+    if isinstance(cause, GatedRepoError):
+        return UserError(
+            f'encoder.model: access to "{folder}" is restricted; ask for it on its page, then hf auth login'
+        )
+    if model.startswith("local-dir:") or "does not appear to have" in " ".join(str(error).split()):
+        return UserError(
+            f'encoder.model: "{model}" lacks a file ({reason_of(error)}); weights must be .safetensors there, '
+            "or a file that encoder.weights names"
+        )
+    return download_failed(model, folder, cause)
 
 
 def asks_for_code(error: BaseException) -> bool:
