@@ -7,9 +7,9 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -135,14 +135,13 @@ def _pieces(starts: np.ndarray, sizes: np.ndarray, rows: list[int], states: tupl
 # ---- The index of a tar
 
 
-@dataclass
-class _Sample:
-    """The members of one key."""
+class _Sample(NamedTuple):
+    """An image, and the other members of its key."""
 
     key: str
-    image: tarfile.TarInfo | None = None
-    label: str | None = None  # in KEY.cls
-    values: dict[str, Any] = field(default_factory=dict)  # in KEY.json
+    image: tarfile.TarInfo
+    label: str | None  # in KEY.cls
+    values: dict[str, Any]  # in KEY.json
 
 
 def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> Table:
@@ -153,17 +152,13 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
     """
     import pyarrow
 
-    images, samples = list[tarfile.TarInfo](), list[_Sample]()
-    for sample in _samples(address, state):
-        if sample.image is not None:
-            images.append(sample.image)
-            samples.append(sample)
+    samples = list(_samples(address, state))
     if not samples:
         raise UserError(f"{address}: the tar contains no images (known by their extensions); remove it")
     columns = {
-        START: pyarrow.array([image.offset_data for image in images], pyarrow.int64()),
-        SIZE: pyarrow.array([image.size for image in images], pyarrow.int64()),
-        MEMBER: pyarrow.array([image.name for image in images], pyarrow.large_string()),
+        START: pyarrow.array([sample.image.offset_data for sample in samples], pyarrow.int64()),
+        SIZE: pyarrow.array([sample.image.size for sample in samples], pyarrow.int64()),
+        MEMBER: pyarrow.array([sample.image.name for sample in samples], pyarrow.large_string()),
     }
     for name, key in keys.items():
         if key is not None:
@@ -192,29 +187,28 @@ def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
 
 
 def _samples(address: str, state: FileState) -> Iterator[_Sample]:
-    """Yields the keys of a tar. The members of a key follow each other, as in WebDataset."""
-    sample = _Sample("")
-    for member, content in _members(address, state):
-        key, extension = _key_and_extension(member.name)
-        if key != sample.key:
-            yield sample
-            sample = _Sample(key)
-        where = f"{printable(address)}: {printable(member.name)}"
-        try:
-            if f".{extension.lower()}" in extensions():
-                if sample.image is not None:
-                    first = f"{printable(sample.image.name)} and {printable(member.name)}"
-                    raise UserError(f"{address}: {first} are two images of one key; give each its own key")
-                sample.image = member
-            elif content is not None and extension == LABEL:
-                sample.label = content.decode().strip()
-            elif content is not None:
-                sample.values = json.loads(content)
-        except ValueError as error:
-            raise UserError(f"{where}: can not be read ({error}); write it as UTF-8 text") from error
-        if not isinstance(sample.values, dict):
-            raise UserError(f"{where}: it must be a JSON object, with a key for each name")
-    yield sample
+    """Yields the keys with an image. The members of a key follow each other in a tar, as in WebDataset."""
+    for key, members in groupby(_members(address, state), lambda member: _key_and_extension(member[0].name)[0]):
+        image, label, values = None, None, {}
+        for member, content in members:
+            extension = _key_and_extension(member.name)[1]
+            where = f"{printable(address)}: {printable(member.name)}"
+            try:
+                if f".{extension.lower()}" in extensions():
+                    if image is not None:
+                        both = f"{printable(image.name)} and {printable(member.name)}"
+                        raise UserError(f"{address}: {both} are two images of one key; give each its own key")
+                    image = member
+                elif content is not None and extension == LABEL:
+                    label = content.decode().strip()
+                elif content is not None:
+                    values = json.loads(content)
+            except ValueError as error:
+                raise UserError(f"{where}: can not be read ({error}); write it as UTF-8 text") from error
+            if not isinstance(values, dict):
+                raise UserError(f"{where}: it must be a JSON object, with a key for each name")
+        if image is not None:
+            yield _Sample(key, image, label, values)
 
 
 def _key_and_extension(name: str) -> tuple[str, str]:
