@@ -205,6 +205,11 @@ def test_extraction_reads_each_row_group_once(workers: int, server: Served, tmp_
         if span[1]:  # a file that is small is read from its beginning for its footer
             counts[span] = counts.get(span, 0) + 1
     assert len(counts) == 8 and set(counts.values()) == {1}
+    failing, server.ranges = Parquet(file=server.address), False
+    settings = settings.model_copy(update={"dir": tmp_path / "other"})
+    with pytest.raises(UserError, match=r"0.parquet: the server sends no ranges") as caught:
+        extract(Tiny(), failing, hashes, settings, on_bad_image="error", device="cpu", show=False)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_changes_while_features_are_computed(server: Served, tmp_path: Path) -> None:
@@ -215,17 +220,6 @@ def test_a_file_that_changes_while_features_are_computed(server: Served, tmp_pat
     settings = FeatureSettings(dir=tmp_path / "cache", batch_size=16, workers=0)
     with pytest.raises(UserError, match=r"0.parquet: this file was changed while features were computed; run the same"):
         extract(Tiny(), data, hashes, settings, on_bad_image="error", device="cpu", show=False)
-
-
-@pytest.mark.slow
-def test_a_server_that_fails_in_a_worker_is_one_line(server: Served, tmp_path: Path) -> None:
-    write_parquet(tmp_path / "data" / "0.parquet", range(64), 32)
-    hashes = hash_files(Parquet(file=server.address), None, show=False)
-    data, server.ranges = Parquet(file=server.address), False
-    settings = FeatureSettings(dir=tmp_path / "cache", batch_size=16, workers=1)
-    with pytest.raises(UserError) as caught:
-        extract(Tiny(), data, hashes, settings, on_bad_image="error", device="cpu", show=False)
-    assert "0.parquet: the server sends no ranges" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def measured(folder: Path, *more: str) -> subprocess.Popen[str]:
