@@ -2,11 +2,13 @@
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from xdm_ft.containers.files import group_of
 from xdm_ft.data.folder import Folder
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.recipe.components import find, settings_model
@@ -91,6 +93,8 @@ def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
 def test_groups(tmp_path: Path, pattern: str, groups: list[int]) -> None:
     put(tmp_path, "a/c/patient1_1_.png", "a/c/patient1_2_.png", "a/d/patient2_1_.png", "b/c/patient2_1_.png")
     assert Folder(root=tmp_path, group=pattern).groups.tolist() == groups
+    two = re.compile(r"(\d+)/(\d+)")
+    assert group_of("1/12", two) != group_of("11/2", two), "what is captured is not run together"
 
 
 def test_recipe_keys() -> None:

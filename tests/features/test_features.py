@@ -22,10 +22,8 @@ from torch import Tensor
 
 from xdm_ft.containers.image_tables import ImageTable
 from xdm_ft.data.folder import Folder
-from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings, cache
-from xdm_ft.features import extract as extraction
 from xdm_ft.features import key as key_module
 from xdm_ft.features.cache import Features, cache_folder, cache_path
 from xdm_ft.features.key import View
@@ -145,55 +143,56 @@ class OtherDecoder(Pixels):
         return super().image(row)
 
 
-def weight_changed() -> Tiny:
+def changed_weight() -> Tiny:
     encoder = Tiny()
     with torch.no_grad():
         encoder.linear.weight[0, 0] = torch.nextafter(encoder.linear.weight[0, 0], torch.tensor(9.0))
     return encoder
 
 
-def patched(library: str) -> Callable[[pytest.MonkeyPatch], None]:
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        if library == "xdm_ft":
-            monkeypatch.setattr(key_module, "__version__", "0.0")
-        elif library in ("torchvision", "timm"):
-            monkeypatch.setattr(key_module, "version", lambda name: "0.0" if name == library else version(name))
-        elif library == "matmul":
-            monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
-        else:
-            other = SimpleNamespace(**vars(getattr(key_module, library)) | {"__version__": "0.0"})
-            monkeypatch.setattr(key_module, library, other)
-
-    return patch
+def with_version(patch: pytest.MonkeyPatch, library: str, number: str) -> None:
+    """Gives a library, as the key sees it, another version."""
+    if library == "xdm_ft":
+        patch.setattr(key_module, "__version__", number)
+    elif library in ("torch", "PIL"):
+        module = getattr(key_module, library)
+        patch.setattr(key_module, library, SimpleNamespace(**vars(module) | {"__version__": number}))
+    else:
+        patch.setattr(key_module, "version", lambda name: number if name == library else version(name))
 
 
-OTHER: dict[str, Callable[[Path], Features]] = {
-    "weights": lambda path: features_of(Pixels(3), path, weight_changed()),
-    "encoder argument": lambda path: features_of(Pixels(3), path, Tiny(argument="b")),
-    "preprocessing": lambda path: features_of(Pixels(3), path, Tiny(size=9)),
-    "precision": lambda path: features_of(Pixels(3), path, precision="bf16"),
-    "decoder": lambda path: features_of(OtherDecoder(3), path),
+OTHER: dict[str, Callable[[], tuple[Pixels, Tiny, dict[str, str]]]] = {
+    "weights": lambda: (Pixels(3), changed_weight(), {}),
+    "encoder argument": lambda: (Pixels(3), Tiny(argument="b"), {}),
+    "preprocessing": lambda: (Pixels(3), Tiny(size=9), {}),
+    "precision": lambda: (Pixels(3), Tiny(), {"precision": "bf16"}),
+    "decoder": lambda: (OtherDecoder(3), Tiny(), {}),
 }
 
 
-@pytest.mark.parametrize("changed", [*OTHER, "xdm_ft", "torch", "torchvision", "timm", "PIL", "matmul"])
-def test_a_change_of_any_part_changes_the_key(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [*OTHER, "xdm_ft", "torch", "torchvision", "timm", "PIL", "matmul"])
+def test_a_change_of_any_part_changes_the_key(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = features_of(Pixels(3), tmp_path)
     with monkeypatch.context() as patch:
-        if changed not in OTHER:
-            patched(changed)(patch)
-        other = OTHER.get(changed, lambda path: features_of(Pixels(3), path))(tmp_path)
+        if part == "matmul":
+            patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+        elif part not in OTHER:
+            with_version(patch, part, "0.0")
+        dataset, encoder, settings = OTHER.get(part, lambda: (Pixels(3), Tiny(), {}))()
+        other = features_of(dataset, tmp_path, encoder, **settings)
     assert other.key != base.key and other.extracted == 3
     assert features_of(Pixels(3), tmp_path).extracted == 0, "the first store still exists"
 
 
-@pytest.mark.parametrize("name", ["type", "shape", "name", "bytes"])
-def test_weights_digest_depends_on_everything(name: str) -> None:
-    module, other = torch.nn.Module(), torch.nn.Module()
-    module.register_buffer("a", torch.zeros(4))
-    changed = {"type": torch.zeros(4, dtype=torch.int32), "shape": torch.zeros(2, 2), "bytes": -torch.zeros(4)}
-    other.register_buffer("b" if name == "name" else "a", changed.get(name, torch.zeros(4)))
-    assert key_module.weights_digest(module) == key_module.weights_digest(module) != key_module.weights_digest(other)
+def test_weights_digest_depends_on_everything() -> None:
+    zeros = torch.zeros(4)
+    buffers = [("a", zeros), ("b", zeros), ("a", zeros.int()), ("a", zeros.view(2, 2)), ("a", -zeros)]
+    digests = []
+    for name, tensor in [*buffers, buffers[0]]:
+        module = torch.nn.Module()
+        module.register_buffer(name, tensor)
+        digests.append(key_module.weights_digest(module))
+    assert len(set(digests)) == len(buffers) and digests[0] == digests[-1]
 
 
 RECORDED = {
@@ -213,31 +212,28 @@ RECORDED = {
 }
 
 
-def recorded_key(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, more: View | None = None) -> str:
-    """The key of an encoder whose weights are all ½, under version 1.0 of all libraries."""
-    monkeypatch.setattr(key_module, "__version__", "1.0")
-    for library in ("torch", "PIL"):
-        other = SimpleNamespace(**vars(getattr(key_module, library)) | {"__version__": "1.0"})
-        monkeypatch.setattr(key_module, library, other)
+@pytest.mark.parametrize("name", RECORDED)
+def test_keys_stay_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded keys: another one would orphan every cache, whose features would all be computed again.
+
+    Weights are all ½, and the version of all libraries is 1.0.
+    """
+    model, _, number = name.partition(", view ")
+    encoder = Tiny() if model == "tiny" else Timm(model=model)
+    for library in ("xdm_ft", "torch", "PIL"):
+        with_version(monkeypatch, library, "1.0")
     monkeypatch.setattr(key_module, "version", lambda name: "1.0")
     monkeypatch.setattr(key_module, "training_transform", lambda preprocessing, augmentation: "crop")
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.fill_(0.5)
-    decoder = Pixels(3).decoder if isinstance(encoder, Tiny) else EncodedImages.decoder
+    decoder = Pixels(3).decoder if model == "tiny" else EncodedImages.decoder
     parts = key_module.key_parts(encoder, decoder, "fp32", CPU)
     if "versions" in parts["encoder"]:
         parts["encoder"] = {**parts["encoder"], "versions": "1.0"}
-    return key_module.key_of({**parts, **(more.key_parts(encoder.preprocessing) if more else {})})
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_keys_stay_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded keys: another one would orphan every cache, whose features would all be computed again."""
-    model, _, number = name.partition(", view ")
-    encoder = Tiny() if model == "tiny" else Timm(model=model)
-    found = recorded_key(encoder, monkeypatch, View(int(number), "domainbed") if number else None)
-    assert found == RECORDED[name]
+    if number:
+        parts |= View(int(number), "domainbed").key_parts(encoder.preprocessing)
+    assert key_module.key_of(parts) == RECORDED[name]
     assert Folder.image is ImageTable.image, "folders and tables share features"
 
 
@@ -250,7 +246,7 @@ def test_features_are_stored_as_computed_and_read_alike_wherever_they_fit(
 ) -> None:
     """As float32 in memory, as they are stored in memory, or in their files."""
     encoder = Tiny()
-    table = features_of(Pixels(N), tmp_path, encoder, precision=precision)
+    table = with_views(tmp_path, 2, encoder, precision=precision)
     assert encoder.linear.weight.dtype == torch.float32, "the caller's encoder stays as it is"
     if precision != "fp16":
         expected = by_hand(Pixels(N), Tiny(), DTYPES[precision])
@@ -258,22 +254,27 @@ def test_features_are_stored_as_computed_and_read_alike_wherever_they_fit(
     assert torch.equal(every_row(table), every_row(table).to(DTYPES[precision]).float())
     size = max(path.stat().st_size for path in (tmp_path / table.key).glob("shard-*"))
     assert 0 <= size - SHARD * (WIDTH * DTYPES[precision].itemsize + 16) < 500
-    halves = 2 * N * WIDTH / cache.MEMORY_FRACTION  # bytes: room for two of each number
+    halves = 2 * 3 * N * WIDTH / cache.MEMORY_FRACTION  # bytes: room for two of each number
     monkeypatch.setattr(cache, "_memory_for_features", lambda device: cache.MEMORY_FRACTION * halves)
-    found = features_of(Pixels(N), tmp_path, precision=precision)
-    assert found.in_memory == (precision != "fp32")
-    assert found._table is None or found._table.dtype == DTYPES[precision]
+    small = with_views(tmp_path, 2, precision=precision)
+    assert small.in_memory == (precision != "fp32")
+    assert small._table is None or small._table.dtype == DTYPES[precision]
     monkeypatch.setattr(cache, "_memory_for_features", lambda device: cache.MEMORY_FRACTION * (halves - 1))
-    mapped = features_of(Pixels(N), tmp_path, precision=precision)
+    mapped = with_views(tmp_path, 2, precision=precision)
     assert not mapped.in_memory and table.normalized()._table is table._table, "it shares the memory"
     generator = torch.Generator().manual_seed(0)
     for shape in [(N,), (4, 3, 9), (1,), (), (0,), (2, 0)]:
-        rows = torch.randint(N, shape, generator=generator)
-        for other in (found, mapped):
+        rows, numbers = (torch.randint(high, shape, generator=generator) for high in (N, 3))
+        z = table.of_views(rows, numbers)
+        each = zip(rows.flatten(), numbers.flatten(), strict=True)
+        for position, (row, number) in enumerate(each):
+            assert torch.equal(z.reshape(-1, WIDTH)[position], view(table, int(number))[row])
+        for other in (small, mapped):
             assert other[rows].dtype == torch.float32 and other[rows].shape == (*shape, WIDTH)
-            assert torch.equal(other[rows], table[rows])
+            assert torch.equal(other[rows], table[rows]) and torch.equal(other.of_views(rows, numbers), z)
             assert torch.equal(other.normalized()[rows], F.normalize(table[rows], dim=-1))
-    for features in (table, found, mapped):
+            assert torch.equal(other.normalized().of_views(rows, numbers), F.normalize(z, dim=-1))
+    for features in (table, small, mapped):  # the plain view ends where the first augmented one begins
         for row in (-1, N):
             with pytest.raises(IndexError):
                 features[torch.tensor([0, row])]
@@ -334,25 +335,6 @@ def test_the_key_of_a_view_depends_on_all_that_determines_it(tmp_path: Path, mon
     assert with_views(tmp_path, 1).extracted == 0
 
 
-def test_memory_mapped_views_equal_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_memory = with_views(tmp_path, 3)
-    monkeypatch.setattr(cache, "MEMORY_FRACTION", 0.0)
-    in_files = with_views(tmp_path, 3)
-    assert in_memory.in_memory and not in_files.in_memory
-    generator = torch.Generator().manual_seed(0)
-    for table, mapped in ((in_memory, in_files), (in_memory.normalized(), in_files.normalized())):
-        for shape in [(50,), (4, 3, 9), (), (0,)]:
-            rows, numbers = (torch.randint(high, shape, generator=generator) for high in (N, 4))
-            z = table.of_views(rows, numbers)
-            assert z.shape == (*shape, WIDTH) and torch.equal(mapped.of_views(rows, numbers), z)
-            for position, (row, number) in enumerate(zip(rows.flatten(), numbers.flatten(), strict=True)):
-                assert torch.equal(z.reshape(-1, WIDTH)[position], view(table, int(number))[row])
-        for features in (table, mapped):  # the plain view ends where the first augmented one begins
-            for row in (-1, N):
-                with pytest.raises(IndexError):
-                    features[torch.tensor([0, row])]
-
-
 # ---- What is refused, and settings
 
 
@@ -398,13 +380,6 @@ def test_faults_of_a_computation_are_one_line(tmp_path: Path, monkeypatch: pytes
     line = r"^features\.batch_size: a batch of 16 images needs more memory than cpu has; set a "
     with pytest.raises(UserError, match=line):
         features_of(Pixels(3), tmp_path)
-
-
-def test_large_sets_have_larger_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extraction, "MAX_SHARDS", 2)
-    folder = tmp_path / features_of(Pixels(150), tmp_path, batch_size=16).key
-    rows = [len(load_file(path)["features"]) for path in folder.glob("shard-*.safetensors")]
-    assert sorted(rows) == [70, 80], "a multiple of the batch size that is at least half of the images"
 
 
 @pytest.mark.parametrize(
