@@ -93,26 +93,22 @@ BANK = {
 }
 
 
-def bank_jobs(name: str, sharpness: str | None, averaging: Averaging | None, **more: Any) -> list[Job]:
-    return [
-        dataclasses.replace(
-            job_of(
-                ALGORITHMS[name], held_out=h, seed=h, steps=STEPS, lr=0.01 * (1 + h), weight_decay=0.1 * h,
-                sharpness=SHARPNESS[sharpness](rho=0.05 * (1 + h)) if sharpness else None,
-                **EARLY.get(name, {}), **more,
-            ),
-            averaging=BMA(beta=0.5 + 2 * h) if isinstance(averaging, BMA) else averaging,
-        )
-        for h in range(3)
-    ]  # fmt: skip
+def bank_job(h: int, name: str, sharpness: str | None, averaging: Averaging | None, head: Any) -> Job:
+    job = job_of(
+        ALGORITHMS[name], held_out=h, seed=h, steps=STEPS, lr=0.01 * (1 + h), weight_decay=0.1 * h,
+        sharpness=SHARPNESS[sharpness](rho=0.05 * (1 + h)) if sharpness else None, setup={"head": head},
+        **EARLY.get(name, {}),
+    )  # fmt: skip
+    return dataclasses.replace(job, averaging=BMA(beta=0.5 + 2 * h) if isinstance(averaging, BMA) else averaging)
 
 
-def beta_factors(job: Job, count: int) -> list[float] | None:
-    """Of BMA: scipy's density at the weights after 0, 1, …, T steps. None: every step counts the same."""
-    if not isinstance(job.averaging, BMA):
-        return None
-    beta = job.averaging.beta
-    return [float(beta_distribution.pdf((number + 0.5) / count, beta, beta)) for number in range(count)]
+def average_of(job: Job, states: list[State], first: int) -> State:
+    """The mean from step `first` on; of BMA, weighted by scipy's density at the weights after 0, 1, …, T steps."""
+    factors, count = None, len(states)
+    if isinstance(job.averaging, BMA):
+        beta = job.averaging.beta
+        factors = [float(beta_distribution.pdf((number + 0.5) / count, beta, beta)) for number in range(count)]
+    return mean(states[first:], job, factors)
 
 
 def cached_batch(job: Job, training: Training, step: int) -> Batch:
@@ -133,13 +129,12 @@ def bank_cases() -> list[tuple[str, str, str]]:
 def test_heads_of_a_bank(name: str, variant: str, head: str) -> None:
     training, sharpness, averaging = BANK[variant]
     training = training.model_copy(update={"batch_size": 8, "evaluate_every": STEPS})
-    jobs = bank_jobs(name, sharpness, averaging, setup={"head": HEADS[head]})
+    jobs = [bank_job(h, name, sharpness, averaging, HEADS[head]) for h in range(3)]
     for job, trained in zip(jobs, bank_problems.train(jobs, training), strict=True):
         states = naive(job, training, partial(cached_batch, job, training))
         first = job.make(job.setup).first_selectable_step
-        expected, begin = states[-1], 0 if variant == "bma" else first
-        if job.averaging is not None:
-            expected = mean(states[begin:], job, beta_factors(job, len(states)))
+        begin = 0 if variant == "bma" else first
+        expected = states[-1] if job.averaging is None else average_of(job, states, begin)
         selected = trained.selected["train_val"]
         assert selected.step == STEPS and trained.job.key == job.key
         assert selected.hparams == ({"averaged_from": begin} if job.averaging else {})
@@ -220,16 +215,14 @@ LOOP = {
 QUICK = {"sam, domain head, parts", "fish, parts", "bma, unfreezing", "vit, sam", "batch norm"}
 
 
-def loop_cases() -> list[Any]:
-    ways = [
-        (name, way)
-        for name, case in LOOP.items()
-        for way in (("images",) if case.part is True else ("images", "cache"))
-    ]
-    return [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in ways]
+LOOP_CASES = [
+    pytest.param(name, reads, marks=() if name in QUICK else pytest.mark.slow)
+    for name, case in LOOP.items()
+    for reads in (("images",) if case.part is True else ("images", "cache"))
+]
 
 
-@pytest.mark.parametrize(("name", "reads"), loop_cases())
+@pytest.mark.parametrize(("name", "reads"), LOOP_CASES)
 def test_a_model_end_to_end(name: str, reads: str, accelerator: Accelerator, tmp_path: Path) -> None:
     case = LOOP[name]
     encoder, job, arguments = ENCODERS[case.encoder](), case.job, {"batch_norm": "frozen", **case.arguments}
@@ -240,10 +233,8 @@ def test_a_model_end_to_end(name: str, reads: str, accelerator: Accelerator, tmp
     assert all(torch.equal(value, start[key]) for key, value in encoder.state_dict().items()), "a copy trains"
     by_hand = partial(batch_of, job, training, encoder=encoder)
     states = naive(job, training, by_hand, encoder, above=case.above, **arguments)
-    expected = states[-1]
-    if job.averaging is not None:
-        first = 0 if isinstance(job.averaging, BMA) else 1
-        expected = mean(states[first:], job, beta_factors(job, len(states)))
+    begin = 0 if isinstance(job.averaging, BMA) else 1
+    expected = states[-1] if job.averaging is None else average_of(job, states, begin)
     assert_close(got, expected, case.atol)
     trained = [
         key for key in expected if key.startswith("encoder.") and key.endswith(".weight") and "unreached" not in key
@@ -297,9 +288,7 @@ def double(batch: Batch) -> Batch:
 def walked(case: Parts, accelerator: Accelerator, accumulation: int) -> State:
     """The state after the steps FIRST … LAST − 1, and the loss of the last."""
     job, training = case.job, case.training(accumulation)
-    encoder = SmallCNN()
-    del encoder.unreached
-    inner = EndToEnd(encoder.double(), job.make(job.setup).double(), "frozen").train()
+    inner = EndToEnd(double_cnn().double(), job.make(job.setup).double(), "frozen").train()
     by_parts = inner.algorithm.loss_over != "batch" and inner.algorithm.parts_add_up(case.sampler == "pooled")
     model, optimizer = accelerator.prepare(inner, optimizer_of(inner, under(training, job).training))
     gradients = StepGradients(model, inner, accelerator, job.sharpness, job.seed, by_parts)
@@ -308,6 +297,13 @@ def walked(case: Parts, accelerator: Accelerator, accumulation: int) -> State:
         batch.parts[:] = [double(part) for part in batch.parts]
         losses = take_step(gradients, optimizer, batch, step, 1.0, training.clip_norm)
     return inner.weights() | {"loss": losses.total}
+
+
+def double_cnn() -> SmallCNN:
+    """All of it trains."""
+    encoder = SmallCNN()
+    del encoder.unreached
+    return encoder
 
 
 @contextmanager
@@ -342,11 +338,9 @@ def of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_walked(got: State, case: Parts) -> None:
     with float64():
-        encoder = SmallCNN()
-        del encoder.unreached
         job, training = case.job, case.training(1)
         batches = lambda step: double(batch_of(job, training, step))  # noqa: E731
-        expected = naive(job, training, batches, encoder, first=FIRST, double=True)[-1]
+        expected = naive(job, training, batches, double_cnn(), first=FIRST, double=True)[-1]
         assert_close(got, expected, atol=1e-9, rtol=1e-6)
 
 
@@ -369,9 +363,8 @@ def test_micro_batches(name: str, accelerator: Accelerator) -> None:
 @pytest.mark.parametrize("name", parts_cases())
 def test_two_processes(name: str, of_two_processes: Path) -> None:
     for process, accumulation in product((0, 1), (1, 2)):
-        assert_walked(
-            load_file(of_two_processes / f"{name}, {process}, {accumulation}.safetensors"), parts_cases()[name]
-        )
+        file = of_two_processes / f"{name}, {process}, {accumulation}.safetensors"
+        assert_walked(load_file(file), parts_cases()[name])
 
 
 # --- what a step costs, and what it leaves as it is

@@ -37,21 +37,16 @@ def problem(average: LossAverage = "domain") -> tuple[Setup, Tensor, Batch]:
     rows = torch.cat([pool[: 12 * (1 + 3 * number)] for number, pool in enumerate(split.train)])
     task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
     setup = Setup(task, WIDTH, steps=0, seed=0, loss_average=average)
-    z = data.features[rows]
-    return (
-        setup,
-        z,
-        Batch(z, data.annotations.labels[rows], split.domain_of[data.annotations.domains[rows]], rows, rows),
-    )
+    z, domains = data.features[rows], split.domain_of[data.annotations.domains[rows]]
+    return setup, z, Batch(z, data.annotations.labels[rows], domains, rows, rows)
 
 
 @cache
 def optima(average: LossAverage = "domain") -> tuple[Candidate, ...]:
     setup, z, batch = problem(average)
-    before = pulse.count
-    found = tuple(LinearProbe(setup, strengths=STRENGTHS, tolerance=1e-6).solve(z, batch))
-    assert pulse.count - before > 3 * len(found) > 0, "every evaluation shows that a long search goes on"
-    return found
+    before, candidates = pulse.count, tuple(LinearProbe(setup, strengths=STRENGTHS, tolerance=1e-6).solve(z, batch))
+    assert pulse.count - before > 3 * len(candidates) > 0, "every evaluation shows that a long search goes on"
+    return candidates
 
 
 def gradient_norm(candidate: Candidate, z: Tensor, batch: Batch, average: LossAverage) -> float:
@@ -65,13 +60,12 @@ def gradient_norm(candidate: Candidate, z: Tensor, batch: Batch, average: LossAv
 
 @pytest.mark.parametrize("average", ["domain", "sample"])
 def test_every_candidate_is_an_optimum(average: LossAverage) -> None:
-    _, z, batch = problem(average)
-    factor = normalised_sample_weight(batch.domain, 3, average, dtype=z.dtype)
-    unit = float(z.square().mean(1) @ factor)  # the mean square, averaged as the loss is
-    assert [c.hparams["strength"] for c in optima(average)] == list(STRENGTHS)
-    assert [c.hparams["l2"] for c in optima(average)] == pytest.approx([strength * unit for strength in STRENGTHS])
-    assert [c.step for c in optima(average)] == [0, 1, 2]
-    assert all(gradient_norm(candidate, z, batch, average) < 2e-5 for candidate in optima(average))
+    (_, z, batch), candidates = problem(average), optima(average)
+    unit = float(z.square().mean(1) @ normalised_sample_weight(batch.domain, 3, average, dtype=z.dtype))
+    assert [(c.step, c.hparams["strength"]) for c in candidates] == [*enumerate(STRENGTHS)]
+    # in units of the mean square of the features, averaged as the loss is
+    assert [c.hparams["l2"] for c in candidates] == pytest.approx([strength * unit for strength in STRENGTHS])
+    assert all(gradient_norm(candidate, z, batch, average) < 2e-5 for candidate in candidates)
     other = optima("sample" if average == "domain" else "domain")[0]
     assert gradient_norm(other, z, batch, average) > 1e-3  # the two averages are two problems
 
@@ -207,9 +201,9 @@ def test_zero_shot_is_the_text_weight() -> None:
 def test_numbers_that_are_not_finite_are_a_failure_with_its_reason() -> None:
     job = job_of(LinearProbe, strengths=(1.0,))
     row = int(job.split.train[1][2])
-    trained = solved(job, spoiled(row, float("inf")))
-    assert trained.selected == {}
-    assert trained.failure == f"features of 1 training image hold NaN or ∞; the first is row {row}"
-    trained = solved(job, spoiled(int(job.split.evaluation["train_val"][0])))
-    assert trained.selected == {}
-    assert trained.failure is not None and "train_val" in trained.failure and "oracle" not in trained.failure
+    training, validation = spoiled(row, float("inf")), spoiled(int(job.split.evaluation["train_val"][0]))
+    trained = solved(job, training)
+    line = f"features of 1 training image hold NaN or ∞; the first is row {row}"
+    assert (trained.selected, trained.failure) == ({}, line)
+    trained = solved(job, validation)
+    assert trained.selected == {} and "train_val" in str(trained.failure) and "oracle" not in str(trained.failure)
