@@ -29,7 +29,7 @@ from xdm_ft.protocol.splits import Rule
 from xdm_ft.recipe.check import known_keys, load
 from xdm_ft.recipe.text import find_recipe
 from xdm_ft.report.comparisons import ELSEWHERE, HERE
-from xdm_ft.report.manual import MANUAL
+from xdm_ft.report.sections.about import MANUAL
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.results_file import COSTS, write_results
 

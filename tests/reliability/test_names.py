@@ -37,8 +37,8 @@ from xdm_ft.experiment.faults import Finding
 from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import write_manifest
 from xdm_ft.recipe.text import in_yaml, parse
+from xdm_ft.report.markup import as_text
 from xdm_ft.report.sections import brief_sections
-from xdm_ft.report.text import as_text
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.terminal import opened, print_error, show, write
 from xdm_ft.storage.tensorboard import read_scalars, sub_run

@@ -20,7 +20,7 @@ from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.report.finished import Run, read_run
-from xdm_ft.report.pooled import Pools
+from xdm_ft.report.means import Pools
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, sub_run

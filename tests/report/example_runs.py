@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.tensors import Score
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def assert_golden(name: str, text: str) -> None:
+    """XDM_FT_GOLDEN=write writes the files, which the change shows then."""
+    if os.environ.get("XDM_FT_GOLDEN") == "write":
+        (GOLDEN / name).write_text(text, encoding="utf-8", newline="")
+    assert text == (GOLDEN / name).read_bytes().decode()
 
 
 def run_of(results: dict[str, Any], path: Path = Path("example")) -> Run:
@@ -145,6 +155,12 @@ def results_of(
         "comparisons": [row.to_json() for row in found.comparisons],
         "looks": [],
     }
+
+
+def under_both(**recipe: Any) -> dict[str, Any]:
+    """The results of `two_sets` under the encoders small and large."""
+    runs = [run | {"method": f"{run['method']} @ {one}"} for one in ("small", "large") for run in two_sets()]
+    return results_of(runs, encoders=("small", "large"), **recipe)
 
 
 def two_sets() -> list[dict[str, Any]]:

@@ -10,19 +10,19 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
-from canned_runs import ALPHAS, CLASSES, HELD, HOSTILE, PARTS, Named, curves_of, run_in_memory, value_on_test, write_run
-from example_runs import encoder_about, model, results_of, run_of, two_sets
+from canned_runs import ALPHAS, CLASSES, HELD, HOSTILE, PARTS, Named, curves_of, run_in_memory, write_run
+from example_runs import model, results_of, run_of, two_sets
 from PIL import Image
 
 from xdm_ft.data import rows_by_name
 from xdm_ft.data.folder import Folder
-from xdm_ft.report.finished import Run, trainable_of
-from xdm_ft.report.means import MEASURES, Picked, costs
+from xdm_ft.report.comparisons import further_comparisons
+from xdm_ft.report.finished import trainable_of
+from xdm_ft.report.means import MEASURES, Picked
 from xdm_ft.report.section import Section, Table
-from xdm_ft.report.sections import analysis, differences, predictions, sections, selection
+from xdm_ft.report.sections import analysis, predictions, sections, selection
 from xdm_ft.report.sections import results as tables_of
 from xdm_ft.report.words import bytes_text, count_text, seconds_text, significant, trained_words
 from xdm_ft.runtime.errors import UserError
@@ -45,20 +45,9 @@ def by_title(table: Table) -> list[dict[str, str]]:
     return [dict(zip(table.header, row, strict=True)) for row in texts(table)]
 
 
-def column(section: Section | None, title: str, table: int = 0) -> list[float | None]:
-    position = list(shown(section).tables[table].header).index(title)
-    return [row[position].value for row in shown(section).tables[table].rows]
-
-
-def test_what_every_section_keeps_to(run: Run, searched: Run) -> None:
-    for made in (run, searched):
-        every = list(sections(made))
-        assert len(every) >= 10 and len({section.id for section in every}) == len(every)
-        figures = [figure for section in every for figure in section.figures]
-        assert all(re.fullmatch(r"[a-z][a-z0-9_-]*", figure.name) and figure.alt for figure in figures)
-        for section in every:
-            assert section.about
-            assert all({len(row) for row in table.rows} == {len(table.header)} for table in section.tables)
+def column(section: Section | None, title: str) -> list[float | None]:
+    [table, *_] = shown(section).tables
+    return [row[list(table.header).index(title)].value for row in table.rows]
 
 
 # ------------------------------------------------------------------------------------------ metrics, settings and costs
@@ -108,12 +97,12 @@ def test_selected_hyper_parameters() -> None:
 
     runs = []
     for method in ("erm", "xdomainmix"):
-        for held, best in (("a", 0), ("b", 1)):
-            for seed in (0, 1):
-                for trial, lr in enumerate((0.001, 0.0123456)):
-                    hparams = {"lr": lr, "batch_size": 32, "p_discard": 0.1 if method == "erm" else [0.1, trial]}
-                    value = 0.9 if trial == (best if seed == 0 else 0) else 0.5
-                    runs.append(model(method, (held,), seed, trial=trial, hparams=hparams, value=value))
+        for held, seed in ((held, seed) for held in "ab" for seed in (0, 1)):
+            for trial, lr in enumerate((0.001, 0.0123456)):
+                hparams = {"lr": lr, "batch_size": 32, "p_discard": 0.1 if method == "erm" else [0.1, trial]}
+                best = 1 if (held, seed) == ("b", 0) else 0
+                value = 0.9 if trial == best else 0.5
+                runs.append(model(method, (held,), seed, trial=trial, hparams=hparams, value=value))
     assert selected(runs) == [
         ["erm", "lr", "0.001", "0.0123, 0.001"],
         ["xdomainmix", "lr", "0.001", "0.0123, 0.001"],
@@ -130,30 +119,6 @@ def test_selected_hyper_parameters() -> None:
     assert selected(solver) == [["linear_probe", "strength", "0.1, 0.2", "0.1, 0.2"]], "steps of epochs are no search"
 
 
-def test_costs_are_means_over_models() -> None:
-    runs = [entry | {"train_seconds": float(i), "trained_parameters": 1000} for i, entry in enumerate(two_sets())]
-    for i, entry in enumerate(runs[:4]):
-        entry["peak_memory"] = i * 10**6
-    results = results_of(runs)
-    results["environment"]["encoders"] = {"tiny": encoder_about("tiny"), "x": encoder_about("x", ms_per_image=None)}
-    assert costs(run_of(results).records)["erm"] == (1000, 1.5, 1.5e6)
-    section = shown(tables_of.cost(run_of(results)))
-    assert texts(section.tables[0]) == [
-        ["erm", "50.0", "1,000", "1.50", "1.5 MB"], ["xdomainmix", "50.0", "1,000", "5.50", "–"]
-    ]  # fmt: skip
-    assert section.notes[0].startswith("xdomainmix: their models trained together and share their memory")
-    assert "test images are not in it" in section.about
-    tiny = ["tiny", "timm vit_tiny", "tiny corpus", "64", "5.7 million", "12.3", "2.6 MB"]
-    assert texts(section.tables[1])[0] == tiny and texts(section.tables[1])[1][5] == "–"
-    results["recipe"]["protocol"]["selection"] = "oracle"
-    for entry in results["runs"]:
-        entry["selected"] = {"oracle": entry["selected"]["train_val"] | {"value": 0.9}}
-    results["summary"] = [row | {"selection": "oracle"} for row in results["summary"]]
-    cheating = tables_of.cost(run_of(results))
-    assert column(cheating, "selection value") == [0.9, 0.9]
-    assert "a part of the test images" in shown(cheating).about and tables_of.cost(run_of(results_of([]))) is None
-
-
 def test_a_solver_trains_nothing_of_an_encoder_that_others_train() -> None:
     results = results_of(two_sets())
     results["recipe"]["encoder"]["trainable"] = {"blocks": 2}
@@ -161,156 +126,39 @@ def test_a_solver_trains_nothing_of_an_encoder_that_others_train() -> None:
     for entry in results["runs"]:
         entry["gradient_evaluations"] = 0
     assert trained_words(trainable_of("erm", results)) == "frozen"
-    assert differences.further_comparisons(run_of(results), "train_val") is None, "a run of one encoder has none"
+    assert further_comparisons(run_of(results), "train_val") is None, "a run of one encoder has none"
 
 
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        (count_text(5130), "5,130"), (count_text(85_799_936.0), "85.8 million"), (count_text(None), "–"),
-        (seconds_text(0.034), "0.03"), (seconds_text(45.67), "45.7"), (seconds_text(4567.8), "4,568"),
-        (bytes_text(9_870), "9.9 kB"), (bytes_text(12_340_000), "12.3 MB"), (bytes_text(4.5e9), "4.5 GB"),
-        (trained_words(True), "end to end"), (trained_words({"blocks": 1}), "last block"),
-        (trained_words({"lora": {"rank": 2, "blocks": 1}}), "LoRA of rank 2 in the last block"),
-        (significant(10933.4, 4), "10933"), (significant(0.0123456, 4), "0.01235"), (significant(-3e-9, 4), "-3e-09"),
-        (significant(999.96, 4), "1000.0"), (significant(0), "0"),
-    ],
-)  # fmt: skip
-def test_numbers_in_words(made: str, text: str) -> None:
-    assert made == text
-
-
-# -------------------------------------------------------------------------------------------- curves, searches, WiSE-FT
+def test_numbers_in_words() -> None:
+    assert [count_text(5130), count_text(85_799_936.0), count_text(None)] == ["5,130", "85.8 million", "–"]
+    assert [seconds_text(0.034), seconds_text(45.67), seconds_text(4567.8)] == ["0.03", "45.7", "4,568"]
+    assert [bytes_text(9_870), bytes_text(12_340_000), bytes_text(4.5e9)] == ["9.9 kB", "12.3 MB", "4.5 GB"]
+    lora = {"lora": {"rank": 2, "blocks": 1}}
+    trained = [trained_words(value) for value in (True, {"blocks": 1}, lora)]
+    assert trained == ["end to end", "last block", "LoRA of rank 2 in the last block"]
+    numbers = [significant(value, 4) for value in (10933.4, 0.0123456, -3e-9, 999.96, 0)]
+    assert numbers == ["10933", "0.01235", "-3e-09", "1000.0", "0"]
 
 
 def test_what_was_not_measured_has_no_section() -> None:
-    nothing = run_in_memory(methods=[])
-    assert [section.id for section in sections(nothing)] == ["environment", "recipe"]
     without = run_in_memory()
     without.__dict__.update({"scalars": {}, "analysis": None})
-    assert [section.id for section in sections(without)] == ["environment", "recipe"]
+    for made in (run_in_memory(methods=[]), without):
+        assert [section.id for section in sections(made)] == ["environment", "recipe"]
 
 
-def test_learning_curves() -> None:
-    made = run_in_memory(["erm"], HELD[:1])
-    first, second = (record.key for record in made.picked)
-    scalars = iter(made.scalars)
-    made.__dict__["scalars"] = {
-        next(scalars): {"train/loss": [(50, 4.0)], "val/accuracy": [(100, 0.5), (200, 0.5)]},
-        next(scalars): {"val/accuracy": [(100, 0.6), (200, 0.7), (300, 0.9)]},
-    }
-    assert first.seed == 0 and second.seed == 1
-    loss, selected = shown(selection.learning_curves(made)).figures
-    assert "erm from 4 at 50 to 4 at 50" in loss.alt
-    assert "erm from 55 at 100 to 60 at 200" in selected.alt, "a model that stopped early does not bend the mean"
-    made.__dict__["scalars"] = curves_of(made, heads=True)
-    section = shown(selection.learning_curves(made))
-    assert "erm from 1.25 at 10 to 1.25 at 200" in section.figures[0].alt  # (3 · 1 + 1 · 2) / 4
-    assert "summarised" in section.about and "ring" not in section.about
-
-
-def test_axes_of_a_search() -> None:
-    space = {"lr": {"log_uniform": [1e-3, 2e-3]}, "xdomainmix.weight_decay": {"uniform": [0, 1]}}
-    made = run_in_memory(["xdomainmix+sam"], HELD[:1], [0], trials=20, search={"trials": 3, "space": space})
-    for record in made.records:
-        record.hparams["lr"] = 1e-3 * (1 + record.trial / 10)
-        record.hparams["kind"] = f"kind{record.trial:02d}"
-    figures = shown(selection.search(made)).figures
-    assert "xdomainmix+sam: lr (logarithmic axis)." in [figure.caption for figure in figures]
-    svg = figures[-1].svg()
-    assert "kind06" in svg and "kind07" not in svg and "others" in svg
-    assert "$" not in figures[1].svg() and "mathdefault" not in figures[1].svg()
-
-
-@pytest.mark.parametrize(
-    ("pairs", "words"),
-    [
+def test_correlations() -> None:
+    [record] = run_in_memory(["erm"], HELD[:1], [0]).records
+    for pairs, words in (
         ([(1, 3), (2, 5), (3, 4)], "value: +0.50 (mean"),
         ([(1, 1), (1, 2), (2, 2), (3, 9)], "value: +0.83 (mean"),  # ties share a rank
         ([(1, 1), (2, 2)], "not defined"),
         ([(1, 1), (1, 2), (1, 3)], "not defined"),
-    ],
-)
-def test_correlations(pairs: list[tuple[float, float]], words: str) -> None:
-    [record] = run_in_memory(["erm"], HELD[:1], [0]).records
-    assert words in selection.agreement([selection.Trial(record, *pair, False) for pair in pairs])
-
-
-@pytest.mark.parametrize(("metric", "seeds", "offset"), [("accuracy", (0, 1), -0.01), ("nll", (0,), -0.36)])
-def test_wise_ft(metric: str, seeds: tuple[int, ...], offset: float) -> None:
-    section = selection.wise_ft(run_in_memory(["erm", "wise_ft"], seeds=seeds, alphas=ALPHAS, metric=metric))
-    assert len(shown(section).figures) == 2
-    test = [value_on_test("wise_ft", where, seed, 0) for where in HELD for seed in seeds]
-    for title, off in (("test at α = 0", -0.36), ("test at α = 0.5", -0.01), ("test at α = 1", -0.16)):
-        assert column(section, title) == pytest.approx([value + off for value in test])
-    assert column(section, "best on test") == pytest.approx([value + offset for value in test])
-    assert column(section, "picked α") == [0.3] * len(test) and {*column(section, "test at the picked α")} == {None}
+    ):
+        assert words in selection.agreement([selection.Trial(record, *pair, False) for pair in pairs])
 
 
 # -------------------------------------------------------------------------------------------------------- analysis.json
-
-
-def test_each_number_is_the_mean_over_seeds(searched: Run) -> None:
-    assert searched.analysis is not None
-    jsonschema.Draft202012Validator(SCHEMA).validate(searched.analysis)
-    values = {
-        analysis.invariance: {
-            "representation (paper's formula)": lambda m: m["representation_invariance"]["paper"],
-            "by chance: representation (published code)": lambda m: m["representation_invariance"][
-                "published_code_noise"],
-            "prediction (variance of the risk)": lambda m: m["prediction_invariance"]["risk_variance"],
-        },
-        analysis.importance: {
-            "domain: random": lambda m: m["importance"] and (m["importance"]["area"]["domain"] or {}).get("random"),
-            "class: importance score": lambda m: m["importance"] and m["importance"]["area"]["class"]["score"],
-        },
-        analysis.embeddings: {"domain-generic, PCA": lambda m: m["embedding"] and m["embedding"]["pairs"][
-            "domain_specific_vs_generic"]["pca"]["silhouette_of_labels"][1]},
-        analysis.divergence: {"published MMD": lambda m: m["divergence"] and m["divergence"][0]["published_mmd"],
-                              "unbiased MMD²": lambda m: m["divergence"] and m["divergence"][0]["unbiased_mmd2"]},
-        analysis.calibration: {"ECE before (%)": lambda m: 100 * m["calibration"]["domains"]["photo"]["ece"],
-                               "NLL after": lambda m: m["calibration"]["domains"]["photo"]["nll_scaled"]},
-    }  # fmt: skip
-    for panel, by_column in values.items():
-        table = shown(panel(searched)).tables[0]
-        for title, value in by_column.items():
-            for row in table.rows:
-                method, where, third = (cell.text for cell in row[:3])
-                if (panel is analysis.calibration and third != "photo") or third == "90%":
-                    continue
-                models = [m for m in searched.analysed() if (m["method"], m["test_domains"]) == (method, [where])]
-                defined = [number for m in models if (number := value(m)) is not None]
-                expected = pytest.approx(mean(defined)) if defined else None
-                assert models and row[list(table.header).index(title)].value == expected, title
-
-
-def test_equal_measures_share_a_bar_and_a_figure() -> None:
-    """With a frozen encoder all methods have the same features, and fitted domain heads are equal."""
-    made = run_in_memory(("erm", "sam", "xdomainmix"), seeds=(0,))
-    models = made.analysed()
-    for one in models:
-        one["representation_invariance"] = {"paper": 2.5, "published_code": 0.1}
-    for first, second in zip(models[:2], models[2:4], strict=True):
-        second["importance"]["class"] = first["importance"]["class"]
-        first["importance"]["domain"] = second["importance"]["domain"] = first["importance"]["class"]
-    first_alt, second_alt, third_alt = (figure.alt for figure in shown(analysis.invariance(made)).figures)
-    assert "all methods: 2.5" in first_alt and ": 0.1" in second_alt and "all methods" not in third_alt
-    captions = [figure.caption.partition(": ")[0] for figure in shown(analysis.importance(made)).figures]
-    assert captions == ["erm, sam", "erm, sam", "xdomainmix", "xdomainmix"]
-
-
-def test_published_measures_of_the_same_data_set() -> None:
-    pacs = {"name": "pacs", "root": "data"}
-    made = run_in_memory(seeds=(0,), data=pacs, encoder={"model": "mobilenetv2_100", "trainable": False})
-    theirs = shown(analysis.invariance(made)).tables[1]
-    values = {row["method"]: row for row in by_title(theirs)}
-    assert values["xdomainmix"]["covariance distance"].startswith("0.02") and theirs.folded
-    assert values["groupdro"]["risk variance (1e-3)"].startswith("398")
-    assert "Not comparable with this run, whose encoder is mobilenetv2_100, frozen" in theirs.caption
-    alike = run_in_memory(seeds=(0,), data=pacs, encoder={"model": "resnet50.tv_in1k", "trainable": True})
-    theirs = shown(analysis.divergence(alike)).tables[1]
-    assert [row[1] for row in texts(theirs)] == ["3.11 ± 0.34", "6.97 ± 0.03", "14.82 ± 0.11"]
-    assert not theirs.folded and "Not comparable" not in theirs.caption
 
 
 def test_models_that_the_run_does_not_pick_are_left_out() -> None:
@@ -388,9 +236,6 @@ def test_figures_and_tables_of_a_large_run_stay_small() -> None:
     assert len(table.rows) == 240 and "The first 240 of 288 rows" in table.caption
 
 
-# ------------------------------------------------------------------------------------------ the most confident mistakes
-
-
 def test_the_images_of_which_models_were_wrong_with_most_confidence(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     for folder in (tmp_path / "data" / domain / label for domain in ("art", "photo") for label in CLASSES[:2]):
@@ -422,10 +267,5 @@ def test_the_images_of_which_models_were_wrong_with_most_confidence(tmp_path: Pa
     none = shown(predictions.mistakes(made))
     assert not none.thumbnails
     assert none.notes[0].startswith("No image can be shown, because the data can not be read now: ")
-
-
-def test_names_are_found_again_after_rows_have_moved() -> None:
-    data = Named(("a", "b"), ("x", "y"), each=6)
-    names = {data.name(row): row for row in (3, 20)}
-    assert rows_by_name(data, names) == names
-    assert rows_by_name(data, {data.name(20): 3, "gone": 4}) == {data.name(20): 20}
+    names_of = Named(("a", "b"), ("x", "y"), each=6)
+    assert rows_by_name(names_of, {names_of.name(20): 3, "gone": 4}) == {names_of.name(20): 20}

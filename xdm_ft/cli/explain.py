@@ -6,7 +6,7 @@ import argparse
 import textwrap
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.report.manual import MANUAL
+from xdm_ft.report.sections.about import MANUAL
 
 WIDTH = 80  # characters
 

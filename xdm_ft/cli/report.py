@@ -14,11 +14,10 @@ from xdm_ft.cli.answer import Answer
 from xdm_ft.cli.arguments import FORMATS
 from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
 from xdm_ft.report.finished import Run, encoders_of, read_run
-from xdm_ft.report.markup import latex, markdown, markdown_lines
+from xdm_ft.report.headline import sentence
+from xdm_ft.report.markup import as_text, latex, markdown, markdown_lines
 from xdm_ft.report.sections import brief_sections, table_sections
-from xdm_ft.report.sentence import sentence
 from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
-from xdm_ft.report.text import as_text
 from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.terminal import show, write, write_data

@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> Answer:
 def run_recipe(recipe: Recipe) -> Answer:
     """Returns what stands in results.json, but for the recipe and the single models. Status 1: a model failed."""
     from xdm_ft.experiment import run
-    from xdm_ft.report.text import show_headline
+    from xdm_ft.report.headline import show_headline
 
     results = run(recipe)
     document = {

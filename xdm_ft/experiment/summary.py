@@ -62,7 +62,7 @@ def summary_of(
             compare=recipe.declared,
             encoders=encoders,
             deterministic=deterministic,
-            convention=BENCHMARKS[benchmark].convention if benchmark else None,
+            convention=BENCHMARKS[benchmark][0] if benchmark else None,
             look=(number, look.alpha),
             before=before,
             margin=None if margin is None else margin / (100 if metric in IN_PERCENT else 1),

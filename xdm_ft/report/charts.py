@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
+VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
 """Stand for text, secondary text, grid lines and the background. `Figure.svg` replaces them by CSS variables."""
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999933", "#882255")
 """Okabe and Ito's palette without black and yellow, and two of Tol's: apart in any kind of colour vision, on light and
@@ -35,30 +37,6 @@ MAX_MARKERS = 9  # of a line
 MAX_DECADES = 5  # labels of a logarithmic axis, about
 DARKEST = 0.8  # opacity of a share of 100%: text on it can be read in light and in dark mode
 Point = tuple[float, float]
-_VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
-_SETTINGS: Any = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "text.parse_math": False,  # names with $ are no formulas
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "grid.color": RULE,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
-    "figure.facecolor": "none",
-}
 
 
 @dataclass(frozen=True)
@@ -74,11 +52,12 @@ class Figure:
 
     def svg(self) -> str:
         """Returns the SVG. The same figure gives the same text."""
-        from matplotlib import rc_context
+        from matplotlib import rc_context, rc_params_from_file
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
 
-        with rc_context(_SETTINGS | {"svg.hashsalt": self.name}), warnings.catch_warnings():
+        style: Any = rc_params_from_file(Path(__file__).with_name("page.mplstyle"), use_default_template=False)
+        with rc_context({**style, "svg.hashsalt": self.name}), warnings.catch_warnings():
             # The font that measures a name may lack its letters. The reader's fonts draw it.
             warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
             canvas = Canvas(figsize=(self.width, self.height), layout="constrained")
@@ -348,23 +327,21 @@ def heat_maps(name: str, alt: str, shares: Mapping[str, np.ndarray], names: Sequ
             axes.tick_params(length=0)
             axes.set_xticks([])
             axes.set_yticks([])
-            if single:
-                _name_classes(axes, matrix, [short(name, 14) for name in names])
+            if not single:
+                continue
+            axes.set_xlabel("predicted class")
+            axes.set_ylabel("true class")
+            if len(names) <= MAX_NAMED:
+                size = 8 if len(names) <= 20 else 5
+                labels = [short(name, 14) for name in names]
+                axes.set_xticks(range(len(names)), labels, rotation=90, fontsize=size)
+                axes.set_yticks(range(len(names)), labels, fontsize=size)
+            if len(names) <= MAX_WRITTEN:
+                for i, j in zip(*np.nonzero(matrix >= 0.005), strict=True):
+                    axes.text(j, i, f"{100 * matrix[i, j]:.0f}", ha="center", va="center", fontsize=7.5)
 
     size = (3.6, 3.5) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
     return Figure(name, alt, "", draw, *size)
-
-
-def _name_classes(axes: Axes, shares: np.ndarray, names: Sequence[str]) -> None:
-    axes.set_xlabel("predicted class")
-    axes.set_ylabel("true class")
-    if len(names) <= MAX_NAMED:
-        size = 8 if len(names) <= 20 else 5
-        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size)
-        axes.set_yticks(range(len(names)), names, fontsize=size)
-    if len(names) <= MAX_WRITTEN:
-        for i, j in zip(*np.nonzero(shares >= 0.005), strict=True):
-            axes.text(j, i, f"{100 * shares[i, j]:.0f}", ha="center", va="center", fontsize=7.5)
 
 
 # -------------------------------------------------------------------------------------------------------- axes, legends
@@ -421,7 +398,7 @@ def _columns(pairs: Sequence[Point]) -> tuple[list[float], list[float]]:
 def _for_the_page(text: str, name: str) -> str:
     text = text[text.index("<svg") :]  # without the XML declaration and the document type
     text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
-    for colour, variable in _VARIABLES.items():
+    for colour, variable in VARIABLES.items():
         text = text.replace(colour, f"var({variable})")
     text = re.sub(r"font: [^;\"]*?(\d+(?:\.\d+)?)px [^;\"]*", r"font-size: \1px", text)
     text = re.sub(r"font-family: [^;\"]*; ?", "", text)  # that of the page

@@ -1,4 +1,4 @@
-"""The comparisons of a run as reports show them: beside a row, or in a table of their own, and what they could find."""
+"""The comparisons of a run as reports show them: beside a row, in sections of their own, and what they could find."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from xdm_ft.evaluation.looks import Look
+from xdm_ft.evaluation import verdicts
+from xdm_ft.evaluation.looks import Look as LookAtRun
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import split_label, with_encoder
-from xdm_ft.evaluation.verdicts import (
-    ALPHA,
-    BETTER,
-    EQUAL,
-    NO_VERDICT,
-    UNKNOWN,
-    WORSE,
-    Comparison,
-    Family,
-    PValue,
-    more_seeds,
+from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, Comparison, Family, PValue
+from xdm_ft.report import words
+from xdm_ft.report.charts import INK, SERIES, Figure, Look, Mark, Row, points
+from xdm_ft.report.finished import Run, items, several_encoders, split_row
+from xdm_ft.report.section import Cell, Section, Table, cells, make_section
+from xdm_ft.report.words import (
+    EMPTY,
+    IN_PERCENT,
+    axis_value,
+    oracle_mark,
+    p_value,
+    scaled,
 )
-from xdm_ft.report.finished import items, several_encoders, split_row
-from xdm_ft.report.section import Cell
-from xdm_ft.report.words import EMPTY, IN_PERCENT, between, p_value, scaled
 from xdm_ft.runtime.errors import plural
 
 HERE = "95% here (unadjusted)", "p here (Holm)", "here"
 ELSEWHERE = "95% elsewhere (unadjusted)", "p elsewhere (Holm)", "elsewhere"
 Results = Mapping[str, Any]
-LITTLE = 0.9  # more seeds that leave so much of the smallest difference are no use
 
 
 def all_comparisons(results: Results) -> list[Comparison]:
@@ -57,15 +56,13 @@ def comparisons_of(results: Results, rule: str) -> list[Comparison]:
 
 def beside_rows(results: Results, rule: str) -> dict[str, Comparison]:
     """Returns {label of a row: the comparison that is shown beside it}: its first one under its own encoder."""
-    shown = dict[str, Comparison]()
-    for row in comparisons_of(results, rule):
-        if split_row(row.first, results)[1] == split_row(row.second, results)[1]:
-            shown.setdefault(row.first, row)
-    return shown
+    rows = comparisons_of(results, rule)
+    own = [row for row in rows if split_row(row.first, results)[1] == split_row(row.second, results)[1]]
+    return {first: rows_of[0] for first, rows_of in words.grouped(own, lambda row: row.first).items()}
 
 
 def further(results: Results, rule: str) -> list[Comparison]:
-    """Returns the comparisons that are not shown beside a row, such as those between encoders."""
+    """Returns the comparisons that are not shown beside a row, such as those words.between encoders."""
     beside = beside_rows(results, rule)
     return [row for row in comparisons_of(results, rule) if beside.get(row.first) != row]
 
@@ -78,42 +75,142 @@ def between_encoders(row: Comparison, results: Results) -> bool:
 
 def here_words(row: Comparison, metric: str) -> str:
     """Returns the verdict on these domains as a cell."""
-    words = f"{row.here} {row.where}" if row.is_found and row.sets == 1 else row.here
+    verdict = f"{row.here} {row.where}" if row.is_found and row.sets == 1 else row.here
     if row.equal_within is None:
-        return words
+        return verdict
     points = round(100 * row.equal_within, 6)
     margin = f"{points:g} point{'' if points == 1 else 's'}" if metric in IN_PERCENT else f"{row.equal_within:g}"
-    return f"{words}, equal within {margin}"
+    return f"{verdict}, equal within {margin}"
 
 
-def difference_text(row: Comparison | None, metric: str) -> str:
-    return EMPTY if row is None else scaled(row.difference, metric, signed=True)
+def versus_columns(
+    rows: Sequence[Comparison | None], names: Sequence[str | None], metric: str, word: str = "versus"
+) -> dict[str, list[str]]:
+    """Returns {head: a cell per row} of the differences to `names`; None: a row is compared with nothing.
+
+    The head names what all are compared with; if rows differ in that, a second column names it.
+    """
+    differences = [EMPTY if row is None else scaled(row.difference, metric, signed=True) for row in rows]
+    distinct = {name for name in names if name is not None}
+    if len(distinct) == 1:
+        return {f"{word} {distinct.pop()}": differences}
+    return {"difference": differences, word: [name or EMPTY for name in names]}
 
 
-def reference_names(rows: Iterable[Comparison | None], results: Results) -> list[str | None]:
-    """Returns what each row is compared with, without the encoder, which is the row's own; None: with nothing."""
-    return [None if row is None else split_row(row.second, results)[0] for row in rows]
+def reference_name(row: Comparison | None, results: Results) -> str | None:
+    """Returns what a row is compared with, without the encoder, which is the row's own."""
+    return None if row is None else split_row(row.second, results)[0]
 
 
-def header_of(rows: Iterable[Comparison | None]) -> tuple[str, ...]:
-    """Returns the heads of the columns of `cells_of`."""
-    return HERE + ELSEWHERE if any(row and row.sets > 1 for row in rows) else HERE
+def tested_columns(rows: Sequence[Comparison | None], metric: str) -> tuple[tuple[str, ...], list[list[Cell]]]:
+    """Returns the header and, for each row, the cells of intervals, p and verdicts; here alone if all have one set."""
+    header = HERE + ELSEWHERE if any(row and row.sets > 1 for row in rows) else HERE
+
+    def line(row: Comparison | None) -> list[Cell]:
+        if row is None:
+            return [Cell(EMPTY)] * len(header)
+        made = []
+        here = row.on_these, row.p_here, here_words(row, metric)
+        for estimate, p, verdict in (here, (row.on_others, row.p_elsewhere, row.elsewhere)):
+            ends = estimate and estimate.interval()
+            holm = None if p is None else p.holm
+            interval = Cell(words.between(metric, ends, signed=True), ends.low) if ends else Cell("not estimated")
+            made += [interval, Cell(p_value(holm), holm), Cell(verdict)]
+        return made[: len(header)]
+
+    return header, list(map(line, rows))
 
 
-def cells_of(row: Comparison | None, metric: str, header: Sequence[str]) -> list[Cell]:
-    """Returns a cell for each column of `header_of`."""
-    if row is None:
-        return [Cell(EMPTY)] * len(header)
-    cells = []
-    for estimate, p, words in (
-        (row.on_these, row.p_here, here_words(row, metric)),
-        (row.on_others, row.p_elsewhere, row.elsewhere),
-    ):
-        ends = estimate and estimate.interval()
-        holm = None if p is None else p.holm
-        interval = Cell(between(metric, ends, signed=True), ends.low) if ends else Cell("not estimated")
-        cells += [interval, Cell(p_value(holm), holm), Cell(words)]
-    return cells[: len(header)]
+# ------------------------------------------------------------------------------------------------------------ sections
+
+MAX_WIDTH = 3.0
+"""An interval over few domains can be so wide that nothing else is seen: the axis ends at this many times the largest
+of the other numbers."""
+SIDES = "method", "versus"
+LOOKS = {"elsewhere": Look(SERIES[1]), "here": Look(SERIES[0], width=3.2), "difference": Look(INK, "D")}
+
+
+def differences(run: Run, rule: str) -> Section | None:
+    """The differences of the rows to what they are compared with: a forest plot and its numbers."""
+    beside = beside_rows(run.results, rule)
+    shown = {row.method: beside[row.method] for row in run.rows if row.selection == rule and row.method in beside}
+    if not shown:
+        return None
+    names = {method: reference_name(row, run.results) for method, row in shown.items()}
+    reference = "the reference" if len({*names.values()}) > 1 else next(iter(names.values()))
+    notes = words.each_once(
+        (method, row.note and f"versus {names[method]}: {row.note}") for method, row in shown.items()
+    )
+    notes += [f"this table: {line}" for line in what_it_finds(run.results, rule, run.metric)]
+    return _section("differences", run, rule, shown, notes, f"Differences to {reference}", reference)
+
+
+def further_comparisons(run: Run, rule: str) -> Section | None:
+    """The other comparisons, such as those between encoders; None if there are none."""
+    shown = {f"{row.first} − {row.second}": row for row in further(run.results, rule)}
+    notes = words.each_once((label, row.note) for label, row in shown.items())
+    return _section("further", run, rule, shown, notes, "First − second,") if shown else None
+
+
+def _section(
+    id_: str,
+    run: Run,
+    rule: str,
+    shown: Mapping[str, Comparison],
+    notes: list[str],
+    caption: str,
+    reference: str | None = None,
+) -> Section:
+    """Returns a forest plot of the comparisons and their numbers. `reference`: what all are compared with."""
+    what, sides = (f"difference to {reference}", SIDES) if reference else ("difference", ("first", "second"))
+    caption = f"{caption} in {words.unit_of_difference(run.metric)}."
+    return make_section(
+        id_,
+        [_forest(id_, what, run.metric, shown)],
+        [comparison_table(caption, run.metric, shown.values(), rule, sides)],
+        notes,
+        reference=reference,
+        metric=words.metric_words(run.metric),
+        side="Right" if HIGHER_IS_BETTER[run.metric] else "Left",
+    )
+
+
+def comparison_table(caption: str, metric: str, rows: Iterable[Comparison], rule: str, sides: tuple[str, str]) -> Table:
+    rows = list(rows)
+    header, tested = tested_columns(rows, metric)
+    lines = []
+    for row, line in zip(rows, tested, strict=True):
+        difference = Cell(scaled(row.difference, metric, signed=True), row.difference)
+        lines.append(cells(row.first, row.second, difference, *line))
+    return Table(caption, [f"{sides[0]}{oracle_mark(rule)}", sides[1], "difference", *header], lines, labels=2)
+
+
+def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) -> Figure:
+    """Returns the plot of differences, a row per label; `what` they are stands below the axis."""
+    rows, narrow, wide = [], list[float](), list[float]()
+    for label, row in shown.items():
+        here = [axis_value(metric, end) for end in row.on_these.interval()] if row.on_these else None
+        elsewhere = [axis_value(metric, end) for end in row.on_others.interval()] if row.on_others else None
+        difference = axis_value(metric, row.difference)
+        narrow += [difference, *(here or ())]
+        wide += elsewhere or ()
+        intervals = Mark("elsewhere", None, elsewhere, 0.16), Mark("here", None, here, -0.16)
+        p = p_value(row.p_here and row.p_here.holm)
+        rows.append(Row(label, [*intervals, Mark("difference", difference)], right=f"p {p}"))
+
+    # the ends of the axis, around 0 and every difference
+    largest = max(map(abs, narrow))
+    limit = min(max(map(abs, [*narrow, *wide])), MAX_WIDTH * largest) or axis_value(metric, 0.01)
+    low, high = max(min(0.0, *narrow, *wide), -limit), min(max(0.0, *narrow, *wide), limit)
+    margin = 0.05 * (high - low) or limit
+    of_elsewhere = "Thin orange line: 95% interval elsewhere, on new domains; at the edge it goes on. " if wide else ""
+    caption = (
+        "Diamond: the difference. Thick blue line: 95% interval here, with other seeds and test images. "
+        f"{of_elsewhere}At the right Holm's p here."
+    )
+    axis, limits = f"{what} in {words.unit_of_difference(metric)}", (low - margin, high + margin)
+    title = f"Forest plot of the {what}"
+    return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.38, width=4.6)
 
 
 # ------------------------------------------------------------------------------------------------ what they could find
@@ -127,7 +224,7 @@ def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
     if "comparisons" not in results:
         return []
     rows = comparisons_of(results, rule)
-    looks = [Look(**entry) for entry in results.get("looks", ())]
+    looks = [LookAtRun(**entry) for entry in results.get("looks", ())]
     alpha = looks[-1].alpha if looks else ALPHA
     family = Family.of(rows, alpha)
     if family is None:
@@ -167,8 +264,8 @@ def forecast(results: Results, metric: str, seeds: int, declared: int) -> list[s
     if family is None or family.seeds is None:
         return []
     family = replace(family, count=declared or family.count)
-    size = _size(family.here(seeds), metric)
-    return [f"{plural(seeds, 'seed')} will find {size} {_among(family.count)} with 80% probability"]
+    size, among = _size(family.here(seeds), metric), _among(family.count)
+    return [f"{plural(seeds, 'seed')} will find {size} {among} with 80% probability"]
 
 
 def _among(count: int) -> str:
@@ -181,17 +278,17 @@ def _size(difference: float, metric: str) -> str:
 
 def _smallest_here(family: Family, metric: str, results: Results) -> str:
     """The smallest difference here, what limits it and what would help."""
-    now, seeds = family.here(), family.seeds
+    now, seeds, among = family.here(), family.seeds, _among(family.count)
     who = "test images alone" if seeds is None else plural(seeds, "seed")
-    line = f"{who} find{'s' if seeds == 1 else ''} {_size(now, metric)} {_among(family.count)} with 80% probability"
+    line = f"{who} find{'s' if seeds == 1 else ''} {_size(now, metric)} {among} with 80% probability"
     if family.other is not None:
         other = "not paired" if family.rows[0].paired else "paired"
         line += f" ({_size(family.other, metric)} if {other} by seed; from 10 common seeds on rows are paired)"
     if seeds is None:
         return f"{line}; more test images would help"
-    more = more_seeds(seeds)
+    more = verdicts.more_seeds(seeds)
     then = family.here(more)
-    if family.images_limit and then > LITTLE * now:
+    if family.images_limit and then > 0.9 * now:  # so little gain is none
         return f"{line}; the test images, or their groups, are the limit: more seeds are useless"
     spent = math.fsum(run.get("train_seconds") or 0.0 for run in results["runs"])
     seconds = (more - seeds) * spent / max(len({run["seed"] for run in results["runs"]}), 1)
@@ -212,7 +309,7 @@ def _earlier(results: Results, rule: str, first: str, second: str, versus: Mappi
     """
     held_out = {tuple(run["test_domains"]) for run in results["runs"]}
     word, _, where = versus["verdict"].partition(" ")
-    is_found = word in (BETTER, WORSE)
+    is_found = word in (verdicts.BETTER, verdicts.WORSE)
     images, domains = (
         None if versus[key] is None else (versus[key]["high"] - versus[key]["low"]) / 2
         for key in ("seeds_and_images", "domains")
@@ -231,8 +328,8 @@ def _earlier(results: Results, rule: str, first: str, second: str, versus: Mappi
         p_here=p,
         p_elsewhere=p if len(held_out) > 1 else None,
         note=versus["note"],
-        here=word if is_found else NO_VERDICT if versus["verdict"] == NO_VERDICT else EQUAL,
-        elsewhere=word if is_found and not where else UNKNOWN,
+        here=word if is_found else NO_VERDICT if versus["verdict"] == NO_VERDICT else verdicts.EQUAL,
+        elsewhere=word if is_found and not where else verdicts.UNKNOWN,
     )
 
 

@@ -138,18 +138,15 @@ def parquet_of(records: Iterable[Record]) -> bytes:
                 numbers = {name: value for name, value in vars(score).items() if isinstance(value, int | float)}
                 row |= {f"{split}.{name}": value for name, value in numbers.items()}
             rows.append(row)
-    names = dict.fromkeys(name for row in rows for name in row)
-    table = pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        kinds = {type(value) for value in values if value is not None}
+        if kinds == {int, float}:
+            values = [None if value is None else float(value) for value in values]
+        elif len(kinds) > 1 or not kinds <= {int, float, str, bool}:  # as settings of several methods may be: JSON
+            values = [None if value is None else json.dumps(value) for value in values]
+        columns[name] = values
     file = io.BytesIO()
-    pyarrow.parquet.write_table(table, file)
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
     return file.getvalue()
-
-
-def _column(values: list[Any]) -> list[Any]:
-    """Numbers, texts or booleans as they are; of several kinds, as settings of several methods may be, as JSON."""
-    kinds = {type(value) for value in values if value is not None}
-    if kinds == {int, float}:
-        return [None if value is None else float(value) for value in values]
-    if len(kinds) <= 1 and kinds <= {int, float, str, bool}:
-        return values
-    return [None if value is None else json.dumps(value) for value in values]

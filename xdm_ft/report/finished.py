@@ -16,7 +16,7 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Entries, Held, ModelKey, Record, SummaryRow, record_in, split_label
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
 from xdm_ft.report.charts import Look, looks
-from xdm_ft.report.pooled import Pools, pooled
+from xdm_ft.report.means import Pools, pooled
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import images_file
@@ -115,9 +115,7 @@ class Run:
     @cached_property
     def pools(self) -> Pools:
         """What the page counts in the predictions of the picked models. Raises `UserError` if one is damaged."""
-        directory = RunDirectory(self.path)
-        sizes = {record.key: directory.predictions_size(record.folder) for record in self.picked}
-        return pooled(self.picked, sizes, self.prediction, len(self.class_names), self.own_rule, self.metric)
+        return pooled(self)
 
     @property
     def shows_images(self) -> bool:
@@ -146,10 +144,9 @@ class Run:
         """In the order of the columns of probabilities; [] if no model was trained. Raises `UserError` if damaged."""
         if not self.records:
             return []
-        directory = RunDirectory(self.path)
         file = images_file(self.records[0].test_domains)
         try:
-            _, about = directory.tensors(file)
+            _, about = RunDirectory(self.path).tensors(file)
         except (Damaged, FileNotFoundError) as error:
             remedy = "run the same command to write it again"
             raise UserError(f"{self.path / file}: is damaged ({error}); {remedy}") from error
@@ -157,9 +154,8 @@ class Run:
 
     def prediction(self, record: Record) -> Prediction:
         """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
-        directory = RunDirectory(self.path)
-        arrays, images = directory.predictions(record.folder), self.images(record)
-        return Prediction.from_arrays(arrays, images, record.key, self.own_rule)
+        arrays = RunDirectory(self.path).predictions(record.folder)
+        return Prediction.from_arrays(arrays, self.images(record), record.key, self.own_rule)
 
     def images(self, record: Record) -> HeldOutImages:
         """A model's test images."""

@@ -17,14 +17,14 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import SummaryRow, set_name
+from xdm_ft.evaluation.records import set_name
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.finished import Run
+from xdm_ft.report.headline import sentence
 from xdm_ft.report.means import ECE, Picked
 from xdm_ft.report.section import Section
 from xdm_ft.report.sections import sections
 from xdm_ft.report.sections.results import mean_interval
-from xdm_ft.report.sentence import sentence
 from xdm_ft.report.words import between, metric_words, scaled, with_unit
 from xdm_ft.runtime.errors import plural, printable
 from xdm_ft.storage.atomic import replace_text
@@ -62,17 +62,12 @@ def write_page(run: Run) -> list[Section]:
 
 
 def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
-    """Returns the page. Control characters in names are shown as escapes. Raises `ValueError` if two ids are equal.
+    """Returns the page. Control characters in names are shown as escapes.
 
     `drawn`: the SVG of each figure.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
-
-    figures = [figure.name for section in shown for figure in section.figures]
-    for what, ids in (("sections", [section.id for section in shown]), ("figures", figures)):
-        if wrong := [id_ for id_ in ids if not re.fullmatch(r"[a-z][a-z0-9_-]*", id_) or ids.count(id_) > 1]:
-            raise ValueError(f"{what} need ids of a–z, 0–9, _ and -, each its own: {', '.join(wrong)}")
 
     def packaged(file: str) -> str:
         return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
@@ -89,7 +84,7 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     return environment.from_string(packaged("page.html.j2")).render(
         name=str(run.results["recipe"]["name"]),
         sentence=sentence(run),
-        numbers=list(_headline_numbers(run)),
+        numbers=list(_numbers(run)),
         choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
         models=models,
         next=list(_next_steps(run)) if run.records else [],
@@ -127,37 +122,33 @@ def _shareable(path: Path) -> Path:
 # ----------------------------------------------------------------------------------------------------- top of the page
 
 
-def _headline_numbers(run: Run) -> Iterator[tuple[str, str, str]]:
+def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yields (label, value, note) of each number."""
-    chosen = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
-    if chosen is not None and chosen.mean is not None:
-        yield from _numbers_of(run, chosen, chosen.mean)
+    metric, words = run.metric, metric_words(run.metric)
+    row = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
+    if row is not None and row.mean is not None:
+        interval = mean_interval(run, row)
+        where = "95% interval over seeds and test images: " + between(metric, interval) if interval else ""
+        sets = run.held_out_sets
+        on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} held-out domains"
+        yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
+        versus = beside_rows(run.results, row.selection).get(row.method)
+        if versus is not None:
+            p = f", Holm's p {versus.p_here.holm:.2g}" if versus.p_here and versus.p_here.holm is not None else ""
+            difference = scaled(versus.difference, metric, True)
+            yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric) + p
+        means = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
+        if len(means) > 1:
+            worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
+            yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
+        if metric != "ece" and (ece := Picked(run, run.own_rule).mean(row.method, ECE).mean) is not None:
+            yield "calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart"
     counts = Counter(entry["status"] for entry in run.results["runs"])
     if counts:
         faults = [f"{counts[status]} {status}" for status in ("failed", "skipped") if counts[status]]
         methods, seeds = {record.method for record in run.records}, {record.seed for record in run.records}
         of = f"{plural(len(methods), 'method')}, {plural(len(seeds), 'seed')}"
         yield "models trained", f"{counts['ok']}", "; ".join([of, *faults])
-
-
-def _numbers_of(run: Run, row: SummaryRow, mean: float) -> Iterator[tuple[str, str, str]]:
-    metric, words = run.metric, metric_words(run.metric)
-    interval = mean_interval(run, row)
-    where = "95% interval over seeds and test images: " + between(metric, interval) if interval else ""
-    sets = run.held_out_sets
-    on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} held-out domains"
-    yield f"test {words} of {row.method}, {on}", with_unit(metric, mean), where
-    versus = beside_rows(run.results, row.selection).get(row.method)
-    if versus is not None:
-        p = f", Holm's p {versus.p_here.holm:.2g}" if versus.p_here and versus.p_here.holm is not None else ""
-        difference = scaled(versus.difference, metric, True)
-        yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric) + p
-    means = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
-    if len(means) > 1:
-        worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
-        yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
-    if metric != "ece" and (ece := Picked(run, run.own_rule).mean(row.method, ECE).mean) is not None:
-        yield "calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart"
 
 
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:

@@ -1,14 +1,16 @@
-"""Sections as Markdown, which results.md is made of, and their tables as LaTeX with booktabs, for a paper."""
+"""Sections as Markdown, which results.md is made of, as text for a terminal or a file, and as LaTeX for a paper."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TextIO
 
 from xdm_ft.report.finished import Run
-from xdm_ft.report.section import Section
-from xdm_ft.report.sentence import sentence
-from xdm_ft.report.words import plain
+from xdm_ft.report.headline import sentence
+from xdm_ft.report.section import Section, Table
+from xdm_ft.report.words import encoded, plain
 
 LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page of LaTeX is too narrow,
 LEFT_OUT_START = "95% "  # and those that begin so; results.csv has them
@@ -20,19 +22,17 @@ SIGNS = {
     "±": r"$\pm$", "×": r"$\times$", "√": r"$\surd$", "α": r"$\alpha$", "−": "$-$",
     "–": r"\textendash{}", "—": r"\textemdash{}", "…": r"\ldots{}", "→": r"$\rightarrow$",
 }  # fmt: skip
+MIN_WIDTH = 100  # characters, of text for a file or pipe
+UNBOUNDED = 1 << 16
 PREAMBLE = r"% needs \usepackage{booktabs}"
 FONTS = "% has names beyond ASCII: use LuaLaTeX or XeLaTeX, and a font that has their characters"
 
 
 def markdown(run: Run, sections: Iterable[Section]) -> str:
     """Returns the text of results.md: the finding, and of these sections those that have a table."""
-    start = [
-        f"# {escape_markdown(str(run.results['recipe']['name']))}",
-        "",
-        f"**{escape_markdown(sentence(run))}**",
-        "",
-    ]
-    return "\n".join([*start, *markdown_lines(section for section in sections if section.tables)])
+    name, finding = escape_markdown(str(run.results["recipe"]["name"])), escape_markdown(sentence(run))
+    lines = markdown_lines(section for section in sections if section.tables)
+    return "\n".join([f"# {name}", "", f"**{finding}**", "", *lines])
 
 
 def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:
@@ -60,15 +60,15 @@ def escape_markdown(text: str) -> str:
 def latex(sections: Iterable[Section]) -> str:
     """Returns the tables as LaTeX, to be read by \\input: each table is a float of its own."""
     lines: list[str] = []
-    for section, table in [(one, table) for one in sections for table in one.tables]:
-        columns = [
-            i for i, name in enumerate(table.header) if name not in LEFT_OUT and not name.startswith(LEFT_OUT_START)
-        ]
+    tables = [(section, table) for section in sections for table in section.tables]
+    for of, table in tables:
+        titles = enumerate(table.header)
+        columns = [i for i, title in titles if title not in LEFT_OUT and not title.startswith(LEFT_OUT_START)]
 
         def row(cells: Sequence[str], columns: Sequence[int] = columns) -> str:
             return "    " + " & ".join(escape_latex(cells[i]) for i in columns) + r" \\"
 
-        sentences = (section.title, section.about, table.caption, *section.notes)
+        sentences = (of.title, of.about, table.caption, *of.notes)
         caption = ". ".join(text.removesuffix(".") for text in sentences)
         lines += [
             r"\begin{table}",
@@ -93,3 +93,53 @@ def escape_latex(text: str) -> str:
     minus = re.sub(r"(?<![^\s(])-(?=\d)", "−", plain(text))
     escaped = "".join(SIGNS.get(sign, sign) for sign in minus)
     return re.sub("-(?=-)", "-{}", escaped)  # two hyphens would become a dash
+
+
+def as_text(sections: Iterable[Section], out: TextIO) -> str:
+    """Returns the tables as text for `out`: with colours, and in blocks of columns, if that is a terminal."""
+    from rich.console import Console, Group
+    from rich.text import Text
+
+    console, encoding = Console(file=out), out.encoding or "utf-8"
+    if isinstance(out, io.StringIO):  # FORCE_COLOR is about terminals
+        console = Console(file=out, force_terminal=False, color_system=None)
+    parts: list[Any] = []
+    for section in sections:
+        parts += [Text(encoded(section.title, encoding), style="bold")]
+        parts += [Text(encoded(section.about, encoding), style="dim")]
+        for table in section.tables:
+            parts += [Text(encoded(table.caption, encoding), style="dim")]
+            parts += _blocks(table, encoding, console.width if console.is_terminal else UNBOUNDED)
+        parts += [*(Text(encoded(note, encoding)) for note in section.notes), Text()]
+    if not console.is_terminal:  # rich assumes 80 columns there and would fold the cells
+        unbounded = console.options.update(width=UNBOUNDED)
+        widths = [console.measure(part, options=unbounded).maximum for part in parts if not isinstance(part, Text)]
+        console.width = max([MIN_WIDTH, *widths])
+    with console.capture() as captured:
+        console.print(Group(*parts))
+    return captured.get()
+
+
+def _blocks(table: Table, encoding: str, width: int) -> Iterator[Any]:
+    """Yields the columns as rich's tables that fit `width`; each begins with those of labels."""
+    import rich.table
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    lines = [table.header, *([cell.text for cell in row] for row in table.rows)]
+    header, *rows = [[encoded(text, encoding) for text in line] for line in lines]
+    border = 3  # characters per column: two spaces and a line
+    needed = [max(map(cell_len, column)) + border for column in zip(header, *rows, strict=True)]
+    labels = list(range(table.labels))
+    blocks = [labels]
+    for i in range(table.labels, len(needed)):
+        if len(blocks[-1]) > len(labels) and sum(needed[j] for j in (*blocks[-1], i)) + 1 > width:
+            blocks.append(labels)
+        blocks[-1] = [*blocks[-1], i]
+    for columns in blocks:
+        block = rich.table.Table()
+        for i in columns:
+            block.add_column(Text(header[i]), justify="left" if i < table.labels else "right", overflow="fold")
+        for row in rows:
+            block.add_row(*(Text(row[i]) for i in columns))
+        yield block

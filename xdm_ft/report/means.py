@@ -1,20 +1,28 @@
-"""What reports compute of the models of a run: means over seeds, and costs."""
+"""What reports compute of the models of a run: means over seeds, costs, and counts over their predictions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
+from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
+from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import SPLIT, Held, Record
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.report.finished import Run
+from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report.section import mean_of
-from xdm_ft.report.words import metric_words
+from xdm_ft.report.words import grouped, metric_words
 from xdm_ft.runtime.tensors import Score
+from xdm_ft.storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from xdm_ft.report.finished import Run
 
 
 class Measure(NamedTuple):
@@ -47,15 +55,13 @@ class Picked:
     """
 
     def __init__(self, run: Run, rule: str) -> None:
-        self.run, self.rule = run, rule
-
-    @cached_property
-    def records(self) -> list[Record]:
-        return picked_trials(self.run.every, self.rule, self.run.metric)
-
-    @cached_property
-    def held_out(self) -> tuple[Held, ...]:
-        return tuple(dict.fromkeys(record.test_domains for record in self.records))
+        self.records = picked_trials(run.every, rule, run.metric)
+        self.held_out = tuple(dict.fromkeys(record.test_domains for record in self.records))
+        self._scores: dict[tuple[str, Held], dict[int, Score]] = {}  # by seed; of the test images
+        for record in self.records:
+            if record.status == "ok" and rule in record.selected:
+                of_seeds = self._scores.setdefault((record.method, record.test_domains), {})
+                of_seeds[record.seed] = record.selected[rule].metrics[SPLIT]
 
     def mean(self, method: str, measure: Measure) -> Spread:
         """Returns the measure over all held-out sets: mean and spread over the seeds that have a value for each."""
@@ -86,16 +92,6 @@ class Picked:
         values = {seed: getattr(score, measure.score) for seed, score in scores.items()}
         return {seed: float(value) for seed, value in values.items() if value is not None}
 
-    @cached_property
-    def _scores(self) -> dict[tuple[str, Held], dict[int, Score]]:
-        """{(method, held-out set): {seed: its metrics on the test images}}"""
-        scores: dict[tuple[str, Held], dict[int, Score]] = {}
-        for record in self.records:
-            if record.status == "ok" and self.rule in record.selected:
-                of_seeds = scores.setdefault((record.method, record.test_domains), {})
-                of_seeds[record.seed] = record.selected[self.rule].metrics[SPLIT]
-        return scores
-
 
 class Cost(NamedTuple):
     """The mean cost of training one model; None where no model has the number."""
@@ -107,11 +103,137 @@ class Cost(NamedTuple):
 
 def costs(records: Sequence[Record]) -> dict[str, Cost]:
     """Returns {method: mean cost of its trained models}, of all seeds, held-out sets and trials."""
-    by_method: dict[str, list[Record]] = {}
-    for record in records:
-        if record.status == "ok":
-            by_method.setdefault(record.method, []).append(record)
+    trained = grouped((record for record in records if record.status == "ok"), lambda record: record.method)
     return {
-        method: Cost(*(mean_of(getattr(record, name) for record in trained) for name in Cost._fields))
-        for method, trained in by_method.items()
+        method: Cost(*(mean_of(getattr(record, name) for record in of_method) for name in Cost._fields))
+        for method, of_method in trained.items()
     }
+
+
+# ----------------------------------------------------------------------------------------------- counts of predictions
+
+LEVELS = 4000  # steps of confidence that risk and coverage distinguish
+LOGITS = (-9.0, 17.0)
+"""log(p/(1 − p)) of the first and the last step: near 1 too, probabilities in float32 are told apart."""
+MAX_BYTES = 2_000_000_000  # of predictions that are read: some seconds; of more, whole seeds are left out
+
+
+@dataclass
+class Pool:
+    """One method on one held-out set, its seeds pooled."""
+
+    classes: int
+    pairs: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), np.int64))
+    """(true class · C + predicted class, images) of the pairs that occur: with a thousand classes few do."""
+    values: dict[int, float] = field(default_factory=dict)  # {seed: metric} where it is defined, of all seeds
+    read: int = 0  # models whose predictions are counted
+    bins: np.ndarray = field(default_factory=lambda: np.zeros((ECE_BINS, 3)))  # images, Σ confidence, right ones
+    levels: np.ndarray = field(default_factory=lambda: np.zeros((LEVELS, 2), np.int64))  # images, right ones
+    calibrated: bool = True  # whether every model has probabilities; else `bins` and `levels` mean nothing
+    groups: float = 0.0  # effective number of groups of test images
+    without: np.ndarray | None = None  # Σ over seeds of the metric without each group of test images in turn
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Images by true and predicted class, int64 [C,C]; an image counts once per seed."""
+        counts = np.zeros(self.classes**2, np.int64)
+        counts[self.pairs[0]] = self.pairs[1]
+        return counts.reshape(self.classes, self.classes)
+
+    def add(self, prediction: Prediction, metric: str) -> None:
+        """Counts the predictions of one more model."""
+        labels = prediction.images.labels
+        right = prediction.predicted == labels  # [n]
+        new = np.unique(labels * self.classes + prediction.predicted, return_counts=True)
+        codes, position = np.unique(np.concatenate([self.pairs[0], new[0]]), return_inverse=True)
+        images = np.bincount(position, np.concatenate([self.pairs[1], new[1]])).astype(np.int64)
+        self.pairs = np.stack([codes, images])
+
+        confidence = confidences(prediction)
+        if confidence is None:
+            self.calibrated = False
+        else:
+            bins, levels = confidence_bin(confidence), confidence_level(confidence)
+            self.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
+            self.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
+
+        # runs of earlier versions lack what some metrics need for each image
+        has_values = metric not in ("nll", "ece", "auroc") or prediction.per_image is not None
+        has_values &= metric != "worst_domain_accuracy" or bool((prediction.images.worst_of >= 0).any())
+        without = without_each_group(metric, prediction) if has_values else None
+        if self.read == 0:
+            self.groups, self.without = effective_number(prediction.images.sizes), without
+        else:
+            self.without = None if without is None or self.without is None else self.without + without
+        self.read += 1
+
+
+@dataclass(frozen=True)
+class Pools:
+    """{(method, held-out domains): pool} of the models that a selection rule picked."""
+
+    of: Mapping[tuple[str, Held], Pool]
+    read: int  # models
+    left_out: int  # models that were not read, as their predictions exceed MAX_BYTES
+
+    def about(self) -> str:
+        """Returns a sentence on what the counts hold."""
+        if self.left_out:
+            return f"Counted over {self.read} of {self.read + self.left_out} models, those of the first seeds."
+        return "The seeds are pooled."
+
+
+def pooled(run: Run) -> Pools:
+    """Returns the pools of the picked models of a run, one per method and held-out domains.
+
+    One model's predictions at a time are in memory. As many seeds are read as MAX_BYTES allows, and one at least.
+    """
+    directory, total, seeds = RunDirectory(run.path), 0, set[int]()
+    for seed, records in sorted(grouped(run.picked, lambda record: record.seed).items()):
+        total += sum(directory.predictions_size(record.folder) for record in records)
+        if seeds and total > MAX_BYTES:
+            break
+        seeds.add(seed)
+
+    pools: dict[tuple[str, Held], Pool] = {}
+    for record in run.picked:
+        pool = pools.setdefault(record.key[:2], Pool(len(run.class_names)))
+        value = getattr(record.selected[run.own_rule].metrics[SPLIT], run.metric)
+        if value is not None:
+            pool.values[record.seed] = value
+        if record.seed in seeds:
+            pool.add(run.prediction(record), run.metric)
+    read = sum(pool.read for pool in pools.values())
+    return Pools(pools, read, len(run.picked) - read)
+
+
+def confidence_level(confidence: np.ndarray) -> np.ndarray:
+    """Returns the number of each confidence's step, int64 [n]: equal in log(p/(1 − p)), at most 17 in float32."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(confidence) - np.log1p(-confidence)
+    steps = (np.clip(logits, *LOGITS) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]) * LEVELS
+    return np.minimum(steps.astype(np.int64), LEVELS - 1)
+
+
+def confidences(prediction: Prediction) -> np.ndarray | None:
+    """Returns the probability of the predicted class, float64 [n]; None if an earlier version did not keep it."""
+    kept = prediction.probabilities
+    if kept is None:
+        return None
+    return (kept if kept.ndim == 1 else kept.max(1)).astype(np.float64)
+
+
+def interval(pools: Sequence[Pool], metric: str) -> Interval | None:
+    """Returns the 95% interval over seeds and test images of a method's mean over held-out sets; None if not known.
+
+    The sets need the same seeds. With one seed the interval is over test images alone.
+    """
+    if not pools or len({tuple(sorted(pool.values)) for pool in pools}) > 1:
+        return None
+    sets = []
+    for pool in pools:
+        variance = None
+        if pool.without is not None and pool.groups >= 2:
+            variance = jackknife_variance(pool.without / pool.read)
+        sets.append(HeldOut(np.array([pool.values[seed] for seed in sorted(pool.values)]), variance, pool.groups))
+    return interval_of(metric, over_seeds_and_groups(sets), sum(pool.groups for pool in pools))

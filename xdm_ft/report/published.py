@@ -8,7 +8,7 @@ encoders and settings may differ from ours, so its numbers have tables of their 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Convention
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.report.finished import Run, encoder_block, items, trainable_of
-from xdm_ft.report.section import Cell, Section, Table, cells
+from xdm_ft.report.section import Cell, Section, Table, cells, make_section
 from xdm_ft.report.words import EMPTY, trained_words, with_spread
 
 if TYPE_CHECKING:
@@ -53,21 +53,14 @@ class Published(NamedTuple):
     spread: str  # "" if the paper gives none
 
 
-class Benchmark(NamedTuple):
-    """The protocol of the paper on a data set."""
-
-    convention: Convention
-    protocol: str
-
-
-_DOMAINBED = Benchmark(
-    DOMAINBED, "each domain held out in turn, picked on validation images of the training domains, 3 runs"
-)
-BENCHMARKS = {
-    "camelyon17": Benchmark(WILDS, "official split, picked on the validation domain, 10 runs"),
-    "fmow": Benchmark(WILDS, "official split, picked on the validation domain, 3 runs"),
-    **dict.fromkeys(("pacs", "vlcs", "officehome", "terraincognita", "domainnet"), _DOMAINBED),
+IN_TURN = "pacs", "vlcs", "officehome", "terraincognita", "domainnet"  # DomainBed's data sets
+PROTOCOL = "each domain held out in turn, picked on validation images of the training domains, 3 runs"
+BENCHMARKS: dict[str, tuple[Convention, str]] = {
+    "camelyon17": (WILDS, "official split, picked on the validation domain, 10 runs"),
+    "fmow": (WILDS, "official split, picked on the validation domain, 3 runs"),
+    **dict.fromkeys(IN_TURN, (DOMAINBED, PROTOCOL)),
 }
+"""{data set: the kind of its ±, and the protocol of the paper on it}"""
 
 
 @cache
@@ -107,8 +100,7 @@ def _domainbed() -> dict[str, type[BenchmarkFolders]]:
     from xdm_ft.data.terraincognita import TerraIncognita
     from xdm_ft.data.vlcs import Vlcs
 
-    four = {"pacs": Pacs, "vlcs": Vlcs, "officehome": OfficeHome, "terraincognita": TerraIncognita}
-    return {**four, "domainnet": DomainNet}
+    return dict(zip(IN_TURN, (Pacs, Vlcs, OfficeHome, TerraIncognita, DomainNet), strict=True))
 
 
 def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
@@ -127,20 +119,23 @@ def published_name(item: Mapping[str, Any]) -> str | None:
     plain = name.removeprefix("erm+")
     if plain.partition("+")[0] != "xdomainmix":
         return plain
-    specific, generic = item.get("mix_class_specific", True), item.get("mix_class_generic", True)
-    augmented = item.get("domain_head_augmented", False)
     if item.get("other_partner", "other_class_other_domain") != "other_class_other_domain":
         return None
-    switches = (specific, generic, item.get("p_discard", 0.2) > 0, augmented)
+    switches = (  # the ablations switch these
+        item.get("mix_class_specific", True),
+        item.get("mix_class_generic", True),
+        item.get("p_discard", 0.2) > 0,
+        item.get("domain_head_augmented", False),
+    )
     if switches == (True, True, True, False):
         return plain
-    ablation = {
+    ablations = {
         (True, False, False, False): "mix csds",
         (False, True, False, False): "mix cgds",
         (True, True, False, False): "mix csds + mix cgds",
         (True, True, False, True): "domain head trained with augmented features",
     }
-    return ablation.get(switches) if plain == "xdomainmix" else None
+    return ablations.get(switches) if plain == "xdomainmix" else None
 
 
 def published_section(run: Run, rule: str) -> Section | None:
@@ -175,30 +170,25 @@ def published_section(run: Run, rule: str) -> Section | None:
                 pairs.setdefault((encoder, line.metric, ours, convention, row.protocol), []).append((row, line))
     if not pairs:
         return None
-    about = f"{SOURCE}. Encoder, training and protocol may differ from ours, so compare with care."
-    tables = [_beside(dataset, key[0], key[1], key[2], rows) for key, rows in pairs.items()]
-    return Section("published", "Published numbers beside ours", about, tables=tables, folded=True)
-
-
-def _beside(dataset: str, encoder: str, metric: str, ours: str, pairs: Sequence[tuple[SummaryRow, Published]]) -> Table:
     convention, protocol = BENCHMARKS[dataset]
-    first = pairs[0][0]
-    spread = first.spread_as_published
-    our_protocol = first.protocol.partition("; ± is")[0]  # the ± of this table is another one
-    caption = (
-        f"Published: {SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is; its "
-        f"benchmark prints the {convention.kind}. Ours: {ours}; {first.metric.replace('_', ' ')} over "
-        f"{', '.join(first.per_test_domain)}; ± is here {'the ' + spread['kind'] if spread else 'unknown'}; "
-        f"{our_protocol}."
-    )
-    rows = []
-    for row, line in pairs:
-        renamed = row.method not in (line.method, f"erm+{line.method}")
-        method = row.method + (f" (published: {line.method})" if renamed else "")
-        ours_as_published = with_spread(row.to_json(), (row.spread_as_published or {}).get("value"))
-        rows.append([Cell(method), _number(line), *cells(ours_as_published, line.table)])
-    header = ("method", f"published: {encoder}", f"ours: {ours}", "table of the paper")
-    return Table(caption, header, rows, sortable=False)
+    tables = []
+    for (encoder, metric, ours, kind, ours_protocol), beside in pairs.items():
+        first = beside[0][0]
+        our_protocol = ours_protocol.partition("; ± is")[0]  # the ± of this table is another one
+        caption = (
+            f"Published: {SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is; "
+            f"its benchmark prints the {convention.kind}. Ours: {ours}; {first.metric.replace('_', ' ')} over "
+            f"{', '.join(first.per_test_domain)}; ± is here {'the ' + kind if kind else 'unknown'}; {our_protocol}."
+        )
+        rows = []
+        for row, line in beside:
+            renamed = row.method not in (line.method, f"erm+{line.method}")
+            method = row.method + (f" (published: {line.method})" if renamed else "")
+            ours_as_published = with_spread(row.to_json(), (row.spread_as_published or {}).get("value"))
+            rows.append(cells(method, _number(line), ours_as_published, line.table))
+        header = ("method", f"published: {encoder}", f"ours: {ours}", "table of the paper")
+        tables.append(Table(caption, header, rows, sortable=False))
+    return make_section("published", tables=tables, source=SOURCE)
 
 
 def _number(line: Published | None) -> Cell:
@@ -217,7 +207,7 @@ def paper_table(run: Run, *tables: str) -> list[Table]:
     columns = {table: {line.method: line for line in lines if line.table == table} for table in tables}
     metrics = [next((line.metric for line in by_method.values()), table) for table, by_method in columns.items()]
     rows = [
-        [Cell(method), *(_number(by_method.get(method)) for by_method in columns.values())]
+        cells(method, *(_number(by_method.get(method)) for by_method in columns.values()))
         for method in dict.fromkeys(line.method for line in lines)
     ]
 

@@ -1,4 +1,4 @@
-"""What reports are made of: sections of figures, tables and notes.
+"""What reports are made of: sections of figures, tables and notes. sections.toml has their titles and explanations.
 
 Texts are plain: each renderer (text, Markdown, LaTeX, HTML) escapes what it writes.
 """
@@ -11,10 +11,11 @@ from statistics import fmean, stdev
 
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.report.charts import Figure
-from xdm_ft.report.words import EMPTY, number, scaled, significant
+from xdm_ft.report.words import EMPTY, number, packaged_texts, scaled, significant
 
 MAX_ROWS = 240  # of a table with a row per model
 MAX_UNFOLDED_ROWS = 12
+TEXTS = packaged_texts("sections.toml")
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,30 @@ class Section:
     code: str = ""  # lines of text in fixed width
 
 
-def cells(*values: str | int) -> list[Cell]:
-    """Returns texts, and counts, which sort by their value."""
-    return [Cell(value) if isinstance(value, str) else Cell(str(value), value) for value in values]
+def make_section(
+    id_: str,
+    figures: Sequence[Figure] = (),
+    tables: Sequence[Table] = (),
+    notes: Iterable[str] = (),
+    thumbnails: Sequence[Thumbnail] = (),
+    code: str = "",
+    **values: object,
+) -> Section:
+    """Returns a section with its texts of sections.toml, whose names in braces are `values`; its notes come first."""
+    texts = TEXTS[id_]
+    title, about = (texts[name].format(**values) for name in ("title", "about"))
+    notes = [*filter(None, (note.format(**values) for note in texts.get("notes", ()))), *notes]
+    return Section(id_, title, about, figures, tables, notes, texts.get("folded", False), thumbnails, code)
+
+
+def cells(*values: str | int | Cell) -> list[Cell]:
+    """Returns texts, and counts, which sort by their value; what is a cell stays."""
+    made = []
+    for value in values:
+        if isinstance(value, str):
+            value = Cell(value)
+        made.append(value if isinstance(value, Cell) else Cell(str(value), value))
+    return made
 
 
 def metric_cell(value: float | None, metric: str) -> Cell:

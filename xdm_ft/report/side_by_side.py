@@ -10,22 +10,13 @@ from typing import Any
 
 from xdm_ft.evaluation.records import Runs, set_name
 from xdm_ft.evaluation.verdicts import Comparison, Pair, WithoutGroups, compared, judge
-from xdm_ft.report.comparisons import beside_rows, cells_of, difference_text, header_of, reference_names
+from xdm_ft.report import comparisons
 from xdm_ft.report.csv import properties
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.means import Picked
-from xdm_ft.report.section import Section, Table, cells, metric_cell
-from xdm_ft.report.sections.differences import comparison_table, differences
+from xdm_ft.report.section import Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.sections.results import metric_table, results
-from xdm_ft.report.words import (
-    budget_text,
-    each_once,
-    in_unit,
-    oracle_mark,
-    unit_of_difference,
-    versus_columns,
-    with_spread,
-)  # fmt: skip
+from xdm_ft.report.words import budget_text, each_once, grouped, in_unit, oracle_mark, unit_of_difference, with_spread
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -35,40 +26,36 @@ DATA = "data: content of images, classes, domains or groups"  # known by its che
 
 def check_same_protocol(runs: Sequence[Run]) -> None:
     """Raises `UserError` if a run has no table, or another protocol than the first one."""
+
+    def short(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return printable(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…")
+
+    protocols = []
     for run in runs:
         if not run.own_rows:
             raise UserError(f"{run.path}: has no table, as the run is not finished; run the same command to finish it")
-    first = runs[0]
-    for run in runs[1:]:
-        differs = []
-        for (what, value), other in zip(_protocol(first).items(), _protocol(run).values(), strict=True):
-            if value != other:
-                differs.append(what if what == DATA else f"{what} ({_short(value)} and {_short(other)})")
+        protocol, data = run.results["recipe"]["protocol"], run.results["environment"].get("data", {})
+        of_run = {
+            "data: images": data.get("images"),
+            DATA: [data.get("annotations"), data.get("content")],
+            "split": [protocol.get(key) for key in ("name", "split_rule", "val_fraction")],
+            "held-out domains": sorted({set_name(entry["test_domains"]) for entry in run.results["runs"]}),
+            "protocol.selection": run.own_rule,
+            "protocol.metric": run.metric,
+            "tested on": run.results.get("tested_on"),
+        }
+        protocols.append(of_run)
+    for run, protocol in zip(runs[1:], protocols[1:], strict=True):
+        pairs = [(what, value, protocol[what]) for what, value in protocols[0].items() if value != protocol[what]]
+        differs = [
+            what if what == DATA else f"{what} ({short(value)} and {short(other)})" for what, value, other in pairs
+        ]
         if differs:
             raise UserError(
-                f"{first.path} and {run.path}: their protocols differ in {'; '.join(differs)}; such numbers are not "
+                f"{runs[0].path} and {run.path}: their protocols differ in {'; '.join(differs)}; such numbers are not "
                 "comparable, so report each run by itself"
             )
-
-
-def _protocol(run: Run) -> dict[str, Any]:
-    """{what runs in one table have in common: its value}."""
-    recipe, environment = run.results["recipe"], run.results["environment"]
-    protocol, data = recipe["protocol"], environment.get("data", {})
-    return {
-        "data: images": data.get("images"),
-        DATA: [data.get("annotations"), data.get("content")],
-        "split": [protocol.get(key) for key in ("name", "split_rule", "val_fraction")],
-        "held-out domains": sorted({set_name(entry["test_domains"]) for entry in run.results["runs"]}),
-        "protocol.selection": run.own_rule,
-        "protocol.metric": run.metric,
-        "tested on": run.results.get("tested_on"),
-    }
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return printable(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…")
 
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
@@ -80,61 +67,54 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
 def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Section]:
     """Returns the rows of all runs under the recipes' own rule, comparisons `between` runs, and other metrics."""
     names, rule, metric = run_names(runs), runs[0].own_rule, runs[0].metric
-    lines: dict[str, list[str]] = {}  # protocol line → names of runs
-    for run in runs:
-        lines.setdefault(run.own_rows[0].protocol, []).append(names[run.path])
-    protocols = [f"{', '.join(of_runs)}: {line}" if len(lines) > 1 else line for line, of_runs in lines.items()]
-    made = [(names[run.path], section) for run in runs for section in (results(run, rule), differences(run, rule))]
-    first = Section(
-        "runs",
-        f"{len(runs)} runs side by side, selection: {rule}, {in_unit(metric)}",
-        "Compared within each run; the next table compares runs with each other.",
-        tables=[_table(runs, f"Protocol: {'; '.join(protocols)}")],
-        notes=[f"{name}, {note}" for name, section in made if section is not None for note in section.notes],
-    )
-    sections = [first]
+    of_lines = grouped(runs, lambda run: run.own_rows[0].protocol)
+    protocols = list(of_lines)
+    if len(of_lines) > 1:
+        protocols = [f"{', '.join(names[run.path] for run in of)}: {line}" for line, of in of_lines.items()]
+    shown = [
+        (names[run.path], section)
+        for run in runs
+        for section in (results(run, rule), comparisons.differences(run, rule))
+    ]
+    notes = [f"{name}, {note}" for name, section in shown if section is not None for note in section.notes]
+    table = _table(runs, f"Protocol: {'; '.join(protocols)}")
+    sections = [
+        make_section("runs", tables=[table], notes=notes, count=len(runs), rule=rule, unit=in_unit(metric)),
+    ]
     if between:
-        shown = {f"{row.first} − {row.second}": row for row in between}
-        about = (
-            "Later − first, over the same images, with all complete seeds of each run (from ten common ones on, these "
-            "alone); p (Holm) is corrected for this table."
-        )
         caption = f"Later − first, in {unit_of_difference(metric)}."
-        table = comparison_table(caption, metric, shown, rule, ("first", "second"))
-        notes = each_once((label, row.note) for label, row in shown.items())
-        sections.append(Section("between", "Runs compared with the first one", about, tables=[table], notes=notes))
+        table = comparisons.comparison_table(caption, metric, between, rule, ("first", "second"))
+        notes = each_once((f"{row.first} − {row.second}", row.note) for row in between)
+        sections.append(make_section("between", tables=[table], notes=notes))
     models = [(run, Picked(run, rule)) for run in runs]
     rows = [((names[run.path], row.method), picked, row.method) for run, picked in models for row in run.own_rows]
-    others = metric_table(rows, ["run", "method"], rule)
-    return [*sections, Section("metrics", "All metrics", "Means over held-out sets and seeds.", tables=[others])]
+    return [*sections, make_section("metrics-of-runs", tables=[metric_table(rows, ["run", "method"], rule)])]
 
 
 def _table(runs: Sequence[Run], caption: str) -> Table:
     names, metric, mark = run_names(runs), runs[0].metric, oracle_mark(runs[0].own_rule)
     domains = list(dict.fromkeys(domain for run in runs for row in run.own_rows for domain in row.per_test_domain))
     beside = [row for run in runs for row in _beside(run)]
-    references = [name for run in runs for name in reference_names(_beside(run), run.results)]
-    versus = versus_columns(references, [difference_text(row, metric) for row in beside])
-    tested = header_of(beside)
+    references = [comparisons.reference_name(row, run.results) for run in runs for row in _beside(run)]
+    versus = comparisons.versus_columns(beside, references, metric)
+    tested_header, tested = comparisons.tested_columns(beside, metric)
     rows = []
     of_runs = [(run, row) for run in runs for row in run.own_rows]
     for i, (run, row) in enumerate(of_runs):
         of_method, shown = properties(run, row.method), row.to_json()
-        line = cells(
-            names[run.path], row.method, *(of_method[k] for k in ("encoder", "encoder_trained", "augmentation"))
-        )
-        means = [metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains]
-        mean, differences_of = with_spread(shown, row.stderr), [texts[i] for texts in versus.values()]
-        numbers = cells(mean, row.n, budget_text(shown), *differences_of)
-        rows.append([*line, *means, *numbers, *cells_of(beside[i], metric, tested)])
+        encoder = (of_method[key] for key in ("encoder", "encoder_trained", "augmentation"))
+        means = (metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains)
+        numbers = cells(with_spread(shown, row.stderr), row.n, budget_text(shown))
+        compared = (texts[i] for texts in versus.values())
+        rows.append(cells(names[run.path], row.method, *encoder, *means, *numbers, *compared, *tested[i]))
     start = "run", f"method{mark}", "encoder", "encoder is", "augmentation"
     of_its_run = [f"{head} of its run" for head in versus]
-    header = [*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *of_its_run, *tested]
+    header = [*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *of_its_run, *tested_header]
     return Table(caption, header, rows, labels=2)
 
 
 def _beside(run: Run) -> list[Comparison | None]:
-    shown = beside_rows(run.results, run.own_rule)
+    shown = comparisons.beside_rows(run.results, run.own_rule)
     return [shown.get(row.method) for row in run.own_rows]
 
 
@@ -169,5 +149,5 @@ def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Compari
         and RunDirectory(run.path).predictions_size(record.folder)
     )
     without = WithoutGroups(metric, pairs, predictions)
-    comparisons = [comparison for pair in pairs if (comparison := compared(pair, without)) is not None]
-    return judge(metric, comparisons, [True] * len(comparisons))
+    made = [comparison for pair in pairs if (comparison := compared(pair, without)) is not None]
+    return judge(metric, made, [True] * len(made))

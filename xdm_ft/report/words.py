@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import tomllib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, TypeVar
 
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.runtime.errors import printable
 
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 EMPTY = "–"
 IN_PERCENT = (
     "accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "worst_class_recall", "ece",
 )  # fmt: skip
 CHEATING = "CHEATING: the step was picked on test-domain images; not a result"
+
+
+def packaged_texts(file: str) -> dict[str, dict[str, Any]]:
+    """Returns the tables of a TOML file of this package. The lines of a text are joined by single spaces."""
+
+    def joined(value: Any) -> Any:
+        if isinstance(value, list):
+            return [joined(text) for text in value]
+        return " ".join(value.split()) if isinstance(value, str) else value
+
+    tables = tomllib.loads(files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8"))
+    return {name: {key: joined(value) for key, value in table.items()} for name, table in tables.items()}
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Returns {key: the items with it}; keys and items keep their order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def metric_words(metric: str) -> str:
@@ -134,26 +158,10 @@ def oracle_mark(rule: str) -> str:
     return f" ({ORACLE})" if rule == ORACLE else ""
 
 
-def versus_columns(
-    names: Sequence[str | None], differences: Sequence[str], word: str = "versus"
-) -> dict[str, Sequence[str]]:
-    """Returns {head: cells} of the differences to `names`, a cell per row; None: the row is compared with nothing.
-
-    The head names what all are compared with; if rows differ in that, a second column names it.
-    """
-    distinct = {name for name in names if name is not None}
-    if len(distinct) == 1:
-        return {f"{word} {distinct.pop()}": differences}
-    return {"difference": differences, word: [name or EMPTY for name in names]}
-
-
 def each_once(pairs: Iterable[tuple[str, str | None]]) -> list[str]:
     """Returns each note of the pairs (method, note) once, behind all methods that have it; an empty note is none."""
-    methods_of: dict[str, list[str]] = {}
-    for method, note in pairs:
-        if note:
-            methods_of.setdefault(note, []).append(method)
-    return [f"{', '.join(methods)}: {note}" for note, methods in methods_of.items()]
+    by_note = grouped(pairs, lambda pair: pair[1])
+    return [f"{', '.join(method for method, _ in of)}: {note}" for note, of in by_note.items() if note]
 
 
 def listed(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:
@@ -171,3 +179,8 @@ def short(name: str, longest: int = 22) -> str:
 def plain(text: str) -> str:
     """Returns the text on one line without control characters: names come from others, reasons have several lines."""
     return printable(" ".join(text.split()))
+
+
+def encoded(text: str, encoding: str) -> str:
+    """Returns `plain` of the text, with escapes for characters that the encoding lacks."""
+    return plain(text).encode(encoding, "backslashreplace").decode(encoding)

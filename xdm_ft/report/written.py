@@ -42,9 +42,16 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
     The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
     do not depend on it. Raises `UserError` for faults of the disk.
     """
-    page = run.results["recipe"].get("report", {}).get("page", False)
-    if _are_intact(run.path, [*_tables_of(run), *([PAGE] if page else [])]):
-        return
+    page, sources = run.results["recipe"].get("report", {}).get("page", False), (RESULTS, ANALYSIS)
+    try:
+        written = read_object(run.path / REPORTS)
+        times = [(run.path / name).stat().st_mtime_ns for name in written]
+        changed = [(run.path / name).stat().st_mtime_ns for name in sources if (run.path / name).exists()]
+        complete = {*_tables_of(run), *([PAGE] if page else [])} <= {*written}
+        if complete and _digests(run.path, written) == written and max(changed) <= min(times):
+            return
+    except (Damaged, OSError):
+        pass  # reports.json is damaged; a report is missing, or a folder
     _write_tables(directory, run)
     try:
         if page:
@@ -62,14 +69,15 @@ def _write_tables(directory: RunDirectory, run: Run) -> None:
     directory.write_text(TABLE, csv_text(row for row in csv_rows(run) if row["selection"] in run.published_rules))
     if MODELS in _tables_of(run):
         directory.write_bytes(MODELS, parquet_of(run.records))
-    _write_digests(directory, _tables_of(run))
+    directory.write_text(REPORTS, json.dumps(_digests(run.path, _tables_of(run)), indent=1) + "\n")
 
 
 def _write_page(directory: RunDirectory, run: Run) -> None:
     """Writes the page, and results.md with the tables of all its sections."""
     directory.write_text(MARKDOWN, markdown(run, write_page(run)))
     plots = [f"{PLOTS}/{path.name}" for path in sorted((run.path / PLOTS).glob("*.svg"))]
-    _write_digests(directory, (*_tables_of(run), PAGE, *plots))
+    digests = _digests(run.path, (*_tables_of(run), PAGE, *plots))
+    directory.write_text(REPORTS, json.dumps(digests, indent=1) + "\n")
 
 
 def _tables_of(run: Run) -> tuple[str, ...]:
@@ -79,18 +87,3 @@ def _tables_of(run: Run) -> tuple[str, ...]:
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Returns {report, relative to the run directory: checksum of its bytes}."""
     return {name: digest(np.fromfile(folder / name, np.uint8)) for name in names}
-
-
-def _write_digests(directory: RunDirectory, names: Iterable[str]) -> None:
-    directory.write_text(REPORTS, json.dumps(_digests(directory.path, names), indent=1) + "\n")
-
-
-def _are_intact(folder: Path, names: Iterable[str]) -> bool:
-    """Returns whether these reports, and all others in reports.json, are as they were written, no source younger."""
-    try:
-        written = read_object(folder / REPORTS)
-        times = [(folder / name).stat().st_mtime_ns for name in written]
-        changed = [(folder / name).stat().st_mtime_ns for name in (RESULTS, ANALYSIS) if (folder / name).exists()]
-        return {*names} <= {*written} and _digests(folder, written) == written and max(changed) <= min(times)
-    except (Damaged, OSError):  # of these checksums; a report is missing, or a folder
-        return False

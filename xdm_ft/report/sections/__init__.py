@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
+from xdm_ft.report import comparisons
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.published import published_section
 from xdm_ft.report.section import Section
-from xdm_ft.report.sections import about, analysis, differences, predictions, results, selection
+from xdm_ft.report.sections import about, analysis, predictions, results, selection
 
 AFTER_THE_TABLES = (
     results.intervals, predictions.confusion, predictions.other_confusions, predictions.reliability,
@@ -23,8 +24,8 @@ def sections(run: Run) -> Iterator[Section]:
     for rule in dict.fromkeys([run.own_rule, *run.rules]):
         yield from table_sections(run, [rule])
         if rule == run.own_rule:
-            yield from (section for panel in AFTER_THE_TABLES if (section := panel(run)) is not None)
-    yield from (section for panel in AT_THE_END if (section := panel(run)) is not None)
+            yield from filter(None, (panel(run) for panel in AFTER_THE_TABLES))
+    yield from filter(None, (panel(run) for panel in AT_THE_END))
 
 
 def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
@@ -36,9 +37,9 @@ def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
     """
     for rule in (rule for rule in run.rules if rule in rules):
         own = rule == run.own_rule
-        shown = [results.results(run, rule), differences.differences(run, rule)]
+        shown = [results.results(run, rule), comparisons.differences(run, rule)]
         if own or rule != ORACLE:
-            shown += [differences.further_comparisons(run, rule), results.all_metrics(run, rule)]
+            shown += [comparisons.further_comparisons(run, rule), results.all_metrics(run, rule)]
             shown += [selection.selected(run, rule)]
         if own:
             shown += [results.averaged(run), results.cost(run), published_section(run, rule)]
@@ -53,4 +54,4 @@ def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
 def brief_sections(run: Run) -> Iterator[Section]:
     """Yields the sections of results.md that results.json alone makes."""
     yield from table_sections(run, run.rules)
-    yield from (section for panel in (about.reading, about.environment) if (section := panel(run)) is not None)
+    yield from filter(None, (about.reading(run), about.environment(run)))

@@ -1,20 +1,87 @@
-"""What the run was made of: its data, environment and recipe; and how to read the reports."""
+"""How to read the tables of a run, and what it was made of: its data, environment and recipe.
+
+manual.toml holds the words of the tables. `xdm-ft explain` prints all of it; results.md and the page have what their
+tables need.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
 from xdm_ft.evaluation.records import set_name
-from xdm_ft.report.finished import Run
-from xdm_ft.report.manual import how_to_read
-from xdm_ft.report.section import Section, Table, cells
+from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.report.finished import Run, several_encoders
+from xdm_ft.report.section import Section, Table, cells, make_section
+from xdm_ft.report.words import in_unit, packaged_texts
 from xdm_ft.runtime.errors import plural
 
 MAX_CLASSES = 60  # that have a column each; of more, each domain has its number of classes and images
+Results = Mapping[str, Any]
+MANUAL: dict[str, dict[str, str]] = packaged_texts("manual.toml")
+"""{topic: {word of a table: what it means}}"""
+
+
+def _is_measured(name: str) -> Callable[[Results], bool]:
+    return lambda results: any(run.get(name) is not None for run in results["runs"])
+
+
+def _is_selected_by(rule: str) -> Callable[[Results], bool]:
+    return lambda results: any(row["selection"] == rule for row in results["summary"])
+
+
+def _is_searched(results: Results) -> bool:
+    return any(run["trial"] > 0 for run in results["runs"])
+
+
+def _is_compared(results: Results) -> bool:
+    return bool(results.get("comparisons")) or any(row.get("versus_erm") for row in results["summary"])
+
+
+NEEDS: dict[str, Callable[[Results], bool]] = {
+    "draws × gradients": lambda results: any(
+        (row.get("budget") or {}).get("gradient_evaluations") is not None for row in results["summary"]
+    ),
+    "mixed steps": _is_measured("mixed_steps"),
+    "comparison": _is_compared,
+    "verdict": _is_compared,
+    "equal within": lambda results: bool(results["recipe"].get("report", {}).get("margin")),
+    "look": lambda results: len(results.get("looks", ())) > 1,
+    **{rule: _is_selected_by(rule) for rule in ("train_val", "val_domain", "cross_domain", ORACLE)},
+    "selected hyper-parameters": _is_searched,
+    "trained parameters": _is_measured("trained_parameters"),
+    "peak memory": _is_measured("peak_memory"),
+    "encoders": lambda results: bool(several_encoders(results)),
+    "analysis": lambda results: False,  # its tables are in the sections that explain them
+    "published numbers": lambda results: any(row.get("spread_as_published") for row in results["summary"]),
+    "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),
+    "at the edge of its range": _is_searched,
+}
+"""{topic or word of the manual: whether tables of these results need it}; those that are not here are always needed"""
+
+
+def how_to_read(results: Results) -> dict[str, str]:
+    """Returns {word: what it means} that the tables of a run need, the first on its numbers; {} without a table."""
+    metrics = dict.fromkeys(row["metric"] for row in results["summary"])
+    if not metrics:
+        return {}
+
+    def is_needed(name: str) -> bool:
+        return name not in NEEDS or NEEDS[name](results)
+
+    tested_on = f" of {results['tested_on']}" if "tested_on" in results else ""
+    numbers = {"numbers": f"{', '.join(map(in_unit, metrics))} on test images{tested_on}."}
+    topics = [texts for topic, texts in MANUAL.items() if is_needed(topic)]
+    return numbers | {word: text for texts in topics for word, text in texts.items() if is_needed(word)}
+
+
+def reading(run: Run) -> Section | None:
+    rows = [cells(*item) for item in how_to_read(run.results).items()]
+    table = Table("Words and numbers.", ["word", "meaning"], rows, sortable=False)
+    return make_section("reading", tables=[table]) if rows else None
 
 
 def data(run: Run) -> Section | None:
@@ -45,24 +112,17 @@ def data(run: Run) -> Section | None:
         rows.append(cells(domain, *numbers))
 
     faults = [str(line) for line in run.results.get("findings", ())]
-    about = f"{run.results['recipe']['data']['name']}" + (f", {plural(total, 'image')}" if total is not None else "")
-    groups = run.results.get("data", {}).get("groups")
+    words = f"{run.results['recipe']['data']['name']}" + (f", {plural(total, 'image')}" if total is not None else "")
+    groups = (saved or {}).get("groups")
     if groups is not None:
-        about += f" in {plural(groups, 'group')} (patients, slides or sequences), which no split divides"
+        words += f" in {plural(groups, 'group')} (patients, slides or sequences), which no split divides"
     complete = saved is not None or sum(int(of.sum()) for of in counts.values()) == total
     only = "" if complete else " Only held-out domains are counted: this run did not keep the others."
-    about += f". {plural(len(faults), 'fault') if faults else 'No fault'} of the data was found.{only}"
+    number = plural(len(faults), "fault") if faults else "No fault"
     if not run.shows_images:
         faults = [line.partition(":")[0] + ": details are in results.json" for line in faults]
     tables = [Table(caption, header, rows)] if rows else []
-    return Section("data", "Data", about, tables=tables, notes=faults)
-
-
-def reading(run: Run) -> Section | None:
-    words = how_to_read(run.results)
-    about = "What the numbers of report.html and results.md mean. The command xdm-ft explain prints it too."
-    table = Table("Words and numbers.", ["word", "meaning"], [cells(*item) for item in words.items()], sortable=False)
-    return Section("reading", "How to read the numbers", about, tables=[table], folded=True) if words else None
+    return make_section("data", tables=tables, notes=faults, data=words, faults=number, only=only)
 
 
 def environment(run: Run) -> Section:
@@ -74,10 +134,10 @@ def environment(run: Run) -> Section:
                 yield f"{prefix}{key}", str(value)
 
     without_encoders = {key: value for key, value in run.results["environment"].items() if key != "encoders"}
-    about = "Software, hardware, and the checksums of data and weights that the models were trained with."
     rows = [cells(*item) for item in flat(without_encoders)]
-    table = Table("Environment of the run.", ["what", "value"], rows, sortable=False)
-    return Section("environment", "Environment", about, tables=[table], folded=True)
+    return make_section(
+        "environment", tables=[Table("Environment of the run.", ["what", "value"], rows, sortable=False)]
+    )
 
 
 def recipe(run: Run) -> Section:
@@ -93,13 +153,11 @@ def recipe(run: Run) -> Section:
         return f"…/{PurePath(value).name}" if is_path else value
 
     shown = without_folders(run.results["recipe"])
-    about = "Every key of the recipe with its value, defaults included. "
-    if shown == run.results["recipe"]:
-        about += "A file with this text makes the same models."
-    else:
-        about += (
+    complete = "A file with this text makes the same models."
+    if shown != run.results["recipe"]:
+        complete = (
             "Paths of the machine that made the run are shortened to their last name; recipe.yaml in the run directory "
             "has them whole."
         )
     text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True, width=100).rstrip("\n")
-    return Section("recipe", "Recipe", about, code=text, folded=True)
+    return make_section("recipe", code=text, complete=complete)

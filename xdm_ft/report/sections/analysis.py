@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xdm_ft.evaluation.records import set_name
-from xdm_ft.report.charts import (
-    INK,
-    MARKERS,
-    MUTED,
-    SERIES,
-    Figure,
-    Line,
-    Look,
-    Mark,
-    Row,
-    curves,
-    looks,
-    points,
-    scatter,
-)
+from xdm_ft.report.charts import INK, MUTED, SERIES, Figure, Line, Look, Mark, Row, curves, looks, points, scatter
 from xdm_ft.report.finished import Run
 from xdm_ft.report.published import paper_table
-from xdm_ft.report.section import Cell, Section, cells, long_table, mean_cell, mean_of
-from xdm_ft.report.words import EMPTY, range_text, short, significant
+from xdm_ft.report.section import Cell, Section, cells, long_table, make_section, mean_cell, mean_of
+from xdm_ft.report.words import EMPTY, grouped, range_text, short, significant
 from xdm_ft.runtime.errors import plural
 
 MAX_BARS, MAX_RELIABILITY, MAX_IMPORTANCE, MAX_EMBEDDINGS = 24, 12, 16, 4  # bars and figures of a panel
-Model = dict[str, Any]  # an entry of `models` in analysis.json
+MAX_MARKED_SETS = 8  # held-out sets with markers of their own
+Entry = dict[str, Any]  # what was measured: a model of analysis.json, or a part of it
 
 
-def by_set(models: Iterable[Model]) -> dict[tuple[str, str], list[Model]]:
+def by_set(models: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
     """Returns {(method, held-out set): its models, one per seed}."""
-    groups: dict[tuple[str, str], list[Model]] = {}
-    for model in models:
-        groups.setdefault((model["method"], set_name(model["test_domains"])), []).append(model)
-    return groups
+    return grouped(models, lambda model: (model["method"], set_name(model["test_domains"])))
+
+
+def part_of(entry: Entry, *keys: str) -> Any:
+    """Returns what lies at the nested keys; None if it was not measured: each level may be null."""
+    value: Any = entry
+    for key in keys:
+        value = (value or {}).get(key)
+    return value
 
 
 # --------------------------------------------------------------------------------------------------------- calibration
@@ -45,66 +37,49 @@ def by_set(models: Iterable[Model]) -> dict[tuple[str, str], list[Model]]:
 FEWEST_IMAGES = 10  # per seed, of a bin that is drawn
 ROLES = {"test": ("held-out", -0.15, "o"), "validation": ("validation", 0.15, "s")}
 Domain = tuple[str, str, str, str]  # method, held-out set, domain, role
-Seeds = list[dict[str, Any]]  # what was measured on a domain, per seed
 
 
 def calibration(run: Run) -> Section | None:
     """ECE per method, reliability per held-out domain, and a table of all domains."""
-    measured: dict[Domain, Seeds] = {}
+    measured: dict[Domain, list[Entry]] = {}
     for (method, where), models in by_set(run.analysed("calibration")).items():
         for model in models:
-            temperature, domains = model["calibration"]["temperature"], model["calibration"].get("domains") or {}
-            for domain, values in domains.items():
-                percent = {f"{key}_percent": _percent(values[key]) for key in ("ece", "ece_scaled")}
-                of_seeds = measured.setdefault((method, where, domain, values["role"]), [])
-                of_seeds.append(values | percent | {"temperature": temperature})
+            for domain, values in (model["calibration"].get("domains") or {}).items():
+                percent = {key: None if values[key] is None else 100 * values[key] for key in ("ece", "ece_scaled")}
+                entry = values | percent | {"temperature": model["calibration"]["temperature"]}
+                measured.setdefault((method, where, domain, values["role"]), []).append(entry)
     if not measured:
         return None
 
-    forms = {"temperature": ".2f", "ece_percent": ".1f", "ece_scaled_percent": ".1f", "nll": ".3f", "nll_scaled": ".3f"}
-    rows = [
-        [
-            *cells(*domain, seeds[0]["n"]),
-            *(mean_cell((seed[key] for seed in seeds), form) for key, form in forms.items()),
-        ]
-        for domain, seeds in measured.items()
-    ]
+    forms = {"temperature": ".2f", "ece": ".1f", "ece_scaled": ".1f", "nll": ".3f", "nll_scaled": ".3f"}
+    rows = []
+    for key, seeds in measured.items():
+        means = [mean_cell((seed[name] for seed in seeds), form) for name, form in forms.items()]
+        rows.append(cells(*key, seeds[0]["n"], *means))
     header = ["method", "held out", "domain", "images of", "images", "temperature"]
     header += ["ECE before (%)", "ECE after (%)", "NLL before", "NLL after"]
     caption = "Before and after temperature scaling, per method and domain, mean ± standard deviation over seeds."
-    eces = _mean_eces(measured)
+
+    # {(method, role): ECE before and after}, the mean over domains, where both are defined
+    eces: dict[tuple[str, str], tuple[float, float]] = {}
+    for pair, domains in grouped(measured, lambda key: (key[0], key[3])).items():
+        before, after = (
+            mean_of(mean_of(seed[name] for seed in measured[domain]) for domain in domains)
+            for name in ("ece", "ece_scaled")
+        )
+        if before is not None and after is not None:
+            eces[pair] = before, after
     tested = [ends for (_, role), ends in eces.items() if role == "test"]
     lower = sum(after < before for before, after in tested)
     helped = f"here it lowers the ECE on held-out domains for {lower} of {plural(len(tested), 'method')}"
-    return Section(
+    return make_section(
         "calibration",
-        "Calibration and temperature",
-        "A calibrated model is right in 80% of the cases in which it says 80%. One temperature per model, fitted on "
-        "validation images of its training domains, is applied everywhere. The expected calibration error (ECE) is the "
-        "mean distance of accuracy from confidence.",
         [*_ece_figures(run, eces), *_reliability_figures(run, measured)],
         [long_table(caption, header, rows)],
-        [
-            *([helped] if tested else []),
-            "on a held-out domain the temperature can help or harm: only labels of that domain can tell",
-            f"the temperature changes no decision; bins with fewer than {FEWEST_IMAGES} images per seed are not drawn",
-            *run.not_measured,
-        ],
+        run.not_measured,
+        helped=helped if tested else "",
+        fewest=FEWEST_IMAGES,
     )
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
-
-
-def _mean_eces(measured: Mapping[Domain, Seeds]) -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns {(method, role): ECE in % before and after scaling}, the mean over domains, where both are defined."""
-    means: dict[tuple[str, str], tuple[list[float | None], list[float | None]]] = {}
-    for (method, _, _, role), seeds in measured.items():
-        for key, side in zip(("ece", "ece_scaled"), means.setdefault((method, role), ([], [])), strict=True):
-            side.append(_percent(mean_of(seed[key] for seed in seeds)))
-    ends = {key: (mean_of(before), mean_of(after)) for key, (before, after) in means.items()}
-    return {key: (before, after) for key, (before, after) in ends.items() if before is not None and after is not None}
 
 
 def _ece_figures(run: Run, eces: Mapping[tuple[str, str], tuple[float, float]]) -> list[Figure]:
@@ -126,7 +101,23 @@ def _ece_figures(run: Run, eces: Mapping[tuple[str, str], tuple[float, float]]) 
     return [figure] if rows else []
 
 
-def pooled_bins(seeds: Seeds, key: str) -> list[tuple[float, float]]:
+def _reliability_figures(run: Run, measured: Mapping[Domain, list[Entry]]) -> list[Figure]:
+    """Accuracy against confidence of all methods, before and after, a figure per held-out domain."""
+    figures = []
+    tested = grouped((key for key in measured if key[3] == "test"), lambda key: key[1:3])
+    for i, ((_, domain), keys) in enumerate(list(tested.items())[:MAX_RELIABILITY]):
+        sides = {
+            title: [Line(key[0], run.looks[key[0]]._replace(width=1), pooled_bins(measured[key], name)) for key in keys]
+            for title, name in (("before scaling", "reliability"), ("after scaling", "reliability_scaled"))
+        }
+        title = f"Reliability on {domain}, before and after temperature scaling"
+        caption = f"{domain}, never seen in training. On the dotted line confidence is right; below it, it is too high."
+        axes = "confidence in %", "accuracy in %"
+        figures.append(curves(f"calibration-{i}", title, caption, sides, axes, diagonal=True, height=2.1))
+    return figures
+
+
+def pooled_bins(seeds: Sequence[Entry], key: str) -> list[tuple[float, float]]:
     """Returns (confidence, accuracy) in % of the bins of all seeds together that have enough images."""
     drawn = []
     for same in zip(*(seed.get(key) or () for seed in seeds), strict=False):
@@ -136,22 +127,6 @@ def pooled_bins(seeds: Seeds, key: str) -> list[tuple[float, float]]:
             x, y = (100 * sum(b["n"] * b[name] for b in defined) / n for name in ("confidence", "accuracy"))
             drawn.append((x, y))
     return drawn
-
-
-def _reliability_figures(run: Run, measured: Mapping[Domain, Seeds]) -> Iterator[Figure]:
-    """Accuracy against confidence of all methods, before and after, a figure per held-out domain."""
-    domains = dict.fromkeys(domain[1:3] for domain in measured if domain[3] == "test")
-    for i, (where, domain) in enumerate(list(domains)[:MAX_RELIABILITY]):
-        methods = {key[0]: seeds for key, seeds in measured.items() if key[1:] == (where, domain, "test")}
-        sides = {
-            title: [Line(method, run.looks[method]._replace(width=1), pooled_bins(seeds, key))
-                    for method, seeds in methods.items()]
-            for title, key in (("before scaling", "reliability"), ("after scaling", "reliability_scaled"))
-        }  # fmt: skip
-        title = f"Reliability on {domain}, before and after temperature scaling"
-        caption = f"{domain}, never seen in training. On the dotted line confidence is right; below it, it is too high."
-        axes = "confidence in %", "accuracy in %"
-        yield curves(f"calibration-{i}", title, caption, sides, axes, diagonal=True, height=2.1)
 
 
 # --------------------------------------------------------------------------------------- bars of invariance, divergence
@@ -170,10 +145,10 @@ def bars(name: str, title: str, caption: str, rows: Mapping[str, Bar], axis: str
     """Returns bars of the means of the first rows, and a marker for each held-out set. `rows`: {label: its bar}."""
     rows = dict(list(rows.items())[:MAX_BARS])
     sets = list(dict.fromkeys(held for row in rows.values() for held in row.values))
-    few = len(sets) <= len(MARKERS)  # of more sets all get a dot, without errors and legend
-    markers = MARKERS if few else ["o"] * len(sets)
-    series = {held: Look(INK, marker, size=3.5, width=1) for held, marker in zip(sets, markers, strict=False)}
-    series["by chance"] = Look(INK, "|", size=16)
+    few = len(sets) <= MAX_MARKED_SETS  # of more sets all get a dot, without errors and legend
+    series = {held: Look(INK, look.marker if few else "o", size=3.5, width=1) for held, look in looks(sets).items()} | {
+        "by chance": Look(INK, "|", size=16)
+    }
     legend = {held: short(held, 18) for held in sets} if few and len(sets) > 1 else {}
     legend |= {"by chance": "by chance"} if any(row.chance is not None for row in rows.values()) else {}
 
@@ -189,95 +164,74 @@ def bars(name: str, title: str, caption: str, rows: Mapping[str, Bar], axis: str
     return points(name, alt, caption, drawn, axis, series, legend, limit=limit, zero=True)
 
 
-class Measure(NamedTuple):
-    """One of the paper's measurements of invariance over the training domains."""
-
-    name: str  # of the figure
-    title: str
-    axis: str
-    part: str  # of analysis.json
-    key: str
-
-    def value(self, model: Model) -> float | None:
-        return (model.get(self.part) or {}).get(self.key)
-
-    def chance(self, model: Model) -> float | None:
-        """How much of the value is chance, as covariances of few images differ."""
-        return (model.get(self.part) or {}).get(f"{self.key}_noise")
-
-
 ALL = "all methods"
-INVARIANCES = (
-    Measure(
-        "invariance-representation", "representation (paper's formula)", "distance of covariances",
-        "representation_invariance", "paper",
+INVARIANCES = {  # title: name of the figure, its axis, and where analysis.json has the number
+    "representation (paper's formula)": (
+        "invariance-representation", "distance of covariances", ("representation_invariance", "paper"),
     ),
-    Measure(
-        "invariance-representation-code", "representation (published code)", "distance of means and covariances",
-        "representation_invariance", "published_code",
+    "representation (published code)": (
+        "invariance-representation-code", "distance of means and covariances",
+        ("representation_invariance", "published_code"),
     ),
-    Measure(
-        "invariance-prediction", "prediction (variance of the risk)", "variance of the risk",
-        "prediction_invariance", "risk_variance",
+    "prediction (variance of the risk)": (
+        "invariance-prediction", "variance of the risk", ("prediction_invariance", "risk_variance"),
     ),
-)  # fmt: skip
+}  # fmt: skip
 
 
 def invariance(run: Run) -> Section | None:
     """Bars of the measurements per method, and a table of all values."""
-    measured = [model for model in run.analysed() if any(m.value(model) is not None for m in INVARIANCES)]
+    columns = {title: keys for title, (_, _, keys) in INVARIANCES.items()}
+    measured = [
+        model for model in run.analysed() if any(part_of(model, *keys) is not None for keys in columns.values())
+    ]
     if not measured:
         return None
-    notes = [
-        "distances grow with the scale of the features: they compare no two encoders, and features that shrink look "
-        "better"
-    ]
-    columns = {measure.title: measure.value for measure in INVARIANCES}
-    if any(measure.chance(model) is not None for measure in INVARIANCES for model in measured):
-        notes.append("covariances of few images differ by chance: a dotted tick shows about how much of a bar that is")
-        columns |= {f"by chance: {measure.title}": measure.chance for measure in INVARIANCES[:2]}
+    # how much of a value is chance, as covariances of few images differ
+    chances = {f"by chance: {title}": (part, f"{key}_noise") for title, (part, key) in columns.items()}
+    has_chances = any(part_of(model, *keys) is not None for keys in chances.values() for model in measured)
+    by_chance = "covariances of few images differ by chance: a dotted tick shows about how much of a bar that is"
+    columns |= dict(list(chances.items())[:2]) if has_chances else {}
 
     rows = []
-    for (method, where), models in by_set(measured).items():
-        risks = [(model.get("prediction_invariance") or {}).get("risk") or {} for model in models]
+    for key, models in by_set(measured).items():
+        risks = [part_of(model, "prediction_invariance", "risk") or {} for model in models]
         domains = dict.fromkeys(domain for of_model in risks for domain in of_model)
         means = {domain: mean_of(of_model.get(domain) for of_model in risks) for domain in domains}
         listing = "; ".join(f"{domain} {risk:.3f}" for domain, risk in means.items() if risk is not None)
-        values = [mean_cell(map(value, models)) for value in columns.values()]
-        rows.append([*cells(method, where), *values, Cell(listing or EMPTY)])
+        values = [mean_cell(part_of(model, *keys) for model in models) for keys in columns.values()]
+        rows.append(cells(*key, *values, listing or EMPTY))
     caption = "Invariance over the training domains, mean ± standard deviation over seeds."
     table = long_table(caption, ["method", "held out", *columns, "risk per training domain"], rows)
-    return Section(
+    return make_section(
         "invariance",
-        "Invariance",
-        "How different the training domains are to the models: the distance of same-class features between domains "
-        "(representation), and the variance of the mean cross entropy over domains (prediction). Lower is more "
-        "invariant, but not more accurate: features that are all equal have distance 0.",
-        [figure for measure in INVARIANCES for figure in _invariance_figure(run, measured, measure)],
+        [figure for title in INVARIANCES for figure in _invariance_figure(run, measured, title)],
         [table, *paper_table(run, "representation invariance", "prediction invariance")],
-        [*notes, *((run.analysis or {}).get("notes") or ()), *run.not_measured],
+        [*([by_chance] if has_chances else []), *((run.analysis or {}).get("notes") or ()), *run.not_measured],
     )
 
 
-def _invariance_figure(run: Run, measured: Sequence[Model], measure: Measure) -> list[Figure]:
+def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[Figure]:
+    name, axis, (part, key) = INVARIANCES[title]
     values: dict[str, dict[str, float]] = {}
     for (method, where), models in by_set(measured).items():
-        if (value := mean_of(map(measure.value, models))) is not None:
+        if (value := mean_of(part_of(model, part, key) for model in models)) is not None:
             values.setdefault(method, {})[where] = value
     if len(values) > 1 and len({tuple(of_method.items()) for of_method in values.values()}) == 1:
         values = {ALL: next(iter(values.values()))}  # of one frozen encoder
     rows = {}
     for method, of_method in values.items():
-        chance = mean_of(measure.chance(model) for model in measured if method in (model["method"], ALL))
+        own = [model for model in measured if method in (model["method"], ALL)]
+        chance = mean_of(part_of(model, part, f"{key}_noise") for model in own)
         rows[method] = Bar(MUTED if method == ALL else run.looks[method].colour, of_method, {}, chance)
     one_set = len({where for of_method in values.values() for where in of_method}) == 1
     markers = "" if one_set else ": the bar is the mean over held-out domains, a marker is one of them"
-    title = measure.title.capitalize()
-    return [bars(measure.name, title, f"{title}{markers}.", rows, measure.axis)] if rows else []
+    title = title.capitalize()
+    return [bars(name, title, f"{title}{markers}.", rows, axis)] if rows else []
 
 
 KERNELS = 7  # of the published MMD: twice this divided by the batch size is the limit for far features
-Levels = dict[tuple[str, str, float | None], list[dict[str, Any]]]
+Levels = dict[tuple[str, str, float | None], list[Entry]]
 """{(method, held-out set, quantile of τ_d; None: the augmentation has no levels): entries, one per seed}"""
 
 
@@ -294,33 +248,21 @@ def divergence(run: Run) -> Section | None:
     for (method, where, quantile), entries in levels.items():
         level = Cell("none" if quantile is None else f"{100 * quantile:g}%", quantile)
         published, unbiased = (mean_cell(entry[key] for entry in entries) for key in ("published_mmd", "unbiased_mmd2"))
-        error = mean_of(entry["stderr"] for entry in entries)
-        size, n = cells(entries[0]["batch_size"], entries[0]["n"])
+        error, size = mean_of(entry["stderr"] for entry in entries), entries[0]["batch_size"]
         error_cell = Cell("" if error is None else significant(error, 2), error)
-        rows.append([*cells(method, where), level, published, size, unbiased, error_cell, n])
+        rows.append(cells(method, where, level, published, size, unbiased, error_cell, entries[0]["n"]))
     header = ["method", "held out", "quantile of τ_d", "published MMD", "batch size", "unbiased MMD²", "± error"]
     caption = "Divergence of augmented features, mean ± standard deviation over seeds; the error is that of one seed."
     table = long_table(caption, [*header, "samples"], rows)
     sizes = sorted({entry["batch_size"] for entries in levels.values() for entry in entries})
-    limits = " or ".join(f"{2 * KERNELS / size:.3g}" for size in sizes)
-    return Section(
+    limit = 2 * KERNELS / sizes[0] if len(sizes) == 1 else None
+    return make_section(
         "divergence",
-        "Divergence of augmented features",
-        "Maximum mean discrepancy (MMD) between original and augmented features of training images, per quantile that "
-        "sets τ_d, the threshold of domain-specific features. The unbiased MMD² is 0 within its error if their "
-        "distribution did not change. More divergence is not better by itself: noise diverges too.",
-        [
-            _divergence_figure(run, levels, "published_mmd", 2 * KERNELS / sizes[0] if len(sizes) == 1 else None),
-            _divergence_figure(run, levels, "unbiased_mmd2"),
-        ],
+        [_divergence_figure(run, levels, "published_mmd", limit), _divergence_figure(run, levels, "unbiased_mmd2")],
         [table, *paper_table(run, "divergence of augmented features")],
-        [
-            f"the published MMD (seven kernels; each batch of {' or '.join(map(str, sizes))} against its own augmented "
-            "features) counts the kernel of each sample with itself, which dominates it: it is near its limit, twice "
-            f"the number of kernels divided by the batch size ({limits}), as soon as every feature has moved a little",
-            "published values of different batch sizes do not compare, and those of the paper's data sets differ in it",
-            *run.not_measured,
-        ],
+        run.not_measured,
+        sizes=" or ".join(map(str, sizes)),
+        limits=" or ".join(f"{2 * KERNELS / size:.3g}" for size in sizes),
     )
 
 
@@ -354,50 +296,40 @@ def importance(run: Run) -> Section | None:
     measured = run.analysed("importance")
     if not measured:
         return None
+    columns = {
+        f"{kind}: {words}": ("importance", "area", kind, order)
+        for kind in KINDS
+        for order, (words, _) in ORDERS.items()
+    }
     rows = []
-    for (method, where), models in by_set(measured).items():
-        areas = [[(model["importance"].get("area") or {}).get(kind) or {} for model in models] for kind in KINDS]
-        means = [mean_cell((area.get(order) for area in of_kind), ".3f") for of_kind in areas for order in ORDERS]
-        rows.append([*cells(method, where), *means])
-    header = ["method", "held out", *(f"{kind}: {words}" for kind in KINDS for words, _ in ORDERS.values())]
+    for key, models in by_set(measured).items():
+        areas = [mean_cell((part_of(model, *keys) for model in models), ".3f") for keys in columns.values()]
+        rows.append(cells(*key, *areas))
     last = max(model["importance"]["shares"][-1] for model in measured)
     caption = f"Area under each curve of accuracy, at most {last:g}. Lower: what was removed mattered more."
+    table = long_table(caption, ["method", "held out", *columns], rows)
 
     # methods with equal curves share a figure: with a frozen encoder all fitted domain heads are the same
-    groups: dict[str, tuple[list[str], list[Model], str]] = {}
-    for method in dict.fromkeys(model["method"] for model in measured):
-        models = [model for model in measured if model["method"] == method]
+    groups: dict[str, tuple[list[str], list[Entry], str]] = {}
+    for method, models in grouped(measured, lambda model: str(model["method"])).items():
         for kind in KINDS:
             by_model = [(model["test_domains"], model["importance"].get(kind)) for model in models]
-            if any(values for _, values in by_model):
+            if any(curves_of for _, curves_of in by_model):
                 groups.setdefault(json.dumps([kind, by_model]), ([], models, kind))[0].append(method)
     figures = [_importance_figure(i, *group) for i, group in enumerate(list(groups.values())[:MAX_IMPORTANCE])]
 
     images = [model["importance"]["images"] for model in measured]
-    notes = [
-        f"{range_text(min(images), max(images))} images per model",
-        "the score knows the true label: with a linear head it removes exactly what speaks for that class, so accuracy "
-        "falls fast with any head, even one of random weights. Compare models by the curve at random",
-    ]
-    if any(model.get("domain_head") == "fitted" for model in measured):
-        notes.append("methods without a domain head get a linear one, fitted on their training features")
-    return Section(
-        "importance",
-        "Importance of features",
-        "Accuracy on validation images of the training domains after the top x% of the features of each image are set "
-        "to 0: by the importance score, by the size of the gradient, or at random. The lower a curve and its area, the "
-        "more the removed features mattered.",
-        figures,
-        [long_table(caption, header, rows)],
-        [*notes, *run.not_measured],
-    )
+    fitted = "methods without a domain head get a linear one, fitted on their training features"
+    notes = [fitted] if any(model.get("domain_head") == "fitted" for model in measured) else []
+    of_models = range_text(min(images), max(images))
+    return make_section("importance", figures, [table], [*notes, *run.not_measured], images=of_models)
 
 
-def _importance_figure(i: int, methods: Sequence[str], models: Sequence[Model], kind: str) -> Figure:
+def _importance_figure(i: int, methods: Sequence[str], models: Sequence[Entry], kind: str) -> Figure:
     shares = [100 * share for share in models[0]["importance"]["shares"]]  # the same for all models of a run
     lines = []
     for order, (words, look) in ORDERS.items():
-        of_models = [values for model in models if (values := (model["importance"].get(kind) or {}).get(order))]
+        of_models = [values for model in models if (values := part_of(model, "importance", kind, order))]
         if of_models:
             means = [mean_of(column) for column in zip(*of_models, strict=True)]
             mean, *thin = (
@@ -416,10 +348,9 @@ def _importance_figure(i: int, methods: Sequence[str], models: Sequence[Model], 
 
 PAIRS = {"class_specific_vs_generic": "class", "domain_specific_vs_generic": "domain", "original_vs_augmented": ""}
 """{pair of parts of the features: what the points are labelled by}"""
-MAPS = {"map": "learned map", "pca": "PCA"}
+MAPS = {"learned map": "map", "PCA": "pca"}
 MAX_POINTS = 400  # of a plot
 MAX_NAMES = 10  # labels in a legend: of more, colours say nothing
-Plot = Mapping[str, Any]  # "points" [[x,y],…], "kind" [0 or 1,…], "label" [number,…], silhouettes
 
 
 def embeddings(run: Run) -> Section | None:
@@ -429,7 +360,7 @@ def embeddings(run: Run) -> Section | None:
         return None
     first = {model["method"]: model for model in reversed(measured)}  # of each method, before the others
     shown = sorted(measured, key=lambda model: model is not first[model["method"]])[:MAX_EMBEDDINGS]
-    groups: dict[str, tuple[list[str], str, Model]] = {}  # models with equal points share a figure
+    groups: dict[str, tuple[list[str], str, Entry]] = {}  # models with equal points share a figure
     for model in shown:
         for pair in PAIRS:
             if plots := _plots(model, pair):
@@ -439,91 +370,68 @@ def embeddings(run: Run) -> Section | None:
     columns = {  # of the last pair, both parts have one column
         f"{kind}-{words}, {title}" if kind else f"original against augmented, {title}": (pair, title, part)
         for pair, kind in PAIRS.items()
-        for title in MAPS.values()
+        for title in MAPS
         for part, words in enumerate(("specific", "generic"))
     }
     rows = []
-    for (method, where), models in by_set(measured).items():
-        values = [[_silhouette(_plots(m, pair).get(title), pair, part) for m in models]
-                  for pair, title, part in columns.values()]  # fmt: skip
-        rows.append([*cells(method, where), *(mean_cell(of_models, "z.2f") for of_models in values)])
+    for of, models in by_set(measured).items():
+        values = [[_silhouette(model, *where) for model in models] for where in columns.values()]
+        rows.append(cells(*of, *(mean_cell(of_models, "z.2f") for of_models in values)))
     caption = "Silhouettes: of classes and of domains among the points of each part; of original against augmented."
     if len(measured) > len(shown):
         caption += f" Plots are of {len(shown)} of {len(measured)} models."
-    return Section(
-        "embeddings",
-        "Parts of the features in two dimensions",
-        "Each point is a part of one image's feature in two dimensions: by a map of two linear layers that was trained "
-        "to tell classes (or domains) on other images, and by PCA, which knows no labels. If the specific part "
-        "separates the labels better than the generic one, its silhouette is higher.",
-        [_embedding_figure(run, f"embedding-{i}", *group) for i, group in enumerate(groups.values())],
-        [long_table(caption, ["method", "held out", *columns], rows)],
-        [
-            "silhouette: 1 for groups far apart, 0 for mixed ones, below 0 where points are nearer to another group",
-            "which features are specific is chosen for each image with its true label, so both parts carry the label, "
-            "even with a head of random weights",
-            "distances have no unit, and two dimensions hold few groups: a mixed plot does not say that features are "
-            "mixed",
-            *run.not_measured,
-        ],
-        folded=True,
-    )
+    figures = [_embedding_figure(run, f"embedding-{i}", *group) for i, group in enumerate(groups.values())]
+    table = long_table(caption, ["method", "held out", *columns], rows)
+    return make_section("embeddings", figures, [table], run.not_measured)
 
 
-def _plots(model: Model, pair: str) -> dict[str, Plot]:
-    """Returns {title of a map: its points}."""
-    pairs = model["embedding"].get("pairs") or {}
-    return {title: plot for key, title in MAPS.items() if (plot := (pairs.get(pair) or {}).get(key))}
+def _plots(model: Entry, pair: str) -> dict[str, Entry]:
+    """Returns {title of a map: "points" [[x,y],…], "kind" [0 or 1,…], "label" [number,…], silhouettes}."""
+    plots = {title: part_of(model, "embedding", "pairs", pair, key) for title, key in MAPS.items()}
+    return {title: plot for title, plot in plots.items() if plot}
 
 
-def _silhouette(plot: Plot | None, pair: str, part: int) -> float | None:
+def _silhouette(model: Entry, pair: str, title: str, part: int) -> float | None:
     """Returns the silhouette of the labels in the specific (0) or generic (1) part, or that of original, augmented."""
-    if plot is None or not PAIRS[pair]:
-        return (plot or {}).get("silhouette")
-    value: float | None = (plot.get("silhouette_of_labels") or (None, None))[part]
+    plot = _plots(model, pair).get(title, {})
+    values = (plot.get("silhouette_of_labels") or (None, None)) if PAIRS[pair] else [plot.get("silhouette")] * 2
+    value: float | None = values[part]
     return value
 
 
-def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, model: Model) -> Figure:
+def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, model: Entry) -> Figure:
     kind, plots = PAIRS[pair], _plots(model, pair)
-    names = run.class_names if kind == "class" else [*((model.get("prediction_invariance") or {}).get("risk") or ())]
+    names = run.class_names if kind == "class" else [*(part_of(model, "prediction_invariance", "risk") or ())]
     panels, silhouettes = [], []
     for title, plot in plots.items():
         labels = plot.get("label") or [0] * len(plot["points"])
         rows = list(zip(map(tuple, plot["points"]), plot["kind"], labels, strict=True))
         rows = rows[:: max(1, -(-len(rows) // MAX_POINTS))]
         clouds = [[(point, label) for point, of_part, label in rows if of_part == part] for part in (0, 1)]
-        values = [_silhouette(plot, pair, part) for part in (0, 1)]
+        values = [_silhouette(model, pair, title, part) for part in (0, 1)]
         first, second = (EMPTY if value is None else f"{value:.2f}" for value in values)
         if kind:
             silhouettes.append(f"{title} {first} specific, {second} generic")
             styles = list(looks(map(str, range(max(labels) + 1))).values())
             for cloud, part in zip(clouds, ("specific", "generic"), strict=True):
-                panels.append((f"{kind}-{part}\n{title}", _by_label(cloud, styles, names)))
+                by_label = grouped(sorted(cloud, key=lambda pair: pair[1]), lambda pair: pair[1])
+                lines = []
+                for label, of in by_label.items():
+                    words = names[label] if label < len(names) else str(label)
+                    words = words if len(by_label) <= MAX_NAMES else ""
+                    lines.append(Line(words, styles[label]._replace(size=3), [point for point, _ in of]))
+                panels.append((f"{kind}-{part}\n{title}", lines))
         else:
             silhouettes.append(f"{title} {first}")
             original = Line("original", Look(SERIES[0], "o", size=3), [point for point, _ in clouds[0]])
             look = Look(SERIES[1], "^", size=3, hollow=True)
             panels.append((title, [original, Line("augmented", look, [point for point, _ in clouds[1]])]))
 
-    told = "; ".join(silhouettes) if kind else ", ".join(silhouettes)
     who = f"{', '.join(methods)}, held out {set_name(model['test_domains'])}"
     if not kind:
-        caption = f"{who}: original and augmented features. Silhouettes of the two: {told}."
+        caption = f"{who}: original and augmented features. Silhouettes of the two: {', '.join(silhouettes)}."
         return scatter(name, f"Scatter plots of {caption}", caption, [panels], framed=True, height=2.1)
-    caption = f"{who}: marked by {kind}. Silhouettes: {told}."
+    caption = f"{who}: marked by {kind}. Silhouettes: {'; '.join(silhouettes)}."
     alt = f"{kind.capitalize()}-specific and {kind}-generic features of {caption}"
     grid = [panels[i : i + 2] for i in range(0, len(panels), 2)]
     return scatter(name, alt, caption, grid, framed=True, height=1.9 * len(plots))
-
-
-def _by_label(
-    cloud: Sequence[tuple[tuple[float, float], int]], styles: Sequence[Look], names: Sequence[str]
-) -> list[Line]:
-    labels = sorted({label for _, label in cloud})
-    lines = []
-    for label in labels:
-        name = names[label] if label < len(names) else str(label)
-        points_of = [point for point, of_point in cloud if of_point == label]
-        lines.append(Line(name if len(labels) <= MAX_NAMES else "", styles[label]._replace(size=3), points_of))
-    return lines

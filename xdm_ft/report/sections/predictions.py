@@ -12,9 +12,8 @@ from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.evaluation.records import Held, set_name
 from xdm_ft.report.charts import MUTED, SERIES, Line, Look, curves, heat_maps
 from xdm_ft.report.finished import Run
-from xdm_ft.report.means import ECE, Picked
-from xdm_ft.report.pooled import Pool, confidences
-from xdm_ft.report.section import Cell, Section, Table, Thumbnail, cells, metric_cell
+from xdm_ft.report.means import ECE, Picked, Pool, confidences
+from xdm_ft.report.section import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
 from xdm_ft.report.words import short
 from xdm_ft.runtime.errors import UserError, plural
 
@@ -35,32 +34,36 @@ def confusion(run: Run) -> Section | None:
     for i, held in enumerate(sets, 1):
         counts, where = run.pools.of[method, held].counts, f"{set_name(held)} held out"
         recall = np.nan_to_num(recalls(counts), nan=2.0)
-        right, worst = f"{100 * np.trace(counts) / counts.sum():.1f}% right", run.class_names[int(recall.argmin())]
-        alt = f"Confusion matrix of {method}, {where}: {right}; the lowest recall is that of {worst}, "
-        figures.append(
-            heat_maps(f"confusion-{i}", f"{alt}{100 * recall.min():.1f}%.", {where: _shares(counts)}, run.class_names)
+        alt = (
+            f"Confusion matrix of {method}, {where}: {100 * np.trace(counts) / counts.sum():.1f}% right; the lowest "
+            f"recall is that of {run.class_names[int(recall.argmin())]}, {100 * recall.min():.1f}%."
         )
+        figures.append(heat_maps(f"confusion-{i}", alt, {where: _shares(counts)}, run.class_names))
 
     pairs = []
     for held in (held for held in run.held_out_sets if (method, held) in run.pools.of):
         counts = run.pools.of[method, held].counts
         shares = _shares(counts)
         np.fill_diagonal(shares, 0)
-        for cell in np.argsort(-shares, axis=None)[:MAX_PAIRS]:
-            i, j = divmod(int(cell), len(shares))
+        for number in np.argsort(-shares, axis=None)[:MAX_PAIRS]:
+            i, j = divmod(int(number), len(shares))
             share, count = float(shares[i, j]), int(counts[i, j])
             sized = Cell(f"{100 * share:.1f}", share), Cell(f"{count} of {counts[i].sum()}", count)
-            pairs.append((share, [*cells(run.class_names[i], run.class_names[j], set_name(held)), *sized]))
+            pairs.append((share, cells(run.class_names[i], run.class_names[j], set_name(held), *sized)))
     rows = [row for share, row in sorted(pairs, key=lambda pair: -pair[0])[:MAX_PAIRS] if share > 0]
     header = ["true class", "predicted as", "held-out domain", "share of the class in %", "images"]
     caption = f"The most frequent confusions of {method}, images counted once per seed."
     chosen = ", which the selection rule chose" if method == run.chosen else ""
-    about = (
-        "Rows are the true classes, columns the predicted ones; a cell is the share of the row's images in %, so each "
-        f"row adds up to 100. Of {method}{chosen}. {run.pools.about()}{_worst_sets(run, sets)}"
-    )
     tables = [Table(caption, header, rows, labels=3)] if rows else []
-    return Section("confusion", "Which classes are mistaken", about, figures, tables)
+    return make_section(
+        "confusion",
+        figures,
+        tables,
+        method=method,
+        chosen=chosen,
+        counted=run.pools.about(),
+        not_drawn=_rest(run, sets),
+    )
 
 
 def other_confusions(run: Run) -> Section | None:
@@ -75,14 +78,10 @@ def other_confusions(run: Run) -> Section | None:
         alt, shares = f"Confusion matrices of {method}; right were: {', '.join(right)}.", map(_shares, counts.values())
         figures.append(heat_maps(f"confusion-others-{i}", alt, dict(zip(counts, shares, strict=True)), (), method))
     more = f" {len(methods) - MAX_METHODS} more methods are not drawn." if len(methods) > MAX_METHODS else ""
-    about = (
-        "As above, in the same order of classes, one row of matrices per method: a stronger colour is more. The "
-        f"diagonal is what was right.{more}"
-    )
-    return Section("confusion-others", "Mistaken classes: the other methods", about, figures, folded=True)
+    return make_section("confusion-others", figures, more=more)
 
 
-def _worst_sets(run: Run, sets: Sequence[Held]) -> str:
+def _rest(run: Run, sets: Sequence[Held]) -> str:
     """Returns a sentence if some sets are not drawn, else nothing."""
     count = len(run.held_out_sets)
     return f" Of {count} held-out sets, the {len(sets)} with the worst results are drawn." if len(sets) < count else ""
@@ -120,32 +119,26 @@ def reliability(run: Run) -> Section | None:
         lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
         lines.append(Line("", Look(SERIES[0]), points[:, :2].tolist()))
         n, confidence, right = run.pools.of[method, held].bins.sum(0)
-        caption = f"Mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%."
-        figures.append(
-            curves(
-                f"reliability-{i}",
-                f"Reliability of {method}, {set_name(held)} held out",
-                caption,
-                {f"{short(set_name(held), 30)} held out": lines},
-                ("confidence in %", "right in %"),
-                diagonal=True,
-                bars=points[:, ::2].tolist(),
-                limits={"xmin": 0, "xmax": 102, "ymin": -2, "ymax": 102},
-                height=3.4,
-            )
+        figure = curves(
+            f"reliability-{i}",
+            f"Reliability of {method}, {set_name(held)} held out",
+            f"Mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%.",
+            {f"{short(set_name(held), 30)} held out": lines},
+            ("confidence in %", "right in %"),
+            diagonal=True,
+            bars=points[:, ::2].tolist(),
+            limits={"xmin": 0, "xmax": 102, "ymin": -2, "ymax": 102},
+            height=3.4,
         )
+        figures.append(figure)
     models, rows = Picked(run, run.own_rule), []
     for row in run.own_rows:
         spreads = [*(models.on(row.method, held, ECE) for held in run.held_out_sets), models.mean(row.method, ECE)]
-        rows.append([Cell(row.method), *(metric_cell(spread.mean, "ece") for spread in spreads)])
+        rows.append(cells(row.method, *(metric_cell(spread.mean, "ece") for spread in spreads)))
     caption = "Expected calibration error (ECE, 15 bins) in percentage points, the mean over seeds. Lower is better."
     table = Table(caption, ["method", *map(set_name, run.held_out_sets), "mean"], rows, folded=True)
-    about = (
-        "Of the images on which a model is 80% sure, about 80% should be right: then points lie on the diagonal. Below "
-        f"it the model is too sure. Of {method}, as trained, without a temperature; the other methods are thin lines, "
-        f"and bars say how many of the images have that confidence. {run.pools.about()}{_worst_sets(run, sets)}"
-    )
-    return Section("reliability", "Whether confidence can be trusted", about, figures, [table])
+    counted, rest = run.pools.about(), _rest(run, sets)
+    return make_section("reliability", figures, [table], method=method, counted=counted, not_drawn=rest)
 
 
 # ---------------------------------------------------------------------------------------------------- risk and coverage
@@ -173,9 +166,9 @@ def risk_coverage(run: Run) -> Section | None:
         # the largest share whose answers are at least that accurate
         shares_at = [float(answered[accuracy >= target].max(initial=0)) for target in TARGETS]
         at = [Cell(f"{100 * share:.0f}" if share else "none", share) for share in shares_at]
-        rows.append([Cell(name), *at, Cell(f"{100 * accuracy[-1]:.1f}", float(accuracy[-1]))])
+        rows.append(cells(name, *at, Cell(f"{100 * accuracy[-1]:.1f}", float(accuracy[-1]))))
     header = ["method", *(f"{100 * target:.0f}% right" for target in TARGETS), "accuracy if all are answered"]
-    caption = "Share of the images in % that can be answered with so many right answers."
+    table = Table("Share of the images in % that can be answered with so many right answers.", header, rows)
 
     drawn = [name for name in dict.fromkeys([run.shown_method, *by_method]) if name in by_method][:MAX_LINES]
     lines = []
@@ -196,14 +189,7 @@ def risk_coverage(run: Run) -> Section | None:
     )
     fewer = len(drawn) < len(by_method)
     more = f" Drawn are {len(drawn)} of {len(by_method)} methods; the table has all." if fewer else ""
-    about = (
-        "A model answers only where its confidence is above a threshold, and leaves the other images to a person: the "
-        "fewer it answers, the more of the answers are right. Every held-out domain weighs the same, and has the same "
-        f"threshold.{more}"
-    )
-    notes = ["The thresholds are read off these test images. On a new domain, set one with labelled images of it."]
-    title = "How much can be answered at what accuracy"
-    return Section("risk-coverage", title, about, [figure], [Table(caption, header, rows)], notes)
+    return make_section("risk-coverage", [figure], [table], more=more)
 
 
 # --------------------------------------------------------------------------------------------------- confident mistakes
@@ -232,17 +218,14 @@ def mistakes(run: Run) -> Section | None:
     Without `report.images` neither image nor file name stands in the page. Where the data can not be opened, the
     section says why and shows no image.
     """
-    method = run.shown_method if run.shows_images else None
-    found = [mistake for held in run.shown_sets(method) for mistake in _worst_mistakes(run, method or "", held)]
-    if not found:
+    method = run.shown_method
+    if method is None or not run.shows_images:
         return None
-    thumbnails, missing = _thumbnails(run, found)
-    about = (
-        f"Of {method}, per held-out domain: the images of which its models were wrong with the most confidence, summed "
-        "over seeds. Look for wrong labels, for images that belong to no class, and for what misled the model."
-    )
-    notes = [missing] if missing else []
-    return Section("mistakes", "The most confident mistakes", about, notes=notes, thumbnails=thumbnails)
+    worst = [mistake for held in run.shown_sets(method) for mistake in _worst_mistakes(run, method, held)]
+    if not worst:
+        return None
+    thumbnails, missing = _thumbnails(run, worst)
+    return make_section("mistakes", notes=[missing] if missing else [], thumbnails=thumbnails, method=method)
 
 
 def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
@@ -266,7 +249,7 @@ def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
     ]  # fmt: skip
 
 
-def _thumbnails(run: Run, found: Sequence[Mistake]) -> tuple[list[Thumbnail], str]:
+def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], str]:
     """Returns the images that can be read, and a sentence on the others; empty if there is none."""
     from PIL import Image
 
@@ -277,9 +260,9 @@ def _thumbnails(run: Run, found: Sequence[Mistake]) -> tuple[list[Thumbnail], st
         dataset = load_dataset(run.results["recipe"]["data"])
     except UserError as error:
         return [], f"No image can be shown, because the data can not be read now: {error}"
-    rows = rows_by_name(dataset, {mistake.name: mistake.row for mistake in found})
+    rows = rows_by_name(dataset, {mistake.name: mistake.row for mistake in worst})
     thumbnails = []
-    for mistake in (mistake for mistake in found if mistake.name in rows):
+    for mistake in (mistake for mistake in worst if mistake.name in rows):
         try:
             image = dataset.image(rows[mistake.name])
         except UnreadableImage:
@@ -295,5 +278,5 @@ def _thumbnails(run: Run, found: Sequence[Mistake]) -> tuple[list[Thumbnail], st
             sure += f" ({mistake.wrong} of {mistake.models} models)"
         lines = where, f"label: {label}", f"predicted: {sure}", mistake.name
         thumbnails.append(Thumbnail(out.getvalue(), f"{where}: {label}, taken for {sure}", lines))
-    left = len(found) - len(thumbnails)
+    left = len(worst) - len(thumbnails)
     return thumbnails, f"{plural(left, 'image')} can not be read now." if left else ""

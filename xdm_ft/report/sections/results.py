@@ -12,30 +12,12 @@ import torch
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
 from xdm_ft.evaluation.records import Record, SummaryRow, set_name
 from xdm_ft.evaluation.verdicts import Interval
+from xdm_ft.report import words
 from xdm_ft.report.charts import Figure, Look, Mark, Row, looks, points
 from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
-from xdm_ft.report.means import MEASURES, Picked, costs
-from xdm_ft.report.pooled import interval
-from xdm_ft.report.section import Cell, Section, Table, cells, metric_cell, spread_cell
-from xdm_ft.report.words import (
-    CHEATING,
-    EMPTY,
-    IN_PERCENT,
-    axis_value,
-    between,
-    budget_text,
-    bytes_text,
-    count_text,
-    each_once,
-    in_unit,
-    metric_words,
-    oracle_mark,
-    range_text,
-    scaled,
-    seconds_text,
-    short,
-    with_spread,
-)  # fmt: skip
+from xdm_ft.report.means import MEASURES, Picked, costs, interval
+from xdm_ft.report.section import Cell, Section, Table, cells, make_section, metric_cell, spread_cell
+from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, grouped, in_unit, oracle_mark, with_spread
 
 
 def results(run: Run, rule: str) -> Section:
@@ -43,42 +25,39 @@ def results(run: Run, rule: str) -> Section:
     order = list(items(run.results))
     rows = [row for row in run.rows if row.selection == rule]
     rows.sort(key=lambda row: order.index(row.method) if row.method in order else len(order))
-    groups: dict[tuple[str, ...], list[SummaryRow]] = {}
-    for row in rows:
-        kind = (row.spread_as_published or {}).get("kind", "")
-        groups.setdefault((row.protocol, row.metric, row.split, kind), []).append(row)
-
     notes = each_once((row.method, note) for row in rows for note in (row.reason, *(row.flags or ())))
     if len(rows) > 1 and rule != ORACLE:
         best = "The best row by test value is about a point of accuracy too good"
         notes = [f"{best}; the method that validation chose is not.", *notes]
-    budgets: dict[str, list[str]] = {}  # of methods that take gradient steps
-    for row in rows:
-        evaluations = (row.budget or {}).get("gradient_evaluations")
-        if evaluations and evaluations["high"] > 0:
-            budgets.setdefault(budget_text({"budget": row.budget}), []).append(row.method)
+    evaluations = {row.method: (row.budget or {}).get("gradient_evaluations") for row in rows}
+    in_steps = [row for row in rows if (taken := evaluations[row.method]) and taken["high"] > 0]
+    budgets = grouped(in_steps, lambda row: budget_text({"budget": row.budget}))
     if len(budgets) > 1:
-        parts = (f"{budget}: {', '.join(methods)}" for budget, methods in budgets.items())
-        notes = [*notes, f"unequal budgets: {'; '.join(parts)}"]
+        parts = (f"{budget}: {', '.join(row.method for row in of)}" for budget, of in budgets.items())
+        notes.append(f"unequal budgets: {'; '.join(parts)}")
 
-    better = "Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower"
-    about = (
-        f"Test {in_unit(rows[0].metric)} on images of {run.results.get('tested_on', 'held-out domains')}, the mean "
-        f"over seeds; ± is the standard error over seeds. {better} is better."
+    own = rule == run.own_rule
+    groups = grouped(
+        rows, lambda row: (row.protocol, row.metric, row.split, (row.spread_as_published or {}).get("kind", ""))
     )
-    of_rule = " (the recipe's rule)" if rule == run.own_rule else ""
-    title = f"Results, selection: {rule}{f' — {CHEATING}' if rule == ORACLE else of_rule}"
-    figures = _dot_plot(run) if rule == run.own_rule else []
-    return Section("results", title, about, figures, [_table(run, group) for group in groups.values()], notes)
+    return make_section(
+        "results",
+        _dot_plot(run) if own else [],
+        [_table(run, group) for group in groups.values()],
+        notes,
+        rule=rule,
+        remark=f" — {words.CHEATING}" if rule == ORACLE else " (the recipe's rule)" if own else "",
+        unit=in_unit(rows[0].metric),
+        tested_on=run.results.get("tested_on", "held-out domains"),
+        better="Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower",
+    )
 
 
 def _table(run: Run, rows: Sequence[SummaryRow]) -> Table:
     mark, metric = oracle_mark(rows[0].selection), rows[0].metric
     domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
-    mixed: dict[str, list[int]] = {}  # numbers of steps that used augmented features
-    for entry in run.results["runs"]:
-        if entry.get("mixed_steps") is not None:
-            mixed.setdefault(entry["method"], []).append(entry["mixed_steps"])
+    measured = (entry for entry in run.results["runs"] if entry.get("mixed_steps") is not None)
+    mixed = grouped(measured, lambda entry: str(entry["method"]))  # steps that used augmented features
     has_budgets, has_mixed = any(row.budget for row in rows), any(row.method in mixed for row in rows)
     header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
     header += ["draws × gradients"] * has_budgets + ["mixed steps"] * has_mixed
@@ -86,10 +65,10 @@ def _table(run: Run, rows: Sequence[SummaryRow]) -> Table:
     for row in rows:
         means = [metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains]
         mean = Cell(with_spread(row.to_json(), row.stderr), row.mean)
-        steps = mixed.get(row.method)
+        steps = [entry["mixed_steps"] for entry in mixed.get(row.method, ())]
         more = [budget_text({"budget": row.budget})] * has_budgets
-        more += [range_text(min(steps), max(steps)) if steps else EMPTY] * has_mixed
-        lines.append([Cell(row.method), *means, mean, *cells(row.n, *more)])
+        more += [words.range_text(min(steps), max(steps)) if steps else EMPTY] * has_mixed
+        lines.append(cells(row.method, *means, mean, row.n, *more))
     return Table(f"Protocol: {rows[0].protocol}", header, lines)
 
 
@@ -98,6 +77,11 @@ def _dot_plot(run: Run) -> list[Figure]:
     domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
     if not rows or len(rows) * len(domains) < 2:
         return []
+
+    def on_axis(method: str, domain: str) -> list[float] | None:
+        ends = domain_interval(run, method, domain)
+        return None if ends is None else [axis_value(run.metric, end) for end in ends]
+
     several = len(domains) > 1
     drawn = []
     for row in rows:
@@ -106,7 +90,7 @@ def _dot_plot(run: Run) -> list[Figure]:
             value = row.per_test_domain.get(domain, {}).get("mean")
             if value is not None:
                 shift = 0.6 * (i / (len(domains) - 1) - 0.5) if several else 0.0
-                ends = partial(_ends_on_axis, run, row.method, domain)
+                ends = partial(on_axis, row.method, domain)
                 marks.append(Mark(domain, axis_value(run.metric, value), ends, shift))
         if several and row.mean is not None:
             marks.append(Mark("mean", axis_value(run.metric, row.mean)))
@@ -119,16 +103,11 @@ def _dot_plot(run: Run) -> list[Figure]:
         drawn,
         f"test {in_unit(run.metric)}",
         looks(domains) | {"mean": Look("", "|", size=18)},
-        {domain: short(domain, 18) for domain in domains} | ({"mean": "mean"} if several else {}),
+        {domain: words.short(domain, 18) for domain in domains} | ({"mean": "mean"} if several else {}),
         row_height=max(0.3, 0.085 * len(domains)),
         width=4.6,
     )
     return [figure]
-
-
-def _ends_on_axis(run: Run, method: str, domain: str) -> list[float] | None:
-    ends = domain_interval(run, method, domain)
-    return None if ends is None else [axis_value(run.metric, end) for end in ends]
 
 
 def intervals(run: Run) -> Section | None:
@@ -138,12 +117,11 @@ def intervals(run: Run) -> Section | None:
     for row in run.own_rows:
         ends = [mean_interval(run, row), *(domain_interval(run, row.method, domain) for domain in domains)]
         if any(ends):
-            shown = [Cell(between(run.metric, end), end.low) if end else Cell(EMPTY) for end in ends]
-            rows.append([Cell(row.method), *shown])
-    about = "How far the numbers would move with other seeds and other images of the same domains."
-    caption = f"95% intervals of test {metric_words(run.metric)}, over seeds and test images."
+            shown = [Cell(words.between(run.metric, end), end.low) if end else Cell(EMPTY) for end in ends]
+            rows.append(cells(row.method, *shown))
+    caption = f"95% intervals of test {words.metric_words(run.metric)}, over seeds and test images."
     table = Table(caption, ["method", "mean", *domains], rows)
-    return Section("intervals", "Intervals", about, tables=[table]) if rows else None
+    return make_section("intervals", tables=[table]) if rows else None
 
 
 def mean_interval(run: Run, row: SummaryRow) -> Interval | None:
@@ -163,7 +141,7 @@ def domain_interval(run: Run, method: str, domain: str) -> Interval | None:
     return interval(pools, run.metric)
 
 
-# ----------------------------------------------------------------------------------------------------- other metrics
+# --------------------------------------------------------------------------------------------- other metrics, and costs
 
 
 def all_metrics(run: Run, rule: str) -> Section | None:
@@ -172,28 +150,20 @@ def all_metrics(run: Run, rule: str) -> Section | None:
     if not run.records or not methods:
         return None
     models = Picked(run, rule)
-    lower = ", ".join(measure.label for measure in MEASURES if not HIGHER_IS_BETTER.get(measure.score, True))
-    units = ", ".join(measure.label for measure in MEASURES if measure.score not in IN_PERCENT)
-    about = (
-        "On the test images, the mean over held-out domains and seeds ± the standard error over seeds. Worst domain is "
-        "the lowest accuracy of a held-out domain in each seed, worst class the lowest recall of a class, the mean "
-        f"over the domains. In %, except for {units} in nats. Higher is better, except for {lower}."
-    )
     table = metric_table([([method], models, method) for method in methods], ["method"], rule)
-    return Section("metrics", "All metrics", about, tables=[table])
+    lower = ", ".join(measure.label for measure in MEASURES if not HIGHER_IS_BETTER.get(measure.score, True))
+    losses = ", ".join(measure.label for measure in MEASURES if measure.score not in words.IN_PERCENT)
+    return make_section("metrics", tables=[table], not_in_percent=losses, lower=lower)
 
 
 def metric_table(rows: Sequence[tuple[Sequence[str], Picked, str]], labels: Sequence[str], rule: str) -> Table:
     """Returns a row per (labels, models, method)."""
     lines = [
-        cells(*texts) + [spread_cell(models.mean(method, measure), measure.score) for measure in MEASURES]
+        cells(*texts, *(spread_cell(models.mean(method, measure), measure.score) for measure in MEASURES))
         for texts, models, method in rows
     ]
     header = [*labels[:-1], f"{labels[-1]}{oracle_mark(rule)}", *(measure.label for measure in MEASURES)]
     return Table("Every metric of the picked models.", header, lines, labels=len(labels))
-
-
-# --------------------------------------------------------------------------------------------------------------- costs
 
 
 def cost(run: Run) -> Section | None:
@@ -207,38 +177,33 @@ def cost(run: Run) -> Section | None:
         return None
     rows = []
     for method, (parameters, seconds, memory) in shown.items():
-        texts = count_text(parameters), seconds_text(seconds), bytes_text(memory)
-        costs_of = map(Cell, texts, (parameters, seconds, memory))
-        rows.append([Cell(method), metric_cell(values.get(method), run.metric), *costs_of])
+        texts = words.count_text(parameters), words.seconds_text(seconds), words.bytes_text(memory)
+        spent = map(Cell, texts, (parameters, seconds, memory))
+        rows.append(cells(method, metric_cell(values.get(method), run.metric), *spent))
     header = ["method", "selection value", "trained parameters", "seconds", "peak memory"]
     tables = [Table("The mean cost of one model.", header, rows)]
 
-    encoders = []
+    rows = []
     for label, encoder in encoders_of(run.results).items():
-        model, ms = f"{encoder['component']} {encoder['model'] or ''}".rstrip(), encoder["ms_per_image"]
-        sized = (
-            Cell(count_text(encoder["parameters"]), encoder["parameters"]),
-            Cell(EMPTY if ms is None else f"{ms:.3g}", ms),
+        model = f"{encoder['component']} {encoder['model'] or ''}".rstrip()
+        parameters, ms, size = (encoder[key] for key in ("parameters", "ms_per_image", "feature_bytes"))
+        texts = words.count_text(parameters), EMPTY if ms is None else f"{ms:.3g}", words.bytes_text(size)
+        rows.append(
+            cells(label, model, encoder["pretraining"], encoder["width"], *map(Cell, texts, (parameters, ms, size)))
         )
-        size = Cell(bytes_text(encoder["feature_bytes"]), encoder["feature_bytes"])
-        encoders.append([*cells(label, model, encoder["pretraining"], encoder["width"]), *sized, size])
-    if encoders:
+    if rows:
         header = ["encoder", "model", "pre-training", "width", "parameters", "ms per image", "features on disk"]
         caption = (
             "The encoders. Milliseconds to encode one image on the machine of the run; bytes of all cached features."
         )
-        tables.append(Table(caption, header, encoders, labels=3))
+        tables.append(Table(caption, header, rows, labels=3))
 
     # runs of earlier versions measure neither
     missing = [m for m, spent in shown.items() if spent.trained_parameters is not None and spent.peak_memory is None]
     shared = "their models trained together and share their memory, so a model has no peak of its own"
     where = "they are a part of the test images" if run.rule == ORACLE else "test images are not in it"
-    about = (
-        "What training one model takes, the mean over held-out sets, seeds and draws. Features of a frozen part of the "
-        "encoder are computed once, before training, and are not in it. The selection value is the mean "
-        f"{in_unit(run.metric)} on the images by which {run.rule} picked; {where}."
-    )
-    return Section("cost", "Cost", about, tables=tables, notes=[f"{', '.join(missing)}: {shared}"] if missing else [])
+    notes = [f"{', '.join(missing)}: {shared}"] if missing else []
+    return make_section("cost", tables=tables, notes=notes, unit=in_unit(run.metric), rule=run.rule, where=where)
 
 
 # ------------------------------------------------------------------------------------------------------ seeds averaged
@@ -282,19 +247,13 @@ def averaged(run: Run) -> Section | None:
         of_seeds = [getattr(test, run.metric) for test in tests]
         single, mean = math.nan if None in of_seeds else float(np.mean(of_seeds)), float(np.mean(defined))
         shown = [metric_cell(None if math.isnan(v) else v, run.metric) for v in (*defined, mean, single)]
-        difference = EMPTY if math.isnan(mean - single) else scaled(mean - single, run.metric, signed=True)
-        rows.append([*cells(f"{method}, seeds averaged", len(seeds)), *shown, Cell(difference)])
+        difference = EMPTY if math.isnan(mean - single) else words.scaled(mean - single, run.metric, signed=True)
+        rows.append(cells(f"{method}, seeds averaged", len(seeds), *shown, difference))
     if not rows and not notes:
         return None
     header = [f"method{oracle_mark(run.own_rule)}", "seeds", *map(set_name, held_out)]
-    about = (
-        "The logits of a method's models of all seeds, averaged, as one model; of linear heads it is the head with the "
-        "mean weights (`xdm-ft export --ensemble`). It costs as many trainings as there are seeds. No verdict: there "
-        "is one such model per held-out set, so that its spread over seeds is not known, and it is not independent of "
-        "the models that it averages."
-    )
     table = Table("Seeds averaged.", [*header, "mean", "mean of its seeds", "difference"], rows)
-    return Section("averaged", "Seeds averaged", about, tables=[table], notes=notes)
+    return make_section("averaged", tables=[table], notes=notes)
 
 
 def _averaged_metric(run: Run, records: Sequence[Record]) -> float | None:

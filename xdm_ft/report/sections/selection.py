@@ -16,8 +16,8 @@ from xdm_ft.evaluation.trials import selection_value
 from xdm_ft.report.charts import INK, Figure, Line, Look, curves, looks, scatter
 from xdm_ft.report.finished import ORACLE, Run, items
 from xdm_ft.report.means import Picked
-from xdm_ft.report.section import Cell, Section, Table, cells, long_table, metric_cell
-from xdm_ft.report.words import EMPTY, axis_value, in_unit, oracle_mark, setting_text
+from xdm_ft.report.section import Cell, Section, Table, cells, long_table, make_section, metric_cell
+from xdm_ft.report.words import EMPTY, axis_value, grouped, in_unit, oracle_mark, setting_text
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 # ------------------------------------------------------------------------------------------------------------- searches
@@ -52,38 +52,36 @@ def search(run: Run) -> Section | None:
     if not searches:
         return None
 
-    unit, figures = in_unit(run.metric), []
-    for i, (method, _, trials) in enumerate(searches):
+    unit, figures, tables = in_unit(run.metric), [], []
+    for i, (method, keys_of, trials) in enumerate(searches):
         clouds = _clouds(trials, lambda t: (axis_value(run.metric, t.selection), axis_value(run.metric, t.test)))
         caption = f"{method}: every trial. {agreement(trials)}"
         alt = f"Test against selection value of {len(trials)} trials of {caption}"
         figures.append(scatter(f"search-{i}-all", alt, caption, [[(f"test {unit}", clouds)]], f"selection {unit}"))
-    pairs = [(f"search-{i}-{j}", method, key, trials)
-             for i, (method, keys_of, trials) in enumerate(searches) for j, key in enumerate(keys_of)]  # fmt: skip
-    room = max(MAX_SEARCH_FIGURES - len(figures), 0)
-    figures += [_against_key(run, *pair) for pair in pairs[:room]]
-    about = (
-        "Each point is one trial of the search. The trial with the best selection value is picked (ringed); test "
-        "values are shown to see how well that works, and pick nothing. Where selection and test values do not rise "
-        "together, more trials do not help. Held-out domains differ in level: compare points of one marker."
-    )
-    if run.own_rule == ORACLE:
-        about += " This run's rule is oracle: it picks on test images, so its picks are no estimate."
-    if len(pairs) > room:
-        about += f" Plots of {room} of {len(pairs)} pairs of method and hyper-parameter are shown."
 
-    tables = []
-    for method, keys_of, trials in searches:
         rows = []
         for record, value, test, _ in (trial for trial in trials if trial.picked):
             settings: list[Any] = [record.hparams.get(key) for key in keys_of]
             shown = [Cell(setting_text(s), float(s) if _is_number(s) else None) for s in settings]
-            start = cells(set_name(record.test_domains), record.seed, record.trial)
-            rows.append([*start, *shown, metric_cell(value, run.metric), metric_cell(test, run.metric)])
+            values = metric_cell(value, run.metric), metric_cell(test, run.metric)
+            rows.append(cells(set_name(record.test_domains), record.seed, record.trial, *shown, *values))
         caption = f"{method}: the values that {run.own_rule} selected. Trial 0 has the recipe's own values."
-        header = ["held out", "seed", "trial", *keys_of, "selection value", "test value"]
-        tables.append(long_table(caption, header, rows))
-    return Section("search", "Search", about, figures[:MAX_SEARCH_FIGURES], tables)
+        tables.append(
+            long_table(caption, ["held out", "seed", "trial", *keys_of, "selection value", "test value"], rows)
+        )
+    pairs = [(f"search-{i}-{j}", method, key, trials)
+             for i, (method, keys_of, trials) in enumerate(searches) for j, key in enumerate(keys_of)]  # fmt: skip
+    room = max(MAX_SEARCH_FIGURES - len(figures), 0)
+    figures += [_against_key(run, *pair) for pair in pairs[:room]]
+    oracle = " This run's rule is oracle: it picks on test images, so its picks are no estimate."
+    more = f" Plots of {room} of {len(pairs)} pairs of method and hyper-parameter are shown."
+    return make_section(
+        "search",
+        figures[:MAX_SEARCH_FIGURES],
+        tables,
+        oracle=oracle if run.own_rule == ORACLE else "",
+        more=more if len(pairs) > room else "",
+    )
 
 
 def searched_keys(run: Run, method: str) -> list[str]:
@@ -101,11 +99,11 @@ def agreement(trials: Sequence[Trial]) -> str:
     """Spearman's correlation of selection and test value, where three trials differ in both; the mean over sets."""
     from scipy.stats import rankdata
 
-    groups: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-    for trial in trials:
-        groups.setdefault(trial.record.key[:3], []).append((trial.selection, trial.test))
-    ranks = [[rankdata(side) for side in zip(*pairs, strict=True)] for pairs in groups.values() if len(pairs) >= 3]
-    defined = [float(np.corrcoef(sides)[0, 1]) for sides in ranks if all(np.ptp(side) > 0 for side in sides)]
+    defined = []
+    for group in grouped(trials, lambda trial: trial.record.key[:3]).values():
+        ranks = [rankdata(side) for side in zip(*((trial.selection, trial.test) for trial in group), strict=True)]
+        if len(group) >= 3 and all(np.ptp(side) > 0 for side in ranks):
+            defined.append(float(np.corrcoef(ranks)[0, 1]))
     if not defined:
         return "The rank correlation of selection and test value is not defined."
     mean = sum(defined) / len(defined)
@@ -150,14 +148,12 @@ def _is_number(value: Any) -> bool:
 
 def _clouds(trials: Sequence[Trial], point: Callable[[Trial], tuple[float, float]]) -> list[Line]:
     """Returns the points of each held-out set, thinned evenly, and rings around those of picked trials."""
-    by_set: dict[str, list[Trial]] = {}
-    for trial in trials:
-        by_set.setdefault(set_name(trial.record.test_domains), []).append(trial)
 
     def thinned(of_set: Sequence[Trial], most: int) -> list[tuple[float, float]]:
         step = max(1, -(-len(of_set) // most))
         return [point(trial) for i, trial in enumerate(of_set) if i % step == 0 or trial.picked]
 
+    by_set = grouped(trials, lambda trial: set_name(trial.record.test_domains))
     few = len(by_set) <= MAX_MARKED_SETS
     clouds = []
     for where, look in looks(by_set).items():
@@ -169,33 +165,31 @@ def _clouds(trials: Sequence[Trial], point: Callable[[Trial], tuple[float, float
 
 def selected(run: Run, rule: str) -> Section | None:
     """The hyper-parameters that the rule selected on each held-out set; None if it selected none."""
+
+    def cell(values: Sequence[Any]) -> str:
+        different = list(dict.fromkeys(map(setting_text, values)))
+        if len(different) <= 1:
+            return next(iter(different), EMPTY)
+        if len(different) <= MAX_VALUES or not all(isinstance(value, int | float) for value in values):
+            return ", ".join(map(setting_text, values))
+        return f"{setting_text(min(values))} to {setting_text(max(values))}"
+
     picked, rows = Picked(run, rule), []
     for method in (row.method for row in run.rows if row.selection == rule):
         records = [record for record in picked.records if record.method == method and rule in record.selected]
         within_training = [key for record in records for key in record.selected[rule].hparams]
+        settings = grouped(records, lambda record: record.test_domains)
         for key in dict.fromkeys([*searched_keys(run, method), *within_training]):
-            settings = {
-                held: [record.hparams | record.selected[rule].hparams
-                       for record in records if record.test_domains == held]
-                for held in picked.held_out
-            }  # fmt: skip
-            values = ([of_seed[key] for of_seed in seeds if key in of_seed] for seeds in settings.values())
-            rows.append(cells(method, key, *map(_values_text, values)))
+            line = [method, key]
+            for held in picked.held_out:
+                of_seeds = [record.hparams | record.selected[rule].hparams for record in settings.get(held, ())]
+                line.append(cell([of_seed[key] for of_seed in of_seeds if key in of_seed]))
+            rows.append(cells(*line))
     if not rows:
         return None
     caption = f"One value per seed; of more than {MAX_VALUES} different numbers, the lowest and the highest."
     header = [f"method{oracle_mark(rule)}", "hyper-parameter", *map(set_name, picked.held_out)]
-    about = "What the selection rule picked in a search, or within one training."
-    return Section("selected", "Selected hyper-parameters", about, tables=[Table(caption, header, rows, labels=2)])
-
-
-def _values_text(values: Sequence[Any]) -> str:
-    different = list(dict.fromkeys(map(setting_text, values)))
-    if len(different) <= 1:
-        return next(iter(different), EMPTY)
-    if len(different) <= MAX_VALUES or not all(isinstance(value, int | float) for value in values):
-        return ", ".join(map(setting_text, values))
-    return f"{setting_text(min(values))} to {setting_text(max(values))}"
+    return make_section("selected", tables=[Table(caption, header, rows, labels=2)])
 
 
 # ------------------------------------------------------------------------------------------------------ learning curves
@@ -217,12 +211,20 @@ class Recorded(NamedTuple):
 
 def learning_curves(run: Run) -> Section | None:
     """The training loss, its parts, and the values of selection, per held-out set; and the picked steps."""
-    recorded = _recorded(run)
-    sets = list(dict.fromkeys(curve.where for curve in recorded))
+    recorded: list[Recorded] = []
+    for (method, held), records in grouped(run.picked, lambda record: (record.method, record.test_domains)).items():
+        models = [(record, run.scalars[name]) for record in records if (name := sub_run(*record.key)) in run.scalars]
+        folder = sub_run(method, held, 0, 0).rpartition("/")[0]
+        heads = [scalars for name, scalars in run.scalars.items() if name.startswith(f"{folder}/heads-from-")]
+        if models or heads:
+            recorded.append(Recorded(method, set_name(held), models, [] if models else heads))
+    order = list(run.looks)
+    recorded.sort(key=lambda curve: order.index(curve.method))
+    by_set = grouped(recorded, lambda curve: curve.where)
+
     tag = f"{'oracle' if run.own_rule == ORACLE else 'val'}/{run.metric}"
-    figures = []
-    for i, where in enumerate(sets[:MAX_SETS]):
-        on_set = [curve for curve in recorded if curve.where == where]
+    figures: list[Figure] = []
+    for i, (where, on_set) in enumerate(list(by_set.items())[:MAX_SETS]):
         figures += _curves_figure(run, f"curve-{i}-loss", on_set, LOSS, "training loss", where)
         figures += _curves_figure(run, f"curve-{i}-selection", on_set, tag, f"selection {in_unit(run.metric)}", where)
     every = [scalars for curve in recorded for scalars in (*(scalars for _, scalars in curve.models), *curve.heads)]
@@ -237,55 +239,36 @@ def learning_curves(run: Run) -> Section | None:
     if not figures:
         return None
 
-    about = (
-        "What training measured: the loss (its mean since the last evaluation) and the value by which the selection "
-        "rule compares steps. Methods add different terms to their losses: compare the course of one line, not the "
-        "height of two."
-    )
-    if any(curve.models for curve in recorded):
-        about += " A ring is the picked step, whose weights are the model."
-    if any(curve.heads for curve in recorded):
-        about += (
-            " Heads that trained together are summarised: a line is their mean, a band goes from lowest to highest."
-        )
-    if len(sets) > MAX_SETS:
-        about += f" {MAX_SETS} of {len(sets)} held-out sets are shown."
     rows, shown = [], {(curve.method, curve.where) for curve in recorded}
     for record in run.picked:
         where, pick = set_name(record.test_domains), record.selected[run.own_rule]
         if (record.method, where) in shown:
             value = metric_cell(selection_value(record, run.own_rule), run.metric)
-            doubts = "; ".join(pick.flags or ()) or EMPTY
-            rows.append([*cells(record.method, where, record.seed, pick.step), value, Cell(doubts)])
+            rows.append(
+                cells(record.method, where, record.seed, pick.step, value, "; ".join(pick.flags or ()) or EMPTY)
+            )
     header = ["method", "held out", "seed", "picked step", "selection value", "doubts"]
     table = long_table(f"Picked steps under {run.own_rule}, per model.", header, rows)
-    return Section("curves", "Learning and selection curves", about, figures, [table])
-
-
-def _recorded(run: Run) -> list[Recorded]:
-    groups: dict[tuple[str, tuple[str, ...]], list[Record]] = {}
-    for record in run.picked:
-        groups.setdefault((record.method, record.test_domains), []).append(record)
-    recorded = []
-    for (method, held), records in groups.items():
-        models = [(record, run.scalars[name]) for record in records if (name := sub_run(*record.key)) in run.scalars]
-        folder = sub_run(method, held, 0, 0).rpartition("/")[0]
-        heads = [scalars for name, scalars in run.scalars.items() if name.startswith(f"{folder}/heads-from-")]
-        if models or heads:
-            recorded.append(Recorded(method, set_name(held), models, [] if models else heads))
-    order = list(run.looks)
-    return sorted(recorded, key=lambda curve: order.index(curve.method))
+    ring = " A ring is the picked step, whose weights are the model."
+    band = " Heads that trained together are summarised: a line is their mean, a band goes from lowest to highest."
+    more = f" {MAX_SETS} of {len(by_set)} held-out sets are shown."
+    return make_section(
+        "curves",
+        figures,
+        [table],
+        models=ring if any(curve.models for curve in recorded) else "",
+        heads=band if any(curve.heads for curve in recorded) else "",
+        more=more if len(by_set) > MAX_SETS else "",
+    )
 
 
 def _curves_figure(run: Run, name: str, recorded: Sequence[Recorded], tag: str, what: str, where: str) -> list[Figure]:
     """Returns a line per method and its models; the held-out sets together if `where` is empty. [] without a value."""
     scale = axis_value(run.metric, 1.0) if tag.endswith(f"/{run.metric}") else 1.0
     ring_rule = run.own_rule if where and tag != LOSS else None
-    by_method: dict[str, list[Recorded]] = {}
-    for curve in recorded:
-        by_method.setdefault(curve.method, []).append(curve)
+    by_method = grouped(recorded, lambda curve: curve.method).items()
     lines = [
-        line for method, own in by_method.items() if (line := _line(own, tag, scale, run.looks[method], ring_rule))
+        line for method, of in by_method if (line := _line(of, tag, scale, run.looks[method], ring_rule)) is not None
     ]
     if not lines:
         return []
@@ -333,34 +316,27 @@ MAX_WISE_FT_FIGURES = 12
 
 def wise_ft(run: Run) -> Section | None:
     """Accuracy along the line from the initial weights to the trained ones, per method and held-out set."""
-    groups: dict[tuple[str, str], list[tuple[Record, Pick]]] = {}
-    for record in run.picked:
-        pick = record.selected[run.own_rule]
-        if pick.curve and all(ALPHA in point for point in pick.curve):
-            groups.setdefault((record.method, set_name(record.test_domains)), []).append((record, pick))
+    models = [(record, record.selected[run.own_rule]) for record in run.picked]
+    curved = [(record, pick) for record, pick in models if pick.curve and all(ALPHA in point for point in pick.curve)]
+    groups = grouped(curved, lambda model: (model[0].method, set_name(model[0].test_domains)))
     if not groups:
         return None
     rows = []
     for record, pick in (model for group in groups.values() for model in group):
         test = {point[ALPHA]: point.get(TEST) for point in pick.curve or ()}
-        defined = [value for value in test.values() if value is not None]
         alpha = pick.hparams.get(ALPHA)
+        defined = [value for value in test.values() if value is not None]
         best = (max if HIGHER_IS_BETTER[run.metric] else min)(defined, default=None)
         values = *(test.get(a) for a in (0.0, HALF, 1.0, alpha)), best
-        start = cells(record.method, set_name(record.test_domains), record.seed)
         picked = Cell(EMPTY if alpha is None else f"{alpha:g}", alpha)
-        rows.append([*start, picked, *(metric_cell(value, run.metric) for value in values)])
-    about = (
-        "WiSE-FT's weights are (1 − α) · initial + α · trained: α = 0 is zero-shot, α = 1 is fine-tuned. The "
-        "selection rule picks α on validation images; the authors use 0.5 without validation (dotted). The test curve "
-        "shows what another α would have given, and picks nothing. Rings on it: the picked α of each seed."
-    )
+        tested = [metric_cell(value, run.metric) for value in values]
+        rows.append(cells(record.method, set_name(record.test_domains), record.seed, picked, *tested))
     shown = list(groups.items())[:MAX_WISE_FT_FIGURES]
     figures = [_wise_ft_figure(run, i, *key, [pick for _, pick in group]) for i, (key, group) in enumerate(shown)]
     at = [f"test at {what}" for what in ("α = 0", "α = 0.5", "α = 1", "the picked α")]
     header = ["method", "held out", "seed", "picked α", *at, "best on test"]
     table = long_table(f"Test {in_unit(run.metric)} along the curve, per model.", header, rows)
-    return Section("wise-ft", "From zero-shot to fine-tuned", about, figures, [table])
+    return make_section("wise-ft", figures, [table])
 
 
 def _wise_ft_figure(run: Run, i: int, method: str, where: str, picks: Sequence[Pick]) -> Figure:

@@ -1,0 +1,365 @@
+"""The finding of a run as one sentence, and the last screen: the sentence, the table in short, and what to do next.
+
+On a terminal the last screen fits the terminal's size: domains, methods and notes that find no room are in results.md.
+Output to a file or pipe has every method and domain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.records import Runs, SummaryRow
+from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison
+from xdm_ft.report import comparisons, words
+from xdm_ft.report.finished import ORACLE, Run, split_row
+from xdm_ft.report.words import (
+    EMPTY,
+    in_unit,
+    number,
+    with_unit,
+)
+from xdm_ft.runtime.errors import plural, printable
+from xdm_ft.runtime.terminal import write
+from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
+NAMED = 3  # methods, or encoders, at most, that the sentence names
+
+
+def sentence(run: Run) -> str:
+    """Returns what to expect on new data of the method that validation prefers, and how it compares with ERM.
+
+    It is one line of plain text, with escapes for control characters in names, and never claims more than the verdicts
+    of the summary. `choose_method` says which method; test results choose nothing. The number is its mean over the
+    held-out domains.
+    """
+    if not run.records:
+        statuses = Counter(entry["status"] for entry in run.results["runs"])
+        return f"No model has been trained: {_counts(statuses)}." if statuses else "No model has been trained yet."
+    if run.rule == ORACLE:
+        return (
+            "Labels of the held-out domains selected every number here (oracle), so none of them says what to expect "
+            "on new data."
+        )
+    if run.choice is None:
+        return (
+            "There is no number to expect on new data: no method has both a selection value and a test result for "
+            "every one of its models."
+        )
+    rows = [row for row in run.rows if row.selection == run.rule]
+    chosen = next(row for row in rows if row.method == run.chosen)
+    missing = [printable(row.method) for row in rows if row.method not in run.choice.values]
+    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+    left_out = f"; not counted, for lack of results: {', '.join(missing[:NAMED])}{more}" if missing else ""
+    expected = _expected(run, chosen, len(run.choice.values) > 1)
+    return f"{expected}{_versus(run, chosen, [*run.choice.values])}{_between_encoders(run, chosen)}{left_out}."
+
+
+def _expected(run: Run, chosen: SummaryRow, had_choice: bool) -> str:
+    """Where a new site ranks among the held-out ones, the number, where it holds, and who chose the method."""
+    assert chosen.mean is not None, "`selection_values` leaves out methods without a mean"
+    held_out, metric = tuple(run.held_out_sets), run.metric
+    value = f"{with_unit(metric, chosen.mean)} {words.metric_words(metric)}"
+    who = printable(chosen.method) + (", chosen on validation images" if had_choice else "")
+    if run.results.get("tested_on", UNSEEN) != UNSEEN:
+        return f"On its test images, which are of {printable(run.results['tested_on'])}, expect {value} with {who}"
+    picked = picked_trials(run.records, run.rule, metric)
+    records = tuple(record for record in picked if record.method == chosen.method)
+    runs = Runs(chosen.method, run.rule, metric, held_out, records)
+    means = [float(values.mean()) for values in values_by_set(runs).values()]
+    ranks = rank_words(metric, held_out, means, partial(with_unit, metric)).capitalize()
+    if len(held_out) == 1:
+        domains = ", ".join(printable(name) for name in held_out[0])
+        return f"{ranks}; on {domains}, never trained on, expect {value} with {who}"
+
+    details = []
+    if (site := new_site_of(runs)) is not None:  # enough domains were held out to know prediction intervals
+        ends = [site.between(metric, level) for level in LEVELS]
+        texts = [f"{low:.2f} to {high:.2f}" for low, high in ends]
+        if metric in words.IN_PERCENT:
+            texts = [f"{100 * low:.0f} to {100 * high:.0f}%" for low, high in ends]
+        shown = ", ".join(f"{text} at {level:.0%}" for text, level in zip(texts, LEVELS, strict=True))
+        details.append(f"one new site alone: {shown}")
+    gain = one_more_domain(runs, run.results.get("data", {}).get("images", ()))
+    if gain is not None:
+        details.append(gain_words(metric, gain))
+    return f"{ranks}; on average expect {value} with {who}" + (f" ({'; '.join(details)})" if details else "")
+
+
+def _versus(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> str:
+    """How the chosen method, and the others, compare with their references; empty if nothing was compared."""
+    compared = [row for row in comparisons.beside_rows(run.results, run.rule).values() if row.first in methods]
+    own = next((row for row in compared if row.first == chosen.method), None)
+    if own is None:  # others were compared with it
+        others = [row for row in compared if row.second == chosen.method]
+        if len(others) > 1:
+            return f"; of {len(others)} other methods compared with it: {_counts(Counter(map(_verdict, others)))}"
+        return f"; {printable(others[0].first)} is {_difference(run, others[0])}" if others else ""
+    encoder = split_row(chosen.method, run.results)[1]
+    others = [row for row in compared if row is not own and split_row(row.first, run.results)[1] == encoder]
+    text, verdicts = f"; it is {_difference(run, own)}", Counter(map(_verdict, others))
+    if not others or {*verdicts} == {_verdict(own)} == {"without a verdict"}:
+        return text
+    the_others = "the other method" if len(others) == 1 else f"the {len(others)} other methods"
+    if {*verdicts} == {_verdict(own)}:
+        return f"{text}, like {the_others}"
+    if len(others) == 1:
+        return f"{text}; {printable(others[0].first)} is {_difference(run, others[0])}"
+    return f"{text}; of {the_others}: {_counts(verdicts)}"
+
+
+def _between_encoders(run: Run, chosen: SummaryRow) -> str:
+    """How the encoder of the chosen method compares with the others under that method; empty for one encoder."""
+    method, encoder = split_row(chosen.method, run.results)
+    further = comparisons.further(run.results, run.rule)
+    pairs = [row for row in further if comparisons.between_encoders(row, run.results)]
+    rows = [row for row in pairs if row.first == chosen.method]
+    rows += [row.turned() for row in pairs if row.second == chosen.method]
+    if not rows or encoder is None:
+        return ""
+    start = f"; under {printable(method)}, {printable(encoder)}"
+    if len(rows) > NAMED:
+        return f"{start} was compared with {len(rows)} other encoders: {_counts(Counter(map(_verdict, rows)))}"
+    named = [dataclasses.replace(row, second=split_row(row.second, run.results)[1] or row.second) for row in rows]
+    return f"{start} is " + ", and ".join(_difference(run, row) for row in named)
+
+
+def _difference(run: Run, row: Comparison) -> str:
+    """A difference in points, what it is against, and its verdicts, with the reason if there is none."""
+    over = "over" if HIGHER_IS_BETTER[run.metric] and row.difference > 0 else "against"
+    lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
+    return (
+        f"{words.scaled(row.difference, run.metric, signed=True)} {over} {printable(row.second)}{lower}, {_words(row)}"
+    )
+
+
+def _words(row: Comparison) -> str:
+    """Both verdicts: "better here" is on these domains, "elsewhere" on new ones."""
+    if row.here == NO_VERDICT:
+        reasons = [note.partition(": ")[2] for note in row.note.split("; ") if note.startswith(f"{NO_VERDICT}: ")]
+        return f"{NO_VERDICT} ({reasons[0]})" if reasons else NO_VERDICT
+    if row.sets == 1 or not row.is_found:
+        return f"{row.here} {row.where}" if row.sets == 1 else f"{row.here} here"
+    return f"{row.here} here and elsewhere" if row.elsewhere == row.here else f"{row.here} here, {UNKNOWN} elsewhere"
+
+
+def _verdict(row: Comparison) -> str:
+    """The verdicts of a method that is counted, not named."""
+    if row.sets > 1 and row.is_found:
+        return _words(row).replace(",", " and")
+    return {NO_VERDICT: "without a verdict", EQUAL: f"with {EQUAL}"}.get(row.here, row.here)
+
+
+def _counts(tally: Counter[str]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in tally.items())
+
+
+# ------------------------------------------------------------------------------------------------------ the last screen
+
+UNBOUNDED = 1 << 16
+GAP = 2  # spaces between columns
+MIN_WIDTH = 5  # characters of a domain's column: those of a value
+MAX_NAME = 24  # characters of a method's name
+MAX_NOTES = 3  # on a terminal
+MIN_METHODS = 3  # rows that are shown even if the terminal is lower
+PROMPT = 1  # lines of the terminal that stay for the shell
+STYLES = {"better": "green", "worse": "red", "failed": "red", "skipped": "yellow"}  # by the first word of a cell
+
+
+class Column(NamedTuple):
+    header: str
+    cells: Sequence[str]
+    gap: int = GAP  # spaces before it
+    left: bool = False  # whether the cells are aligned left
+
+    @property
+    def width(self) -> int:
+        return max(map(_length, (self.header, *self.cells)))
+
+    def text(self, cell: str) -> str:
+        fill = " " * (self.width - _length(cell))
+        return " " * self.gap + (_on_terminal(cell) + fill if self.left else fill + _on_terminal(cell))
+
+
+def show_headline(run: Run) -> None:
+    """Prints the last screen to standard output. Colours follow rich: only on a terminal, not if NO_COLOR is set."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout)
+    is_terminal, size = console.is_terminal, console.size
+    if not is_terminal:
+        console.width = UNBOUNDED  # rich assumes 80 columns there and would fold the text
+    above = [Text(_on_terminal(_title(run)), style="bold")]
+    lines = comparisons.what_it_finds(run.results, run.own_rule, run.metric)
+    below = [Text(_on_terminal(line), style="dim") for line in lines] + [Text(), Text(_on_terminal(sentence(run)))]
+    below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if is_terminal else None)]
+    below += [Text()]
+    for what, text in _files(run):
+        below.append(Text(f"{what:<8} ", style="dim").append(_on_terminal(text), style="not dim"))
+    rows = run.own_rows
+    if is_terminal:
+        used = sum(len(console.render_lines(part, pad=False)) for part in (*above, *below)) + PROMPT
+        rows = _most_important(run, size.height - used - 1)  # 1: the header
+    table = _table(run, rows, size.width if is_terminal else None) if rows else []
+    hidden = len(run.own_rows) - len(rows)
+    more = [Text(f"and {hidden} more in results.md", style="dim")] if hidden else []
+    with console.capture() as captured:
+        for part in (*above, *table, *more, *below):
+            console.print(part)
+    write(captured.get())
+
+
+def _title(run: Run) -> str:
+    name = run.results["recipe"]["name"]
+    if not run.own_rows:
+        return str(name)
+    on = f" on {run.results['tested_on']}" if "tested_on" in run.results else ""
+    if run.own_rule == ORACLE:
+        return f"{name}: {in_unit(run.metric)}{on}; selection: {ORACLE} — {words.CHEATING}"
+    seeds = {row.n for row in run.own_rows if row.stderr is not None}
+    return f"{name}: {in_unit(run.metric)}{on}" + (f", ± standard error ({max(seeds)} seeds)" if seeds else "")
+
+
+def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text]:
+    """The lines of the headline table, at most `width` characters long if the names of methods let it."""
+    from rich.text import Text
+
+    def cut(names: Sequence[str | None]) -> list[str]:
+        """Returns the names cut to half of MAX_NAME, or to more if different names would become equal."""
+        full, most = [name or EMPTY for name in names], MAX_NAME // 2
+        while width is not None and len({_cut(name, most) for name in full}) < len({*full}):
+            most += 1
+        return full if width is None else [_cut(name, most) for name in full]
+
+    methods, encoders = zip(*(split_row(row.method, run.results) for row in rows), strict=True)
+    if any(encoders):  # a column each, which share the width
+        names = [Column("method", cut(methods), gap=0, left=True), Column("encoder", cut(encoders))]
+    else:
+        full = list(methods) if width is None else [_cut(method, MAX_NAME) for method in methods]
+        names = [Column("method", full, gap=0, left=True)]
+
+    after = [
+        Column(f"mean{words.oracle_mark(run.own_rule)}", [words.with_spread(row.to_json(), row.stderr) for row in rows])
+    ]
+    if beside := comparisons.beside_rows(run.results, run.own_rule):
+        compared = [beside.get(row.method) for row in rows]
+        references = [comparisons.reference_name(row, run.results) for row in compared]
+        references = [name and short for name, short in zip(references, cut(references), strict=True)]
+        versus = comparisons.versus_columns(compared, references, run.metric, "vs").items()
+        after += [Column(head, cells, left=i > 0) for i, (head, cells) in enumerate(versus)]
+        here = [comparisons.here_words(row, run.metric) if row else EMPTY for row in compared]
+        after.append(Column("here", here, left=True))
+        if any(row.sets > 1 for row in beside.values()):
+            after.append(Column("elsewhere", [row.elsewhere if row else EMPTY for row in compared], left=True))
+
+    room = None if width is None else width - sum(column.gap + column.width for column in (*names, *after))
+    columns = [*names, *_domains(run, rows, room), *after]
+    lines = [Text("".join(column.text(column.header) for column in columns).rstrip(), style="bold")]
+    for i in range(len(rows)):
+        line = Text()
+        for column in columns:
+            line.append(column.text(column.cells[i]), style=STYLES.get(column.cells[i].partition(" ")[0], ""))
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _domains(run: Run, rows: Sequence[SummaryRow], room: int | None) -> list[Column]:
+    """A column per held-out domain, its name cut where it must be; if they need more than `room`, the worst domain."""
+    names = list(dict.fromkeys(name for row in run.own_rows for name in row.per_test_domain))
+    means = [{name: row.per_test_domain.get(name, {}).get("mean") for name in names} for row in rows]
+    full = [Column(name, [number(of_row[name], run.metric) for of_row in means]) for name in names]
+    widest = max((column.width for column in full), default=0)
+    cuts = ((width, gap) for width in range(widest, MIN_WIDTH - 1, -1) for gap in (GAP, 1))
+    for shown in (full, *([Column(_cut(c.header, width), c.cells, gap) for c in full] for width, gap in cuts)):
+        fits = room is None or sum(column.gap + column.width for column in shown) <= room
+        if fits and (shown is full or len({column.header for column in shown}) == len(names)):
+            return shown
+
+    cells, sign = [], 1 if HIGHER_IS_BETTER[run.metric] else -1
+    for of_row in means:
+        signed = {name: sign * mean for name, mean in of_row.items() if mean is not None}
+        name = min(signed, key=lambda name: signed[name], default=None)
+        cells.append(EMPTY if name is None else f"{_cut(name, 12)} {number(of_row[name], run.metric)}")
+    worst = Column("worst domain", cells)
+    return [worst] if room is None or worst.gap + worst.width <= room else []
+
+
+def _most_important(run: Run, lines: int) -> list[SummaryRow]:
+    """The rows that fit in so many lines, in the recipe's order.
+
+    First come the method that validation prefers, the references, and methods with a verdict; then the others.
+    """
+    if len(run.own_rows) <= lines:
+        return run.own_rows
+    beside = comparisons.beside_rows(run.results, run.own_rule)
+
+    def rank(row: SummaryRow) -> int:
+        comparison = beside.get(row.method)
+        if row.method == run.chosen:
+            return 0
+        has_verdict = comparison is not None and comparison.is_found
+        return 1 if has_verdict or (comparison is None and row.mean is not None) else 2
+
+    fitting = max(MIN_METHODS, lines - 1)  # one line says how many there are besides
+    kept = {row.method for row in sorted(run.own_rows, key=rank)[:fitting]}
+    return [row for row in run.own_rows if row.method in kept]
+
+
+def _notes(run: Run, most: int | None) -> list[str]:
+    """What went wrong: methods with failed, skipped or missing models, each reason once; at most `most` lines."""
+    notes = words.each_once((row.method, row.reason) for row in run.own_rows)
+    fits = run.final_fits.items()
+    notes += [f"final fit of {method}: {fit['reason']}" for method, fit in fits if fit["status"] == "failed"]
+    if most is not None:
+        notes = [_cut(" ".join(note.split()), 2 * 78) for note in notes]
+        if len(notes) > most:
+            notes = [*notes[: most - 1], f"{plural(len(notes) - most + 1, 'more note')} in results.md"]
+    return notes
+
+
+def _files(run: Run) -> Iterator[tuple[str, str]]:
+    """Where the files are, and the next command: (what, text) of each line."""
+    if (run.path / PAGE).exists():
+        yield "page", str(run.path / PAGE)
+    yield "tables", f"{run.path / MARKDOWN} (how to read them: xdm-ft explain)"
+    if (run.path / ANALYSIS).exists():  # it is not read: a damaged one must not spoil the last screen of a run
+        yield "measures", f"{run.path / ANALYSIS} (what they mean: xdm-ft explain analysis)"
+    if run.records:
+        yield "models", str(run.path / "models")
+    failed = any(entry["status"] == "failed" for entry in run.results["runs"])
+    if failed:
+        yield "next", "repair the cause and run the same command: only failed models train"
+    if run.records and run.own_rule != ORACLE:
+        yield "export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR"
+
+
+def _cut(name: str, width: int) -> str:
+    """Returns the name in at most `width` characters: its end is replaced by "…"."""
+    from rich.cells import set_cell_size
+
+    name = printable(name)
+    return name if _length(name) <= width else set_cell_size(name, max(1, width - 1)).rstrip() + "…"
+
+
+def _length(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(_on_terminal(text))
+
+
+def _on_terminal(text: str) -> str:
+    return words.encoded(text, sys.stdout.encoding or "utf-8")
