@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from canned_runs import ALPHAS, run_in_memory, write_run
 from example_runs import comparison, run_of, with_comparisons
-from parsed import Page
 
 from xdm_ft.evaluation.verdicts import PValue
 from xdm_ft.report.finished import Run
@@ -41,11 +40,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run.results["recipe"]["report"] = {"seeds_averaged": True}
     write_page(run)
     return run
-
-
-@pytest.fixture(scope="session")
-def page(run: Run) -> Page:
-    return Page(run.path / "report.html")
 
 
 @pytest.fixture
