@@ -68,10 +68,26 @@ def test_cells() -> None:
 # -------------------------------------------------------------------------------------------------- what a table finds
 
 SEEDS = {"share_seeds": 0.9, "share_images": 0.1}
-FOUR = {"sets": 4, "domains": 4}
+IMAGES = {"share_seeds": 0.05, "share_images": 0.95}
+FIXED = {"seeds": None, "share_seeds": 0.0, "share_images": 1.0, "freedom_seeds": None}
 OTHER = {"other_error": 0.01, "other_freedom": 9.0}
-IN_ONE = "in one comparison with 80% probability"
-PAIRED = "by seed; from 10 common seeds on rows are paired); the seeds are the limit"
+FOUR = {"sets": 4, "domains": 4}
+FEW = {"here": "no verdict", "note": "no verdict: it needs 3 seeds, and 2 are complete; images assumed independent"}
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "seeds": [SEEDS],
+    "two comparisons": [SEEDS, SEEDS],
+    "nine seeds, not paired": [{"seeds": 9, **OTHER}],
+    "ten seeds, paired": [{"seeds": 10, "paired": True, **OTHER}],
+    "eleven seeds": [{"seeds": 11}],
+    "more seeds are useless": [{"freedom": 45.0, **IMAGES}],
+    "images limit most": [{"share_seeds": 0.45, "share_images": 0.55}],
+    "test images alone": [{"freedom": 50.0, **FIXED}],
+    "four domains": [FOUR],
+    "four domains, two comparisons": [FOUR, FOUR],
+    "four domains, one set": [{"sets": 1, "domains": 4, "error_elsewhere": None}],
+    "nothing to test": [FEW, {"here": "no verdict", "note": "no verdict: other"}],
+    "no comparison": [],
+}
 
 
 def lines_of(*rows: Comparison, metric: str = "accuracy", **rest: Any) -> list[str]:
@@ -83,47 +99,26 @@ def finds(freedom: float, error: float = 0.02, comparisons: int = 1, alpha: floa
     return f"{100 * quantiles * error:.1f} points"
 
 
-@pytest.mark.parametrize(
-    ("rows", "line"),
-    [
-        ([{"seeds": 3, **SEEDS}], f"3 seeds find {finds(5)} {IN_ONE}; the seeds are the limit; 10 seeds: "),
-        ([SEEDS] * 2, f"3 seeds find {finds(5, comparisons=2)} among 2 comparisons with 80% probability; the seeds "),
-        ([{"seeds": 9, **OTHER}], f"9 seeds find {finds(5)} {IN_ONE} ({finds(9, 0.01)} if paired {PAIRED}; 10 seeds: "),
-        ([{"seeds": 10, "paired": True, **OTHER}],
-         f"10 seeds find {finds(5)} {IN_ONE} ({finds(9, 0.01)} if not paired {PAIRED}; 20 seeds: "),
-        ([{"seeds": 11}], "probability; the seeds are the limit; 22 seeds: "),
-        ([{"freedom": 45.0, "share_seeds": 0.05, "share_images": 0.95}], f"3 seeds find {finds(45)} {IN_ONE}; the test "
-         "images, or their groups, are the limit: more seeds are useless"),
-        ([{"share_seeds": 0.45, "share_images": 0.55}], "; the test images, or their groups, limit most; 10 seeds: "),
-        ([{"freedom": 50.0, "seeds": None, "share_seeds": 0.0, "share_images": 1.0, "freedom_seeds": None}],
-         f"test images alone find {finds(50)} {IN_ONE}; more test images would help"),
-    ],
-)  # fmt: skip
-def test_the_smallest_difference_and_what_limits_it(rows: list[dict[str, Any]], line: str) -> None:
-    [shown] = lines_of(*(comparison(f"m{i}", **row) for i, row in enumerate(rows)))
-    assert line in shown and ("useless" in line or "help" in line) == (shown.endswith(line))
-
-
-def test_what_more_seeds_cost_and_what_can_be_shown_for_new_domains() -> None:
-    """Every model of the example trains for a second: four for each seed."""
+def test_what_a_table_finds() -> None:
+    """The smallest difference, what limits it, what more seeds would cost, and what can be shown for new domains."""
+    lines = []
+    for name, rows in ROWS.items():
+        made = [comparison(f"m{i}", **row) for i, row in enumerate(rows)]
+        lines += [f"{name}:", *(f"  {line}" for line in lines_of(*made))]
+    lines += ["nll:", *(f"  {line}" for line in lines_of(comparison("m", **FOUR), metric="nll"))]
     results = table_of(comparison("m", **SEEDS))
-    for seconds, end in ((1, " points (28 s of training more)"), (10, "(5 min of training more)"), (None, " points")):
+    for seconds in (10, None):  # each model trains for a second above: four for each seed
         for entry in results["runs"]:
             entry["train_seconds"] = seconds
-        assert what_it_finds(results, "train_val", "accuracy")[0].endswith(end)
-    wide, row = finds(3, 0.05), comparison("m", **FOUR)
-    assert lines_of(row)[1] == f"with 4 domains nothing below {wide} can be shown for new ones"
-    assert lines_of(row, comparison("n", **FOUR))[1] == (
-        f"with 4 domains nothing below {finds(3, 0.05, 2)} can be shown for new ones; declare one comparison "
-        f"(report.compare): {wide}"
-    )
-    for sets, error in ((1, None), (2, 0.05)):
-        assert len(lines_of(comparison("m", sets=sets, domains=4, error_elsewhere=error))) == 1
-    loss = lines_of(row, metric="nll")[1]
-    assert "nothing below 0." in loss and "points" not in loss
+        lines += [f"{seconds} seconds:", *(f"  {line}" for line in what_it_finds(results, "train_val", "accuracy"))]
+    assert_golden("finds.txt", "\n".join(lines) + "\n")
+    row = comparison("m", **SEEDS)
+    assert f"3 seeds find {finds(5)} in one comparison" in lines_of(row)[0]
+    assert f"3 seeds find {finds(5, comparisons=2)} among 2 comparisons" in lines_of(row, row)[0]
+    assert f"nothing below {finds(3, 0.05, 2)} can" in lines_of(*[comparison("m", **FOUR)] * 2)[1]
 
 
-def test_looks_declarations_and_nothing_to_test() -> None:
+def test_looks_and_declarations() -> None:
     def look(declared: list[list[str]] | None = None, alpha: float = 0.05) -> Look:
         return Look([0, 1, 2], [], {}, alpha, declared or [])
 
@@ -142,10 +137,6 @@ def test_looks_declarations_and_nothing_to_test() -> None:
         results = with_comparisons(under_both(report={"compare": declared}), comparison(*pairs[0]))
         lines = what_it_finds(results | {"looks": [look(pairs).to_json()]}, "train_val", "accuracy")
         assert any("report.compare was changed" in line for line in lines) != same, declared
-    few = "no verdict: it needs 3 seeds, and 2 are complete; images assumed independent"
-    rows = [comparison("m", here="no verdict", note=few), comparison("n", here="no verdict", note="no verdict: other")]
-    assert lines_of(*rows) == ["no difference can be found; no verdict: it needs 3 seeds, and 2 are complete"]
-    assert lines_of() == []
 
 
 # ----------------------------------------------------------------------------------------------------- earlier versions

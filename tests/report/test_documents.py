@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from canned_runs import ALPHAS, HELD, curves_of, run_in_memory
-from example_runs import assert_golden, comparison, encoder_about, results_of, run_of, two_sets
+from example_runs import assert_golden, comparison, encoder_about, model, results_of, run_of, two_sets
 from hypothesis import example as example_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +88,22 @@ def with_costs(rule: str) -> Run:
     return run_of(results)
 
 
+def with_hyper_parameters() -> Run:
+    """The second trial is picked for seed 0 of b, else the first; a solver and many trials."""
+    runs = []
+    for method in ("erm", "xdomainmix"):
+        for held, seed, trial in ((held, seed, trial) for held in "ab" for seed in (0, 1) for trial in (0, 1)):
+            hparams = {"lr": (0.001, 0.0123456)[trial], "p_discard": 0.1 if method == "erm" else [0.1, trial]}
+            value = 0.9 if trial == ((held, seed) == ("b", 0)) else 0.5
+            runs.append(model(method, (held,), seed, trial=trial, hparams=hparams, value=value))
+    for held, seed in ((held, seed) for held in "ab" for seed in (0, 1)):  # steps of epochs are no search
+        steps, strength = {"steps": {"a": 1, "b": 2}[held]}, {"strength": 0.1 * (seed + 1)}
+        runs.append(model("linear_probe", (held,), seed, hparams=steps, picked=strength))
+    many = [(held, seed, trial) for held in "ab" for seed in range(5) for trial in (0, 1)]
+    runs += [model("sam", (held,), s, trial=t, hparams={"lr": (s + 1) / 1000 + t}) for held, s, t in many]
+    return run_of(results_of(runs))
+
+
 FROZEN: dict[str, Any] = {"data": {"name": "pacs", "root": "data"}, "encoder": {"model": "vit", "trainable": False}}
 ALIKE: dict[str, Any] = FROZEN | {"encoder": {"model": "resnet50.tv_in1k", "trainable": True}}
 VARIANTS: dict[str, Callable[[], Run]] = {
@@ -97,6 +113,7 @@ VARIANTS: dict[str, Callable[[], Run]] = {
     "wide": searched_widely,
     "loss": lambda: run_in_memory(["erm", "wise_ft"], seeds=(0,), alphas=ALPHAS, metric="nll"),
     "cheating": lambda: run_in_memory(["erm", "wise_ft"], trials=3, alphas=ALPHAS, selection="oracle"),
+    "selected": with_hyper_parameters,
     "costs": lambda: with_costs("train_val"),
     "costs-of-oracle": lambda: with_costs("oracle"),
 }
@@ -106,7 +123,7 @@ VARIANTS: dict[str, Callable[[], Run]] = {
 def test_golden_variants(name: str) -> None:
     """Tables and what figures say of runs that differ in what they measured."""
     run = VARIANTS[name]()
-    panels = [] if name.startswith("costs") else AFTER_THE_TABLES  # a run without predictions
+    panels = [] if run.path.name == "example" else AFTER_THE_TABLES  # a run without predictions
     shown = [*table_sections(run, run.rules), *(section for panel in panels if (section := panel(run)))]
     figures = [f"{figure.name}: {figure.alt} {figure.caption}" for section in shown for figure in section.figures]
     assert_golden(f"{name}.txt", "\n".join([*markdown_lines(shown), *figures]))

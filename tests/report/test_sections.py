@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from canned_runs import ALPHAS, CLASSES, HELD, HOSTILE, PARTS, Named, curves_of, run_in_memory, write_run
-from example_runs import model, results_of, run_of, two_sets
+from example_runs import results_of, run_of, two_sets
 from PIL import Image
 
 from xdm_ft.data import rows_by_name
@@ -86,37 +86,6 @@ def test_seeds_without_a_value_for_every_set_do_not_count() -> None:
     assert erm["NLL"] == "1.500 ± 0.500" and mix["accuracy"] == "65.0 ± 0.0"
     assert erm["AUROC"] == "70.0" and erm["ECE"] == "10.0 ± 0.0"  # (0.6 + 0.8) / 2, one seed
     assert {*irm.values()} == {"irm", "–"}
-
-
-def test_selected_hyper_parameters() -> None:
-    """The first trial is picked for a, the second for b, but of seed 1 always the first."""
-
-    def selected(runs: list[dict[str, Any]]) -> list[list[str]]:
-        section = selection.selected(run_of(results_of(runs)), "train_val")
-        return [] if section is None else texts(section.tables[0])
-
-    runs = []
-    for method in ("erm", "xdomainmix"):
-        for held, seed in ((held, seed) for held in "ab" for seed in (0, 1)):
-            for trial, lr in enumerate((0.001, 0.0123456)):
-                hparams = {"lr": lr, "batch_size": 32, "p_discard": 0.1 if method == "erm" else [0.1, trial]}
-                best = 1 if (held, seed) == ("b", 0) else 0
-                value = 0.9 if trial == best else 0.5
-                runs.append(model(method, (held,), seed, trial=trial, hparams=hparams, value=value))
-    assert selected(runs) == [
-        ["erm", "lr", "0.001", "0.0123, 0.001"],
-        ["xdomainmix", "lr", "0.001", "0.0123, 0.001"],
-        ["xdomainmix", "p_discard", "[0.1, 0]", "[0.1, 1], [0.1, 0]"],
-    ]
-    for entry in runs:
-        if entry["method"] == "erm" and entry["seed"] == 1:
-            entry |= {"status": "failed", "reason": "nan", "selected": {}}
-    assert selected(runs)[0] == ["erm", "lr", "0.001", "0.0123"] and selected(two_sets()) == []
-    many = [model("erm", ("a",), s, trial=t, hparams={"lr": (s + 1) / 1000 + t}) for s in range(5) for t in (0, 1)]
-    assert selected(many) == [["erm", "lr", "0.001 to 0.005"]]
-    solver = [model("linear_probe", (held,), seed, hparams={"steps": {"a": 1, "b": 2}[held]},
-                    picked={"strength": 0.1 * (seed + 1)}) for held in "ab" for seed in (0, 1)]  # fmt: skip
-    assert selected(solver) == [["linear_probe", "strength", "0.1, 0.2", "0.1, 0.2"]], "steps of epochs are no search"
 
 
 def test_a_solver_trains_nothing_of_an_encoder_that_others_train() -> None:
