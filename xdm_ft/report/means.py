@@ -17,7 +17,7 @@ from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report.section import mean_of
-from xdm_ft.report.words import grouped, metric_words
+from xdm_ft.report.words import grouped
 from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -31,11 +31,6 @@ class Measure(NamedTuple):
     name: str
     score: str
     worst: bool = False  # the lowest of the held-out sets, instead of their mean
-
-    @property
-    def label(self) -> str:
-        """Its name in tables."""
-        return metric_words(self.name)
 
 
 ECE = Measure("ece", "ece")

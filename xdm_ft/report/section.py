@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from xdm_ft.evaluation.summary import Spread
 from xdm_ft.report.charts import Figure
-from xdm_ft.report.words import EMPTY, number, packaged_texts, scaled, significant
+from xdm_ft.report.words import EMPTY, number, packaged_texts, significant
 
 MAX_ROWS = 240  # of a table with a row per model
 MAX_UNFOLDED_ROWS = 12
@@ -91,12 +90,6 @@ def cells(*values: str | int | Cell) -> list[Cell]:
 
 def metric_cell(value: float | None, metric: str) -> Cell:
     return Cell(number(value, metric), value)
-
-
-def spread_cell(spread: Spread, metric: str) -> Cell:
-    """Returns mean ± standard error."""
-    error = "" if spread.mean is None or spread.stderr is None else f" ± {scaled(spread.stderr, metric)}"
-    return Cell(number(spread.mean, metric) + error, spread.mean)
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

@@ -16,7 +16,7 @@ from xdm_ft.report import words
 from xdm_ft.report.charts import Figure, Look, Mark, Row, looks, points
 from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
 from xdm_ft.report.means import MEASURES, Picked, costs, interval
-from xdm_ft.report.section import Cell, Section, Table, cells, make_section, metric_cell, spread_cell
+from xdm_ft.report.section import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, grouped, in_unit, oracle_mark, with_spread
 
 
@@ -151,18 +151,23 @@ def all_metrics(run: Run, rule: str) -> Section | None:
         return None
     models = Picked(run, rule)
     table = metric_table([([method], models, method) for method in methods], ["method"], rule)
-    lower = ", ".join(measure.label for measure in MEASURES if not HIGHER_IS_BETTER.get(measure.score, True))
-    losses = ", ".join(measure.label for measure in MEASURES if measure.score not in words.IN_PERCENT)
+    names = {measure.score: words.metric_words(measure.name) for measure in MEASURES}
+    lower = ", ".join(name for score, name in names.items() if not HIGHER_IS_BETTER.get(score, True))
+    losses = ", ".join(name for score, name in names.items() if score not in words.IN_PERCENT)
     return make_section("metrics", tables=[table], not_in_percent=losses, lower=lower)
 
 
 def metric_table(rows: Sequence[tuple[Sequence[str], Picked, str]], labels: Sequence[str], rule: str) -> Table:
     """Returns a row per (labels, models, method)."""
-    lines = [
-        cells(*texts, *(spread_cell(models.mean(method, measure), measure.score) for measure in MEASURES))
-        for texts, models, method in rows
-    ]
-    header = [*labels[:-1], f"{labels[-1]}{oracle_mark(rule)}", *(measure.label for measure in MEASURES)]
+    lines = []
+    for texts, models, method in rows:
+        line = cells(*texts)
+        for measure in MEASURES:
+            mean, _, stderr, _ = models.mean(method, measure)
+            error = "" if mean is None or stderr is None else f" ± {words.scaled(stderr, measure.score)}"
+            line.append(Cell(words.number(mean, measure.score) + error, mean))
+        lines.append(line)
+    header = [*labels[:-1], f"{labels[-1]}{oracle_mark(rule)}", *(words.metric_words(m.name) for m in MEASURES)]
     return Table("Every metric of the picked models.", header, lines, labels=len(labels))
 
 
