@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from canned_runs import Named, write_run
-from example_runs import assert_golden, comparison, model, results_of, run_of, two_sets
+from example_runs import comparison, model, results_of, run_of, two_sets
 
 from xdm_ft.evaluation.verdicts import Comparison, holm
 from xdm_ft.report.finished import Run
@@ -34,22 +33,49 @@ def first() -> Run:
 
 
 def test_the_rows_of_all_runs(first: Run) -> None:
-    """Also: runs with protocol lines of their own, with the name of another run, and with a hostile name."""
+    runs = [first, other()]
+    check_same_protocol(runs)
+    section, metrics = side_by_side(runs, [])
+    [table] = section.tables
+    rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
+    assert [(row["run"], row["method"]) for row in rows] == [("made", "erm"), ("made", "xdomainmix"), ("other", "erm")]
+    assert [(row["encoder"], row["encoder is"], row["augmentation"]) for row in rows[1:]] == [
+        ("tiny", "frozen", "none"),
+        ("large", "end to end", "crop"),
+    ]
+    assert [row["mean ± stderr"] for row in rows] == ["55.0 ± 0.0", "65.0 ± 0.0", "45.0 ± 0.0"]
+    assert (rows[2]["a"], rows[2]["b"], rows[2]["seeds"]) == ("60.0", "30.0", "2")
+    assert [row["versus erm of its run"] for row in rows] == ["–", "+10.0", "–"]
+    assert [(row["here"], row["elsewhere"]) for row in rows] == [("–", "–"), ("no verdict", "unknown"), ("–", "–")]
+    assert [row[:2] for row in metrics.tables[0].rows] == [row[:2] for row in table.rows]
+    assert "accuracy in %" in section.title and metrics.tables[0].rows[0][2].text == "55.0 ± 0.0"
+    assert table.caption == "Protocol: pets, 40 images; picked by train_val", "one line if it is the same"
+    assert any(note.startswith("made, xdomainmix") and "no verdict" in note for note in section.notes)
+
+
+def test_each_run_has_its_own_protocol_line(first: Run) -> None:
     second = other()
-    rows = [dataclasses.replace(row, protocol="pets; encoder trained") for row in second.rows]
-    own_line = Run(second.path, second.results, second.every, rows)
-    hostile = other("<script>|\n\x1b[31m")
-    lines = []
-    for runs in ([first, second], [first, own_line], [first, other("made", "elsewhere/made"), other("third")]):
-        check_same_protocol(runs)
-        lines += markdown_lines(side_by_side(runs, []))
-    lines += markdown_lines(side_by_side([first, hostile], []))
-    assert all(line.isprintable() for line in lines)
-    assert_golden("side-by-side.md", "\n".join(lines))
+    second.rows[0] = second.own_rows[0].__class__(**{**vars(second.own_rows[0]), "protocol": "pets; encoder trained"})
+    second.__dict__.pop("own_rows")
+    [section, _] = side_by_side([first, second], [])
+    assert section.tables[0].caption == (
+        "Protocol: made: pets, 40 images; picked by train_val; other: pets; encoder trained"
+    )
+
+
+def test_equal_names_become_paths(first: Run) -> None:
+    runs = [first, other("made", "elsewhere/made"), other("third")]
+    assert [*run_names(runs).values()] == ["out/made", "elsewhere/made", "third"]
+    assert [row[0].text for row in side_by_side(runs, [])[0].tables[0].rows] == [
+        "out/made",
+        "out/made",
+        "elsewhere/made",
+        "third",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "said"),
     [
         ("environment.data.images", 41, "data: images (40 and 41)"),
         ("environment.data.content", "d", "data: content of images, classes, domains or groups"),
@@ -59,7 +85,7 @@ def test_the_rows_of_all_runs(first: Run) -> None:
         ("tested_on", "domains\x1b[31m", "tested on (domains never trained on and "),
     ],
 )
-def test_other_protocols_are_refused(first: Run, key: str, value: Any, message: str) -> None:
+def test_other_protocols_are_refused(first: Run, key: str, value: Any, said: str) -> None:
     results = results_of(two_sets(), name="other")
     *path, last = key.split(".")
     block = results
@@ -69,12 +95,14 @@ def test_other_protocols_are_refused(first: Run, key: str, value: Any, message: 
     with pytest.raises(UserError) as error:
         check_same_protocol([first, run_of(results, Path("out/other"))])
     text = str(error.value)
-    assert text.startswith("out/made and out/other: their protocols differ in ") and message in text
+    assert text.startswith("out/made and out/other: their protocols differ in ") and said in text
     assert text.count("; ") == 1 and text.isprintable(), "one thing differs, and one line says so"
 
 
-def test_other_held_out_domains_rules_and_runs_without_a_table_are_refused(first: Run) -> None:
-    runs = [run | {"test_domains": ["c" if run["test_domains"] == ["b"] else "a"]} for run in two_sets()]
+def test_other_held_out_domains_and_rules_are_refused(first: Run) -> None:
+    runs = [
+        run | {"test_domains": ["c" if held == "b" else held for held in run["test_domains"]]} for run in two_sets()
+    ]
     with pytest.raises(UserError, match=r'held-out domains \(\["a", "b"\] and \["a", "c"\]\)'):
         check_same_protocol([first, run_of(results_of(runs))])
     results = results_of(two_sets())
@@ -86,8 +114,17 @@ def test_other_held_out_domains_rules_and_runs_without_a_table_are_refused(first
     with pytest.raises(UserError) as error:
         check_same_protocol([first, run_of(results_of(many))])
     assert "…" in str(error.value) and len(str(error.value)) < 400, "long values are cut"
+
+
+def test_a_run_without_a_table_is_refused(first: Run) -> None:
     with pytest.raises(UserError, match=r"^example: has no table, as the run is not finished; run the same command"):
         check_same_protocol([first, run_of(results_of([]))])
+
+
+def test_names_are_text(first: Run) -> None:
+    lines = [*markdown_lines(side_by_side([first, other("<script>|\n\x1b[31m")], []))]
+    assert any("| \\<script\\>\\| \\\\x1b\\[31m | erm |" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
 
 
 # -------------------------------------------------------------------------------------- comparisons between the runs
@@ -95,19 +132,21 @@ def test_other_held_out_domains_rules_and_runs_without_a_table_are_refused(first
 
 def between(*runs: Run) -> list[Comparison]:
     check_same_protocol(runs)
-    compared = compare_runs(runs, run_names(runs))
-    headings = [section.title for section in side_by_side(runs, compared)]
-    assert ("Runs compared with the first one" in headings) == bool(compared) and len(headings) == 2 + bool(compared)
-    return compared
+    found = compare_runs(runs, run_names(runs))
+    tables = side_by_side(runs, found)
+    headings = [section.title for section in tables]
+    assert ("Runs compared with the first one" in headings) == bool(found) and len(tables) == 2 + bool(found)
+    return found
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     def write(name: str, *methods: str, seeds: Sequence[int], **changes: Any) -> Run:
-        rules = ["train_val", "oracle"]
-        run = write_run(tmp_path_factory.mktemp(name), Named(each=4), methods, seeds, rules=rules, **changes)
-        run.results["recipe"]["name"] = name
-        return run
+        found = write_run(
+            tmp_path_factory.mktemp(name), Named(each=4), methods, seeds, rules=["train_val", "oracle"], **changes
+        )
+        found.results["recipe"]["name"] = name
+        return found
 
     return write
 
