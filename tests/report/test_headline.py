@@ -1,22 +1,129 @@
-"""The last screen: everything fits the terminal, nothing hidden is lost silently, output to a file is whole."""
+"""The sentence and the last screen: no claim beyond the verdicts, everything fits the terminal, names are text."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from example_runs import comparison, made_run
+from example_runs import assert_golden, comparison, made_run
+from scipy.stats import t
 
 from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import sentence, show_headline
 
+FOUR = {
+    "erm": {"art": 0.6, "photo": 0.7, "real": 0.66, "sketch": 0.6},
+    "mix": {"art": 0.62, "photo": 0.72, "real": 0.66, "sketch": 0.6},
+    "sam": {"art": 0.7, "photo": 0.8, "real": 0.7, "sketch": 0.7},
+}
 PACS = {"art_painting": 0.67, "cartoon": 0.53, "photo": 0.93, "sketch": 0.41}
 METHODS = ("erm", "xdomainmix", "xdomainmix+sam", "groupdro", "coral", "mixup")
 SIX = {name: {domain: value + i / 100 for domain, value in PACS.items()} for i, name in enumerate(METHODS)}
+FEW = "no verdict: it needs 3 seeds, and 2 are complete"
+BOTH = ("small", "large")
+UNDER_BOTH = {f"{name} @ {encoder}": FOUR[name] for encoder in BOTH for name in FOUR}
+MIX = comparison("mix @ small", "mix @ large", -0.031, "worse", "worse")
+FIVE = [f"e{i}" for i in range(5)]
+UNDER_FIVE = {f"erm @ {encoder}": FOUR["erm"] for encoder in FIVE}
+PAIRS = [
+    comparison("erm @ e0", f"erm @ {other}", 0.1, word)
+    for other, word in zip(
+        FIVE[1:], ("better", "no clear difference", "no clear difference", "no verdict"), strict=True
+    )
+]
+LOSSES = {"erm": {"a": 0.7, "b": 0.75}, "mix": {"a": 0.62, "b": 0.67}}
+
+
+def under_both(chosen: str, **changes: object) -> Run:
+    """`changes` of the comparison of two encoders under mix."""
+    pair = dataclasses.replace(MIX, **changes)  # type: ignore[arg-type]
+    return made_run(UNDER_BOTH, chosen_by={chosen: 0.99}, encoders=BOTH, further=[pair])
+
+
+def only(*domains: str) -> dict[str, dict[str, float]]:
+    return {method: {domain: values[domain] for domain in domains} for method, values in FOUR.items()}
+
+
+def against_another_erm() -> Run:
+    made = made_run(FOUR, chosen_by={"erm": 0.99})  # a method at a cut is not counted against another erm
+    made.results["comparisons"][1]["second"] = "erm 2"
+    return made
+
+
+def with_images(rule: str, **images: list[int]) -> Run:
+    made = made_run(FOUR, rule=rule, chosen_by={"erm": 0.5, "mix": 0.599, "sam": 0.4})
+    made.results["data"] = {"images": {name: [10] for name in FOUR["mix"]} | images}
+    return made
+
+
+SENTENCES = {
+    "the choice of validation, not the best test value": made_run(FOUR, chosen_by={"erm": 0.8, "mix": 0.9, "sam": 0.7}),
+    "better here": made_run(FOUR, verdicts={"sam": "better"}),
+    "better here and elsewhere": made_run(FOUR, verdicts={"sam": "better, better"}),
+    "worse here and elsewhere": made_run(FOUR, verdicts={"sam": "worse, worse"}),
+    "too few seeds": made_run(FOUR, seeds=2, verdicts=dict.fromkeys(FOUR, "no verdict"), note=FEW),
+    "erm is the choice": made_run(FOUR, chosen_by={"erm": 0.9}, verdicts={"sam": "better"}),
+    "erm is the choice, nothing is clear": made_run(FOUR, chosen_by={"erm": 0.9}),
+    "erm is the choice, one other": made_run({name: FOUR[name] for name in ("erm", "mix")}, chosen_by={"erm": 0.9}),
+    "another erm": against_another_erm(),
+    "one held-out domain": made_run(only("sketch"), verdicts={"sam": "better"}),
+    "one method": made_run({"erm": {"sketch": 0.6}}),
+    "not unseen": made_run(FOUR, tested_on="domains that are also trained on, none of them unseen"),
+    "one set of two domains": made_run(FOUR, sets=[("art", "photo")]),
+    "two held-out domains": made_run(only("art", "photo")),
+    "wide intervals": made_run({"erm": {"a": 0.1, "b": 0.9, "c": 0.5}}),
+    "one more domain": with_images("cross_domain"),
+    "one more domain, one never held out": with_images("cross_domain", rest=[10]),
+    "one more domain, another rule": with_images("train_val"),
+    "nll, lower": made_run(LOSSES, metric="nll", verdicts={"mix": "better"}, chosen_by={"erm": 0.7, "mix": 0.6}),
+    "nll, higher": made_run({"erm": LOSSES["mix"], "mix": LOSSES["erm"]}, metric="nll", chosen_by={"mix": 0.1}),
+    "worst domain accuracy": made_run(LOSSES, metric="worst_domain_accuracy", verdicts={"mix": "worse"},
+                                      chosen_by={"mix": 0.8}),
+    "one failed": made_run(FOUR, failed=["sam"]),
+    "all failed": made_run(FOUR, failed=list(FOUR)),
+    "oracle": made_run(FOUR, rule="oracle"),
+    "hostile name": made_run({"erm": FOUR["erm"], "a\x1b[31m\nb\u202e": FOUR["sam"]}),
+    "encoders, the second side": under_both("mix @ large"),
+    "encoders, the first side": under_both("mix @ small"),
+    "encoders, equal": under_both("mix @ large", here="no clear difference", elsewhere="unknown"),
+    "encoders, no verdict": under_both("mix @ large", here="no verdict", elsewhere="unknown", note=FEW),
+    "encoders, another method": under_both("mix @ large", first="sam @ small", second="sam @ large"),
+    "encoders, two methods": under_both("mix @ large", first="mix @ large", second="sam @ small"),
+    "encoders, erm": under_both("erm @ large"),
+    "encoders, few are named": made_run(UNDER_FIVE, chosen_by={"erm @ e0": 0.9}, encoders=FIVE, further=PAIRS[:2]),
+    "encoders, many are counted": made_run(UNDER_FIVE, chosen_by={"erm @ e0": 0.9}, encoders=FIVE, further=PAIRS),
+}  # fmt: skip
+
+
+def test_sentences() -> None:
+    sentences = {name: sentence(run) for name, run in SENTENCES.items()}
+    assert all(text.isprintable() for text in sentences.values())
+    assert_golden("sentences.txt", "".join(f"{name}:\n  {text}\n" for name, text in sentences.items()))
+    failed = dataclasses.replace(made_run(FOUR, failed=list(FOUR)), every=[])
+    failed.results["runs"] = [{"status": "failed"}] * 3 + [{"status": "skipped"}]
+    assert sentence(failed) == "No model has been trained: 3 failed, 1 skipped."
+    failed.results["runs"] = []
+    assert sentence(failed) == "No model has been trained yet."
+
+
+def test_the_intervals_of_one_new_site() -> None:
+    right = 10 * np.array([*FOUR["mix"].values()])  # of 10 images
+    z = np.log((right + 0.5) / (10.5 - right))
+    text = sentence(SENTENCES["the choice of validation, not the best test value"])
+    for level in (80, 95):
+        half = t.ppf(0.5 + level / 200, 3) * z.std(ddof=1) * math.sqrt(1 + 1 / 4)  # equal seeds: no variance of theirs
+        ends = " to ".join(f"{100 / (1 + math.exp(-z.mean() + side * half)):.0f}" for side in (1, -1))
+        assert f"{ends}% at {level}%" in text
+
+
+# ------------------------------------------------------------------------------------------------------ the last screen
+
 Screen = Callable[..., list[str]]
 
 
@@ -40,43 +147,31 @@ def words(lines: list[str]) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def test_six_methods_on_four_domains_fit_80_by_24(screen: Screen) -> None:
-    made = made_run(SIX, verdicts={"mixup": "better, better", "coral": "worse"})
-    lines = screen(made)
-    assert lines[0] == "made: accuracy in % on domains never trained on, ± standard error (3 seeds)"
-    assert lines[1].split() == ["method", "worst", "domain", "mean", "vs", "erm", "here", "elsewhere"]
-    assert lines[2].split() == ["erm", "sketch", "41.0", "63.5", "±", "0.4", "–", "–", "–"]
-    assert lines[3].split()[-6:] == ["0.4", "+1.0", "no", "clear", "difference", "unknown"]
-    assert lines[6].split()[-3:] == ["+4.0", "worse", "unknown"] and lines[7].split()[-2:] == ["better", "better"]
-    assert "5 comparisons with 80% probability" in words(lines) and "with 4 domains nothing below" in words(lines)
-    assert words([sentence(made)]) in words(lines)
-    assert all(name in words(lines) for name in ("results.md", "xdm-ft export output/made DIR", "xdm-ft explain"))
-    cut = screen(made, 90)
-    assert cut[1].split()[:6] == ["method", "art_…", "cart…", "photo", "sket…", "mean"]
-    assert cut[2].split()[:5] == ["erm", "67.0", "53.0", "93.0", "41.0"]
-    assert all(name in screen(made, 120)[1] for name in PACS)
-
-
-def test_many_domains_become_the_worst_one(screen: Screen) -> None:
+def test_screens(screen: Screen) -> None:
+    six = made_run(SIX, verdicts={"mixup": "better, better", "coral": "worse"})
     many = {f"site {i}": 0.5 + i / 100 for i in range(12)}
-    values = {"erm": many, "mix": {name: value + 0.1 for name, value in many.items()}}
-    text = words(screen(made_run(values)))
-    assert "worst domain" in text and text.count("site 0 50.0") == 1 and "site 0 60.0" in text and "site 5" not in text
-    assert "site 11 0.610" in words(screen(made_run(values, metric="nll"))), "the largest loss is the worst"
-    places = {f"location_{number}": 0.5 for number in (38, 43, 46, 100)}
-    equal = made_run({"erm": places, "mix": places})
-    assert "loca…" not in words(screen(equal, 90)), "names that would be equal when cut"
-
-
-def test_methods_without_a_line_are_counted(screen: Screen) -> None:
-    values = {name: PACS for name in ["erm", *(f"method {i:02}" for i in range(30))]}
-    made = made_run(values, chosen_by={"method 25": 0.9}, verdicts={"method 28": "worse"})
-    lines = screen(made)
-    shown = [name for name in values if any(line.startswith(f"{name} ") for line in lines)]
-    assert {"erm", "method 25", "method 28"} <= set(shown) and shown == sorted(shown), "in the recipe's order"
-    assert f"and {31 - len(shown)} more in results.md" in words(lines)
-    low = words(screen(made, height=5))
-    assert "method 25 " in low and "and 28 more in results.md" in low
+    of_many = {"erm": many, "mix": {name: value + 0.1 for name, value in many.items()}}
+    alike = {f"location_{number}": 0.5 for number in (38, 43, 46, 100)}
+    thirty = {name: PACS for name in ["erm", *(f"method {i:02}" for i in range(30))]}
+    hidden = made_run(thirty, chosen_by={"method 25": 0.9}, verdicts={"method 28": "worse"})
+    failed = made_run(SIX, failed=["xdomainmix", "coral"])
+    failed.results["final_fits"] = {"erm": {"status": "failed", "reason": "the loss is nan\nat step 7"}}
+    rows = [dataclasses.replace(row, reason=f"{row.method} {'reason ' * 60}") for row in failed.own_rows]
+    screens = {
+        "six methods on four domains": screen(six),
+        "domains with cut names": screen(six, 90),
+        "whole names": screen(six, 120),
+        "many domains": screen(made_run(of_many)),
+        "many losses": screen(made_run(of_many, metric="nll")),
+        "names that would be equal when cut": screen(made_run({"erm": alike, "mix": alike}), 90),
+        "hidden methods": screen(hidden),
+        "a low terminal": screen(hidden, height=5),
+        "failures": screen(failed),
+        "more notes": screen(dataclasses.replace(failed, rows=rows)),
+        "nothing": screen(dataclasses.replace(failed, rows=[], every=[], results=failed.results | {"runs": []})),
+        "oracle": screen(made_run(SIX, rule="oracle")),
+    }
+    assert_golden("screens.txt", "".join(f"{name}:\n{chr(10).join(lines)}\n\n" for name, lines in screens.items()))
 
 
 def test_a_pipe_gets_every_method_and_domain(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,22 +182,6 @@ def test_a_pipe_gets_every_method_and_domain(capsys: pytest.CaptureFixture[str])
     assert text.count("13.7") == 40 * 9 + 2 and "…" not in text and "more in" not in text
 
 
-def test_failures_are_named_and_what_to_do_next(screen: Screen) -> None:
-    final = {"final_fits": {"erm": {"status": "failed", "reason": "the loss is nan\nat step 7"}}}
-    made = made_run(SIX, failed=["xdomainmix", "coral"])
-    made = dataclasses.replace(made, results=made.results | final)
-    text = words(screen(made))
-    assert "xdomainmix, coral: 1 of 12 runs failed: the loss was not finite" in text
-    assert "final fit of erm: the loss is nan at step 7" in text and "only failed models train" in text
-    rows = [dataclasses.replace(row, reason=f"{row.method} {'reason ' * 60}") for row in made.own_rows]
-    assert "5 more notes in results.md" in words(screen(dataclasses.replace(made, rows=rows)))
-    text = words(screen(dataclasses.replace(made, rows=[], every=[], results=made.results | {"runs": []})))
-    assert "No model has been trained yet." in text and "export" not in text
-    text = words(screen(made_run(SIX, rule="oracle")))
-    assert "CHEATING: the step was picked on test-domain images; not a result" in text and "mean (oracle)" in text
-    assert "xdm-ft export" not in text
-
-
 def test_names_and_paths_are_text(screen: Screen) -> None:
     evil = {"erm": {"\x1b[31m|a": 0.5}, "[red]x[/red]\n\x9b2J大": {"\x1b[31m|a": 0.6}}
     text = words(screen(made_run(evil, path=Path("out put/\x1b[2J"))))
@@ -110,13 +189,17 @@ def test_names_and_paths_are_text(screen: Screen) -> None:
     assert shlex.quote("out put/\x1b[2J").replace("\x1b", "\\x1b") in text
 
 
-def test_encoders_have_a_column_and_fit_80_by_24(screen: Screen) -> None:
-    encoders = ("mobilenetv2_100.ra_in1k", "mobilenetv2_035.ra_in1k")
-    values = {f"{name} @ {encoder}": SIX[name] for encoder in encoders for name in METHODS[:4]}
+@pytest.mark.parametrize("encoders", [("mobilenetv2_100.ra_in1k", "mobilenetv2_035.ra_in1k"), ("e" * 30, "e" * 31)])
+def test_cut_names_of_encoders_and_methods_stay_apart(encoders: tuple[str, str], screen: Screen) -> None:
+    """Both encoders begin with the 12 characters that they would be cut to, and so do two of the methods."""
+    renamed = dict(zip(METHODS[:4], ("erm", "xdomainmix of one", "xdomainmix of two", "groupdro"), strict=True))
+    values = {f"{renamed[name]} @ {encoder}": SIX[name] for encoder in encoders for name in renamed}
     pair = comparison(f"erm @ {encoders[0]}", f"erm @ {encoders[1]}", 0.1, "better")
     made = made_run(values, chosen_by={f"erm @ {encoders[1]}": 0.99}, encoders=encoders, further=[pair])
-    lines = screen(made)
-    assert lines[1].split()[:2] == ["method", "encoder"]
-    assert len({tuple(line.split()[:2]) for line in lines[2:10]}) == 8, "cut names stay apart"
-    assert "under erm, mobilenetv2_035.ra_in1k is -10.0 against" in words(lines)
-    assert screen(made, 140)[1].split()[:6] == ["method", "encoder", *PACS]
+    header, *lines = screen(made, 100, 40)[1:10]
+    start = header.index("encoder")
+    columns = [(line[:start].strip(), line[start : start + 32].split()[0]) for line in lines]
+    assert header.split()[:2] == ["method", "encoder"] and len({*columns}) == 8, columns
+    assert len({encoder for _, encoder in columns}) == 2 and len({method for method, _ in columns}) == 4
+    assert f"under erm, {encoders[1]} is -10.0 against" in words(screen(made))
+    assert screen(made, 180)[1].split()[:6] == ["method", "encoder", *PACS]

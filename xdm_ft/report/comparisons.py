@@ -102,7 +102,7 @@ def reference_name(row: Comparison | None, results: Results) -> str | None:
     return None if row is None else split_row(row.second, results)[0]
 
 
-def tested_columns(rows: Sequence[Comparison | None], metric: str) -> tuple[tuple[str, ...], list[list[Cell]]]:
+def verdict_cells(rows: Sequence[Comparison | None], metric: str) -> tuple[tuple[str, ...], list[list[Cell]]]:
     """Returns the header and, for each row, the cells of intervals, p and verdicts; here alone if all have one set."""
     header = HERE + ELSEWHERE if any(row and row.sets > 1 for row in rows) else HERE
 
@@ -177,7 +177,7 @@ def _section(
 
 def comparison_table(caption: str, metric: str, rows: Iterable[Comparison], rule: str, sides: tuple[str, str]) -> Table:
     rows = list(rows)
-    header, tested = tested_columns(rows, metric)
+    header, tested = verdict_cells(rows, metric)
     lines = []
     for row, line in zip(rows, tested, strict=True):
         difference = Cell(scaled(row.difference, metric, signed=True), row.difference)

@@ -97,7 +97,7 @@ def _table(runs: Sequence[Run], caption: str) -> Table:
     beside = [row for run in runs for row in _beside(run)]
     references = [comparisons.reference_name(row, run.results) for run in runs for row in _beside(run)]
     versus = comparisons.versus_columns(beside, references, metric)
-    tested_header, tested = comparisons.tested_columns(beside, metric)
+    tested_header, tested = comparisons.verdict_cells(beside, metric)
     rows = []
     of_runs = [(run, row) for run in runs for row in run.own_rows]
     for i, (run, row) in enumerate(of_runs):
