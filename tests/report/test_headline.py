@@ -201,5 +201,6 @@ def test_cut_names_of_encoders_and_methods_stay_apart(encoders: tuple[str, str],
     columns = [(line[:start].strip(), line[start : start + 32].split()[0]) for line in lines]
     assert header.split()[:2] == ["method", "encoder"] and len({*columns}) == 8, columns
     assert len({encoder for _, encoder in columns}) == 2 and len({method for method, _ in columns}) == 4
-    assert f"under erm, {encoders[1]} is -10.0 against" in words(screen(made))
-    assert screen(made, 180)[1].split()[:6] == ["method", "encoder", *PACS]
+    wide = screen(made, 180, 40)
+    assert f"under erm, {encoders[1]} is -10.0 against" in words(wide)
+    assert wide[1].split()[:6] == ["method", "encoder", *PACS]
