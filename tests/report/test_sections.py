@@ -57,7 +57,7 @@ def test_means_are_those_of_a_loop_over_results_json() -> None:
     results = results_of(two_sets())
     tests = {(entry["method"], *entry["test_domains"], entry["seed"]): entry["selected"]["train_val"]["metrics"]["test"]
              for entry in results["runs"]}  # fmt: skip
-    picked = Picked(run_of(results), "train_val")
+    picked = Picked(run_of(results).every, "train_val", "accuracy")
     assert len(MEASURES) == 8
     for measure in MEASURES:
         for method in ("erm", "xdomainmix"):

@@ -45,7 +45,7 @@ def csv_text(rows: Iterable[Row]) -> str:
 
 def csv_rows(run: Run) -> Iterator[Row]:
     """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
-    picked = {rule: Picked(run, rule) for rule in dict.fromkeys(row.selection for row in run.rows)}
+    picked = {rule: Picked(run.every, rule, run.metric) for rule in dict.fromkeys(row.selection for row in run.rows)}
     cost, beside = costs(run.records), {rule: beside_rows(run.results, rule) for rule in picked}
     for row in run.rows:
         models, evaluations = picked[row.selection], row.budget["gradient_evaluations"] or {}

@@ -115,7 +115,13 @@ class Run:
     @cached_property
     def pools(self) -> Pools:
         """What the page counts in the predictions of the picked models. Raises `UserError` if one is damaged."""
-        return pooled(self)
+        directory = RunDirectory(self.path)
+        rule, classes = self.own_rule, len(self.class_names)
+
+        def size(record: Record) -> int:
+            return directory.predictions_size(record.folder)
+
+        return pooled(self.picked, size, self.prediction, classes, rule, self.metric)
 
     @property
     def shows_images(self) -> bool:

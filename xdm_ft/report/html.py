@@ -141,7 +141,10 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
         if len(means) > 1:
             worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
             yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
-        if metric != "ece" and (ece := Picked(run, run.own_rule).mean(row.method, ECE).mean) is not None:
+        if (
+            metric != "ece"
+            and (ece := Picked(run.every, run.own_rule, run.metric).mean(row.method, ECE).mean) is not None
+        ):
             yield "calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart"
     counts = Counter(entry["status"] for entry in run.results["runs"])
     if counts:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,6 @@ from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report.section import mean_of
 from xdm_ft.report.words import grouped
 from xdm_ft.runtime.tensors import Score
-from xdm_ft.storage.run_directory import RunDirectory
-
-if TYPE_CHECKING:
-    from xdm_ft.report.finished import Run
 
 
 class Measure(NamedTuple):
@@ -49,8 +45,8 @@ class Picked:
     `records` are also those of failed and skipped models, as in the summary.
     """
 
-    def __init__(self, run: Run, rule: str) -> None:
-        self.records = picked_trials(run.every, rule, run.metric)
+    def __init__(self, records: Sequence[Record], rule: str, metric: str) -> None:
+        self.records = picked_trials(records, rule, metric)
         self.held_out = tuple(dict.fromkeys(record.test_domains for record in self.records))
         self._scores: dict[tuple[str, Held], dict[int, Score]] = {}  # by seed; of the test images
         for record in self.records:
@@ -178,28 +174,36 @@ class Pools:
         return "The seeds are pooled."
 
 
-def pooled(run: Run) -> Pools:
-    """Returns the pools of the picked models of a run, one per method and held-out domains.
+def pooled(
+    records: Sequence[Record],
+    size: Callable[[Record], int],
+    read: Callable[[Record], Prediction],
+    classes: int,
+    rule: str,
+    metric: str,
+) -> Pools:
+    """Returns the pools of the models that a rule picked, one per method and held-out domains.
 
-    One model's predictions at a time are in memory. As many seeds are read as MAX_BYTES allows, and one at least.
+    `size` returns the bytes of a model's predictions, and `read` these: one model's at a time are in memory. As many
+    seeds are read as MAX_BYTES allows, and one at least.
     """
-    directory, total, seeds = RunDirectory(run.path), 0, set[int]()
-    for seed, records in sorted(grouped(run.picked, lambda record: record.seed).items()):
-        total += sum(directory.predictions_size(record.folder) for record in records)
+    total, seeds = 0, set[int]()
+    for seed, of_seed in sorted(grouped(records, lambda record: record.seed).items()):
+        total += sum(map(size, of_seed))
         if seeds and total > MAX_BYTES:
             break
         seeds.add(seed)
 
     pools: dict[tuple[str, Held], Pool] = {}
-    for record in run.picked:
-        pool = pools.setdefault(record.key[:2], Pool(len(run.class_names)))
-        value = getattr(record.selected[run.own_rule].metrics[SPLIT], run.metric)
+    for record in records:
+        pool = pools.setdefault(record.key[:2], Pool(classes))
+        value = getattr(record.selected[rule].metrics[SPLIT], metric)
         if value is not None:
             pool.values[record.seed] = value
         if record.seed in seeds:
-            pool.add(run.prediction(record), run.metric)
-    read = sum(pool.read for pool in pools.values())
-    return Pools(pools, read, len(run.picked) - read)
+            pool.add(read(record), metric)
+    counted = sum(pool.read for pool in pools.values())
+    return Pools(pools, counted, len(records) - counted)
 
 
 def confidence_level(confidence: np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Sec
         table = comparisons.comparison_table(caption, metric, between, rule, ("first", "second"))
         notes = each_once((f"{row.first} − {row.second}", row.note) for row in between)
         sections.append(make_section("between", tables=[table], notes=notes))
-    models = [(run, Picked(run, rule)) for run in runs]
+    models = [(run, Picked(run.every, rule, run.metric)) for run in runs]
     rows = [((names[run.path], row.method), picked, row.method) for run, picked in models for row in run.own_rows]
     return [*sections, make_section("metrics-of-runs", tables=[metric_table(rows, ["run", "method"], rule)])]
 

@@ -131,7 +131,7 @@ def reliability(run: Run) -> Section | None:
             height=3.4,
         )
         figures.append(figure)
-    models, rows = Picked(run, run.own_rule), []
+    models, rows = Picked(run.every, run.own_rule, run.metric), []
     for row in run.own_rows:
         spreads = [*(models.on(row.method, held, ECE) for held in run.held_out_sets), models.mean(row.method, ECE)]
         rows.append(cells(row.method, *(metric_cell(spread.mean, "ece") for spread in spreads)))

@@ -149,7 +149,7 @@ def all_metrics(run: Run, rule: str) -> Section | None:
     methods = [row.method for row in run.rows if row.selection == rule]
     if not run.records or not methods:
         return None
-    models = Picked(run, rule)
+    models = Picked(run.every, rule, run.metric)
     table = metric_table([([method], models, method) for method in methods], ["method"], rule)
     names = {measure.score: words.metric_words(measure.name) for measure in MEASURES}
     lower = ", ".join(name for score, name in names.items() if not HIGHER_IS_BETTER.get(score, True))

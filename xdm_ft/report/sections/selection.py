@@ -174,7 +174,7 @@ def selected(run: Run, rule: str) -> Section | None:
             return ", ".join(map(setting_text, values))
         return f"{setting_text(min(values))} to {setting_text(max(values))}"
 
-    picked, rows = Picked(run, rule), []
+    picked, rows = Picked(run.every, rule, run.metric), []
     for method in (row.method for row in run.rows if row.selection == rule):
         records = [record for record in picked.records if record.method == method and rule in record.selected]
         within_training = [key for record in records for key in record.selected[rule].hparams]
