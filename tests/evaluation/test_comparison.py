@@ -31,6 +31,7 @@ from xdm_ft.evaluation.verdicts import (
     holm,
     judge,
     over_images,
+    over_paired_seeds,
     over_seeds,
     over_sets,
     welch,
@@ -320,6 +321,12 @@ def test_sums_of_variances_by_hand() -> None:
     assert harmonic(terms) == (4.0, pytest.approx(4 / (3 / 2 + 1 / 8)))
     assert welch([]) == harmonic([Term(0.0, 3.0)]) == (0.0, math.inf)
     assert over_images([8.0, 4.0], [5.0, 3.0]) == (3.0, pytest.approx(9 / (4 / 4 + 1 / 2)))
+
+
+def test_pairing_by_hand_and_values_that_are_equal() -> None:
+    assert over_paired_seeds(np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]])) == (pytest.approx(1 / 3), 2)  # means 0, 2, 1
+    equal = np.full((2, 3), 0.1)  # the mean of three is rounded, which is no variance
+    assert over_paired_seeds(equal) == over_seeds(equal, equal) == (0, math.inf)
 
 
 def test_holm_by_hand() -> None:
