@@ -93,31 +93,31 @@ def test_no_flip_in_a_header_loses_an_image(tmp_path: Path) -> None:
     assert refused > 190
 
 
-@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-@pytest.mark.parametrize("ending", [1024, 10240], ids=["two blocks", "a record"])
-def test_intact_tars_of_tarfile(format: int, ending: int, tmp_path: Path) -> None:
-    path, name = tmp_path / "0.tar", "a/é" + ("" if format == tarfile.USTAR_FORMAT else "x" * 120)
-    with tarfile.open(path, "w", format=format) as file:
-        for number in range(5):
-            for extension, content in (("png", png(number)), ("cls", b"cat")):
-                member = tarfile.TarInfo(f"{name}{number}.{extension}")
-                member.size = len(content)
-                file.addfile(member, io.BytesIO(content))
-    path.write_bytes(path.read_bytes()[: offsets(path)[-1]] + bytes(ending))
-    found = WebDataset(file=path)
-    assert [found.content(row) for row in range(len(found))] == [png(number) for number in range(5)]
-
-
-@pytest.mark.skipif(shutil.which("tar") is None, reason="there is no command tar")
-@pytest.mark.parametrize("option", ["-b1", "-b20", "-b255", "--format=v7", "--format=ustar", "--format=pax"])
-def test_intact_tars_of_the_command(option: str, tmp_path: Path) -> None:
+def test_intact_tars_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "0.tar"
+    for format in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        name = "a/é" + ("" if format == tarfile.USTAR_FORMAT else "x" * 120)
+        with tarfile.open(path, "w", format=format) as file:
+            for number in range(5):
+                for extension, content in (("png", png(number)), ("cls", b"cat")):
+                    member = tarfile.TarInfo(f"{name}{number}.{extension}")
+                    member.size = len(content)
+                    file.addfile(member, io.BytesIO(content))
+        for ending in (1024, 10240):  # two blocks, a record
+            path.write_bytes(path.read_bytes()[: offsets(path)[-1]] + bytes(ending))
+            data = WebDataset(file=path)
+            assert [data.content(row) for row in range(len(data))] == [png(number) for number in range(5)]
+    if shutil.which("tar") is None:
+        return
     (tmp_path / "a").mkdir()
     for number in range(5):
         (tmp_path / "a" / f"{number}.png").write_bytes(png(number))
         (tmp_path / "a" / f"{number}.cls").write_text("cat")
-    for files in (["a"], [f"a/{number}.{end}" for number in range(5) for end in ("png", "cls")]):
-        subprocess.run(["tar", option, "--sort=name", "-cf", "0.tar", *files], cwd=tmp_path, check=True)
-        assert len(WebDataset(file=tmp_path / "0.tar")) == 5
+    each = [f"a/{number}.{end}" for number in range(5) for end in ("png", "cls")]
+    for option in ("-b1", "-b20", "-b255", "--format=v7", "--format=ustar", "--format=pax"):
+        for files in (["a"], each):
+            subprocess.run(["tar", option, "--sort=name", "-cf", "0.tar", *files], cwd=tmp_path, check=True)
+            assert len(WebDataset(file=path)) == 5
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])

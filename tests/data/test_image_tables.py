@@ -1,7 +1,6 @@
 """Parquet files, imagefolders and hub repositories, read by `datasets`: bit for bit as from plain folders."""
 
 import logging
-import os
 from pathlib import Path
 
 import miniature
@@ -77,29 +76,20 @@ def test_parquet_and_imagefolder_give_the_features_of_the_folder(folder, tmp_pat
 
 
 def test_an_unchanged_table_is_not_read_again(folder, tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
+    cache, path = tmp_path / "cache", tmp_path / "images.parquet"
     cache.mkdir()
-    first = hash_files(Parquet(file=write(tmp_path / "images.parquet", table_of(folder))), cache, show=False)
+    first = hash_files(Parquet(file=write(path, table_of(folder))), cache, show=False)
     with monkeypatch.context() as patch:
         patch.setattr(Parquet, "content", None)
-        again = hash_files(Parquet(file=tmp_path / "images.parquet"), cache, show=False)
+        again = hash_files(Parquet(file=path), cache, show=False)
     assert np.array_equal(again.digests, first.digests) and again.digests.any(1).all()
     assert np.array_equal(hash_files(folder, None, show=False).digests, first.digests)
     table = table_of(folder)
     table["image"].reverse()
-    found = hash_files(Parquet(file=write(tmp_path / "images.parquet", table)), cache, show=False)
-    assert np.array_equal(found.digests, first.digests[::-1])
-    os.utime(tmp_path / "images.parquet")
-    with monkeypatch.context() as patch, pytest.raises(TypeError):  # it is read again
-        patch.setattr(Parquet, "content", None)
-        hash_files(Parquet(file=tmp_path / "images.parquet"), cache, show=False)
-
-
-def test_the_files_of_an_imagefolder_are_looked_at_one_by_one(folder, tmp_path):
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    data = ImageFolder(root=tmp_path / "data" / "PACS")
-    first = hash_files(data, cache, show=False)
+    reverse = hash_files(Parquet(file=write(path, table)), cache, show=False)
+    assert np.array_equal(reverse.digests, first.digests[::-1])
+    data = ImageFolder(root=tmp_path / "data" / "PACS")  # whose files are looked at one by one
+    assert np.array_equal(hash_files(data, cache, show=False).digests, first.digests)
     Path(data.content(3)).write_bytes(b"changed")
     changed = (hash_files(data, cache, show=False).digests != first.digests).any(1)
     assert changed.nonzero()[0].tolist() == [3]
@@ -141,50 +131,34 @@ def test_the_order_of_classes_of_a_classlabel_column_is_kept(folder, tmp_path):
     assert np.array_equal(np.asarray(found.image(5)), np.asarray(folder.image(5)))
 
 
-def test_an_image_that_does_not_decode(folder, tmp_path):
-    table = table_of(folder)
+def test_faults(folder, tmp_path):
+    table, path = table_of(folder), tmp_path / "images.parquet"
+    with pytest.raises(UserError, match="order of folders"):
+        splits(Parquet(file=write(path, table)), Protocol(split_rule="domainbed"), 0)
     table["image"][4], table["image"][5] = b"no image", None
-    found = Parquet(file=write(tmp_path / "images.parquet", table))
+    undecodable = Parquet(file=write(path, table))
     for row in (4, 5):
         with pytest.raises(UnreadableImage, match=rf"images.parquet, row {row}: not an image"):
-            found.image(row)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t.pop("domain"), r'data.columns.domain: .* has no column "domain"; known: image, label'),
-        (lambda t: t.update(label=[None, *t["label"][1:]]), "row 0, column label: the cell is empty; fill it in"),
-    ],
-)
-def test_faults_of_a_table(folder, tmp_path, change, message):
-    table = table_of(folder)
-    change(table)
-    with pytest.raises(UserError, match=message):
-        Parquet(file=write(tmp_path / "images.parquet", table))
-
-
-def test_faults_of_files(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        Parquet(file=tmp_path / "nothing.parquet")
-    with pytest.raises(UserError, match=r"contains no .parquet files"):
-        Parquet(file=tmp_path)
-    (tmp_path / "junk.parquet").write_bytes(b"junk")
-    with pytest.raises(UserError, match=r"junk.parquet: can not be read \(ArrowInvalid"):
-        Parquet(file=tmp_path / "junk.parquet")
-    with pytest.raises(
-        UserError, match=r"data.root: .*nowhere does not exist; it must contain <domain>/<class>/<image>"
+            undecodable.image(row)
+    without = {name: column for name, column in table.items() if name != "domain"}
+    unlabelled = {**table, "label": [None, *table["label"][1:]]}
+    for changed, message in (
+        (without, r'data.columns.domain: .* has no column "domain"; known: image, label'),
+        (unlabelled, "row 0, column label: the cell is empty; fill it in"),
     ):
-        ImageFolder(root=tmp_path / "nowhere")
+        with pytest.raises(UserError, match=message):
+            Parquet(file=write(path, changed))
+    (tmp_path / "junk.parquet").write_bytes(b"junk")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"data.root: .*empty contains no folders; it must contain"):
-        ImageFolder(root=tmp_path / "empty")
-
-
-def test_domainbed_split_needs_the_order_of_folders(folder, tmp_path):
-    found = Parquet(file=write(tmp_path / "images.parquet", table_of(folder)))
-    with pytest.raises(UserError, match="order of folders"):
-        splits(found, Protocol(split_rule="domainbed"), 0)
+    for read, name, message in (
+        (lambda path: Parquet(file=path), "nothing.parquet", "does not exist"),
+        (lambda path: Parquet(file=path), "empty", "contains no .parquet files"),
+        (lambda path: Parquet(file=path), "junk.parquet", r"junk.parquet: can not be read \(ArrowInvalid"),
+        (lambda path: ImageFolder(root=path), "nowhere", r"data.root: .* does not exist; it must contain <domain>/<cl"),
+        (lambda path: ImageFolder(root=path), "empty", r"data.root: .*empty contains no folders; it must contain"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(tmp_path / name)
 
 
 @pytest.fixture

@@ -93,16 +93,12 @@ def test_processes_divide_the_row_groups_and_a_killed_one_keeps_its_part(server:
     assert len(set(server.bodies())) == 1 + 3, "a footer, and the row groups of the other process"
 
 
-def test_checking_a_recipe_reads_no_remote_image(server: Served, tmp_path: Path) -> None:
-    write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
+def test_a_file_that_changes_while_it_is_hashed(server: Served, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
     data = Parquet(file=server.address)
     server.requests.clear()
     assert not hash_files(data, tmp_path / "cache", show=False, equal_sizes_only=True).digests.any()
-    assert server.requests == []
-
-
-def test_a_file_that_changes_while_it_is_hashed(server: Served, tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
+    assert server.requests == [], "checking a recipe reads no remote image"
     for address in (server.address, path):
         data = Parquet(file=address)
         os.utime(path, ns=(5, path.stat().st_mtime_ns + 1))
@@ -133,13 +129,19 @@ def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.
     assert len(Parquet(file=address)) == 50, "size and time of modification are enough"
     server.ranges = False
     assert "a.parquet: the server sends no ranges of a file" in line(lambda: data.content(30))
-    server.ranges, server.silent = True, 1.0
+    server.ranges, server.failing = True, 2
+    assert data.content(7) == png(7), "connections that break are tried again"
+    server.failing = 3
+    assert "a.parquet: can not be read in 3 attempts (Client" in line(lambda: data.content(49))
+    assert data.content(49) == png(49)
+    server.silent = 1.0
     monkeypatch.setattr(remote, "SECONDS_OF_SILENCE", 0.05)
     assert "(no answer for 0.05 s)" in line(lambda: Parquet(file=address))
     monkeypatch.setattr(remote, "SECONDS_OF_SILENCE", 60.0)
     server.silent = 0.0
     path.write_bytes(path.read_bytes()[:2000])
-    assert "can not be read" in (damaged := line(lambda: data.content(49))) or "ends before" in damaged
+    damaged = line(lambda: pickle.loads(pickle.dumps(data)).content(49))
+    assert "can not be read" in damaged or "ends before" in damaged
     assert "known for such an address" in line(lambda: Parquet(file="nothing://a/b.parquet"))
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for protocol in ("s3", "s3a"):  # as other tests may have used it
@@ -163,18 +165,8 @@ def test_refusals_of_other_libraries_are_not_tried_again(status: int, problem: s
         assert len(calls) == 1
 
 
-def test_connections_that_break_are_tried_again(server: Served, tmp_path: Path) -> None:
-    write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
-    data = Parquet(file=server.address)
-    server.failing = 2
-    assert data.content(7) == png(7)
-    server.failing = 3
-    assert "a.parquet: can not be read in 3 attempts (Client" in line(lambda: data.content(49))
-    assert data.content(49) == png(49)
-
-
 def test_faults_of_parquet_files(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
+    path, two = tmp_path / "a.parquet", tmp_path / "two"
     table = pyarrow.table({"image": [png(0)], **labels_of(range(1))})
     pyarrow.parquet.write_table(table.schema.empty_table(), path)
     assert line(lambda: Parquet(file=path)).endswith("a.parquet: the file has no rows, so no images; remove it")
@@ -182,24 +174,20 @@ def test_faults_of_parquet_files(tmp_path: Path) -> None:
     assert pyarrow.parquet.read_metadata(path).num_row_groups == 0
     assert line(lambda: Parquet(file=path)).endswith("a.parquet: the file has no rows, so no images; remove it")
     pyarrow.parquet.write_table(table, path)
-    wrong = Columns(image="label")
-    assert 'a.parquet has string in the column "label"; it must contain' in line(
-        lambda: Parquet(file=path, columns=wrong)
-    )
-    missing = Columns(group="patient")
-    assert "data.columns.group: " in line(lambda: Parquet(file=path, columns=missing))
-    pyarrow.parquet.write_table(
-        pyarrow.table({"image": [{"bytes": png(0), "path": None}, {"path": "x/a.png"}], **labels_of(range(2))}), path
-    )
-    assert "a.parquet, row group 0: it holds the path of an image (x/a.png)" in line(
-        lambda: Parquet(file=path).content(0)
-    )
-    folder = tmp_path / "two"
+    for columns, message in (
+        (Columns(image="label"), 'a.parquet has string in the column "label"; it must contain'),
+        (Columns(group="patient"), "data.columns.group: "),
+    ):
+        assert message in line(lambda columns=columns: Parquet(file=path, columns=columns))
+    images = [{"bytes": png(0), "path": None}, {"path": "x/a.png"}]
+    pyarrow.parquet.write_table(pyarrow.table({"image": images, **labels_of(range(2))}), path)
+    problem = "a.parquet, row group 0: it holds the path of an image (x/a.png)"
+    assert problem in line(lambda: Parquet(file=path).content(0))
+    two.mkdir()
     for name, labels in (("a", ["u", "v"]), ("b", [1, 2])):
-        write_parquet(folder / f"{name}.parquet", range(2), 2)
-        other = pyarrow.table({"image": [png(0)] * 2, "label": labels, "domain": ["d", "e"]})
-        pyarrow.parquet.write_table(other, folder / f"{name}.parquet")
-    assert "column label has values of several types (int64, string)" in line(lambda: Parquet(file=folder))
+        table = pyarrow.table({"image": [png(0)] * 2, "label": labels, "domain": ["d", "e"]})
+        pyarrow.parquet.write_table(table, two / f"{name}.parquet")
+    assert "column label has values of several types (int64, string)" in line(lambda: Parquet(file=two))
     whole = write_parquet(tmp_path / "whole.parquet", range(50), 50)
     content = whole.read_bytes()
     whole.write_bytes(content[:4] + bytes(60) + content[64:])
@@ -260,12 +248,9 @@ def test_tars_give_the_images_of_parquet_files(server: Served, tmp_path: Path, m
 
 
 def test_another_process_gets_data_that_has_read_nothing(tmp_path: Path) -> None:
-    write_tar(tmp_path / "tars" / "000.tar", range(30), about=True)
-    write_parquet(tmp_path / "all.parquet", range(30), 20)
-    for data in (
-        Parquet(file=tmp_path / "all.parquet"),
-        WebDataset(file=tmp_path / "tars", keys=Keys(domain="domain")),
-    ):
+    tar = write_tar(tmp_path / "tars" / "000.tar", range(30), about=True)
+    table = write_parquet(tmp_path / "all.parquet", range(30), 20)
+    for data in (Parquet(file=table), WebDataset(file=tar, keys=Keys(domain="domain"))):
         unread = len(pickle.dumps(data))
         assert data.content(3) == png(3) and len(pickle.dumps(data)) == unread
         same(pickle.loads(pickle.dumps(data)), data)
@@ -284,32 +269,30 @@ def test_images_that_follow_each_other_are_one_request(
 
 
 def test_faults_of_tars(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "0.tar", range(3), about=True)
+    path, one = write_tar(tmp_path / "0.tar", range(3), about=True), tmp_path / "1.tar"
     assert 'no key "site"' in line(lambda: WebDataset(file=path, keys=Keys(domain="site")))
-    path = write_tar(tmp_path / "1.tar", range(3), about=False)
-    assert 'a/000000.json: it must exist and have the key "domain"' in line(
-        lambda: WebDataset(file=path, keys=Keys(domain="domain"))
-    )
-    with tarfile.open(path, "w") as file:
-        file.addfile(tarfile.TarInfo("a.txt"))
-    assert "1.tar: the tar contains no images" in line(lambda: WebDataset(file=path))
-    with tarfile.open(path, "w") as file:
-        for name in ("a.png", "a.jpg"):
-            file.addfile(tarfile.TarInfo(name))
-    assert "a.png and a.jpg are two images of one key" in line(lambda: WebDataset(file=path))
-    with tarfile.open(path, "w") as file:
-        for name in ("a.png", "a.json"):
-            file.addfile(tarfile.TarInfo(name))
-    assert "1.tar: a.json: can not be read" in line(lambda: WebDataset(file=path))
-    with tarfile.open(path, "w:gz") as file:
-        file.addfile(tarfile.TarInfo("a.png"))
-    assert "1.tar: byte 0: can not be read as a tar" in line(lambda: WebDataset(file=path))
+    write_tar(one, range(3), about=False)
+    problem = 'a/000000.json: it must exist and have the key "domain"'
+    assert problem in line(lambda: WebDataset(file=one, keys=Keys(domain="domain")))
+    for mode, names, problem in (
+        ("w", ["a.txt"], "1.tar: the tar contains no images"),
+        ("w", ["a.png", "a.jpg"], "a.png and a.jpg are two images of one key"),
+        ("w", ["a.png", "a.json"], "1.tar: a.json: can not be read"),
+        ("w:gz", ["a.png"], "1.tar: byte 0: can not be read as a tar"),
+    ):
+        with tarfile.open(one, mode) as file:
+            for name in names:
+                file.addfile(tarfile.TarInfo(name))
+        assert problem in line(lambda: WebDataset(file=one))
     assert "does not exist; name a .tar file" in line(lambda: WebDataset(file=tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     assert "contains no .tar files" in line(lambda: WebDataset(file=tmp_path / "empty"))
+    assert list(expanded_braces("a{08..11}.tar")) == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
+    assert list(expanded_braces("{x,y}/{1..2}")) == ["x/1", "x/2", "y/1", "y/2"]
+    assert list(expanded_braces("plain")) == ["plain"]
 
 
-def test_processes_that_ask_at_once_make_it_once() -> None:
+def test_processes_that_ask_at_once_make_it_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[int] = []
 
     def make() -> dict[str, np.ndarray]:
@@ -318,21 +301,11 @@ def test_processes_that_ask_at_once_make_it_once() -> None:
         return {"a": np.arange(5)}
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: remembered("key", make)["a"].tolist(), range(4)))
-    assert found == [[0, 1, 2, 3, 4]] * 4 and made == [1]
-
-
-def test_a_folder_that_can_not_be_written_remembers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        arrays = list(pool.map(lambda _: remembered("key", make)["a"].tolist(), range(4)))
+    assert arrays == [[0, 1, 2, 3, 4]] * 4 and made == [1]
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file" / "folder"))
-    for number in range(2):
-        assert remembered("key", lambda number=number: {"a": np.array(number)})["a"] == number  # type: ignore[misc]
-
-
-def test_braces() -> None:
-    assert list(expanded_braces("a{08..11}.tar")) == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
-    assert list(expanded_braces("{x,y}/{1..2}")) == ["x/1", "x/2", "y/1", "y/2"]
-    assert list(expanded_braces("plain")) == ["plain"]
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file" / "folder"))  # which can not be written
+    assert [remembered("key", make)["a"].tolist() for _ in range(2)] == arrays[:2] and len(made) == 3
 
 
 @pytest.mark.parametrize(

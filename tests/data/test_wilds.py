@@ -64,34 +64,35 @@ def random_logits(seed, rows, classes):
 
 def test_camelyon17_is_what_wilds_reads(camelyon17):
     ours, theirs = Camelyon17(root=camelyon17), wilds_dataset("camelyon17", camelyon17)
-    assert len(ours) == len(theirs) == 100
+    assert len(ours) == len(theirs) == 100 and ours.class_names == ("normal tissue", "tumor tissue")
     names = {0: "train", 1: "train_val", 2: "test", 3: "val_domain"}
     for row in range(len(ours)):
         image, label, metadata = theirs[row]
         assert np.array_equal(np.asarray(ours.image(row)), np.asarray(image))
         assert (ours.labels[row], ours.domains[row]) == (label, metadata[0])
         assert ours.splits[row] == names[int(theirs.split_array[row])]
-    assert ours.class_names == ("normal tissue", "tumor tissue")
-
-
-def test_groups_of_camelyon17_are_patients(camelyon17):
-    ours, theirs = Camelyon17(root=camelyon17), wilds_dataset("camelyon17", camelyon17)
     patients = [Path(path).parent.name.split("_")[1] for path in ours.shown]
     pairs = set(zip(patients, ours.groups.tolist(), strict=True))
     assert len(pairs) == len(set(patients)) == len(set(ours.groups.tolist())) == 15
     assert len(set(theirs.metadata_array[:, 1].tolist())) == 25, "a patient has several slides"
 
 
-@pytest.mark.parametrize("hospital", range(5))
-def test_each_hospital_of_camelyon17_can_be_held_out(camelyon17, hospital):
+def test_splits_of_camelyon17(camelyon17):
     data = Camelyon17(root=camelyon17)
-    split = splits(data, Protocol(), seed=0)[hospital]
-    assert split.test_domains == (f"hospital {hospital}",) and len(split.train_domains) == 4
-    assert torch.equal(split.evaluation["test"], torch.arange(20 * hospital, 20 * hospital + 20))
-    train, val = torch.cat(split.train), split.evaluation["train_val"]
-    assert len(train) + len(val) == 80 and len(val) == 16
-    assert not set(data.groups[train]) & set(data.groups[val]), "a patient is divided"
-    assert "groups kept together" in split.notes and "tested on domains never trained on" in split.notes
+    for hospital, split in enumerate(splits(data, Protocol(), seed=0)):
+        assert split.test_domains == (f"hospital {hospital}",) and len(split.train_domains) == 4
+        assert torch.equal(split.evaluation["test"], torch.arange(20 * hospital, 20 * hospital + 20))
+        train, val = torch.cat(split.train), split.evaluation["train_val"]
+        assert len(train) + len(val) == 80 and len(val) == 16
+        assert not set(data.groups[train]) & set(data.groups[val]), "a patient is divided"
+        assert "groups kept together" in split.notes and "tested on domains never trained on" in split.notes
+    (split,) = splits(data, Protocol(**OFFICIAL), seed=0)
+    assert split.train_domains == ("hospital 0", "hospital 3", "hospital 4") and split.test_domains == ("hospital 2",)
+    sizes = {name: len(rows) for name, rows in split.evaluation.items()}
+    assert sizes == {"train_val": 30, "val_domain": 20, "test": 20, "test_val": 4}
+    assert [len(part) for part in split.train] == [10, 10, 10]
+    assert "tested on domains never trained on" in split.notes
+    assert "9 of 9 groups of train_val also train (30 of 30 images)" in split.notes
 
 
 @pytest.mark.parametrize("kind", ["region", "year"])
@@ -107,17 +108,6 @@ def test_all_labelled_images_of_fmow_take_part_when_domains_are_held_out(fmow, k
         assert (kind == "year" and split.test_domains != ("2017",)) == bool(left_out)
         parts = [set(data.groups[rows]) for rows in (train, val, split.evaluation["test"])]
         assert not parts[0] & parts[1] and not (parts[0] | parts[1]) & parts[2], "a place is divided"
-
-
-def test_camelyon17_official_split(camelyon17):
-    (split,) = splits(Camelyon17(root=camelyon17), Protocol(**OFFICIAL), seed=0)
-    assert split.train_domains == ("hospital 0", "hospital 3", "hospital 4")
-    assert split.test_domains == ("hospital 2",)
-    sizes = {name: len(rows) for name, rows in split.evaluation.items()}
-    assert sizes == {"train_val": 30, "val_domain": 20, "test": 20, "test_val": 4}
-    assert [len(part) for part in split.train] == [10, 10, 10]
-    assert "tested on domains never trained on" in split.notes
-    assert "9 of 9 groups of train_val also train (30 of 30 images)" in split.notes
 
 
 @pytest.mark.parametrize("kind", ["region", "year", "region_year"])
@@ -162,32 +152,22 @@ def test_fmow_without_coordinates(tmp_path):
     assert "images assumed independent" in split.notes
 
 
-@pytest.mark.parametrize(
-    ("kind", "note"),
-    [
-        ("region", "domains that are also trained on, none of them unseen"),
-        ("year", "domains never trained on"),
-        ("region_year", "domains never trained on"),
-    ],
-)
-def test_fmow_reports_whether_its_test_domains_are_unseen(fmow, kind, note):
-    (split,) = splits(Fmow(root=fmow, domains=kind), Protocol(**OFFICIAL), seed=0)
-    assert split.tested_on == note and f"tested on {note}" in split.notes
-
-
 def test_fmow_official_split(fmow):
     (split,) = splits(Fmow(root=fmow), Protocol(**OFFICIAL, metric="worst_domain_accuracy"), seed=0)
-    assert {name: len(rows) for name, rows in split.evaluation.items() if name != "test_val"} == {
-        "train_val": 18, "val_domain": 18, "test": 36,
-    }  # fmt: skip
+    sizes = {name: len(rows) for name, rows in split.evaluation.items() if name != "test_val"}
+    assert sizes == {"train_val": 18, "val_domain": 18, "test": 36}
     assert "Other" in split.train_domains and sum(len(part) for part in split.train) == 36
     (by_year,) = splits(Fmow(root=fmow, domains="year"), Protocol(**OFFICIAL), seed=0)
     assert by_year.train_domains == ("2002", "2012") and by_year.test_domains == ("2016", "2017")
     assert torch.equal(by_year.evaluation["val_domain"], split.evaluation["val_domain"])
+    (by_both,) = splits(Fmow(root=fmow, domains="region_year"), Protocol(**OFFICIAL), seed=0)
+    assert split.tested_on == "domains that are also trained on, none of them unseen"
+    assert by_year.tested_on == by_both.tested_on == "domains never trained on"
+    assert all(f"tested on {part.tested_on}" in part.notes for part in (split, by_year, by_both))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_our_camelyon17_numbers_are_those_of_wilds_eval(camelyon17, stand_in_for_torch_scatter, seed):
+def test_our_numbers_are_those_of_wilds_eval(camelyon17, fmow, stand_in_for_torch_scatter, seed):
     ours, theirs = Camelyon17(root=camelyon17), wilds_dataset("camelyon17", camelyon17)
     (split,) = splits(ours, Protocol(**OFFICIAL), seed=0)
     for rows in split.evaluation.values():  # the slides of the other splits are empty groups
@@ -198,47 +178,38 @@ def test_our_camelyon17_numbers_are_those_of_wilds_eval(camelyon17, stand_in_for
         assert metric("accuracy", logits, labels, slides) == pytest.approx(expected["acc_avg"])
         assert metric("worst_domain_accuracy", logits, labels, slides) == pytest.approx(expected["acc_wg"])
 
-
-@pytest.mark.parametrize("kind", ["region", "year"])
-@pytest.mark.parametrize("seed", range(3))
-def test_our_fmow_numbers_are_those_of_wilds_eval(fmow, stand_in_for_torch_scatter, kind, seed):
-    ours, theirs = Fmow(root=fmow, domains=kind), wilds_dataset("fmow", fmow)
-    (split,) = splits(ours, Protocol(**OFFICIAL), seed=0)
-    (test,) = (rows for name, rows in split.evaluation.items() if name == "test")
+    theirs = wilds_dataset("fmow", fmow)
     oceania = theirs.metadata_map["region"].index("Oceania")
-    without_oceania = test[torch.from_numpy(ours.worst_of)[test] != oceania]
-    for rows in (test, split.evaluation["val_domain"], without_oceania):
-        logits, labels = random_logits(seed, rows, 62), torch.from_numpy(ours.labels)[rows]
-        logits[torch.arange(0, len(rows), 2), labels[::2]] += 9  # else all are wrong and every accuracy is 0
-        if seed == 2:  # 'Other' is the worst, and must not count
-            other = torch.from_numpy(ours.worst_of)[rows] == -1
-            logits[other, labels[other]] -= 99
-        expected, _ = theirs.eval(logits.argmax(1), theirs.y_array[rows], theirs.metadata_array[rows])
-        assert 0 < expected["acc_worst_region"] < 1
-        whole = score(logits, labels, torch.from_numpy(ours.domains)[rows], ours.class_names, ours.domain_names)
-        assert whole.accuracy == pytest.approx(expected["acc_avg"])
-        for name, found in whole.per_domain.items():
-            key = f"{kind}:{name}"
-            assert (found["accuracy"], found["n"]) == (pytest.approx(expected[f"acc_{key}"]), expected[f"count_{key}"])
-        regions = torch.from_numpy(ours.worst_of)[rows]
-        counted = regions >= 0
-        worst = metric("worst_domain_accuracy", logits[counted], labels[counted], regions[counted])
-        assert worst == pytest.approx(expected["acc_worst_region"])
+    for kind in ("region", "year"):
+        ours = Fmow(root=fmow, domains=kind)
+        (split,) = splits(ours, Protocol(**OFFICIAL), seed=0)
+        test = split.evaluation["test"]
+        without_oceania = test[torch.from_numpy(ours.worst_of)[test] != oceania]
+        for rows in (test, split.evaluation["val_domain"], without_oceania):
+            logits, labels = random_logits(seed, rows, 62), torch.from_numpy(ours.labels)[rows]
+            logits[torch.arange(0, len(rows), 2), labels[::2]] += 9  # else all are wrong and every accuracy is 0
+            regions = torch.from_numpy(ours.worst_of)[rows]
+            counted = regions >= 0
+            if seed == 2:  # 'Other' is the worst, and must not count
+                logits[~counted, labels[~counted]] -= 99
+            expected, _ = theirs.eval(logits.argmax(1), theirs.y_array[rows], theirs.metadata_array[rows])
+            assert 0 < expected["acc_worst_region"] < 1
+            whole = score(logits, labels, torch.from_numpy(ours.domains)[rows], ours.class_names, ours.domain_names)
+            assert whole.accuracy == pytest.approx(expected["acc_avg"])
+            for name, values in whole.per_domain.items():
+                assert values["accuracy"] == pytest.approx(expected[f"acc_{kind}:{name}"])
+                assert values["n"] == expected[f"count_{kind}:{name}"]
+            worst = metric("worst_domain_accuracy", logits[counted], labels[counted], regions[counted])
+            assert worst == pytest.approx(expected["acc_worst_region"])
 
 
-def test_reading_leaves_pillow_as_it_was(fmow):
-    limit = Image.MAX_IMAGE_PIXELS
-    sys.modules.pop("wilds.datasets.fmow_dataset", None)
-    Fmow(root=fmow)
-    assert limit == Image.MAX_IMAGE_PIXELS and limit is not None
-
-
-def test_importing_wilds_asks_nobody_for_newer_versions(fmow, monkeypatch):
+def test_importing_wilds_changes_no_limit_and_asks_nobody_for_newer_versions(fmow, monkeypatch):
+    limit, started = Image.MAX_IMAGE_PIXELS, []
     for name in [name for name in sys.modules if name.split(".")[0] in ("wilds", "ogb")]:
         monkeypatch.delitem(sys.modules, name)
-    started = []
     monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread))
     Fmow(root=fmow)
+    assert limit == Image.MAX_IMAGE_PIXELS and limit is not None
     assert "wilds.version" in sys.modules and "outdated" not in sys.modules and not started
 
 
@@ -248,29 +219,18 @@ def test_importing_wilds_asks_nobody_for_newer_versions(fmow, monkeypatch):
 def test_no_data_and_no_permission_to_download(cls, folder, size, tmp_path):
     with pytest.raises(UserError) as fault:
         cls(root=tmp_path / "data")
-    text = str(fault.value)
-    for words in (
-        f"{tmp_path / 'data' / folder} does not exist",
-        "data.download: true",
-        size,
-        "wilds.download_datasets",
-    ):
+    text, missing = str(fault.value), f"{tmp_path / 'data' / folder} does not exist"
+    for words in (missing, "data.download: true", size, "wilds.download_datasets"):
         assert words in text
     assert not (tmp_path / "data").exists() and "\n" not in text
 
 
-def test_a_folder_without_its_release_file_has_a_message_of_its_own(tmp_path):
-    base = miniature.camelyon17(tmp_path)
-    (base / "RELEASE_v1.0.txt").unlink()
-    with pytest.raises(
-        UserError, match=r"camelyon17_v1.0 contains no RELEASE_v1.0.txt, so that its download was not finished"
-    ):
+def test_damaged_trees(tmp_path):
+    (miniature.camelyon17(tmp_path) / "RELEASE_v1.0.txt").unlink()
+    problem = r"camelyon17_v1.0 contains no RELEASE_v1.0.txt, so that its download was not finished"
+    with pytest.raises(UserError, match=problem):
         Camelyon17(root=tmp_path)
-
-
-def test_a_damaged_tree(tmp_path):
-    base = miniature.fmow(tmp_path)
-    (base / "country_code_mapping.csv").unlink()
+    (miniature.fmow(tmp_path) / "country_code_mapping.csv").unlink()
     with pytest.raises(UserError, match=r"fmow_v1.1 is incomplete or damaged .*country_code_mapping.csv"):
         Fmow(root=tmp_path)
 
@@ -299,16 +259,13 @@ def test_download_goes_through_wilds_downloader(tmp_path, archive_at, capsys):
     assert len(Camelyon17(root=tmp_path / "data", download=True)) == 100  # existing data are not downloaded again
 
 
-def test_a_download_that_fails(tmp_path, archive_at):
+def test_downloads_that_fail(tmp_path, archive_at):
     archive_at(tmp_path / "nothing.tar.gz")
     with pytest.raises(UserError, match=r"data.download: the download to .*camelyon17_v1.0 failed"):
         Camelyon17(root=tmp_path, download=True)
-
-
-def test_an_incomplete_archive_is_not_unpacked(tmp_path):
-    folder = tmp_path / "camelyon17_v1.0"
-    folder.mkdir()
-    (folder / "archive.tar.gz").write_bytes(b"half of it")
+    archive = tmp_path / "again" / "camelyon17_v1.0" / "archive.tar.gz"
+    archive.parent.mkdir(parents=True)
+    archive.write_bytes(b"half of it")
     with pytest.raises(UserError, match=r"archive.tar.gz remains from an earlier download"):
-        Camelyon17(root=tmp_path, download=True)
-    assert (folder / "archive.tar.gz").read_bytes() == b"half of it"
+        Camelyon17(root=tmp_path / "again", download=True)
+    assert archive.read_bytes() == b"half of it", "it is not unpacked"

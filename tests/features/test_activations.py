@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cache_scenario import SIZE, WIDTH, Pixels, features_of
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from xdm_ft.cli.cache import list_cache, verify_cache
@@ -108,15 +109,7 @@ def test_the_list_names_the_cut(tmp_path: Path) -> None:
     assert read_manifest(listed.document["entries"][0].path)["width"] == 4 * SIZE * SIZE
 
 
-def test_a_cache_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    activations_of(tmp_path)
-    monkeypatch.setattr(extraction, "is_writable", lambda folder: False)
-    assert activations_of(tmp_path).extracted == 0
-    with pytest.raises(UserError, match=r"activations before blocks\.2 of 70 images; .*features\.cut: comp"):
-        activations_of(tmp_path, blocks=1)
-
-
-def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_can_not_be_written_or_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 3 * IMAGES * 4 * SIZE * SIZE * 4
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=needed - 1))
@@ -124,6 +117,10 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         activations_of(tmp_path, **VIEWS)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=needed))
     assert activations_of(tmp_path, **VIEWS).extracted == 3 * IMAGES
+    monkeypatch.setattr(extraction, "is_writable", lambda folder: False)
+    assert activations_of(tmp_path).extracted == 0
+    with pytest.raises(UserError, match=r"activations before blocks\.2 of 70 images; .*features\.cut: comp"):
+        activations_of(tmp_path, blocks=1)
 
 
 def test_shards_of_activations_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +129,10 @@ def test_shards_of_activations_are_bounded(tmp_path: Path, monkeypatch: pytest.M
     found = activations_of(tmp_path, batch_size=8)
     sizes = sorted(path.stat().st_size // each for path in (tmp_path / found.key).glob("shard-*"))
     assert sizes == [6, 16, 16, 16, 16]
+    monkeypatch.setattr(extraction, "MAX_SHARDS", 2)
+    larger = tmp_path / features_of(Pixels(150), tmp_path).key
+    rows = sorted(len(load_file(path)["features"]) for path in larger.glob("shard-*"))
+    assert rows == [70, 80], "a multiple of the batch size that is at least half of the images"
     monkeypatch.setattr(extraction, "SHARD_BYTES", 1)
     assert activations_of(tmp_path / "one", batch_size=8).extracted == IMAGES, "a batch at least"
 
