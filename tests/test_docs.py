@@ -16,29 +16,29 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 READS_A_RECIPE = ("run", "validate", "doctor", "features")
 
 
-def blocks(page: Path) -> list[str]:
+def blocks(page):
     """Its code blocks, with continued lines joined."""
     found = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     return [block.replace("\\\n", " ") for block in found]
 
 
-def commands() -> list[str]:
+def commands():
     lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
     return [line for line in lines if line.startswith("xdm-ft ")]
 
 
-def slugs(page: Path) -> set[str]:
+def slugs(page):
     """The anchors that GitHub gives its headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_there_are_commands_to_test() -> None:
+def test_there_are_commands_to_test():
     assert len(PAGES) >= 6 and len(commands()) >= 20
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_is_accepted(command: str) -> None:
+def test_a_command_is_accepted(command):
     """The verb and its arguments exist; a recipe loads with its overrides, unless the line leaves some out (…)."""
     arguments = parser().parse_args(shlex.split(command, comments=True)[1:])
     if arguments.verb in READS_A_RECIPE and "…" not in command:
@@ -46,7 +46,7 @@ def test_a_command_is_accepted(command: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_and_scripts_are_there(page: Path) -> None:
+def test_links_and_scripts_are_there(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)]+)\)", text):
         if "://" in target:
@@ -59,7 +59,7 @@ def test_links_and_scripts_are_there(page: Path) -> None:
         assert (ROOT / script).is_file(), script
 
 
-def test_the_methods_that_are_said_to_have_one_seed_have_one() -> None:
+def test_the_methods_that_are_said_to_have_one_seed_have_one():
     """Those whose head the prompts alone make, as `make_plan` plans them."""
     text = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
     [named] = re.findall(r"method with one seed \(([^)]*)\)", text)
@@ -68,7 +68,7 @@ def test_the_methods_that_are_said_to_have_one_seed_have_one() -> None:
     assert set(re.findall(r"`(\w+)`", named)) == planned and len(known) > 10
 
 
-def test_contributing_names_files_that_there_are() -> None:
+def test_contributing_names_files_that_there_are():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = {name for name in re.findall(r"`([\w./]+(?:\.py|/))`", text) if "NAME" not in name and name != "shared/"}
     assert len(named) > 40
@@ -76,7 +76,7 @@ def test_contributing_names_files_that_there_are() -> None:
     assert not missing, missing
 
 
-def test_the_readme_is_one_page_with_one_test_command() -> None:
+def test_the_readme_is_one_page_with_one_test_command():
     """`.ci/run` looks for the mark, and runs the code block below it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120

@@ -41,7 +41,7 @@ def test_files_of_tests_have_names_of_their_own():
     assert not [name for name, count in names.items() if count > 1]
 
 
-def settings() -> list[str]:
+def settings():
     """Every key of every block and component."""
     from xdm_ft.recipe import check as read
 

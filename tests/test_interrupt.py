@@ -1,14 +1,11 @@
 """SIGINT and SIGTERM, each sent to a process of its own."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -46,7 +43,7 @@ except Interrupted as stop:
 
 
 @contextmanager
-def started(kind: str, seconds: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+def started(kind, seconds=0.0):
     command = [sys.executable, "-c", WORK, kind, str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
@@ -57,7 +54,7 @@ def started(kind: str, seconds: float = 0.0) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_work_that_checks_for_a_stop_saves_first(number: int, status: int) -> None:
+def test_work_that_checks_for_a_stop_saves_first(number, status):
     with started("patient") as process:
         process.send_signal(number)
         output, errors = process.communicate(timeout=30)
@@ -66,7 +63,7 @@ def test_work_that_checks_for_a_stop_saves_first(number: int, status: int) -> No
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_other_work_stops_at_once(number: int, status: int) -> None:
+def test_other_work_stops_at_once(number, status):
     with started("impatient") as process:
         process.send_signal(number)
         output, errors = process.communicate(timeout=30)
@@ -75,7 +72,7 @@ def test_other_work_stops_at_once(number: int, status: int) -> None:
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_sigint_does_not_wait(first: int) -> None:
+def test_a_second_sigint_does_not_wait(first):
     with started("patient", seconds=60) as process:
         process.send_signal(first)
         assert process.stdout is not None and process.stdout.readline() == "stopping\n"
@@ -90,7 +87,7 @@ def test_a_second_sigint_does_not_wait(first: int) -> None:
     assert errors == "xdm-ft: interrupted again; stopped without saving; run the same command to resume\n"
 
 
-def test_a_sigint_that_a_launcher_forwards_does_not_count_as_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sigint_that_a_launcher_forwards_does_not_count_as_a_second_one(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with started("patient", seconds=0.5) as process:
         process.send_signal(signal.SIGINT)
@@ -100,17 +97,17 @@ def test_a_sigint_that_a_launcher_forwards_does_not_count_as_a_second_one(monkey
     assert process.returncode == 130 and "saved: all of it" in output
 
 
-def test_the_earlier_handlers_come_back() -> None:
+def test_the_earlier_handlers_come_back():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with interrupt.handled(resumable=True):
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_another_thread_changes_no_handlers() -> None:
+def test_another_thread_changes_no_handlers():
     seen = []
 
-    def work() -> None:
+    def work():
         with interrupt.handled(resumable=True):
             seen.append(signal.getsignal(signal.SIGTERM))
 
@@ -121,7 +118,7 @@ def test_another_thread_changes_no_handlers() -> None:
     assert seen == [before]
 
 
-def test_a_forked_process_handles_its_own_signals_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_forked_process_handles_its_own_signals_in_silence(capfd):
     ready, go = os.pipe()
     child = os.fork()
     if child == 0:
@@ -149,7 +146,7 @@ with (
 """
 
 
-def test_what_must_happen_before_the_process_ends_does() -> None:
+def test_what_must_happen_before_the_process_ends_does():
     command = [sys.executable, "-c", SAVES_FIRST]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"

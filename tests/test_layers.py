@@ -53,11 +53,11 @@ NOT_TO_SHADOW = {
 }
 
 
-def layer_of(module: str) -> str:
+def layer_of(module):
     return module.removeprefix("xdm_ft").lstrip(".").split(".")[0]
 
 
-def imports(path: Path) -> set[str]:
+def imports(path):
     """Layers of this package that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -86,7 +86,7 @@ def test_every_import_goes_down():
             assert LAYERS.index(own) <= LAYERS.index(imported), f"{relative} ({own}) imports {imported}"
 
 
-def modules_of(package: Path) -> dict[str, Path]:
+def modules_of(package):
     """Dotted name → file, of every module of the package."""
     found = {}
     for path in package.rglob("*.py"):
@@ -95,7 +95,7 @@ def modules_of(package: Path) -> dict[str, Path]:
     return found
 
 
-def import_circle(package: Path) -> list[str]:
+def import_circle(package):
     """Modules that import each other in a loop, imports inside functions and for types included; none: []."""
     modules = modules_of(package)
     graph = {name: imported_modules(path, modules) - {name} for name, path in modules.items()}
@@ -105,7 +105,7 @@ def import_circle(package: Path) -> list[str]:
     return sorted(free)
 
 
-def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
+def imported_modules(path, modules):
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -128,7 +128,7 @@ def test_every_module_can_be_imported():
         importlib.import_module(name)
 
 
-def private_imports_across_rooms(package: Path) -> list[str]:
+def private_imports_across_rooms(package):
     """ "file: module" of imports of a private module or name (`_x`) of another folder of the package."""
     private = []
     for path in sorted(package.rglob("*.py")):

@@ -1,12 +1,9 @@
 """`import xdm_ft`: light, and a run from Python is the run of the command line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import miniature
 import pytest
@@ -21,13 +18,13 @@ QUICK = {"data": {"name": "digits"}, "encoder": {"name": "timm", "model": "test_
 QUICK |= {"report": {"page": False}}
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+def test_importing_the_package_loads_nothing_heavy():
     code = "import sys, xdm_ft; xdm_ft.run, xdm_ft.open, xdm_ft.UserError; "
     code += "print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
-def test_overrides_are_those_of_the_command_line() -> None:
+def test_overrides_are_those_of_the_command_line():
     by_text = load("demo", ["training.steps=10", "training.lr=0.5", "methods=[erm,wise_ft]", "encoder.normalize=true"])
     nested = {"training": {"steps": 10, "lr": 0.5}, "methods": ("erm", "wise_ft"), "encoder": {"normalize": True}}
     dotted = {"training.steps": 10, "training.lr": 0.5, "methods": ["erm", "wise_ft"], "encoder.normalize": True}
@@ -37,7 +34,7 @@ def test_overrides_are_those_of_the_command_line() -> None:
     assert spread.methods[0].algorithm.settings()["alpha"] == 0.25
 
 
-def test_a_dotted_key_replaces_a_block_and_a_plain_one_merges_into_it(tmp_path: Path) -> None:
+def test_a_dotted_key_replaces_a_block_and_a_plain_one_merges_into_it(tmp_path):
     space = {"search": {"trials": 2, "space": {"lr": {"choice": [0.1, 0.2]}}}}
     merged = recipe_of({**space}, {"search": {"space": {"weight_decay": {"choice": [0.0]}}}}).values
     assert list(merged["search"]["space"]) == ["lr", "weight_decay"] and merged["search"]["trials"] == 2
@@ -47,7 +44,7 @@ def test_a_dotted_key_replaces_a_block_and_a_plain_one_merges_into_it(tmp_path: 
     assert recipe_of({}, {"output": {"dir": tmp_path}}).values == {"output": {"dir": str(tmp_path)}}
 
 
-def test_faults_name_what_was_given() -> None:
+def test_faults_name_what_was_given():
     with pytest.raises(xdm_ft.UserError, match=r"overrides: training\.steps: .*given -1"):
         xdm_ft.run("demo", training={"steps": -1})
     with pytest.raises(xdm_ft.UserError, match=r'unknown key; did you mean "training"'):
@@ -60,7 +57,7 @@ def test_faults_name_what_was_given() -> None:
         xdm_ft.run("demo", **{"methods.erm": 1})
 
 
-def written(path: Path, **changes: Any) -> Path:
+def written(path, **changes):
     """A run directory of two methods under two rules."""
     results = results_of(two_sets())
     results["summary"] += [row | {"selection": "oracle", "mean": 0.99} for row in results["summary"]]
@@ -68,7 +65,7 @@ def written(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_finished_run_is_opened_without_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_opened_without_its_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(written(tmp_path / "run").parent)
     for path in ("run", Path("run")):
         found = xdm_ft.open(path)
@@ -88,7 +85,7 @@ def test_a_finished_run_is_opened_without_its_recipe(tmp_path: Path, monkeypatch
     assert "open" not in xdm_ft.__all__, "`from xdm_ft import *` must leave Python's own"
 
 
-def test_what_is_no_finished_run_is_one_clear_line(tmp_path: Path) -> None:
+def test_what_is_no_finished_run_is_one_clear_line(tmp_path):
     written(tmp_path / "unfinished", summary=[])
     recipe = results_of(two_sets())["recipe"]
     asked = recipe | {"protocol": recipe["protocol"] | {"final_fit": True}}
@@ -107,7 +104,7 @@ def test_what_is_no_finished_run_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     recipe = QUICK | {"name": "quick", "features": {"dir": str(tmp_path / "cache"), "workers": 0}}
     recipe |= {"methods": ["erm", "linear_probe"], "training": {"steps": 500, "batch_size": 4}}
@@ -131,7 +128,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_process_may_differ_in_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_of_one_process_may_differ_in_precision(tmp_path, monkeypatch):
     from accelerate import Accelerator
 
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ LARGE = [16, *([256] if float(platform.libc_ver()[1] or 0) >= 2.35 else [])]
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
 @pytest.mark.parametrize("megabytes", LARGE)
-def test_blocks_that_come_and_go_are_not_faulted_in_again(megabytes: int) -> None:
+def test_blocks_that_come_and_go_are_not_faulted_in_again(megabytes):
     keep_freed_memory()
     pages = megabytes * 2**20 // resource.getpagesize()
     torch.ones(megabytes * 2**18).sum()
@@ -25,7 +25,7 @@ def test_blocks_that_come_and_go_are_not_faulted_in_again(megabytes: int) -> Non
 
 
 # Linux adds up a process's pages per core and reads the sum with an error: on 64 cores tens of megabytes
-def test_the_peak_counts_what_was_freed_and_not_what_was_there() -> None:
+def test_the_peak_counts_what_was_freed_and_not_what_was_there():
     kept = torch.ones(128 * 2**20)  # 512 MB
     memory = PeakMemory(torch.device("cpu"))
     if memory.peak is None:
@@ -36,8 +36,8 @@ def test_the_peak_counts_what_was_freed_and_not_what_was_there() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
-def test_a_later_model_has_a_peak_of_its_own_after_an_earlier_one_has_freed_as_much() -> None:
-    def blocks() -> None:
+def test_a_later_model_has_a_peak_of_its_own_after_an_earlier_one_has_freed_as_much():
+    def blocks():
         held = [torch.ones(250_000) for _ in range(400)]  # 1 MB each: below the size that malloc maps by itself
         assert len(held) == 400
 

@@ -1,7 +1,5 @@
 """Counter-based random numbers: the documented hash, uniform, independent between keys, the same under `vmap`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,14 +22,14 @@ from xdm_ft.runtime.randomness import (
 WORD = (1 << 64) - 1
 
 
-def splitmix(x: int) -> int:
+def splitmix(x):
     """splitmix64's finaliser, written with Python's integers."""
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & WORD
     return x ^ x >> 31
 
 
-def reference(seed: int, step: int, stream: int, index: int) -> int:
+def reference(seed, step, stream, index):
     x = 0
     for key in (seed, stream, step, index):
         x = splitmix(((x ^ (key & WORD)) + 0x9E3779B97F4A7C15) & WORD)
@@ -43,14 +41,14 @@ key = st.integers(-(2**63), 2**63 - 1)
 
 @settings(deadline=None)
 @given(key, key, st.sampled_from(Stream), key)
-def test_is_the_documented_hash(seed: int, step: int, stream: Stream, index: int) -> None:
+def test_is_the_documented_hash(seed, step, stream, index):
     drawn = int(bits(torch.tensor(seed), torch.tensor(step), stream, torch.tensor(index)))
     assert drawn & WORD == reference(seed, step, stream, index)
     u = float(uniform(torch.tensor(seed), torch.tensor(step), stream, torch.tensor(index)))
     assert u == ((drawn & WORD) >> 40) / 2**24
 
 
-def test_pinned() -> None:
+def test_pinned():
     """Every published result depends on these numbers and on the numbers of the streams."""
     drawn = bits(7, 5, Stream.LAMBDA, torch.arange(3))
     assert [hex(word & WORD) for word in drawn.tolist()] == [
@@ -61,7 +59,7 @@ def test_pinned() -> None:
     assert [stream.value for stream in (Stream.INIT, Stream.BATCH, Stream.PARTNERS, Stream.DISCARD)] == [0, 1, 3, 5]
 
 
-def test_uniform_is_uniform() -> None:
+def test_uniform_is_uniform():
     u = uniform(3, torch.arange(200)[:, None], Stream.LAMBDA, torch.arange(500)).flatten().double()
     assert u.min() >= 0 and u.max() < 1
     assert stats.kstest(u.numpy(), "uniform").pvalue > 0.01
@@ -70,7 +68,7 @@ def test_uniform_is_uniform() -> None:
 
 
 @pytest.mark.parametrize("which", ["seed", "step", "stream", "index"])
-def test_neighbouring_keys_are_independent(which: str) -> None:
+def test_neighbouring_keys_are_independent(which):
     keys = {"seed": 5, "step": 7, "stream": int(Stream.PARTNERS), "index": torch.arange(20_000)}
     other = {**keys, which: keys[which] + 1}
     a, b = uniform(**keys).double(), uniform(**other).double()
@@ -80,11 +78,11 @@ def test_neighbouring_keys_are_independent(which: str) -> None:
     assert ((a - b) % 1 < 0.5).double().mean() == pytest.approx(0.5, abs=0.02)
 
 
-def test_every_use_has_its_own_stream() -> None:
+def test_every_use_has_its_own_stream():
     assert len({int(stream) for stream in Stream}) == len(Stream)
 
 
-def test_integers_are_in_range_and_even() -> None:
+def test_integers_are_in_range_and_even():
     drawn = integers(0, 1, Stream.BATCH, torch.arange(60_000), 7)
     assert stats.chisquare(torch.bincount(drawn, minlength=7).numpy()).pvalue > 0.01
     high = torch.tensor([1, 2, 1000])
@@ -92,7 +90,7 @@ def test_integers_are_in_range_and_even() -> None:
     assert (each >= 0).all() and (each < high).all() and each[:, 2].max() > 900
 
 
-def test_permutations() -> None:
+def test_permutations():
     order = permutation(0, 0, Stream.PERMUTATION, 1000)
     assert torch.equal(order.sort().values, torch.arange(1000))
     assert torch.equal(order, permutation(0, 0, Stream.PERMUTATION, 1000))
@@ -103,7 +101,7 @@ def test_permutations() -> None:
     assert len(permutation(0, 0, Stream.PERMUTATION, 0)) == 0
 
 
-def test_same_numbers_alone_and_under_vmap() -> None:
+def test_same_numbers_alone_and_under_vmap():
     seeds, index = torch.arange(6), torch.randint(0, 10**9, (6, 50), generator=torch.Generator().manual_seed(0))
     together = vmap(lambda seed, index: uniform(seed, 9, Stream.PARTNERS, index))(seeds, index)
     for head in range(6):
@@ -111,7 +109,7 @@ def test_same_numbers_alone_and_under_vmap() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 2.0, 8.0])
-def test_beta(alpha: float) -> None:
+def test_beta(alpha):
     """Exact at the knots; between them the distribution function is off by less than one step between knots.
 
     Checked below ½ only, because float32 rounds draws close to 1.
@@ -132,7 +130,7 @@ def test_beta(alpha: float) -> None:
     assert beta(torch.tensor(1 - 2.0**-24), quantiles) <= 1  # the largest draw of `uniform`
 
 
-def test_normal() -> None:
+def test_normal():
     draws = normal(3, 0, Stream.STYLE_NOISE, torch.arange(200_000))
     assert draws.isfinite().all() and draws.dtype == torch.float32
     assert stats.kstest(draws.double().numpy(), "norm").statistic < 0.004

@@ -1,7 +1,5 @@
 """BMA's weights and SWAD's window, by hand, against scipy's density and the authors' queues."""
 
-from __future__ import annotations
-
 import logging
 import math
 
@@ -15,7 +13,7 @@ from xdm_ft.averaging.swad import SWAD
 from xdm_ft.training.selection import Averages
 
 
-def test_the_weights_by_hand() -> None:
+def test_the_weights_by_hand():
     # Beta(0.5, 0.5) has the density 1 / (π √(x (1 − x))); with T = 3 steps, x = 1/8, 3/8, 5/8, 7/8
     end, middle = 8 / (math.pi * math.sqrt(7)), 8 / (math.pi * math.sqrt(15))
     found = [BMA().weight(step, 3) for step in range(4)]
@@ -25,13 +23,13 @@ def test_the_weights_by_hand() -> None:
 
 @pytest.mark.parametrize("beta", [0.01, 0.3, 0.5, 1.0, 2.5, 10.0])
 @pytest.mark.parametrize("x", [5e-7, 0.2, 0.5, 1 - 5e-7])
-def test_the_density_is_scipys(beta: float, x: float) -> None:
+def test_the_density_is_scipys(beta, x):
     assert beta_density(x, beta) == pytest.approx(beta_distribution.pdf(x, beta, beta), rel=1e-6)
     assert beta_density(x, beta) > 0
 
 
 @pytest.mark.parametrize("every", [1, 3, 4, 12])
-def test_the_mean_is_the_weighted_sum_over_all_steps_and_the_start(every: int) -> None:
+def test_the_mean_is_the_weighted_sum_over_all_steps_and_the_start(every):
     """However the evaluations cut the training into segments; every head by its own β."""
     betas, steps = (0.5, 1.0, 0.1), 12
     weights = torch.randn(steps + 1, 3, 2, 5, generator=torch.Generator().manual_seed(0))  # steps, heads
@@ -50,7 +48,7 @@ def test_the_mean_is_the_weighted_sum_over_all_steps_and_the_start(every: int) -
     assert not torch.allclose(one.state["w"], other.state["w"], atol=1e-3)
 
 
-def run(losses: list[float], lengths: list[int] | None = None, **settings) -> Segment:
+def run(losses, lengths=None, **settings):
     """SWAD's result for these losses. The weight after step t is 2ᵗ, so that a mean belongs to one window only."""
     average, taken = SWAD(**settings).begin(), 0
     for loss, length in zip(losses, lengths or [1] * len(losses), strict=True):
@@ -60,12 +58,12 @@ def run(losses: list[float], lengths: list[int] | None = None, **settings) -> Se
     return average.result()
 
 
-def in_the_queues(losses: list[float], n_s: int, n_e: int, r: float) -> tuple[int, list[int]] | None:
+def in_the_queues(losses, n_s, n_e, r):
     """The result of the authors' two queues, of the last N_s and N_e evaluations: s, and the evaluations (from 1) in
     the average, repeated as often as they are added. None without s."""
     taken, s, threshold, queue = list[int](), 0, 0.0, list[int]()
 
-    def lowest(some: list[int]) -> float:
+    def lowest(some):
         return min(losses[k - 1] for k in some)
 
     for k in range(1, len(losses) + 1):
@@ -89,7 +87,7 @@ def in_the_queues(losses: list[float], n_s: int, n_e: int, r: float) -> tuple[in
     return (s, taken) if s else None
 
 
-def test_by_hand() -> None:
+def test_by_hand():
     # 0.5 is the first loss that the two after it do not undercut; l = 1.3 (0.5 + 0.6 + 0.55) / 3 = 0.715
     losses = [1.0, 0.8, 0.5, 0.6, 0.55, 0.72, 0.9, 0.7, 0.8, 0.8, 0.8, 0.8, 0.8, 0.8, 0.1]
     got = run(losses)
@@ -97,13 +95,13 @@ def test_by_hand() -> None:
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(3, 9)) / 6)
 
 
-def test_segments_count_by_their_steps() -> None:
+def test_segments_count_by_their_steps():
     got = run([0.5, 0.6, 0.55, 0.5], lengths=[3, 1, 4, 2])
     assert (got.first, got.last) == (1, 10)
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 11)) / 10)
 
 
-def test_evaluations_above_the_threshold_at_the_end_of_training_are_left_out() -> None:
+def test_evaluations_above_the_threshold_at_the_end_of_training_are_left_out():
     got = run([0.5, 0.6, 0.55, 9.0, 0.6, 9.0, 9.0])
     assert (got.first, got.last) == (1, 5)
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 6)) / 5)
@@ -122,7 +120,7 @@ def test_evaluations_above_the_threshold_at_the_end_of_training_are_left_out() -
         ([0.7], 2),
     ],
 )
-def test_the_start_moves_back_within_the_valley(early: list[float], first: int) -> None:
+def test_the_start_moves_back_within_the_valley(early, first):
     """l = 1.3 · 0.6 = 0.78; s is the evaluation after `early`, whose losses fall, so that none of them is s."""
     falling = [loss - 0.001 * k for k, loss in enumerate(early)]
     got = run([*falling, 0.6, 0.6, 0.6, 0.6])
@@ -130,14 +128,14 @@ def test_the_start_moves_back_within_the_valley(early: list[float], first: int) 
 
 
 @pytest.mark.parametrize("losses", [[0.5], [0.5, 0.4], [0.6, 0.5, 0.4, 0.3]])
-def test_without_a_valley_the_last_segment(losses: list[float], caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_valley_the_last_segment(losses, caplog):
     with caplog.at_level(logging.WARNING, logger="xdm_ft"):
         got = run(losses)
     assert got.first == got.last == len(losses) and "no valley" in caplog.text
 
 
 @pytest.mark.parametrize("n_s, n_e", [(3, 6), (1, 1), (2, 2), (3, 3), (2, 4), (4, 2), (3, 1)])
-def test_against_the_authors_queues(n_s: int, n_e: int) -> None:
+def test_against_the_authors_queues(n_s, n_e):
     generator, ended, earlier, trailing = torch.Generator().manual_seed(n_s), 0, 0, 0
     for _ in range(120):
         random, slope = torch.rand(24, generator=generator), torch.rand(2, generator=generator)
@@ -160,7 +158,7 @@ def test_against_the_authors_queues(n_s: int, n_e: int) -> None:
     assert ended > 5 and (trailing > 0 or n_e == 1) and (earlier > 5) == (n_e > n_s + 1)
 
 
-def test_averages_of_stacked_models_are_those_of_each_alone() -> None:
+def test_averages_of_stacked_models_are_those_of_each_alone():
     torch.manual_seed(0)
     weights = torch.randn(12, 2, 3, 4)  # steps, heads
     losses = torch.tensor([[0.5, 0.9], [0.6, 0.8], [0.7, 0.7], [0.6, 0.6]])
@@ -175,7 +173,7 @@ def test_averages_of_stacked_models_are_those_of_each_alone() -> None:
     torch.testing.assert_close(second.state["w"], weights[9:, 1].mean(0))
 
 
-def test_a_loss_that_is_not_finite_is_no_average() -> None:
+def test_a_loss_that_is_not_finite_is_no_average():
     averages = Averages([SWAD(), SWAD()], first_step=1, steps=1)
     averages.add(1, {"w": torch.zeros(2, 1)})
     averages.evaluated(1, [None, 0.5])

@@ -1,13 +1,16 @@
-"""The model that is shipped: chosen by what selection saw, trained on all images, nothing chosen in the fit."""
+"""The model to use: chosen by what selection saw, trained on all images, under one seed or all, nothing measured."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
+import miniature
 import numpy as np
 import pytest
 import small_runs
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
@@ -21,77 +24,101 @@ from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.protocol.splits import all_domains
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Criteria, Task
+from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
+from xdm_ft.training.bank import train as bank_module
+from xdm_ft.training.bank.data import BankValidation
 from xdm_ft.training.bank.train import train_chunk
+from xdm_ft.training.end_to_end import train as end_to_end_module
+from xdm_ft.training.end_to_end.prediction import EndToEndValidation
+from xdm_ft.training.selection import FINAL_FIT
 
-pytestmark = pytest.mark.usefixtures("small_pacs")
-SHIPS = "name=final", "protocol.final_fit=true"
-recipe, results = partial(small_runs.recipe, *SHIPS), partial(small_runs.results, *SHIPS)
+RUN = Path("output/small")
+ERM = "methods=[erm]"
+ALL, FIRST = "protocol.final_fit=all_seeds", "protocol.final_fit=true"
+recipe, results = partial(small_runs.recipe, FIRST), partial(small_runs.results, FIRST)
+small_pacs = pytest.mark.usefixtures("small_pacs")
 
 
-def weights_of(found):
-    return load_file(f"output/final/{found['final_fit']['weights']}")
+def metadata(file):
+    with safe_open(RUN / file, framework="pt") as opened:
+        return {key: json.loads(value) for key, value in opened.metadata().items() if key not in ("file", "xxh3")}
 
 
-def naive_training(made, item, known, rules=("r",), steps=10):
-    """The bank on all images of all domains, by hand."""
+def picks_of(content, method):
+    return [r["selected"]["train_val"] for r in content["runs"] if r["method"] == method]
+
+
+def naive_head(made, item, step, seed=0):
+    """The head after a step of the bank on all images of all domains, by hand."""
     dataset, accelerator = read_data(made), start(made)
-    prepared = prepare(made, dataset, build_encoders(made), accelerator)
+    features = prepare(made, dataset, build_encoders(made), accelerator).encoders[None].features
     plan, split = make_plan(made, dataset), all_domains(dataset)
     setup = Setup(
-        Task(dataset.class_names, split.train_domains),
-        width=prepared.encoders[None].features.width,
-        steps=steps,
-        seed=0,
+        Task(dataset.class_names, split.train_domains), width=features.width, steps=made.training.steps, seed=seed
     )
-    job = Job(ModelKey("x", (), 0, 0), split, setup, item.algorithm.build, None, made.training, external_values=known)
-    arguments = (plan.annotations, Criteria(rules, "accuracy"))
-    [trained] = train_chunk([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
-    return trained
+    known = {"r": {step: 1.0}}
+    job = Job(
+        ModelKey("x", (), seed, 0), split, setup, item.algorithm.build, None, made.training, external_values=known
+    )
+    [trained] = train_chunk([job], features, plan.annotations, Criteria(("r",), "accuracy"), record=lambda *_: None)
+    return trained.selected["r"].state["head.weight"]
 
 
-def preferred(runs, means):
+def preferred(content, means):
     """The method with the lowest validation NLL of those within one standard error of the best, by numpy."""
-    best = max(means, key=lambda method: means[method])
+    best = max(means, key=means.get)
 
-    def of(method, key):
-        return np.array([run["selected"]["train_val"][key] for run in runs if run["method"] == method])
+    def values(method, key):
+        return np.array([pick[key] for pick in picks_of(content, method)])
 
-    differences = {method: of(best, "value") - of(method, "value") for method in means}
-    error = {method: values.std(ddof=1) / np.sqrt(len(values)) for method, values in differences.items()}
-    within = [method for method in means if differences[method].mean() <= error[method]]
-    return min(within, key=lambda method: of(method, "validation_nll").mean())
+    within = []
+    for method in means:
+        differences = values(best, "value") - values(method, "value")
+        if differences.mean() <= differences.std(ddof=1) / np.sqrt(len(differences)):
+            within.append(method)
+    return min(within, key=lambda method: values(method, "validation_nll").mean())
 
 
 @pytest.mark.slow
+@small_pacs
 def test_the_method_that_validation_prefers_on_every_image():
-    found = results()
-    final, runs = found["final_fit"], found["runs"]
-    means = {
-        method: np.mean([run["selected"]["train_val"]["value"] for run in runs if run["method"] == method])
-        for method in ("erm", "xdomainmix")
-    }
+    content = results()
+    final = content["final_fit"]
+    means = {method: np.mean([pick["value"] for pick in picks_of(content, method)]) for method in ("erm", "xdomainmix")}
     assert final["chosen_by"]["values"] == pytest.approx(means)
-    assert final["method"] == preferred(runs, means)
-    assert found["final_fits"] == {final["method"]: final}
-    folder = final["method"]
-    assert final["weights"] == f"models/final_fit/{folder}/model.safetensors"
-    (row,) = (r for r in found["summary"] if (r["selection"], r["method"]) == ("train_val", final["method"]))
+    assert final["method"] == preferred(content, means)
+    assert content["final_fits"] == {final["method"]: final}
+    assert final["weights"] == f"models/final_fit/{final['method']}/model.safetensors"
+    (row,) = (r for r in content["summary"] if (r["selection"], r["method"]) == ("train_val", final["method"]))
     assert final["estimate"]["mean"] == row["mean"] and final["estimate"]["of"] == "leave_one_domain_out"
-    picked = sorted(run["selected"]["train_val"]["step"] for run in runs if run["method"] == final["method"])
-    assert final["step"] == picked[1], "the median, the lower one of two"
-    dataset = read_data(recipe())
+    picks = picks_of(content, final["method"])
+    assert final["step"] == sorted(pick["step"] for pick in picks)[1], "the median, the lower one of two"
+    assert final["temperature"] == median(pick["temperature"] for pick in picks)
+    assert metadata(final["weights"])["temperature"] == final["temperature"] and "temperature" in final["how"]
+    made = recipe()
+    dataset = read_data(made)
     assert final["images"] == dict(zip(dataset.domain_names, np.bincount(dataset.domains).tolist(), strict=True))
     assert "metrics" not in final and f"all {len(dataset)} labelled images of 4 domains" in final["how"]
-
-    made = recipe()
-    item = next(item for item in made.methods if item.label == final["method"])
-    trained = naive_training(made, item, known={"r": {final["step"]: 1.0}})
-    torch.testing.assert_close(weights_of(found)["head.weight"], trained.selected["r"].state["head.weight"])
+    [item] = [item for item in made.methods if item.label == final["method"]]
+    expected = naive_head(made, item, final["step"])
+    torch.testing.assert_close(load_file(RUN / final["weights"])["head.weight"], expected)
 
     assert results()["final_fit"] == final
 
+    # the temperature of each model is that of the weights of the recipe's rule
+    selected = [record["selected"] for record in content["runs"]]
+    for by_rule in selected:
+        pick = by_rule["train_val"]
+        assert metadata(pick["weights"])["temperature"] == pick["temperature"] > 0
+        for other in by_rule.values():
+            assert ("temperature" in other) == (other["weights"] == pick["weights"])
+    others = [by_rule["oracle"] for by_rule in selected if "temperature" not in by_rule["oracle"]]
+    assert others, "the miniature must pick other steps"
+    assert metadata(others[0]["weights"])["temperature"] is None
 
+
+@small_pacs
 def test_all_domains_holds_every_labelled_image_once_and_nothing_to_validate():
     dataset = read_data(recipe())
     dataset.splits = np.array(["train", "val", "test", "train_val", "val_domain"] * len(dataset))[: len(dataset)]
@@ -104,103 +131,117 @@ def test_all_domains_holds_every_labelled_image_once_and_nothing_to_validate():
         assert set(dataset.domains[rows]) == {number}
 
 
-def official(path, names=("a", "b", "c")):
-    """The miniature as a table with an official split: `a` trains, `b` validates, `c` tests."""
-    part = dict(zip(names, ("train", "val", "test"), strict=True))
+@small_pacs
+def test_an_official_split_trains_on_its_validation_and_test_domains_too():
+    """`a` trains, `b` validates, `c` tests: without validation images of training domains there is no temperature."""
+    parts = {"photo": "a,train", "sketch": "b,val", "cartoon": "c,test"}
     lines = ["path,label,domain,split"]
     for image in sorted(Path("data").rglob("*.png")):
-        domain = dict(zip(("photo", "sketch", "cartoon"), names, strict=True)).get(image.parts[-3])
-        if domain is not None:
-            lines.append(f"{image},{image.parts[-2]},{domain},{part[domain]}")
-    path.write_text("\n".join(lines) + "\n")
-
-
-OFFICIAL = (
-    "data={name: table, file: table.csv}",
-    "protocol={name: official, selection: val_domain, seeds: 3, final_fit: true}",
-)
-
-
-def test_an_official_split_trains_on_its_validation_and_test_domains_too(tmp_path):
-    official(tmp_path / "table.csv")
-    final = results(*OFFICIAL, "methods=[erm]")["final_fit"]
+        if image.parts[-3] in parts:
+            lines.append(f"{image},{image.parts[-2]},{parts[image.parts[-3]]}")
+    Path("table.csv").write_text("\n".join(lines) + "\n")
+    official = "protocol={name: official, selection: val_domain, final_fit: true}"
+    overrides = "data={name: table, file: table.csv}", official, ERM
+    content = results(*overrides)
+    final, pick = content["final_fit"], content["runs"][0]["selected"]["val_domain"]
     assert final["domains"] == ["a", "b", "c"] and final["estimate"]["of"] == "official"
     assert "including the official split's validation and test images" in final["how"]
-    assert sum(final["images"].values()) == len((tmp_path / "table.csv").read_text().splitlines()) - 1
+    assert sum(final["images"].values()) == len(lines) - 1
+    assert "temperature" not in pick and "temperature" not in final
+    assert metadata(pick["weights"])["temperature"] is metadata(final["weights"])["temperature"] is None
 
-
-def test_a_domain_that_would_tell_the_class_is_refused_before_any_training(tmp_path):
-    official(tmp_path / "table.csv")
-    lines = (tmp_path / "table.csv").read_text().splitlines()
-    tested = [line for line in lines if line.endswith(",c,test")]
-    one_class = [line for line in tested if line.split(",")[1] == tested[0].split(",")[1]]
-    (tmp_path / "table.csv").write_text("\n".join([*(line for line in lines if line not in tested), *one_class]) + "\n")
-    made = recipe(*OFFICIAL, "methods=[erm]")
+    # a domain that would tell the class is refused before any training
+    dogs = [line for line in lines if not line.endswith(",c,test") or ",dog," in line]
+    Path("table.csv").write_text("\n".join(dogs) + "\n")
+    made = recipe(*overrides)
     with pytest.raises(UserError, match=r'domain "c" has images of one class only .*protocol\.final_fit'):
         make_plan(made, read_data(made))
 
 
+@small_pacs
 def test_patience_and_steps_that_differ_end_no_fit_early():
     """Runs that stopped at different steps: the fit goes to their median and is evaluated there."""
-    found = results("methods=[erm]", "training.patience=1", "training.evaluate_every=1", "training.steps=30")
-    final = found["final_fit"]
+    overrides = ERM, "training.patience=1", "training.evaluate_every=1", "training.steps=30"
+    final = results(*overrides)["final_fit"]
     assert final["status"] == "ok" and "patience" not in final["hparams"]
-    made = recipe("methods=[erm]")
-    trained = naive_training(made, made.methods[0], steps=30, known={"r": {final["step"]: 1.0}})
-    if final["step"] % 2 == 0 or final["step"] == 30:
-        torch.testing.assert_close(weights_of(found)["head.weight"], trained.selected["r"].state["head.weight"])
+    made = recipe(ERM, "training.steps=30", "training.evaluate_every=1")
+    expected = naive_head(made, made.methods[0], final["step"])
+    torch.testing.assert_close(load_file(RUN / final["weights"])["head.weight"], expected)
 
 
 @pytest.mark.slow
-def test_swads_interval_is_the_median_one_and_no_loss_is_read():
-    found = results("methods=[{name: erm+swad, swad.n_converge: 2, swad.n_tolerance: 1, swad.tolerance_ratio: 0.0}]")
-    final = found["final_fit"]
-    picked = [run["selected"]["train_val"] for run in found["runs"]]
-    assert final["averaged_from"] == median(one["averaged_from"] for one in picked)
-    assert final["step"] == median(one["step"] for one in picked)
-    made = recipe("methods=[erm]", "training.evaluate_every=1")
-    states = [
-        naive_training(made, made.methods[0], known={"r": {step: 1.0}}).selected["r"].state["head.weight"]
-        for step in range(final["averaged_from"], final["step"] + 1)
-    ]
-    torch.testing.assert_close(weights_of(found)["head.weight"], torch.stack(states).mean(0), rtol=1e-5, atol=1e-6)
+@small_pacs
+def test_averages_of_a_fit():
+    """SWAD's interval is the median one, and no loss is read; BMA averages the whole fit."""
+    content = results("methods=[{name: erm+swad, swad.n_converge: 2, swad.n_tolerance: 1, swad.tolerance_ratio: 0.0}]")
+    final, picks = content["final_fit"], picks_of(content, "erm+swad")
+    assert final["averaged_from"] == median(pick["averaged_from"] for pick in picks)
+    assert final["step"] == median(pick["step"] for pick in picks)
+    made = recipe(ERM, "training.evaluate_every=1")
+    heads = [naive_head(made, made.methods[0], step) for step in range(final["averaged_from"], final["step"] + 1)]
+    weights = load_file(RUN / final["weights"])
+    torch.testing.assert_close(weights["head.weight"], torch.stack(heads).mean(0), rtol=1e-5, atol=1e-6)
+
+    content = results("methods=[{name: erm+bma, bma.beta: 2}]", "name=bma")
+    final = content["final_fit"]
+    assert final["status"] == "ok" and (final["averaged_from"], final["step"]) == (0, 10)
+    assert "weights averaged over all 10 steps by +bma" in final["how"]
+    assert {pick["averaged_from"] for pick in picks_of(content, "erm+bma")} == {0}
 
 
 @pytest.mark.slow
-def test_the_linear_probe_is_the_median_strength():
-    found = results("methods=[linear_probe]")
-    final = found["final_fit"]
-    picked = [run["selected"]["train_val"] for run in found["runs"]]
-    assert final["step"] == median(one["step"] for one in picked)
-    assert final["strength"] in {one["strength"] for one in picked}
-    assert weights_of(found).keys() == {"head.weight", "head.bias"}
-    assert results("methods=[linear_probe]")["final_fit"] == final
+@small_pacs
+def test_a_solver_has_the_median_strength_and_one_model_under_every_seed():
+    overrides = "methods=[linear_probe]", "protocol.seeds=2", ALL
+    content = results(*overrides)
+    final, picks = content["final_fit"], picks_of(content, "linear_probe")
+    assert final["step"] == median(pick["step"] for pick in picks)
+    assert final["strength"] in {pick["strength"] for pick in picks} and final["temperature"] > 0
+    assert load_file(RUN / final["weights"]).keys() == {"head.weight", "head.bias"}
+    file = "models/final_fit/linear_probe/model.safetensors"
+    assert final["seeds"] == {"0": file} and [*(RUN / "models/final_fit").rglob("*.safetensors")] == [RUN / file]
+    assert results(*overrides)["final_fit"] == final
 
 
 @pytest.mark.slow
-def test_nothing_is_measured_while_it_trains(monkeypatch):
+@small_pacs
+@pytest.mark.parametrize(
+    ("method", "trainable"),
+    [("{name: erm+swad, swad.n_converge: 1}", False), ("erm", True), ("{name: erm+swad, swad.n_converge: 1}", True)],
+)
+def test_nothing_is_measured_while_it_trains(method, trainable, monkeypatch):
     """Neither a metric nor a loss: the validation of the fit has no images."""
-    from xdm_ft.training.bank import train as bank
-    from xdm_ft.training.bank.data import BankValidation
+    measured = []
 
-    made = []
-
-    class Watched(BankValidation):
+    class WatchedBank(BankValidation):
         def __init__(self, jobs, *arguments):
             super().__init__(jobs, *arguments)
-            made.append((jobs[0].test_domains, len(self.rows)))
+            measured.append((jobs[0].test_domains, len(self.rows)))
 
-    monkeypatch.setattr(bank, "BankValidation", Watched)
-    results("methods=[{name: erm+swad, swad.n_converge: 1}]")
-    assert [rows for held_out, rows in made if not held_out] == [0]
-    assert all(rows for held_out, rows in made if held_out) and any(held_out for held_out, _ in made)
+    class WatchedModel(EndToEndValidation):
+        def __init__(self, job, *arguments, **more):
+            super().__init__(job, *arguments, **more)
+            measured.append((job.test_domains, len(self.images)))
+
+    monkeypatch.setattr(bank_module, "BankValidation", WatchedBank)
+    monkeypatch.setattr(end_to_end_module, "EndToEndValidation", WatchedModel)
+    how = ("encoder.trainable=true", "training.steps=4", "protocol.seeds=2", ALL) if trainable else ()
+    final = results(f"methods=[{method}]", "protocol.test_domains=[photo]", *how)["final_fit"]
+    assert final["status"] == "ok" and ("averaged_from" in final) == ("swad" in method)
+    assert measured[-1] == ((), 0) and measured[0][0] == ("photo",) and measured[0][1] > 0
+    files = final.get("seeds", {"0": final["weights"]}).values()
+    assert len(files) == 1 + trainable
+    for file in files:
+        assert any(name.startswith("encoder.") for name in load_file(RUN / file)) == trainable
 
 
-def test_where_no_method_can_be_chosen_nothing_is_fitted(caplog):
-    # with one learning rate every loss overflows
-    made = recipe("methods=[erm]", "training.lr=1.0e+38", "training.steps=60")
+@small_pacs
+def test_where_no_method_can_be_chosen_nothing_is_fitted():
+    made = recipe(ERM, "training.lr=1.0e+38", "training.steps=60")  # every loss overflows
     assert run(made).failed
-    assert "final_fit" not in json.loads(Path("output/final/results.json").read_text())
+    assert "final_fit" not in json.loads((RUN / "results.json").read_text())
+    with pytest.raises(UserError, match=r"protocol\.final_fit: needs an unbiased estimate"):
+        recipe("protocol.selection=oracle")
 
 
 def test_medians_and_modes():
@@ -214,7 +255,8 @@ SEARCH = (
 )
 
 
-def test_each_searched_key_on_its_own():
+@small_pacs
+def test_each_searched_key_is_combined_by_itself():
     made = recipe(SEARCH, "methods=[xdomainmix+sam, {name: sam, sam.rho: 0.2}, linear_probe]")
     mixed, sam, probe = made.methods
     picks = [
@@ -222,43 +264,31 @@ def test_each_searched_key_on_its_own():
         {"lr": 0.1, "batch_size": 2, "sam.rho": 0.05, "discard_per": "sample", "p_discard": 0.2},
         {"lr": 0.2, "batch_size": 4, "sam.rho": 0.1, "discard_per": "sample", "patience": 3, "p_discard": 0.2},
     ]
-    assert combined(made, mixed, picks) == {
-        "lr": 0.2,
-        "batch_size": 4,
-        "sam.rho": 0.1,
-        "xdomainmix.discard_per": "sample",
-    }
-    assert combined(made, sam, picks) == {"lr": 0.2, "batch_size": 4}, "a setting of the item's own is not searched"
+    common = {"lr": 0.2, "batch_size": 4}
+    assert combined(made, mixed, picks) == common | {"sam.rho": 0.1, "xdomainmix.discard_per": "sample"}
+    assert combined(made, sam, picks) == common, "a setting of the item's own is not searched"
     assert combined(made, probe, [{"strengths": [1.0]}]) == {}
 
 
 @pytest.mark.slow
-def test_trials_that_differ_between_runs_are_combined_and_said():
-    made = recipe(SEARCH, "methods=[xdomainmix+sam]", "protocol.seeds=2")
-    found = results(SEARCH, "methods=[xdomainmix+sam]", "protocol.seeds=2")
-    plan, final = make_plan(made, read_data(made)), found["final_fit"]
-    picked = []
+@small_pacs
+def test_trials_that_differ_between_runs_are_combined_and_named():
+    overrides = SEARCH, "methods=[xdomainmix+sam]", "protocol.seeds=2"
+    content, made = results(*overrides), recipe(*overrides)
+    final, picked = content["final_fit"], []
     for held_out in ("art_painting", "cartoon", "photo", "sketch"):
         for seed in (0, 1):
-            own = [r for r in found["runs"] if (r["test_domains"], r["seed"]) == ([held_out], seed)]
-            picked.append(max(own, key=lambda r: r["selected"]["train_val"]["value"]))
-    assert final["hparams"]["lr"] == sorted(r["hparams"]["lr"] for r in picked)[3]
-    assert final["hparams"]["batch_size"] == sorted(r["hparams"]["batch_size"] for r in picked)[3]
+            trials = [r for r in content["runs"] if (r["test_domains"], r["seed"]) == ([held_out], seed)]
+            picked.append(max(trials, key=lambda r: r["selected"]["train_val"]["value"]))
+    for key in ("lr", "batch_size"):
+        assert final["hparams"][key] == sorted(r["hparams"][key] for r in picked)[3]
     assert final["hparams"]["sam.rho"] == mode(r["hparams"]["sam.rho"] for r in sorted(picked, key=lambda r: r["seed"]))
     assert len({r["trial"] for r in picked}) > 1, "the miniature must pick different trials"
     assert "lr, batch_size: the median over the trials picked" in final["how"]
-    picked = [Record.from_json(one) for one in picked]
+    plan, picked = make_plan(made, read_data(made)), [Record.from_json(record) for record in picked]
     fit = fit_of_runs(plan, picked)
     assert fit.model.training.lr == final["hparams"]["lr"] and fit.model.training.patience is None
     assert "lr" not in fit_of_runs(plan, picked[:1]).how, "one run: nothing to combine"
-
-
-def test_bma_averages_the_whole_fit_and_reads_no_loss():
-    found = results("methods=[{name: erm+bma, bma.beta: 2}]")
-    final = found["final_fit"]
-    assert final["status"] == "ok" and (final["averaged_from"], final["step"]) == (0, 10)
-    assert "weights averaged over all 10 steps by +bma" in final["how"]
-    assert all(run["selected"]["train_val"]["averaged_from"] == 0 for run in found["runs"])
 
 
 def test_an_interval_averages_exactly_its_steps():
@@ -270,26 +300,122 @@ def test_an_interval_averages_exactly_its_steps():
         assert one.result().mean["w"] == 4.5 and one.result()[:2] == (3, 6)
 
 
+# a fit of every seed
+
+SEEDS = "protocol.seeds=[4, 0, 1]", ERM, "protocol.test_domains=[photo]", "training.steps=6"
+FILES = {
+    "4": "models/final_fit/erm/model.safetensors",
+    "0": "models/final_fit/erm/seed0.safetensors",
+    "1": "models/final_fit/erm/seed1.safetensors",
+}
+seeds_recipe, seeds_results = partial(small_runs.recipe, *SEEDS), partial(small_runs.results, *SEEDS)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run with a fit of the first seed, and of the same run grown to a fit of every seed."""
+    folder = tmp_path_factory.mktemp("finished")
+    miniature.domainbed(folder / "data", "pacs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        seeds_results(FIRST)
+        shutil.copytree("output", "alone")
+        seeds_results(ALL)
+    return folder
+
+
+@pytest.fixture
+def final(finished, in_folder):
+    """Copies the folder here. Returns the final fit of all seeds."""
+    shutil.copytree(finished, ".", dirs_exist_ok=True)
+    return json.loads((RUN / "results.json").read_text())["final_fit"]
+
+
+def contents(run=RUN):
+    return {seed: (run / file).read_bytes() for seed, file in FILES.items()}
+
+
+def written():
+    """The time at which the file of each seed was written."""
+    return {seed: (RUN / file).stat().st_mtime_ns for seed, file in FILES.items() if (RUN / file).exists()}
+
+
+def changed(before):
+    return [seed for seed, time in written().items() if before.get(seed) != time]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["erm", "{name: erm+swad, swad.n_converge: 1}"])
-def test_end_to_end_nothing_is_measured_either(method, monkeypatch):
-    from xdm_ft.training.end_to_end import train as loop
-    from xdm_ft.training.end_to_end.prediction import EndToEndValidation
-
-    made = []
-
-    class Watched(EndToEndValidation):
-        def __init__(self, job, *arguments, **more):
-            super().__init__(job, *arguments, **more)
-            made.append((job.test_domains, list(self.images)))
-
-    monkeypatch.setattr(loop, "EndToEndValidation", Watched)
-    overrides = ("encoder.trainable=true", f"methods=[{method}]", "training.steps=4", "protocol.test_domains=[photo]")
-    final = results(*overrides)["final_fit"]
-    assert final["status"] == "ok" and ("averaged_from" in final) == ("swad" in method)
-    assert made[-1] == ((), []) and made[0][1], "the runs were measured, the fit was not"
+def test_one_model_for_each_seed_of_the_recipe_is_added_to_a_fit_of_one(final):
+    alone = json.loads(Path("alone/small/results.json").read_text())["final_fit"]
+    assert final.pop("seeds") == FILES and final == alone and "seeds" not in alone
+    assert (RUN / FILES["4"]).read_bytes() == (Path("alone/small") / FILES["4"]).read_bytes()
+    weights = {seed: load_file(RUN / file)["head.weight"] for seed, file in FILES.items()}
+    assert not torch.allclose(weights["0"], weights["1"])
+    made = seeds_recipe(ALL)
+    for seed, file in FILES.items():
+        torch.testing.assert_close(weights[seed], naive_head(made, made.methods[0], final["step"], int(seed)))
+        described = metadata(file)
+        assert described["method"]["seed"] == int(seed)
+        assert described["method"]["hparams"].items() >= final["hparams"].items()
+        assert (described["step"], described["temperature"]) == (final["step"], final["temperature"])
 
 
-def test_no_model_is_shipped_on_an_estimate_of_oracle():
-    with pytest.raises(UserError, match=r"protocol\.final_fit: needs an unbiased estimate"):
-        recipe("protocol.selection=oracle")
+@pytest.mark.slow
+def test_a_kill_between_two_seeds_repeats_none(final, monkeypatch):
+    append, lines = RunDirectory.append, []
+
+    def killed(directory, kind, *values):
+        append(directory, kind, *(values[:1] if kind == FINAL_FIT else values))
+        if kind == FINAL_FIT:
+            raise InterruptedError
+
+    def noted(directory, kind, *values):
+        append(directory, kind, *values)
+        lines.extend(value["seed"] for value in values if kind == FINAL_FIT)
+
+    again = ALL, "output.dir=again"
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(RunDirectory, "append", killed)
+        run(seeds_recipe(*again))
+    monkeypatch.setattr(RunDirectory, "append", noted)
+    content = seeds_results(*again)["final_fit"]
+    assert content["seeds"] == FILES and content["status"] == "ok" and lines == [0, 1]
+    for seed, file in FILES.items():  # those of the finished run were trained in other chunks
+        one, other = (load_file(folder / file)["head.weight"] for folder in (RUN, Path("again/small")))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=seed)
+
+
+@pytest.mark.slow
+def test_a_damaged_file_trains_its_seed_again_and_nothing_else(final):
+    complete, before = contents(), written()
+    assert seeds_results(ALL)["final_fit"] == final and changed(before) == []
+    damaged = RUN / FILES["1"]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert seeds_results(ALL)["final_fit"] == final and changed(before) == ["1"] and contents() == complete
+    before = written()
+    (RUN / FILES["0"]).unlink()
+    assert seeds_results(ALL)["final_fit"] == final and changed(before) == ["0"] and contents() == complete
+
+
+@pytest.mark.slow
+@small_pacs
+def test_a_seed_that_fails_fails_the_fit_and_keeps_the_others(monkeypatch):
+    from xdm_ft.experiment import pieces
+
+    def failing(*arguments, **settings):
+        """The training of a chunk, after which the model of seed 0 has weights that are not finite."""
+        trained = list(bank_module.train_chunk(*arguments, **settings))
+        for model in trained:
+            if model.job.seed == 0 and FINAL_FIT in model.selected:
+                model.selected[FINAL_FIT].state["head.weight"].fill_(float("nan"))
+        return trained
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "train_chunk", failing)
+        made = run(seeds_recipe(ALL))
+    final = made.final_fit
+    assert made.failed and final["status"] == "failed"
+    assert final["reason"] == f"seed 0: the weights are not finite after step {final['step']}"
+    assert final["weights"] == FILES["4"] and final["seeds"] == {"4": FILES["4"], "1": FILES["1"]}
+    before = written()
+    assert seeds_results(ALL)["final_fit"]["seeds"] == FILES and changed(before) == ["0"], "only that one again"

@@ -1,41 +1,59 @@
 """A run directory whose recipe grows: only what is new is trained, and what it holds already keeps its bytes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import small_runs
 import yaml
+from loop_models import make_job
 
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.knn import KNN
+from xdm_ft.algorithms.linear_probe import LinearProbe
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment import pieces, run, summary
+from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.results import RECORDS, Generation, RunResults, grown_from, refused_changes
+from xdm_ft.experiment.results import (
+    RECORDS,
+    Generation,
+    RunResults,
+    grown_from,
+    keep_choices_of_run,
+    read_records,
+    refused_changes,
+)
+from xdm_ft.heads.mlp import MLP
+from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.results_file import COSTS
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.training import Trained
 
 RUN = Path("output/small")
-SEEDS = "protocol.seeds=3"
-SEARCH = "search={trials: 2, preset: frozen}"
-SHORT = "methods=[erm]", "protocol.test_domains=[photo, sketch]", "training.steps=4"
+TWO, FIVE = (f"search={{trials: {trials}, preset: frozen}}" for trials in (2, 5))
+FOLLOW = "protocol.seeds: new ones must follow those of the run"
+ONLY_ERM, SKETCH = "methods=[erm]", "protocol.test_domains=[sketch]"
+SHORT = ONLY_ERM, "protocol.test_domains=[photo, sketch]", "training.steps=4"
 GROWN = (*SHORT, "methods=[groupdro, rsc, erm]", "protocol.seeds=2", "protocol.final_fit=true")
+small_pacs = pytest.mark.usefixtures("small_pacs")
 
 
-def resolved(*overrides: str) -> dict[str, Any]:
+def resolved(*overrides):
     return load("demo", list(overrides)).resolved()
 
 
@@ -47,7 +65,7 @@ def resolved(*overrides: str) -> dict[str, Any]:
         (["protocol.seeds=2"], ["protocol.seeds=[0,1]", "protocol.final_fit=true"], []),
         (["methods=[erm,rsc]"], ["methods=[vrex,rsc,{name: erm, label: second},erm]"], []),
         (["methods=[erm,rsc]"], ["methods=[rsc,erm]"], []),
-        ([SEARCH], [SEARCH.replace("2", "5")], []),
+        ([TWO], [FIVE], []),
         (["methods=[erm,rsc]"], ["methods=[erm,vrex]"], ["methods: no rsc"]),
         (["methods=[erm,rsc]"], ["methods=[erm,{name: rsc, label: r}]"], ["methods: no rsc"]),
         (["methods=[erm,rsc]"], ["methods=[erm,rsc]", "rsc.batch_drop=0.5"], ["methods.rsc.batch_drop"]),
@@ -56,19 +74,19 @@ def resolved(*overrides: str) -> dict[str, Any]:
             ["methods=[{name: rsc, label: a}, erm]"],
             ["methods.a.name", "methods.a.feature_drop", "methods.a.batch_drop"],
         ),
-        (["protocol.seeds=3"], ["protocol.seeds=2"], ["protocol.seeds: new ones must follow those of the run"]),
-        (["protocol.seeds=2"], ["protocol.seeds=[2,0,1]"], ["protocol.seeds: new ones must follow those of the run"]),
-        ([SEARCH.replace("2", "5")], [SEARCH], ["search.trials: 2, was 5"]),
-        ([SEARCH], [SEARCH.replace("2", "5"), "search.sampler=sobol"], ["search.sampler"]),
-        ([SEARCH], [SEARCH.replace("2", "5"), "search.space.lr={choice: [1, 2]}"], ["search.space.lr"]),
-        ([], [SEARCH], ["search.preset"]),
+        (["protocol.seeds=3"], ["protocol.seeds=2"], [FOLLOW]),
+        (["protocol.seeds=2"], ["protocol.seeds=[2,0,1]"], [FOLLOW]),
+        ([FIVE], [TWO], ["search.trials: 2, was 5"]),
+        ([TWO], [FIVE, "search.sampler=sobol"], ["search.sampler"]),
+        ([TWO], [FIVE, "search.space.lr={choice: [1, 2]}"], ["search.space.lr"]),
+        ([], [TWO], ["search.preset"]),
         (["protocol.final_fit=true"], [], ["protocol.final_fit"]),
         (["training.lr=0.1"], ["training.lr=0.2", "protocol.seeds=7"], ["training.lr"]),
     ],
 )
-def test_what_grows_a_recipe_and_what_does_not(before: list[str], now: list[str], expected: list[str]) -> None:
-    found = refused_changes(resolved(*before), resolved(*now))
-    assert [name for name in found if name != "search.trials"] == expected
+def test_what_grows_a_recipe_and_what_does_not(before, now, expected):
+    refused = refused_changes(resolved(*before), resolved(*now))
+    assert [name for name in refused if name != "search.trials"] == expected
 
 
 @pytest.mark.parametrize(
@@ -85,10 +103,10 @@ def test_what_grows_a_recipe_and_what_does_not(before: list[str], now: list[str]
         ("auto", "auto", True),
     ],
 )
-def test_planned_looks_continue_seeds_and_are_continued(before: Any, now: Any, grows: bool) -> None:
+def test_planned_looks_continue_seeds_and_are_continued(before, now, grows):
     recipe = resolved()
     old, new = (recipe | {"protocol": recipe["protocol"] | {"seeds": seeds}} for seeds in (before, now))
-    assert refused_changes(old, new) == ([] if grows else ["protocol.seeds: new ones must follow those of the run"])
+    assert refused_changes(old, new) == ([] if grows else [FOLLOW])
 
 
 @pytest.mark.parametrize(
@@ -104,13 +122,13 @@ def test_planned_looks_continue_seeds_and_are_continued(before: Any, now: Any, g
         lambda recipe: recipe["protocol"].update(final_fit="yes"),
     ],
 )
-def test_what_an_editor_leaves_in_a_recipe_never_grows_it(edit: Callable[[dict[str, Any]], object]) -> None:
+def test_what_an_editor_leaves_in_a_recipe_never_grows_it(edit):
     recipe = resolved()
     edit(recipe)
     assert refused_changes(resolved(), recipe)
 
 
-def test_the_draws_of_a_trial_do_not_depend_on_the_number_of_trials() -> None:
+def test_the_draws_of_a_trial_do_not_depend_on_the_number_of_trials():
     samplers = get_args(Search.model_fields["sampler"].annotation)
     assert len(samplers) >= 2
     for sampler in samplers:
@@ -119,22 +137,36 @@ def test_the_draws_of_a_trial_do_not_depend_on_the_number_of_trials() -> None:
         assert len({many.drawn(trial)["lr"] for trial in range(1, 33)}) == 32
 
 
-def test_a_model_belongs_to_the_first_recipe_that_planned_it() -> None:
+def test_a_model_belongs_to_the_first_recipe_that_planned_it():
     first, second = Generation(("erm",), (0, 1), 1), Generation(("erm", "rsc"), (0, 1), 2)
     keys = [("erm", 0, 0), ("erm", 1, 1), ("rsc", 0, 0), ("erm", 2, 0), ("vrex", 0, 0)]
     growing = RunResults(load("demo", []), RunDirectory(Path("nowhere")), [first, second])
     groups = [growing.chunk_group(ModelKey(method, ("a",), seed, trial)) for method, seed, trial in keys]
     assert groups == [("erm", 0), ("erm", 1), ("rsc", 1), ("erm", 2), ("vrex", 2)]
-    results = {"recipe": resolved("methods=[erm,rsc]", SEEDS), "grown_from": [first.to_json()]}
-    assert grown_from(results, resolved("methods=[rsc,erm]", SEEDS, "protocol.final_fit=true")) == (first,)
-    [*earlier, last] = grown_from(results, resolved("methods=[rsc,erm,vrex]", SEEDS))
+    seeds = "protocol.seeds=3"
+    results = {"recipe": resolved("methods=[erm,rsc]", seeds), "grown_from": [first.to_json()]}
+    assert grown_from(results, resolved("methods=[rsc,erm]", seeds, "protocol.final_fit=true")) == (first,)
+    [*earlier, last] = grown_from(results, resolved("methods=[rsc,erm,vrex]", seeds))
     assert earlier == [first] and last == Generation(("erm", "rsc"), (0, 1, 2), 1)
 
 
-def test_records_of_earlier_versions_get_what_their_rows_say(tmp_path: Path) -> None:
+# records
+
+OK = Record(ModelKey("erm", ("a",), 0, 0), {}, "ok", train_seconds=1.0)
+FAILED = Record(ModelKey("erm", ("a",), 0, 0), {}, "failed", "a nan", train_seconds=1.0)
+
+
+@pytest.mark.parametrize(("first", "second"), [("0", "0.1"), ("0.1", "0")])
+def test_a_model_that_was_trained_again_counts_as_trained(first, second, tmp_path):
+    """Another process than before may train it: neither the names of files nor their order say which line is newer."""
+    RunDirectory(tmp_path, first).append(RECORDS, FAILED.to_json())
+    RunDirectory(tmp_path, second).append(RECORDS, OK.to_json())
+    assert read_records(RunDirectory(tmp_path)) == {OK.key: OK}
+
+
+def test_records_of_earlier_versions_get_what_their_rows_say(tmp_path):
     recipe = load("demo", [])
-    plan = make_plan(recipe, read_data(recipe))
-    directory = RunDirectory(tmp_path)
+    plan, directory = make_plan(recipe, read_data(recipe)), RunDirectory(tmp_path)
     directory.append(RECORDS, *(Record(model.key, {}, "failed", "why").to_json() for model in plan.models[::-1]))
     growing = RunResults(recipe, directory)
     growing.read_all(plan)
@@ -142,129 +174,154 @@ def test_records_of_earlier_versions_get_what_their_rows_say(tmp_path: Path) -> 
     assert [record.key for record in records] == [model.key for model in plan.models]
     rows = {record.method: (record.encoder, record.trainable, record.deterministic) for record in records}
     assert rows["zero_shot"] == ("demo", False, True) and rows["erm"] == ("demo", False, None)
-    assert rows["erm last block"] == ("demo", {"blocks": 1}, None)
-    lora = rows["erm LoRA"][1]
-    assert isinstance(lora, dict) and lora["lora"]["rank"] == 4
+    assert rows["erm last block"] == ("demo", {"blocks": 1}, None) and rows["erm LoRA"][1]["lora"]["rank"] == 4
     for record in records:
         assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
         assert [*record.to_json()][:4] == ["method", "encoder", "trainable", "test_domains"]
 
 
-def kept_files() -> dict[str, tuple[int, bytes]]:
+@pytest.mark.parametrize(
+    ("method", "head", "expected"),
+    [
+        (ERM, None, 90),  # 10 classes, 8 features
+        (ERM, partial(MLP, hidden_width=4), 4 * 8 + 4 + 10 * 4 + 10),
+        (XDomainMix, None, 90 + 3 * 8 + 3),  # 3 training domains
+        (LinearProbe, None, 90),
+        (KNN, Neighbours, 0),
+        (ZeroShot, None, 0),
+    ],
+)
+def test_trained_parameters_where_no_engine_counts_them(method, head, expected):
+    trained = Trained(make_job(method, width=8, **({} if head is None else {"head": head})), {}, None, 0.0)
+    assert trained_parameters(trained) == expected
+    assert trained.peak_memory is None, "of a bank, which trains several models at once"
+
+
+@pytest.mark.slow
+@small_pacs
+def test_a_resumed_run_keeps_the_precision_and_the_batch_size_of_its_features(caplog):
+    """On another machine the defaults of both may be others."""
+    short = ONLY_ERM, SKETCH
+    begun = small_runs.results(*short, "features.batch_size=7", "features.precision=bf16")["recipe"]["features"]
+    assert (begun["batch_size"], begun["precision"]) == (7, "bf16")
+    caplog.set_level(logging.INFO, "xdm_ft")
+    assert small_runs.results(*short, "protocol.seeds=2")["recipe"]["features"] == begun
+    assert "features.precision: bf16, as when this run started" in caplog.messages
+    assert keep_choices_of_run(small_runs.recipe(*short, "features.batch_size=5")).features.batch_size == 5
+
+
+# whole runs
+
+
+def kept_files():
     """The files of all models but the final fit: a file that is written again has another number."""
     paths = [path for path in RUN.glob("models/*/*/*/*") if path.is_file()]
     assert paths
     return {str(path): (path.stat().st_ino, path.read_bytes()) for path in paths}
 
 
-def runs_by_key() -> dict[tuple[Any, ...], str]:
-    found = json.loads((RUN / "results.json").read_text())["runs"]
-    return {(r["method"], *r["test_domains"], r["seed"], r["trial"]): json.dumps(r) for r in found}
+def runs_by_key():
+    records = small_runs.document(RUN)["runs"]
+    return {(r["method"], *r["test_domains"], r["seed"], r["trial"]): json.dumps(r) for r in records}
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_pacs")
-def test_growing_trains_what_is_new_alone(caplog: pytest.LogCaptureFixture) -> None:
-    small_runs.results(*SHORT)
-    files_before, runs_before = kept_files(), runs_by_key()
-    caplog.set_level(logging.INFO, logger="xdm_ft")
-    found = small_runs.results(*GROWN)
-    [said] = [line for line in caplog.messages if "grows by" in line]
-    assert said == (
-        "output/small: grows by groupdro (4 models), rsc (4 models), seed 1 (2 models of the other methods), "
-        "the final fit"
-    )
-    files_after, runs_after = kept_files(), runs_by_key()
-    assert files_before.items() <= files_after.items() and runs_before.items() <= runs_after.items()
-    assert len(runs_before) == 2 and len(runs_after) == 12
-    methods = ["groupdro", "rsc", "erm"]
-    assert list(dict.fromkeys(r["method"] for r in found["runs"])) == methods
-    rows = [row for row in found["summary"] if row["selection"] == "train_val"]
-    assert [(row["method"], row["n"]) for row in rows] == [(method, 2) for method in methods]
-    assert found["final_fit"]["status"] == "ok"
-    assert found["grown_from"] == [{"methods": ["erm"], "seeds": [0], "trials": 1}]
-    assert parse((RUN / "recipe.yaml").read_text(), "written").values == found["recipe"]
-    assert not (RUN / "state").exists()
-
-    whole = (RUN / "results.json").read_bytes()
-    caplog.clear()
-    small_runs.results(*GROWN)
-    assert not [line for line in caplog.messages if "grows" in line or "models" in line]
-    assert (RUN / "results.json").read_bytes() == whole
-    for change, named in (("protocol.seeds=1", "protocol.seeds: new"), ("methods=[erm]", "methods: no groupdro")):
-        with pytest.raises(UserError) as refused:
-            run(small_runs.recipe(*GROWN, change, "training.lr=0.01"))
-        first, *reasons = str(refused.value).splitlines()
-        assert first.startswith("output/small: holds the run of another recipe; set name or output.dir, or delete")
-        assert any(line.startswith(f"  {named}") for line in reasons) and "  training.lr" in reasons, "one per line"
-    assert (RUN / "results.json").read_bytes() == whole
+def without_times(runs):
+    return [{key: value for key, value in record.items() if key not in COSTS} for record in runs]
 
 
 class Stopped(Exception):
     """The process ends here."""
 
 
-@pytest.mark.usefixtures("small_pacs")
+def stop(*_, **__):
+    raise Stopped
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["before results.json", "after results.json"])
-def test_a_start_that_ends_before_the_first_new_record(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@small_pacs
+def test_growing_trains_what_is_new_alone(caplog):
+    small_runs.results(*SHORT)
+    files_before, runs_before = kept_files(), runs_by_key()
+    caplog.set_level(logging.INFO, logger="xdm_ft")
+    content = small_runs.results(*GROWN)
+    [line] = [line for line in caplog.messages if "grows by" in line]
+    assert line == (
+        "output/small: grows by groupdro (4 models), rsc (4 models), seed 1 (2 models of the other methods), "
+        "the final fit"
+    )
+    runs_after = runs_by_key()
+    assert files_before.items() <= kept_files().items() and runs_before.items() <= runs_after.items()
+    assert len(runs_before) == 2 and len(runs_after) == 12
+    methods = ["groupdro", "rsc", "erm"]
+    assert list(dict.fromkeys(r["method"] for r in content["runs"])) == methods
+    rows = [row for row in content["summary"] if row["selection"] == "train_val"]
+    assert [(row["method"], row["n"]) for row in rows] == [(method, 2) for method in methods]
+    assert content["final_fit"]["status"] == "ok"
+    assert content["grown_from"] == [{"methods": ["erm"], "seeds": [0], "trials": 1}]
+    assert parse((RUN / "recipe.yaml").read_text(), "written").values == content["recipe"]
+    assert not (RUN / "state").exists()
+
+    complete = (RUN / "results.json").read_bytes()
+    caplog.clear()
+    small_runs.results(*GROWN)
+    assert not [line for line in caplog.messages if "grows" in line or "models" in line]
+    assert (RUN / "results.json").read_bytes() == complete
+    for change, reason in (("protocol.seeds=1", "protocol.seeds: new"), (ONLY_ERM, "methods: no groupdro")):
+        with pytest.raises(UserError) as refused:
+            run(small_runs.recipe(*GROWN, change, "training.lr=0.01"))
+        first, *reasons = str(refused.value).splitlines()
+        assert first.startswith("output/small: holds the run of another recipe; set name or output.dir, or delete")
+        assert any(line.startswith(f"  {reason}") for line in reasons) and "  training.lr" in reasons, "one per line"
+    assert (RUN / "results.json").read_bytes() == complete
+
+
+@pytest.mark.slow
+@small_pacs
+@pytest.mark.parametrize("moment", ["before results.json", "after results.json"])
+def test_a_start_that_ends_before_the_first_new_record(moment, monkeypatch):
     """It resumes with the grown recipe, and with the earlier one only as long as results.json is that one's."""
     short = *SHORT, "protocol.test_domains=[photo]"
     grown = *short, "methods=[erm, rsc]"
     small_runs.results(*short)
     shutil.copytree("output", "undisturbed")
     before = runs_by_key()
-    with monkeypatch.context() as patch:
-
-        def stop(*_: object) -> None:
-            raise Stopped
-
-        if place == "before results.json":
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        if moment == "before results.json":
             patch.setattr(RunResults, "write", stop)
         else:
-            patch.setattr("xdm_ft.experiment.models.left_to_train", stop)
-        with pytest.raises(Stopped):
-            run(small_runs.recipe(*grown))
+            patch.setattr(RunDirectory, "take", stop)  # of the first piece
+        run(small_runs.recipe(*grown))
     recipe = yaml.safe_load((RUN / "recipe.yaml").read_text())
     assert [item["name"] for item in recipe["methods"]] == ["erm", "rsc"], "recipe.yaml is replaced first"
-    if place == "before results.json":
+    if moment == "before results.json":
         small_runs.results(*short)
-        assert runs_by_key() == before and "grown_from" not in json.loads((RUN / "results.json").read_text())
+        assert runs_by_key() == before and "grown_from" not in small_runs.document(RUN)
     else:
         with pytest.raises(UserError, match="methods: no rsc"):
             run(small_runs.recipe(*short))
-    found = small_runs.results(*grown)
+    content = small_runs.results(*grown)
     assert before.items() < runs_by_key().items()
     expected = small_runs.results(*grown, "output.dir=undisturbed")
-    assert without_times(found["runs"]) == without_times(expected["runs"])
-    assert found["grown_from"] == expected["grown_from"] != []
-
-
-def without_times(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in one.items() if key not in COSTS} for one in runs]
+    assert without_times(content["runs"]) == without_times(expected["runs"])
+    assert content["grown_from"] == expected["grown_from"] != []
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_pacs")
+@small_pacs
 @pytest.mark.parametrize("selection", ["train_val", "cross_domain"])
-def test_models_share_chunks_with_those_of_their_generation(selection: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_share_chunks_with_those_of_their_generation(selection, monkeypatch):
     """Also the models of an interrupted run that grows, and a model of a grown run whose file is damaged."""
     short = *SHORT, f"protocol.selection={selection}"
     grown = *short, "protocol.seeds=3", "methods=[erm, rsc]"
-    asked: list[tuple[str, int, list[int]]] = []  # method, number of test domains, seeds
-    chunks = pieces.chunks
+    asked, chunks = [], pieces.chunks  # method, number of test domains, seeds
 
-    def watched(jobs: Any, device: Any) -> Any:
+    def watched(jobs, device):
         asked.append((jobs[0].method, len(jobs[0].test_domains), [job.seed for job in jobs]))
         return chunks(jobs, device)
 
-    def stop(*_: object) -> None:
-        raise Stopped
-
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(summary, "summary_of", stop)
-        with pytest.raises(Stopped):
-            run(small_runs.recipe(*short))
+        run(small_runs.recipe(*short))
     [lost] = RUN.glob(f"models/erm/sketch/seed0-trial0/{selection}.safetensors")
     first, extra = ("erm", 1, [0, 0]), ("erm", 2, [0] * 5)  # of 3 × 2 extra models one serves both
     monkeypatch.setattr(pieces, "chunks", watched)
@@ -279,82 +336,72 @@ def test_models_share_chunks_with_those_of_their_generation(selection: str, monk
     run(small_runs.recipe(*grown))
     assert first in asked and all(method == "erm" and {*seeds} == {0} for method, _, seeds in asked)
     assert (sum(len(seeds) for _, domains, seeds in asked if domains == 2) >= 5) == (selection == "cross_domain")
-    found = json.loads((RUN / "results.json").read_text())
-    assert len(found["runs"]) == 12 and {r["status"] for r in found["runs"]} == {"ok"}
+    records = small_runs.document(RUN)["runs"]
+    assert len(records) == 12 and {r["status"] for r in records} == {"ok"}
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_pacs")
+@small_pacs
 @pytest.mark.parametrize(
     ("short", "grown"),
     [
-        (["methods=[erm, xdomainmix]", "xdomainmix.warmup_steps=2"], ["methods=[xdomainmix, erm+swad, erm]"]),
+        (["methods=[erm, {name: xdomainmix, warmup_steps: 2}]"],
+         ["methods=[{name: xdomainmix, warmup_steps: 2}, erm+swad, erm]"]),
         (["protocol.selection=cross_domain", "protocol.seeds=1"], ["protocol.seeds=[0, 4]", "protocol.final_fit=true"]),
-        (["methods=[erm, rsc]", SEARCH, "protocol.final_fit=true"], ["search.trials=7"]),
-        (["methods=[erm, rsc]", SEARCH, "search.sampler=sobol"], ["search.trials=7", "methods=[groupdro, erm, rsc]"]),
+        (["methods=[erm, rsc]", TWO, "search.sampler=sobol", "protocol.final_fit=true"],
+         ["search.trials=7", "methods=[groupdro, erm, rsc]"]),
     ],
-    ids=["methods", "cross_domain", "trials", "sobol"],
-)
-def test_a_grown_run_agrees_with_a_fresh_one(short: list[str], grown: list[str]) -> None:
-    domains = "protocol.test_domains=[photo, sketch]"
-    every = [domains, *short, *grown]
-    if any("xdomainmix" in change for change in grown):
-        every.append("xdomainmix.warmup_steps=2")
-    small_runs.results(domains, *short)
-    found = small_runs.results(*every)
-    fresh = small_runs.results(*every, "output.dir=fresh")
-    assert [(r["method"], r["test_domains"], r["seed"], r["trial"], r["hparams"]) for r in found["runs"]] == [
-        (r["method"], r["test_domains"], r["seed"], r["trial"], r["hparams"]) for r in fresh["runs"]
-    ]
-    for one, other in zip(found["summary"], fresh["summary"], strict=True):
+    ids=["methods", "cross_domain", "trials"],
+)  # fmt: skip
+def test_a_grown_run_agrees_with_a_fresh_one(short, grown):
+    short = "protocol.test_domains=[photo, sketch]", *short
+    small_runs.results(*short)
+    content = small_runs.results(*short, *grown)
+    fresh = small_runs.results(*short, *grown, "output.dir=fresh")
+    keys = ("method", "test_domains", "seed", "trial", "hparams")
+    assert [[r[key] for key in keys] for r in content["runs"]] == [[r[key] for key in keys] for r in fresh["runs"]]
+    for one, other in zip(content["summary"], fresh["summary"], strict=True):
         assert one["method"] == other["method"] and one["budget"] == other["budget"]
         assert abs(one["mean"] - other["mean"]) <= 0.002, "0.2 points: heads in other chunks round differently"
-    assert ("final_fit" in found) == ("final_fit" in fresh)
-    if "final_fit" in found:
-        assert found["final_fit"]["method"] == fresh["final_fit"]["method"]
+    assert content.get("final_fit", {}).get("method") == fresh.get("final_fit", {}).get("method")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_pacs")
-def test_models_end_to_end_grow_too_and_solvers_read_features_for_the_first_time() -> None:
-    short = (
-        "encoder.trainable=true", "methods=[erm]", "protocol.test_domains=[photo]", "training.steps=2",
-        "training.batch_size=2",
-    )  # fmt: skip
+@small_pacs
+def test_models_end_to_end_grow_too_and_solvers_read_features_for_the_first_time():
+    short = "encoder.trainable=true", ONLY_ERM, SKETCH, "training={steps: 2, batch_size: 2}"
     grown = *short, "methods=[linear_probe, erm]", "protocol.seeds=2"
-    before = small_runs.results(*short)
-    assert "features" not in before["environment"]
+    assert "features" not in small_runs.results(*short)["environment"]
     files_before, runs_before = kept_files(), runs_by_key()
-    found = small_runs.results(*grown)
-    assert "features" in found["environment"]
+    content = small_runs.results(*grown)
+    assert "features" in content["environment"]
     assert files_before.items() <= kept_files().items() and runs_before.items() <= runs_by_key().items()
     fresh = small_runs.results(*short, "protocol.seeds=[1]", "output.dir=fresh")
-    [second] = [one for one in found["runs"] if (one["method"], one["seed"]) == ("erm", 1)]
+    [second] = [record for record in content["runs"] if (record["method"], record["seed"]) == ("erm", 1)]
     assert without_times([second]) == without_times(fresh["runs"]), "models alone depend on no other model"
     with pytest.raises(UserError, match=r"differs in\n  methods: no linear_probe$"):
         run(small_runs.recipe(*short, "protocol.seeds=2"))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_pacs")
-def test_processes_grow_a_run_as_one_does() -> None:
-    short = "protocol.selection=cross_domain", "methods=[erm]", "protocol.test_domains=[photo, sketch]"
+@small_pacs
+def test_processes_grow_a_run_as_one_does():
+    """Also a search with extra models: the processes share all heads and give the very same files."""
+    short = "protocol.selection=cross_domain", ONLY_ERM, "protocol.test_domains=[photo, sketch]", TWO
     grown = *short, "methods=[rsc, erm]", "protocol.seeds=2", "protocol.final_fit=true"
     small_runs.results(*short)
     shutil.copytree("output", "two")
     one = small_runs.results(*grown)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(files("xdm_ft").joinpath("run.py")), "small.yaml", *grown, "output.dir=two"]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | {"ACCELERATE_USE_CPU": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("grows by rsc (4 models), seed 1 (2 models of the other methods), the final fit") == 1
-    two = json.loads(Path("two/small/results.json").read_text())
+    assert done.stderr.count("grows by rsc (8 models), seed 1 (4 models of the other methods), the final fit") == 1
+    two = small_runs.document("two/small")
     assert two["environment"]["processes"] == 2
     assert without_times(one["runs"]) == without_times(two["runs"])
-    assert [one[key] for key in ("summary", "final_fit", "grown_from")] == [
-        two[key] for key in ("summary", "final_fit", "grown_from")
-    ]
+    keys = ("summary", "final_fit", "grown_from")
+    assert [one[key] for key in keys] == [two[key] for key in keys]
     paths = [*RUN.glob("models/**/*.safetensors")]
     assert len(paths) > 12
     for path in paths:

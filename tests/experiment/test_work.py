@@ -1,7 +1,6 @@
-"""Work in forked processes, and one bar for all: pieces that any process has finished, steps of this one's forks."""
+"""The queue that the processes of a run share, forked processes, and one bar for all of them."""
 
-from __future__ import annotations
-
+import json
 import logging
 import os
 import re
@@ -12,24 +11,30 @@ import time
 from pathlib import Path
 
 import pytest
+import small_runs
 import torch
+from clusters import hashes as weights_and_predictions
 
+from xdm_ft.algorithms import Setup
+from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.experiment import pieces
 from xdm_ft.experiment import work as module
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.training import Job
 
 PIECES = {"a": Work(2, 40), "b": Work(1, 60)}
 
 
-def made(directory: RunDirectory, done: Work = NOTHING, processes: int = 1, shows: bool = True) -> RunProgress:
+def progress(directory, done=NOTHING, processes=1, shows=True):
     return RunProgress("training", PIECES, done, directory, processes, shows)
 
 
-def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    directory = RunDirectory(tmp_path)
-    with made(directory, done=Work(3, 100)) as run:
+def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
+    with progress(RunDirectory(tmp_path), done=Work(3, 100)) as run:
         run.started -= 30.0
         with run.of_piece("b", "erm (2 models)", 20) as part:
             part.skip(5)  # steps of a checkpoint
@@ -44,13 +49,11 @@ def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path: Path, caplog: 
     assert caplog.messages[0] == "training: 65%, 3 of 6 models, about 2 min left, now erm (2 models), loss 0.5"
 
 
-def test_any_process_finishes_a_piece(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "xdm_ft")
     monkeypatch.setattr(module, "LOG_EVERY_SECONDS", 0.0)
-    main, other = RunDirectory(tmp_path), RunDirectory(tmp_path, "1", main=False)
-    with made(main) as run, made(other, shows=False) as hidden:
+    other = RunDirectory(tmp_path, "1", main=False)
+    with progress(RunDirectory(tmp_path)) as run, progress(other, shows=False) as hidden:
         with hidden.of_piece("a", "erm", 10) as part:
             part.advance(10)
         other.finish("a")
@@ -63,57 +66,43 @@ def test_any_process_finishes_a_piece(
     assert end == "training: 2 of 3 models in 0 s", "one process says it"
 
 
-def test_forks_count_for_themselves_in_shared_memory(tmp_path: Path) -> None:
-    with made(RunDirectory(tmp_path), processes=3) as run:
+def test_a_log_gets_few_lines_and_the_end(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "xdm_ft")
+    with progress(RunDirectory(tmp_path)) as run, run.of_piece("a", "erm", 10) as part:
+        part.advance(5)
+        assert caplog.messages == []  # not before 30 s
+    assert re.fullmatch(r"training: 0 of 3 models in \d s", caplog.messages[0])
+    with pytest.raises(ValueError), progress(RunDirectory(tmp_path)):
+        raise ValueError
+    assert len(caplog.messages) == 1, "a run that is interrupted has not ended"
+    bar = Progress("extracting", 100, "images")
+    bar.skip(40)
+    bar.last_line = float("-inf")
+    bar.advance(0)
+    assert caplog.messages[1:] == ["extracting: 40 of 100 images, 0.0/s"], "nothing new: no forecast"
 
-        def work(number: int) -> None:
+
+def test_forks_count_for_themselves_in_shared_memory_on_one_thread_each(tmp_path):
+    threads = torch.get_num_threads()
+    with progress(RunDirectory(tmp_path), processes=3) as run:
+
+        def work(number):
             run.in_process(number)
-            assert run.shows == (number == 0)
             with run.of_piece("a", "erm", 4) as part:
                 part.advance(number + 1)
                 until = time.monotonic() + 60
                 while [*run.begun] != [10.0, 20.0, 30.0] and time.monotonic() < until:
                     time.sleep(0.01)
-                (tmp_path / f"{number}").write_text(str([*run.begun]))
+                note = [[*run.begun], run.shows, os.getpid(), torch.get_num_threads()]
+                (tmp_path / f"{number}").write_text(json.dumps(note))
                 while len([*tmp_path.glob("[012]")]) < 3 and time.monotonic() < until:
                     time.sleep(0.01)
 
         run_forked(work, 3, run.watched)
-    assert {(tmp_path / f"{number}").read_text() for number in range(3)} == {"[10.0, 20.0, 30.0]"}
-
-
-def test_a_log_gets_few_lines_and_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "xdm_ft")
-    with made(RunDirectory(tmp_path)) as run, run.of_piece("a", "erm", 10) as part:
-        part.advance(5)
-        assert caplog.messages == []  # not before 30 s
-    assert re.fullmatch(r"training: 0 of 3 models in \d s", caplog.messages[0])
-    with pytest.raises(ValueError), made(RunDirectory(tmp_path)):
-        raise ValueError
-    assert len(caplog.messages) == 1, "a run that is interrupted has not ended"
-
-
-def test_nothing_new_is_a_line_without_a_forecast(caplog: pytest.LogCaptureFixture) -> None:
-    bar = Progress("extracting", 100, "images")
-    bar.skip(40)
-    bar.last_line = float("-inf")
-    with caplog.at_level(logging.INFO, "xdm_ft"):
-        bar.advance(0)
-    assert caplog.messages == ["extracting: 40 of 100 images, 0.0/s"]
-
-
-@pytest.mark.parametrize("processes", [1, 3])
-def test_each_part_runs_once_on_one_thread(processes, tmp_path):
-    before = torch.get_num_threads()
-
-    def work(number):
-        (tmp_path / f"{number}").write_text(f"{os.getpid()} {torch.get_num_threads()}")
-
-    run_forked(work, processes)
-    noted = [(tmp_path / f"{number}").read_text().split() for number in range(processes)]
-    assert len({pid for pid, _ in noted}) == processes and noted[0][0] == str(os.getpid())
-    assert all(threads == "1" for _, threads in noted)
-    assert torch.get_num_threads() == before
+    counts, shows, pids, of_process = zip(*(json.loads((tmp_path / f"{n}").read_text()) for n in range(3)), strict=True)
+    assert [*counts] == [[10.0, 20.0, 30.0]] * 3 and shows == (True, False, False)
+    assert len({*pids}) == 3 and pids[0] == os.getpid()
+    assert of_process == (1, 1, 1) and torch.get_num_threads() == threads
 
 
 def test_gradients_can_be_taken_in_every_process(tmp_path):
@@ -128,32 +117,30 @@ def test_gradients_can_be_taken_in_every_process(tmp_path):
     assert torch.equal(torch.load(tmp_path / "1.pt"), torch.ones(3))
 
 
-def test_a_users_mistake_in_another_process_is_raised_here():
-    def work(number):
-        if number == 1:
-            raise UserError("file.png: is broken; mend it")
-
-    with pytest.raises(UserError, match=r"file\.png: is broken"):
-        run_forked(work, 2)
+def users_mistake():
+    raise UserError("file.png: is broken; mend it")
 
 
-def test_a_fault_in_another_process_is_raised_here(capfd):
-    def work(number):
-        if number == 1:
-            raise ZeroDivisionError("ours")
-
-    with pytest.raises(RuntimeError, match="failed with status 1"):
-        run_forked(work, 2)
-    assert "ZeroDivisionError: ours" in capfd.readouterr().err
+def fault():
+    raise ZeroDivisionError("ours")
 
 
-def test_a_killed_process_is_reported():
-    def work(number):
-        if number == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(UserError, match=r"was killed \(SIGKILL"):
-        run_forked(work, 2)
+
+@pytest.mark.parametrize(
+    ("end", "error", "message", "printed"),
+    [
+        (users_mistake, UserError, r"file\.png: is broken", ""),
+        (fault, RuntimeError, "failed with status 1", "ZeroDivisionError: ours"),
+        (kill, UserError, r"was killed \(SIGKILL", ""),
+    ],
+)
+def test_what_ends_another_process_is_raised_here(end, error, message, printed, capfd):
+    with pytest.raises(error, match=message):
+        run_forked(lambda number: end() if number == 1 else None, 2)
+    assert printed in capfd.readouterr().err
 
 
 def test_a_fault_here_ends_the_others(tmp_path):
@@ -194,8 +181,8 @@ def test_no_process_outlives_the_one_that_forked_it(tmp_path):
         time.sleep(0.05)
     process.kill()
     process.wait()
-    child = int((tmp_path / "pid1").read_text())
-    while is_running(child):
+    status = Path("/proc", (tmp_path / "pid1").read_text(), "stat")
+    while status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -233,9 +220,105 @@ def test_a_process_that_waits_for_others_lets_them_save(to_all, tmp_path):
     assert (tmp_path / "saved").exists() and len(errors.splitlines()) == 1
 
 
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+# the queue
+
+# a step takes as many gradients as there are training domains for fish, two for sam and one for the others
+QUEUE = (
+    "methods=[erm, vrex, fish, sam, linear_probe]", "protocol.test_domains=[sketch, photo]",
+    "training={steps: 6, batch_size: 2, evaluate_every: 3}",
+)  # fmt: skip
+
+
+def pieces_taken(monkeypatch, cores, *overrides):
+    """(process, name) of each piece in the order in which some process took it; of several cores, at least two do."""
+    log, take = Path("log"), RunDirectory.take
+    log.write_text("")
+
+    def lines():
+        return [line.split() for line in log.read_text().splitlines()]
+
+    def noted(directory, name):
+        if not take(directory, name):
+            return False
+        with log.open("a") as file:
+            file.write(f"{os.getpid()} {name}\n")
+        until = time.monotonic() + 60
+        while cores > 1 and len({process for process, _ in lines()}) == 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "own_cores", lambda: cores)
+        patch.setattr(RunDirectory, "take", noted)
+        small_runs.results(*QUEUE, *overrides)
+    return lines()
+
+
+@pytest.mark.slow
+def test_pieces_are_shared_out_the_longest_first_and_the_numbers_are_the_same(small_pacs, monkeypatch):
+    alone = pieces_taken(monkeypatch, 1, "output.dir=alone")
+    shared = pieces_taken(monkeypatch, 3, "output.dir=shared")
+    methods = [name.rpartition("-")[0] for _, name in alone]
+    assert methods == ["linear_probe"] * 2 + ["fish", "sam", "erm", "vrex"], "equal ones as the recipe has them"
+    assert {name for _, name in alone} == {name for _, name in shared} and len(alone) == len(shared) == 6
+    assert len({process for process, _ in alone}) == 1 < len({process for process, _ in shared})
+    assert weights_and_predictions("alone") == weights_and_predictions("shared")
+
+    extra = small_runs.results(
+        *QUEUE, "protocol.selection=cross_domain", "methods=[erm,fish,linear_probe]", "output.dir=extra"
+    )
+    assert all("cross_domain" in record["selected"] for record in extra["runs"]) and len(extra["runs"]) == 6
+
+
+def piece(*rules):
+    job = Job(ModelKey("erm", ("sketch",), 0, 0), None, Setup(None, 2, 5, 0), None, None, None)
+    return pieces.Piece(None, [job], Criteria(rules, "accuracy"), frozenset({job.key}), 1)
+
+
+def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path):
+    state, other = RunDirectory(tmp_path), RunDirectory(tmp_path, "1", main=False)
+    name = piece("train_val").name
+    assert state.take(name) and not other.take(name)
+    assert other.take(piece("cross_domain").name), "other rules, as extra models have them"
+    with state:
+        state.lock()
+        assert other.take(name)
+
+
+def test_what_a_checkpoint_holds_of_its_models_is_what_json_reads():
+    made = piece("train_val", "oracle")
+    assert made.identity(made.jobs) == [[["erm", ["sketch"], 0, 0, 5]], ["train_val", "oracle"]]
+    assert json.loads(json.dumps(made.identity(made.jobs))) == made.identity(made.jobs)
+
+
+def test_what_a_dead_process_took_is_released_unless_it_is_done(tmp_path):
+    dead, alive = RunDirectory(tmp_path, "worker-1", main=False), RunDirectory(tmp_path, "worker-10", main=False)
+    assert dead.take("a") and dead.take("b") and alive.take("c")
+    dead.finish("b")
+    alive.release("worker-1")
+    assert alive.take("a") and not alive.take("b") and not dead.take("c")
+    assert alive.finished() == ["b"]
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from xdm_ft.storage.run_directory import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+directory.lock()
+print('locked', flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
+    command = [sys.executable, "-c", HOLDER, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder, RunDirectory(tmp_path) as directory:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="another run is writing here"):
+            directory.lock()
+        holder.kill()
+        holder.wait()
+        began = time.monotonic()
+        directory.lock()
+        assert time.monotonic() - began < 10

@@ -4,8 +4,6 @@ A server of multiprocessing has imported them and forks itself: what a test sees
 status, output and signals, in a hundredth of the time.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -14,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 IMPORTED = [
@@ -30,14 +26,7 @@ server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(IMPORTED)
 
 
-def begin(
-    arguments: list[str],
-    cwd: Path,
-    out: Path,
-    err: Path,
-    environment: Mapping[str, str] | None = None,
-    first: Callable[[], None] | None = None,
-) -> BaseProcess:
+def begin(arguments, cwd, out, err, environment=None, first=None):
     """`xdm-ft ARGUMENTS` in the folder `cwd` and a session of its own, after a call of `first`.
 
     What it prints is added to the files `out` and `err`.
@@ -47,7 +36,7 @@ def begin(
     return process
 
 
-def interrupted(process: BaseProcess, err: Path, when: Callable[[], bool]) -> str:
+def interrupted(process, err, when):
     """Sends SIGINT to a process that `begin` has started, as soon as `when` is true. Returns what it printed to `err`.
 
     The exit status must be that of an interrupted run.
@@ -62,7 +51,7 @@ def interrupted(process: BaseProcess, err: Path, when: Callable[[], bool]) -> st
     return err.read_text()
 
 
-def xdm_ft(*arguments: object, cwd: Path, first: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+def xdm_ft(*arguments, cwd, first=None):
     """What `xdm-ft …` does, after a call of `first`: its exit status and what it printed."""
     command = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
@@ -73,14 +62,7 @@ def xdm_ft(*arguments: object, cwd: Path, first: Callable[[], None] | None = Non
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
 
 
-def _main(
-    arguments: list[str],
-    cwd: Path,
-    out: Path,
-    err: Path,
-    environment: Mapping[str, str],
-    first: Callable[[], None] | None,
-) -> None:
+def _main(arguments, cwd, out, err, environment, first):
     from xdm_ft.cli.parser import main
 
     os.setsid()

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from xdm_ft.data.folder import Folder
@@ -36,9 +35,7 @@ pools = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(
 @pytest.mark.parametrize("name", get_args(SamplerName))
 @given(pools=pools, batch_size=st.integers(1, 12), seed=st.integers(0, 2**31), first=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
-def test_a_block_of_steps_is_the_steps_one_by_one(
-    name: SamplerName, pools: list[Tensor], batch_size: int, seed: int, first: int
-) -> None:
+def test_a_block_of_steps_is_the_steps_one_by_one(name, pools, batch_size, seed, first):
     block = sampler(name, pools, batch_size, seed, LABELS).indices(first, first + 5)
     alone = sampler(name, pools, batch_size, seed, LABELS)
     assert block.dtype == torch.int64
@@ -50,13 +47,13 @@ def test_a_block_of_steps_is_the_steps_one_by_one(
     assert not torch.equal(one, other)
 
 
-def test_per_domain_batches_are_domain_after_domain() -> None:
+def test_per_domain_batches_are_domain_after_domain():
     rows = PerDomainSampler(POOLS, 6, seed=3).indices(0, 50)  # [50,18]
     for d, pool in enumerate(POOLS):
         assert set(rows[:, 6 * d : 6 * d + 6].flatten().tolist()) == set(pool.tolist())
 
 
-def test_per_domain_draws_are_uniform() -> None:
+def test_per_domain_draws_are_uniform():
     rows = PerDomainSampler(POOLS, 8, seed=0).indices(0, 5000)[:, 8:16]  # 40,000 draws out of 5
     count = torch.stack([(rows == row).sum() for row in POOLS[1]]).double()
     chi2 = ((count - 8000) ** 2 / 8000).sum().item()
@@ -66,7 +63,7 @@ def test_per_domain_draws_are_uniform() -> None:
     assert abs(both - 1 / 25) < 0.012
 
 
-def test_class_balanced_batches_are_domain_after_domain_and_classes_alike() -> None:
+def test_class_balanced_batches_are_domain_after_domain_and_classes_alike():
     labels = torch.zeros(100, dtype=torch.int64)
     labels[10:18], labels[18:20] = 1, 2  # the first domain: 10, 8 and 2 images; the second: 30 of class 5, 1 of class 7
     labels[20:50], labels[50] = 5, 7
@@ -88,7 +85,7 @@ def test_class_balanced_batches_are_domain_after_domain_and_classes_alike() -> N
 
 @given(pools=pools, batch_size=st.integers(1, 30), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_pooled_covers_every_row_once_per_epoch(pools: list[Tensor], batch_size: int, seed: int) -> None:
+def test_pooled_covers_every_row_once_per_epoch(pools, batch_size, seed):
     rows = torch.cat(pools)
     n = len(rows)
     steps = -(-3 * n // batch_size)
@@ -99,13 +96,13 @@ def test_pooled_covers_every_row_once_per_epoch(pools: list[Tensor], batch_size:
     assert not torch.equal(stream[:50], stream[50:]), "epochs have different orders"
 
 
-def test_an_empty_pool_is_refused() -> None:
+def test_an_empty_pool_is_refused():
     for name in get_args(SamplerName):
         with pytest.raises(ValueError, match="one row in each"):
             sampler(name, [torch.arange(3), torch.arange(0)], 2, 0, LABELS)
 
 
-def test_steps_of() -> None:
+def test_steps_of():
     assert steps_of(7, None, 10, 3) == 7
     assert steps_of(None, 2, 10, 3) == 7
     assert steps_of(None, 2.2, 25, 5) == 11  # 2.2 · 25 is 55.00000000000001 in floating point
@@ -115,7 +112,7 @@ def test_steps_of() -> None:
             steps_of(steps, epochs, 10, 3)
 
 
-def make_folder(root: Path) -> Folder:
+def make_folder(root):
     for i in range(4):
         path = root / f"d{i % 2}" / f"c{i // 2}" / "x.png"
         path.parent.mkdir(parents=True)
@@ -124,7 +121,7 @@ def make_folder(root: Path) -> Folder:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_image_rows_in_a_loader(tmp_path: Path, workers: int) -> None:
+def test_image_rows_in_a_loader(tmp_path, workers):
     dataset = make_folder(tmp_path)
     transform = evaluation_transform(Preprocessing(mean=(0.5, 0.4, 0.3), std=(1, 1, 1), size=8, resize="pad"))
     order, rows = [[2, 0, 2], [1, 3]], ImageRows(dataset, transform)
@@ -142,7 +139,7 @@ def test_image_rows_in_a_loader(tmp_path: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_drawn_rows_depend_on_their_key_alone_and_leave_the_generator(tmp_path: Path, workers: int) -> None:
+def test_drawn_rows_depend_on_their_key_alone_and_leave_the_generator(tmp_path, workers):
     transform = training_transform(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8), "domainbed")
     images = DrawnRows(ImageRows(make_folder(tmp_path), transform))
     assert len(images) == 4

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from made_up import MadeUp
 from xdm_ft.data.digits import Digits
 from xdm_ft.protocol.splits import (
     Protocol,
-    Split,
     all_domains,
     leave_one_domain_out,
     official,
@@ -25,13 +23,13 @@ from xdm_ft.protocol.splits import (
 from xdm_ft.runtime.errors import UserError
 
 
-def parts(split: Split) -> dict[str, np.ndarray]:
+def parts(split):
     evaluation = {name: rows.numpy() for name, rows in split.evaluation.items()}
     return {"train": torch.cat(split.train).numpy(), **evaluation}
 
 
 @st.composite
-def datasets(draw: st.DrawFn, with_groups: bool) -> MadeUp:
+def datasets(draw, with_groups):
     """Two to four domains of two to four classes, every domain with at least two classes of at least two images."""
     num_domains, num_classes = draw(st.integers(2, 4)), draw(st.integers(2, 4))
     cells = [(d, c) for d in range(num_domains) for c in range(num_classes)]
@@ -48,7 +46,7 @@ def datasets(draw: st.DrawFn, with_groups: bool) -> MadeUp:
 
 @given(dataset=datasets(with_groups=False), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_leave_one_domain_out(dataset: MadeUp, seed: int) -> None:
+def test_leave_one_domain_out(dataset, seed):
     found = splits(dataset, Protocol(), seed)
     assert [split.test_domains for split in found] == [(name,) for name in dataset.domain_names]
     for held_out, split in enumerate(found):
@@ -72,7 +70,7 @@ def test_leave_one_domain_out(dataset: MadeUp, seed: int) -> None:
 
 @given(dataset=datasets(with_groups=True), seed=st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
-def test_no_split_divides_a_group(dataset: MadeUp, seed: int) -> None:
+def test_no_split_divides_a_group(dataset, seed):
     assert dataset.groups is not None
     for name in dataset.domain_names:
         try:
@@ -89,11 +87,11 @@ def test_no_split_divides_a_group(dataset: MadeUp, seed: int) -> None:
             assert set(dataset.labels[part]) == set(dataset.labels[of_domain])
 
 
-def two_domains(n: int = 40) -> MadeUp:
+def two_domains(n=40):
     return MadeUp(np.arange(n) % 2, np.arange(n) // (n // 2))
 
 
-def test_the_split_depends_on_the_seed_and_not_on_what_is_held_out() -> None:
+def test_the_split_depends_on_the_seed_and_not_on_what_is_held_out():
     dataset = MadeUp(np.arange(90) % 3, np.arange(90) // 30)
     one, same, other = (parts(leave_one_domain_out(dataset, Protocol(), "d1", seed)) for seed in (3, 3, 4))
     assert all(np.array_equal(one[name], same[name]) for name in one)
@@ -102,14 +100,14 @@ def test_the_split_depends_on_the_seed_and_not_on_what_is_held_out() -> None:
     assert np.array_equal(*(rows[dataset.domains[rows] == 2] for rows in (first, second)))
 
 
-def test_unreadable_rows_are_in_no_part() -> None:
+def test_unreadable_rows_are_in_no_part():
     dataset = two_domains()
     unreadable = {0, 7, 25, 39}
     for split in splits(dataset, Protocol(), 0, unreadable):
         assert not unreadable & set(np.concatenate(list(parts(split).values())).tolist())
 
 
-def test_training_images_of_a_held_out_group_are_removed() -> None:
+def test_training_images_of_a_held_out_group_are_removed():
     dataset = two_domains()
     dataset.groups = np.arange(40)
     dataset.groups[[0, 1, 2]] = 30  # three images of d0 show a patient of d1
@@ -118,7 +116,7 @@ def test_training_images_of_a_held_out_group_are_removed() -> None:
     assert "3 training images left out whose group is also in d1" in split.notes
 
 
-def test_the_splits_of_the_data_are_used() -> None:
+def test_the_splits_of_the_data_are_used():
     digits = Digits()
     assert digits.splits is not None
     for split in splits(digits, Protocol(val_fraction=0.5), seed=1):
@@ -131,7 +129,7 @@ def test_the_splits_of_the_data_are_used() -> None:
         assert "validation parts as they come with the data" in split.notes
 
 
-def test_test_rows_of_training_domains_train() -> None:
+def test_test_rows_of_training_domains_train():
     marks = ["train", "train", "val", "val", "test", "test"] * 2
     dataset = MadeUp([0, 1] * 6, [0] * 6 + [1] * 6, splits=marks)
     rows = parts(leave_one_domain_out(dataset, Protocol(), "d1", 0))
@@ -144,7 +142,7 @@ def test_test_rows_of_training_domains_train() -> None:
 
 
 @pytest.mark.parametrize("held_out", range(4))
-def test_all_labelled_rows_are_used_if_the_official_split_does_not_divide_each_domain(held_out: int) -> None:
+def test_all_labelled_rows_are_used_if_the_official_split_does_not_divide_each_domain(held_out):
     dataset = wilds_like()
     assert dataset.splits is not None
     dataset.splits[[4, 44, 64]] = ""  # in no part of the official split
@@ -159,7 +157,7 @@ def test_all_labelled_rows_are_used_if_the_official_split_does_not_divide_each_d
     assert "the data's own split is not used, all labelled images take part" in notes
 
 
-def wilds_like() -> MadeUp:
+def wilds_like():
     """d0 and d1 train and validate, d2 validates, d3 tests; two classes, 10 images of each."""
     domains = np.repeat(np.arange(4), 20)
     marks = np.array(["train", "train", "val", "test"])[domains]
@@ -167,7 +165,7 @@ def wilds_like() -> MadeUp:
     return MadeUp(np.arange(80) % 2, domains, splits=marks.tolist())
 
 
-def test_official() -> None:
+def test_official():
     (split,) = splits(wilds_like(), Protocol(name="official", selection="val_domain"), seed=0)
     rows = parts(split)
     assert (split.test_domains, split.train_domains) == (("d3",), ("d0", "d1"))
@@ -180,7 +178,7 @@ def test_official() -> None:
     assert [len(part) for part in split.train] == [18, 18]
 
 
-def test_official_counts_the_groups_that_also_train() -> None:
+def test_official_counts_the_groups_that_also_train():
     dataset = wilds_like()
     dataset.groups = np.arange(80)
     dataset.groups[[0, 1]] = dataset.groups[2]  # all but two of the four validation images are groups of their own
@@ -193,7 +191,7 @@ def test_official_counts_the_groups_that_also_train() -> None:
     assert official(dataset, Protocol(name="official"), 0).notes[1] == "groups kept together"
 
 
-def test_whether_test_domains_are_unseen_is_reported() -> None:
+def test_whether_test_domains_are_unseen_is_reported():
     assert splits(two_domains(), Protocol(), 0)[0].tested_on == "domains never trained on"
     dataset = wilds_like()
     assert official(dataset, Protocol(name="official"), 0).notes[0] == "tested on domains never trained on"
@@ -209,7 +207,7 @@ def test_whether_test_domains_are_unseen_is_reported() -> None:
     assert official(alone, Protocol(name="official"), 0).notes[0] == seen.notes[0]
 
 
-def test_gaps_are_noted() -> None:
+def test_gaps_are_noted():
     labels = np.array([0, 1, 2] * 5 + [0, 1] * 5 + [0, 1, 2] * 5)
     dataset = MadeUp(labels, np.repeat([0, 1, 2], [15, 10, 15]))
     split = leave_one_domain_out(dataset, Protocol(), "d0", 0)
@@ -223,7 +221,7 @@ def test_gaps_are_noted() -> None:
     )
 
 
-def fault(dataset: MadeUp, protocol: Protocol, unreadable: tuple[int, ...] = ()) -> str:
+def fault(dataset, protocol, unreadable=()):
     with pytest.raises(UserError) as caught:
         splits(dataset, protocol, 0, unreadable)
     assert "\n" not in str(caught.value)
@@ -253,14 +251,12 @@ THREE = MadeUp([0, 1, 0, 1, 0, 0, 1], [0, 0, 1, 1, 2, 2, 2])
         (THREE, {}, (4, 5, 6), 'the domain "d2" has no image'),
     ],
 )
-def test_every_fault_is_one_clear_line(
-    dataset: MadeUp, changes: dict[str, Any], unreadable: tuple[int, ...], message: str
-) -> None:
+def test_every_fault_is_one_clear_line(dataset, changes, unreadable, message):
     assert message in fault(dataset, Protocol(**changes), unreadable)
 
 
 @pytest.mark.parametrize("part", ["train", "test"])
-def test_official_needs_training_and_test_images(part: str) -> None:
+def test_official_needs_training_and_test_images(part):
     dataset = wilds_like()
     assert dataset.splits is not None
     dataset.splits[dataset.splits == part] = "val"
@@ -270,14 +266,14 @@ def test_official_needs_training_and_test_images(part: str) -> None:
 
 @given(dataset=datasets(with_groups=False), seed=st.integers(0, 99))
 @settings(max_examples=30, deadline=None)
-def test_parts_drawn_once_for_all_domains_are_those_drawn_for_each(dataset: MadeUp, seed: int) -> None:
+def test_parts_drawn_once_for_all_domains_are_those_drawn_for_each(dataset, seed):
     together = splits(dataset, Protocol(), seed)
     for name, split in zip(dataset.domain_names, together, strict=True):
         alone, found = parts(leave_one_domain_out(dataset, Protocol(), name, seed)), parts(split)
         assert found.keys() == alone.keys() and all(np.array_equal(found[key], alone[key]) for key in alone)
 
 
-def test_parts_of_groups_that_span_domains_are_drawn_for_each_held_out_domain() -> None:
+def test_parts_of_groups_that_span_domains_are_drawn_for_each_held_out_domain():
     groups = np.arange(90)
     groups[30:36] = groups[:6]  # of d1, as images of d0
     dataset = MadeUp(np.arange(90) % 2, np.arange(90) // 30, groups=groups)
@@ -290,13 +286,13 @@ def test_parts_of_groups_that_span_domains_are_drawn_for_each_held_out_domain() 
 # Validation images for splits that have none
 
 
-def made(groups: bool) -> MadeUp:
+def made(groups):
     rows = np.arange(240)
     return MadeUp(rows % 3, rows // 3 % 2, rows // 12 if groups else None)
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_a_part_of_the_training_images_validates_where_none_does(groups: bool) -> None:
+def test_a_part_of_the_training_images_validates_where_none_does(groups):
     dataset = made(groups)
     whole = all_domains(dataset)
     split = with_validation(dataset, whole, 0.25, seed=0)
@@ -311,13 +307,13 @@ def test_a_part_of_the_training_images_validates_where_none_does(groups: bool) -
     assert not torch.equal(with_validation(dataset, whole, 0.25, seed=1).evaluation["train_val"], part)
 
 
-def test_a_split_with_validation_images_stays_as_it_is() -> None:
+def test_a_split_with_validation_images_stays_as_it_is():
     dataset = made(groups=False)
     for split in splits(dataset, Protocol(), 0):
         assert with_validation(dataset, split, 0.5, 0) is split
 
 
-def test_without_enough_images_the_part_is_empty() -> None:
+def test_without_enough_images_the_part_is_empty():
     dataset = MadeUp(np.array([0, 1]), np.array([0, 0]), None)
     split = with_validation(dataset, all_domains(dataset), 0.25, 0)
     assert len(split.evaluation["train_val"]) == 0 and len(torch.cat(split.train)) == 2

@@ -1,14 +1,11 @@
 """Every recipe that comes with the package: found, complete, valid, and run end to end on miniature data."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
 import shlex
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import miniature
 import open_clip
@@ -26,7 +23,6 @@ from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import load
-from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import recipe_folder
 from xdm_ft.runtime.tensors import Task
 
@@ -42,14 +38,14 @@ TINY_CLIP = {
     "vision_cfg": {"image_size": 32, "layers": 4, "width": 32, "head_width": 16, "patch_size": 16},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
 }
-TINY_TIMM: dict[str, dict[str, Any]] = {
+TINY_TIMM = {
     "resnet50": {"layers": [1, 1, 1, 1], "channels": [4, 8, 8, 8]},
     "densenet121": {"growth_rate": 4, "block_config": [1, 1, 1, 1]},
     "vit_base_patch14_dinov2": {"img_size": 28, "embed_dim": 24, "depth": 1, "num_heads": 2},
 }
 
 
-def test_all_recipes_are_found() -> None:
+def test_all_recipes_are_found():
     assert sorted(path.name for path in (ROOT / "recipes").iterdir()) == [f"{name}.yaml" for name in RECIPES]
     assert {*PAPER, *(f"clip_{name}" for name in PAPER), "clip_camelyon_histology"} - {"clip_camelyon17"} <= {*RECIPES}
     assert [line.split()[0] for line in listing("recipes").text().splitlines()] == list(RECIPES)
@@ -58,7 +54,7 @@ def test_all_recipes_are_found() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_first_comment_is_complete(name: str) -> None:
+def test_the_first_comment_is_complete(name):
     lines = RECIPES[name].read_text(encoding="utf-8").splitlines()
     comment = "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))])
     assert re.match(r"# \S", comment)
@@ -70,7 +66,7 @@ def test_the_first_comment_is_complete(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_the_published_scores_in_the_comment(name: str) -> None:
+def test_the_published_scores_in_the_comment(name):
     if not PUBLISHED.is_file():
         pytest.skip(f"no {PUBLISHED}: the published results lie beside the repository, where they are")
     with PUBLISHED.open(encoding="utf-8") as file:
@@ -86,7 +82,7 @@ def test_the_published_scores_in_the_comment(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_commands_in_the_comment_are_valid(name: str) -> None:
+def test_the_commands_in_the_comment_are_valid(name):
     text = RECIPES[name].read_text(encoding="utf-8")
     commands = re.findall(r"^#   (?:xdm-ft run|accelerate launch xdm_ft/run\.py) (.+)", text, re.MULTILINE)
     assert commands
@@ -96,7 +92,7 @@ def test_the_commands_in_the_comment_are_valid(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_losses_are_averaged_as_in_the_published_code() -> None:
+def test_losses_are_averaged_as_in_the_published_code():
     recipes = [load(str(path)) for path in RECIPES.values()]
     averages = {
         data: {recipe.training.loss_average for recipe in recipes if recipe.data.name == data} for data in PAPER
@@ -106,7 +102,7 @@ def test_losses_are_averaged_as_in_the_published_code() -> None:
     assert len(pooled) >= 6 and {recipe.data.name for recipe in pooled} == {*WILDS}
 
 
-PUBLISHED_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+PUBLISHED_SETTINGS = {
     # examples/configs/datasets.py and algorithm.py of WILDS, `main.py` of LISA
     "wilds": {
         "coral": {"gamma": 0.1},
@@ -133,7 +129,7 @@ PUBLISHED_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def settings_of(recipe: Recipe, method: str, steps: int) -> dict[str, Any]:
+def settings_of(recipe, method, steps):
     """The method's settings as the recipe has them, for a training of so many steps on which a default may depend."""
     (item,) = (item for item in recipe.methods if item.label == method)
     built = item.algorithm.build(Setup(Task(("a", "b"), ("a", "b")), width=2, steps=steps, seed=0))
@@ -141,7 +137,7 @@ def settings_of(recipe: Recipe, method: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_methods_have_the_published_settings(name: str) -> None:
+def test_methods_have_the_published_settings(name):
     recipe = load(str(RECIPES[name]))
     training = recipe.training
     steps = training.steps or {"camelyon17": 18_902, "fmow": 12_010}[name]  # epochs of 302,436 and 76,863 images
@@ -162,7 +158,7 @@ def test_methods_have_the_published_settings(name: str) -> None:
     assert (size, filter_) == (224, "bilinear" if name == "camelyon17" else None)
 
 
-def test_frozen_clip_is_trained_as_the_whole_network_is() -> None:
+def test_frozen_clip_is_trained_as_the_whole_network_is():
     frozen = [recipe for path in RECIPES.values() if not (recipe := load(str(path))).trains_encoders]
     for name in ("camelyon17", "fmow"):
         whole = load(str(RECIPES[name])).training
@@ -172,7 +168,7 @@ def test_frozen_clip_is_trained_as_the_whole_network_is() -> None:
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def clip(tmp_path_factory):
     """A tiny CLIP of random weights on disk, as `encoder` names it."""
     folder = tmp_path_factory.mktemp("clip")
     config, weights = folder / "recipe_clip.json", folder / "recipe_clip.safetensors"
@@ -185,7 +181,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_digits(monkeypatch):
     """The digits of the package, fewer of them; and no workers, whose start takes longer than a few images."""
     every = sklearn.datasets.load_digits()
     few = Bunch(images=every.images[:320], target=every.target[:320])
@@ -193,7 +189,7 @@ def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
 
 
-def miniature_data(data: dict[str, Any], folder: Path) -> None:
+def miniature_data(data, folder):
     """Puts the data set that the recipe names into `folder`, in its layout on disk, and tells the recipe so."""
     name = data["name"]
     if name == "digits":
@@ -210,7 +206,7 @@ def miniature_data(data: dict[str, Any], folder: Path) -> None:
         getattr(miniature, name)(folder)
 
 
-def tiny_encoder(encoder: dict[str, Any], clip: dict[str, str]) -> None:
+def tiny_encoder(encoder, clip):
     """The same architecture, or another CLIP, with hardly any weights; none is downloaded."""
     model = encoder["model"].partition(".")[0]
     if encoder["name"] == "open_clip":
@@ -225,14 +221,14 @@ def tiny_encoder(encoder: dict[str, Any], clip: dict[str, str]) -> None:
         }
 
 
-def one_domain(data: str) -> str:
+def one_domain(data):
     """A domain of the data set to hold out, where one is enough."""
     if data in miniature.CLASSES:
         return str(next(iter(components.find("data", data).domain_folders)))
     return {"digits": "chalk", "folder": "site0"}[data]
 
 
-def shrink(values: dict[str, Any], folder: Path, clip: dict[str, str]) -> None:
+def shrink(values, folder, clip):
     """As few steps and seeds as show that it runs; every method stays, with its settings, in the same proportions."""
     (folder / "data").mkdir()
     miniature_data(values["data"], folder / "data")
@@ -260,7 +256,7 @@ def shrink(values: dict[str, Any], folder: Path, clip: dict[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_digits")
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_validates_and_runs(name: str, clip: dict[str, str], tmp_path: Path) -> None:
+def test_it_validates_and_runs(name, clip, tmp_path):
     values = yaml.safe_load(RECIPES[name].read_text(encoding="utf-8"))
     labels = [item.label for item in load(str(RECIPES[name])).methods]
     shrink(values, tmp_path, clip)

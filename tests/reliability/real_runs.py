@@ -1,7 +1,5 @@
 """Small runs in processes of their own, which tests kill, and what comes out of them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -12,9 +10,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import miniature
 from warm_processes import PATIENCE, begin
@@ -50,25 +46,25 @@ output: {{dir: {folder}/out}}
 """
 
 
-def bank(folder: Path, steps: int = 24) -> Path:
+def bank(folder, steps=24):
     """Returns the recipe file of heads on cached features."""
     (folder / "small.yaml").write_text(BANK.format(encoder=TEST_VIT, folder=folder, steps=steps))
     return folder / "small.yaml"
 
 
-def on_images(folder: Path, steps: int = 12, encoder: str = TEST_VIT) -> Path:
+def on_images(folder, steps=12, encoder=TEST_VIT):
     """Returns the recipe file of a run on miniature PACS, which is written beside it."""
     miniature.domainbed(folder / "data", "pacs", per_class=3)
     (folder / "small.yaml").write_text(IMAGES.format(encoder=encoder, folder=folder, steps=steps))
     return folder / "small.yaml"
 
 
-def end_to_end(folder: Path, steps: int = 12) -> Path:
+def end_to_end(folder, steps=12):
     """Returns the recipe file of a training of the encoder, which has batch norm."""
     return on_images(folder, steps, "name: timm, model: test_resnet, preprocessing: {size: 32}, trainable: true")
 
 
-def save_after_every_step(cores: int) -> None:
+def save_after_every_step(cores):
     """Of the process's cores, `cores` remain: more than one mean threads and forked processes."""
     from xdm_ft.features import extract
     from xdm_ft.storage import checkpoint
@@ -80,7 +76,7 @@ def save_after_every_step(cores: int) -> None:
     extract.IMAGES_PER_SHARD = 16
 
 
-def share_files(cores: int) -> None:
+def share_files(cores):
     """Heads that train together share a file, as in a large run."""
     from xdm_ft.experiment import plan
 
@@ -88,14 +84,7 @@ def share_files(cores: int) -> None:
     save_after_every_step(cores)
 
 
-def kill_itself(
-    cores: int,
-    counts: Path,
-    at_sync: int = 0,
-    at_file: str = "",
-    number: int = 1,
-    prepare: Callable[[int], None] = save_after_every_step,
-) -> None:
+def kill_itself(cores, counts, at_sync=0, at_file="", number=1, prepare=save_after_every_step):
     """The process kills itself before its write of this number is safe, or before a file is in its place.
 
     That is the file of this name, or in the folder of this name, that comes as the one of this `number`. `counts` holds
@@ -104,32 +93,24 @@ def kill_itself(
     prepare(cores)
     syncs, files, replace = itertools.count(1), itertools.count(1), os.replace
 
-    def counted(handle: int) -> None:  # no sync: what is written outlives the process
+    def counted(handle):  # no sync: what is written outlives the process
         count = next(syncs)
         counts.write_text(str(count))
         if count == at_sync:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def named(source: Any, target: Any) -> None:
+    def named(source, target):
         if at_file in (Path(target).name, Path(target).parent.name) and next(files) == number:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
-    os.fsync, os.replace = counted, named  # type: ignore[assignment]
+    os.fsync, os.replace = counted, named
 
 
 class Run:
     """`xdm-ft run RECIPE`, its output in FOLDER/small, in a process of its own, after a call of `first`."""
 
-    def __init__(
-        self,
-        recipe: Path,
-        folder: Path,
-        *overrides: str,
-        cores: int = 1,
-        environment: Mapping[str, str] | None = None,
-        first: Callable[[int], None] = save_after_every_step,
-    ) -> None:
+    def __init__(self, recipe, folder, *overrides, cores=1, environment=None, first=save_after_every_step):
         self.output = folder / "small"
         self.log = folder.parent / f"{folder.name}.log"
         self.log.touch()  # the process may be killed before it would do this
@@ -138,7 +119,7 @@ class Run:
         environment, out = ENVIRONMENT | dict(environment or {}), folder.parent / f"{folder.name}.out"
         self.process = begin(arguments, ROOT, out, self.log, environment, functools.partial(first, cores))
 
-    def changes(self, count: int, pattern: str) -> None:
+    def changes(self, count, pattern):
         """Waits until files of the run directory have changed `count` times."""
         seen, until = self._files(pattern), time.monotonic() + PATIENCE
         while count > 0:
@@ -148,7 +129,7 @@ class Run:
             count -= len(now - seen)
             seen = now
 
-    def _files(self, pattern: str) -> set[tuple[str, int]]:
+    def _files(self, pattern):
         files = set()
         for path in self.output.glob(pattern):
             try:
@@ -157,25 +138,23 @@ class Run:
                 continue
         return files
 
-    def send(self, number: int = signal.SIGKILL) -> None:
+    def send(self, number=signal.SIGKILL):
         """Sends a signal to the process alone; loader workers notice by themselves."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
-    def end(self) -> int | None:
+    def end(self):
         """Waits for the process, and returns its exit status."""
         self.process.join(PATIENCE)
         assert self.process.exitcode is not None, f"the run does not end: {self.text()}"
         return self.process.exitcode
 
-    def text(self) -> str:
+    def text(self):
         """Returns what this run, not an earlier one, has added to the log."""
         return self.log.read_bytes()[self.before :].decode()
 
 
-def ranks(
-    recipe: Path, folder: Path, *overrides: str, first: Callable[[int], None] = save_after_every_step
-) -> list[Run]:
+def ranks(recipe, folder, *overrides, first=save_after_every_step):
     """One run in two processes, as a launcher starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -187,7 +166,7 @@ def ranks(
     ]
 
 
-def outcome(folder: Path) -> dict[str, Any]:
+def outcome(folder):
     """Returns results.json without times and what it was computed on, curves, and a hash of every file of tensors."""
     run = folder / "small"
     results = json.loads((run / "results.json").read_text())
@@ -206,18 +185,18 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {"results": results, "files": hashes, "curves": read_scalars(run / "events"), "analysis": measures}
 
 
-def leftovers(folder: Path) -> list[Path]:
+def leftovers(folder):
     """Returns the files that no finished run leaves behind."""
     hidden = [path for path in (folder / "small").rglob(".*") if path.is_file()]
     return [*hidden, *(folder / "small/state").rglob("*")]
 
 
-def run_here(recipe: Path, *overrides: str) -> int:
+def run_here(recipe, *overrides):
     """Runs a recipe in this process, and returns the exit status."""
     return main(["run", str(recipe), *overrides])
 
 
-def one_line(errors: str) -> str:
+def one_line(errors):
     """Returns the one line that standard error has from us."""
     assert "Traceback" not in errors, errors
     [line] = [line for line in errors.splitlines() if line.startswith("xdm-ft: ")]

@@ -1,7 +1,5 @@
 """Images that do not decode or are large in memory only, and losses that are not finite, in every verb."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -11,9 +9,7 @@ import shutil
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import miniature
 import numpy as np
@@ -49,7 +45,7 @@ STRIP = (120_000, 1)  # at 32 pixels, 123 million of them
 SKIP = "data.on_bad_image=skip"
 
 
-def png(image: Image.Image) -> bytes:
+def png(image):
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return stream.getvalue()
@@ -58,13 +54,13 @@ def png(image: Image.Image) -> bytes:
 GOOD = png(Image.fromarray(PIXELS))
 
 
-def bomb(path: Path) -> None:
+def bomb(path):
     """60,000 × 60,000 pixels, says its header."""
     header = b"IHDR" + struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)))
 
 
-BAD: dict[str, Callable[[Path], object]] = {
+BAD = {
     "truncated": lambda path: path.write_bytes(GOOD[:-200]),
     "zero bytes": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("no image"),
@@ -78,7 +74,7 @@ BAD: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """The current folder: small.yaml, and 12 images data/<a, b, c>/<cat, dog>/<0, 1>.png, all of them different."""
     monkeypatch.chdir(tmp_path)
     for n, name in enumerate(f"{d}/{c}/{i}.png" for d in "abc" for c in ("cat", "dog") for i in (0, 1)):
@@ -89,16 +85,16 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def xdm_ft(verb: str, *overrides: str) -> int:
+def xdm_ft(verb, *overrides):
     return main([verb, "small.yaml", *overrides])
 
 
-def results() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(Path("out/small/results.json").read_text())
+def results():
+    document = json.loads(Path("out/small/results.json").read_text())
     return document
 
 
-def as_table(root: Path) -> list[str]:
+def as_table(root):
     """The data as a table instead, its rows in the order of the paths."""
     rows = sorted(str(path.relative_to(root)) for path in root.glob("*/*/*"))
     lines = [f"{row},{row.split('/')[1]},{row.split('/')[0]}" for row in rows]
@@ -106,7 +102,7 @@ def as_table(root: Path) -> list[str]:
     return [f"data={{name: table, file: {root / 'table.csv'}}}"]
 
 
-def test_each_bad_image_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_bad_image_is_named(root, capsys):
     for kind, make in BAD.items():
         path = root / "a/cat/bad.png"
         make(path)
@@ -126,9 +122,7 @@ def test_each_bad_image_is_named(root: Path, capsys: pytest.CaptureFixture[str])
         pytest.param(False, ["features.views=1", "data.train_augmentation=domainbed"], marks=pytest.mark.slow),
     ],
 )
-def test_bad_images_are_left_out_and_counted(
-    table: bool, overrides: list[str], root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_images_are_left_out_and_counted(table, overrides, root, capsys):
     for number, kind in enumerate(("truncated", "zero bytes", "text", "strip")):
         BAD[kind](root / "a/cat" / f"bad {number}.png")
     overrides = [*(as_table(root) if table else []), *overrides]
@@ -141,7 +135,7 @@ def test_bad_images_are_left_out_and_counted(
     assert "4 unreadable images left out" in Path("out/small/results.md").read_text()
 
 
-def test_images_that_can_not_be_used_at_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_that_can_not_be_used_at_all(root, capsys):
     BAD["dangling link"](root / "a/cat/gone.png")
     BAD["link in a circle"](root / "a/cat/round.png")
     (root / "a/cat/folder.png").mkdir()
@@ -165,7 +159,7 @@ def test_images_that_can_not_be_used_at_all(root: Path, capsys: pytest.CaptureFi
     one_line(capsys.readouterr().err)
 
 
-def test_wrong_extensions_and_odd_modes_have_their_pixels(root: Path) -> None:
+def test_wrong_extensions_and_odd_modes_have_their_pixels(root):
     """The right pixels, upright, by name: what decodes wrongly would make a wrong number."""
     grey = PIXELS[..., 0]
     exif = Image.Exif()
@@ -191,7 +185,7 @@ def test_wrong_extensions_and_odd_modes_have_their_pixels(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("resize", "limit"), [("native", 2192), ("squash", 2192), ("pad", 202)])
-def test_the_longest_strip_that_is_accepted_fits(resize: str, limit: int) -> None:
+def test_the_longest_strip_that_is_accepted_fits(resize, limit):
     preprocessing = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, size=200, crop=0.99, resize=resize)
     transforms = [evaluation_transform(preprocessing), training_transform(preprocessing, "domainbed")]
     for size in ((limit, 1), (1, limit)):
@@ -204,23 +198,23 @@ def test_the_longest_strip_that_is_accepted_fits(resize: str, limit: int) -> Non
         assert NotAStrip(every_size)(Image.new("RGB", (16, 1))).size == (16, 1)
 
 
-def full(image: Image.Image) -> torch.Tensor:
+def full(image):
     raise MemoryError
 
 
 class FullMemory(MadeUp):
-    def image(self, row: int) -> Image.Image:
+    def image(self, row):
         raise MemoryError
 
 
-def test_full_memory_names_the_image(root: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_full_memory_names_the_image(root, capsys, monkeypatch):
     with pytest.raises(UserError, match="row 1: memory is full while this image"):
         ImageRows(MadeUp([0, 1], [0, 0]), full)[1]
     with pytest.raises(UserError, match="row 0: memory is full while this image"):
         scan(FullMemory([0, 1], [0, 0]), workers=2, show=False)
     resize = Image.Image.resize
 
-    def too_large(image: Image.Image, *args: object, **kwargs: object) -> Image.Image:
+    def too_large(image, *args, **kwargs):
         if image.width == 999:
             raise MemoryError
         return resize(image, *args, **kwargs)
@@ -233,7 +227,7 @@ def test_full_memory_names_the_image(root: Path, capsys: pytest.CaptureFixture[s
         assert "data/a/cat/large.png: memory is full while this image is decoded or resized; " in line
 
 
-def with_damaged_exif(pixels: np.ndarray) -> bytes:
+def with_damaged_exif(pixels):
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "JPEG")
     junk = b"Exif\0\0MM\0*\0\0\0\x08\x00\x05\x01\x12"
@@ -241,7 +235,7 @@ def with_damaged_exif(pixels: np.ndarray) -> bytes:
     return good[:2] + b"\xff\xe1" + struct.pack(">H", len(junk) + 2) + junk + good[2:]
 
 
-def logged(work: Callable[[], object], log: pytest.LogCaptureFixture) -> list[str]:
+def logged(work, log):
     """Returns what `work` logs. Python itself shows no warning, and shows the next one as before."""
     _pillow_warnings.images = 0
     log.clear()
@@ -253,7 +247,7 @@ def logged(work: Callable[[], object], log: pytest.LogCaptureFixture) -> list[st
     return [message for message in log.messages if "damaged" in message]
 
 
-def test_pillows_warnings_name_the_image(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pillows_warnings_name_the_image(root, caplog):
     stream = io.BytesIO()
     Image.fromarray(PIXELS).save(stream, "TIFF")
     three = struct.pack("<HHIHH", 277, 3, 1, 3, 0)  # the tag SamplesPerPixel
@@ -281,7 +275,7 @@ FOUR_STEPS = ["training.steps=4", "training.evaluate_every=2"]
 
 
 @pytest.mark.parametrize("trainable", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_a_loss_that_is_not_finite_fails_alone(trainable: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loss_that_is_not_finite_fails_alone(trainable, root, capsys):
     assert xdm_ft("run", DIVERGING, *FOUR_STEPS, f"encoder.trainable={trainable}") == 1
     records = {record["method"]: record for record in results()["runs"]}
     status = {method: record["status"] for method, record in records.items()}
@@ -292,7 +286,7 @@ def test_a_loss_that_is_not_finite_fails_alone(trainable: str, root: Path, capsy
     assert "- vrex: 1 of 1 runs failed" in Path("out/small/results.md").read_text()
 
 
-def test_gaps_in_the_data_are_in_the_protocol(root: Path) -> None:
+def test_gaps_in_the_data_are_in_the_protocol(root):
     for number, domain in enumerate("abc"):
         miniature.save(root / domain / "bird/0.png", 1, number, 0)
         miniature.save(root / domain / "bird/1.png", 1, number, 1)
@@ -305,7 +299,7 @@ def test_gaps_in_the_data_are_in_the_protocol(root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
-def test_heads_that_do_not_fit_the_memory(cores: int, root: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_do_not_fit_the_memory(cores, root, capfd, monkeypatch):
     monkeypatch.setattr(pieces, "own_cores", lambda: cores)
     assert xdm_ft("run", "methods=[erm,irm]", "training.batch_size=1000000000000") == 2
     line = one_line(capfd.readouterr().err)
@@ -313,14 +307,14 @@ def test_heads_that_do_not_fit_the_memory(cores: int, root: Path, capfd, monkeyp
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_the_memory(root: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocates(*_: object) -> None:
+def test_a_model_that_does_not_fit_the_memory(root, capfd, monkeypatch):
+    def allocates(*_):
         torch.empty(1 << 50)
 
-    def raises(*_: object) -> None:
+    def raises(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    def is_full(*_: object) -> None:
+    def is_full(*_):
         raise MemoryError
 
     for run in (allocates, raises, is_full):

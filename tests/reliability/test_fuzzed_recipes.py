@@ -1,12 +1,8 @@
 """Recipes that nobody would write: a recipe comes back, or one clear line per fault that names its place."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +10,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from xdm_ft.recipe.check import check, load
-from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import parse, recipe_folder
 from xdm_ft.runtime.errors import UserError
 
@@ -45,7 +40,7 @@ VALUES = st.recursive(
 )
 
 
-def is_refused_or_loads(name: str | Path, overrides: list[str] | None = None) -> Recipe | None:
+def is_refused_or_loads(name, overrides=None):
     """The recipe, resolving to itself; None where it is refused, by lines that each name a place."""
     try:
         recipe = load(str(name), overrides)
@@ -58,7 +53,7 @@ def is_refused_or_loads(name: str | Path, overrides: list[str] | None = None) ->
     return recipe
 
 
-def places(tree: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(tree, here=()):
     """The keys of a tree, of all depths."""
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [place for key, value in inner for place in [(*here, key), *places(value, (*here, key))]]
@@ -75,7 +70,7 @@ OVERRIDES = st.lists(
 
 
 @st.composite
-def mutations(draw: st.DrawFn) -> bytes:
+def mutations(draw):
     """A packaged recipe, one to three of its keys removed, renamed, given another value or put elsewhere."""
     recipe = copy.deepcopy(PACKAGED[draw(st.sampled_from(NAMES))])
     for _ in range(draw(st.integers(1, 3))):
@@ -102,7 +97,7 @@ def mutations(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def damaged(draw: st.DrawFn) -> bytes:
+def damaged(draw):
     """A packaged recipe, some of its bytes replaced."""
     text = bytearray((recipe_folder() / f"{draw(st.sampled_from(NAMES))}.yaml").read_bytes())
     for _ in range(draw(st.integers(1, 4))):
@@ -117,7 +112,7 @@ any_bytes = st.binary(max_size=80) | st.text(max_size=80).map(str.encode)
 
 @quick
 @given(data=mutations() | damaged() | any_yaml | any_bytes, overrides=st.just([]) | OVERRIDES)
-def test_any_recipe(tmp_path_factory: pytest.TempPathFactory, data: bytes, overrides: list[str]) -> None:
+def test_any_recipe(tmp_path_factory, data, overrides):
     path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
     path.write_bytes(data)
     is_refused_or_loads(path, overrides)
@@ -139,7 +134,7 @@ RANGES = ("log_uniform: [{}, 1]", "log_uniform: [0.1, {}]", "uniform: [0, {}]", 
 
 
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
-def test_no_number_is_infinite_or_nan(value: str, tmp_path: Path) -> None:
+def test_no_number_is_infinite_or_nan(value, tmp_path):
     (tmp_path / "r.yaml").write_text(GOOD)
     ranges = [f"search={{trials: 2, space: {{lr: {{{range_.format(value)}}}}}}}" for range_ in RANGES]
     for override in [*(f"{key}={value}" for key in FLOATS), *ranges]:
@@ -148,6 +143,6 @@ def test_no_number_is_infinite_or_nan(value: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_trials_without_end_are_refused_in_bounded_time(tmp_path: Path) -> None:
+def test_trials_without_end_are_refused_in_bounded_time(tmp_path):
     (tmp_path / "r.yaml").write_text(GOOD)
     assert is_refused_or_loads(tmp_path / "r.yaml", ["search.trials=1000000000", "search.sampler=sobol"]) is None

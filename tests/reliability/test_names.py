@@ -3,8 +3,6 @@
 One run has names of both kinds. Whatever shows a run directory is checked here, with the fixture `hostile`.
 """
 
-from __future__ import annotations
-
 import ast
 import csv
 import io
@@ -63,7 +61,7 @@ output: {{dir: {out}}}
 """
 
 
-def write_recipe(folder: Path, **keys: object) -> Path:
+def write_recipe(folder, **keys):
     values = {"encoder": TEST_VIT, "cache": json.dumps(str(folder / "cache")), "page": "true"}
     (folder / "small.yaml").write_text(RECIPE.format(**values | keys), encoding="utf-8")
     return folder / "small.yaml"
@@ -79,7 +77,7 @@ class Hostile:
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Hostile:
+def hostile(tmp_path_factory):
     """A run directory, and what the run printed."""
     folder = tmp_path_factory.mktemp("hostile")
     data, out = folder / f"data{ALL_EVIL}", folder / f"out{ALL_EVIL}"
@@ -103,12 +101,12 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Hostile:
     return Hostile(recipe, data, out / "hostile", *texts)
 
 
-def harmless(text: str) -> bool:
+def harmless(text):
     forged = any(evil in text for evil in (f"\n{FORGED}", "\n# heading"))
     return not forged and all(line.isprintable() for line in text.split("\n"))
 
 
-def shown(capsys: pytest.CaptureFixture[str]) -> str:
+def shown(capsys):
     """Returns both outputs, without control characters and forged lines."""
     out, err = capsys.readouterr()
     assert harmless(f"{out}\n{err}"), out + err
@@ -118,13 +116,13 @@ def shown(capsys: pytest.CaptureFixture[str]) -> str:
 # ---- The sinks of one run
 
 
-def test_the_terminal(hostile: Hostile) -> None:
+def test_the_terminal(hostile):
     assert all(method in hostile.out for method in METHODS)
     assert harmless(hostile.out) and harmless(hostile.err)
     assert "\\u202etxt.exe" in hostile.out and "\\x1b]0;title" in hostile.out, "names are shown, as escapes"
 
 
-def test_results_md(hostile: Hostile) -> None:
+def test_results_md(hostile):
     """As a Markdown reader that allows HTML understands it."""
     text = (hostile.run / "results.md").read_text(encoding="utf-8")
     assert harmless(text)
@@ -144,7 +142,7 @@ def test_results_md(hostile: Hostile) -> None:
     assert all(name in content for name in (*METHODS, *map(printable, DOMAINS))), "the text is that of the name"
 
 
-def test_results_json(hostile: Hostile) -> None:
+def test_results_json(hostile):
     records = json.loads((hostile.run / "results.json").read_text(encoding="utf-8"))["runs"]
     assert {record["method"] for record in records} == set(METHODS)
     assert {name for record in records for name in record["test_domains"]} == set(map(printable, DOMAINS))
@@ -152,7 +150,7 @@ def test_results_json(hostile: Hostile) -> None:
     assert set(recalls) == set(map(printable, CLASSES))
 
 
-def test_tensorboard(hostile: Hostile) -> None:
+def test_tensorboard(hostile):
     events = hostile.run / "events"
     scalars = read_scalars(events)
     assert scalars.keys() == {sub_run(method, (printable(domain),), 0, 0) for method in METHODS for domain in DOMAINS}
@@ -172,7 +170,7 @@ def test_tensorboard(hostile: Hostile) -> None:
 
 
 @pytest.mark.slow
-def test_verbs(hostile: Hostile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verbs(hostile, capsys, monkeypatch):
     recipe, cache = str(hostile.recipe), hostile.recipe.parent / "cache"
     assert main(["validate", recipe]) == 0
     assert "\\u202etxt.exe" in shown(capsys)
@@ -194,7 +192,7 @@ def test_verbs(hostile: Hostile, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 @pytest.mark.slow
-def test_names_that_are_no_file_names(tmp_path: Path) -> None:
+def test_names_that_are_no_file_names(tmp_path):
     """The run keeps to its folder, and every model has a folder of its own."""
     long = "語" * 60
     domains = ["..", ".", long, long + "語", "a/../../b", "a,b", ".hidden.unfinished"]
@@ -232,7 +230,7 @@ quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_sc
 
 @quick
 @given(any_name)
-def test_every_way_to_print(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_way_to_print(capsys, name):
     with opened(logging.INFO):
         logging.getLogger("xdm_ft").info("%s: 3 models", name)
         logging.getLogger("a_library").error(f"{name}: no such thing")
@@ -258,13 +256,13 @@ def test_every_way_to_print(capsys: pytest.CaptureFixture[str], name: str) -> No
 
 @quick
 @given(any_name | st.dictionaries(any_name, any_name))
-def test_a_resolved_recipe_is_printable_and_means_the_same(value: object) -> None:
+def test_a_resolved_recipe_is_printable_and_means_the_same(value):
     assert in_yaml(value).isprintable() and yaml.safe_load(in_yaml(value)) == value
     assert parse(f"name: {in_yaml('1e-3')}", "recipe").values == {"name": "1e-3"}
 
 
 @pytest.mark.slow
-def test_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_arguments(capsys, tmp_path):
     name, quoted = ALL_EVIL, json.dumps(ALL_EVIL)
     weights = tmp_path / f"{name}.safetensors"
     safetensors.torch.save_file({name: torch.zeros(2), "head.weight": torch.zeros(3)}, weights)
@@ -294,7 +292,7 @@ def test_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 # ---- Outputs
 
 
-def run(arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run(arguments, folder, **environment):
     """Runs `xdm-ft` with arguments and redirections. `cp` imports little, so that this is fast."""
     everything = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     command = ["bash", "-c", f"{sys.executable} -m xdm_ft {arguments}"]
@@ -317,7 +315,7 @@ FULL = b"xdm-ft: standard output: No space left on device; "
         pytest.param("cp demo 2>/dev/full", 2, b"", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_that_can_not_be_written(arguments: str, status: int, message: bytes, tmp_path: Path) -> None:
+def test_outputs_that_can_not_be_written(arguments, status, message, tmp_path):
     done = run(arguments, tmp_path)
     assert done.returncode == status, done.stderr
     assert done.stderr.startswith(message) and done.stderr.count(b"\n") == bool(message)
@@ -326,7 +324,7 @@ def test_outputs_that_can_not_be_written(arguments: str, status: int, message: b
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_terminals_that_are_not_utf_8(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminals_that_are_not_utf_8(encoding, monkeypatch):
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     assert main(["ls", "methods"]) == 0 and main(["run", "大ü"]) == 2
@@ -339,7 +337,7 @@ def test_terminals_that_are_not_utf_8(encoding: str, monkeypatch: pytest.MonkeyP
     assert err.startswith(f"xdm-ft: {expected}: no such recipe; known: ") and err.count("\n") == 1
 
 
-def test_the_c_locale(tmp_path: Path) -> None:
+def test_the_c_locale(tmp_path):
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     done = run("cp '大ü' new.yaml", tmp_path, **plain)
     assert done.returncode == 2 and done.stderr.startswith(b"xdm-ft: \\udce5") and done.stderr.count(b"\n") == 1
@@ -347,9 +345,9 @@ def test_the_c_locale(tmp_path: Path) -> None:
     assert (tmp_path / "大ü.yaml").is_file()
 
 
-def test_one_module_prints() -> None:
+def test_one_module_prints():
     package = Path(xdm_ft.__file__).parent
-    calls: dict[str, int] = {}
+    calls = {}
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""

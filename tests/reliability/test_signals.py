@@ -1,13 +1,10 @@
 """Signals at every moment of a command, to one process or to all: one line, the right status, no process left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -32,14 +29,14 @@ sys.exit(main(sys.argv[3:]))
 """
 
 
-def decode_slowly() -> None:
+def decode_slowly():
     from xdm_ft.images import decode
 
     to_rgb = decode.to_rgb
     decode.to_rgb = lambda image: (time.sleep(0.2), to_rgb(image))[1]
 
 
-def workers_of(pid: int | None, count: int) -> list[psutil.Process]:
+def workers_of(pid, count):
     """Returns the process's children, once there are so many."""
     until = time.monotonic() + 60
     while len(workers := psutil.Process(pid).children(recursive=True)) < count:
@@ -48,7 +45,7 @@ def workers_of(pid: int | None, count: int) -> list[psutil.Process]:
     return workers
 
 
-def all_end(processes: list[psutil.Process]) -> bool:
+def all_end(processes):
     until = time.monotonic() + 3
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         if time.monotonic() > until:
@@ -65,14 +62,14 @@ def all_end(processes: list[psutil.Process]) -> bool:
         ("numpy.dtypes", signal.SIGINT, 130, KEPT),  # an exception inside this import became a RecursionError
     ],
 )
-def test_while_modules_are_imported(module: str, number: int, status: int, line: str, tmp_path: Path) -> None:
+def test_while_modules_are_imported(module, number, status, line, tmp_path):
     command = [sys.executable, "-c", SIGNALLED, module, str(int(number)), "run", "demo", f"output.dir={tmp_path}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", line)
 
 
-def test_an_extraction_ends_at_once(tmp_path: Path) -> None:
+def test_an_extraction_ends_at_once(tmp_path):
     recipe, log = on_images(tmp_path), tmp_path / "log"
     arguments = ["features", str(recipe), "features.workers=2"]
     run = begin(arguments, tmp_path, log, log, first=decode_slowly)
@@ -97,7 +94,7 @@ KILLED_WORKER = "xdm-ft: training.batch_size: a process that reads images died, 
         pytest.param("worker", 2, KILLED_WORKER, marks=pytest.mark.slow),
     ],
 )
-def test_no_process_is_left(victim: str, status: int, line: str, tmp_path: Path) -> None:
+def test_no_process_is_left(victim, status, line, tmp_path):
     """Of a run end to end that has taken some steps, and its loader workers."""
     run = Run(end_to_end(tmp_path, steps=100_000), tmp_path / "out", cores=2)
     run.changes(3, CHECKPOINTS)
@@ -118,12 +115,10 @@ def test_no_process_is_left(victim: str, status: int, line: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_rank_whose_partner_has_died(
-    stopped: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_whose_partner_has_died(stopped, monkeypatch, capsys):
     """It says so in one line, unless the same signal has stopped both: the partner has said so."""
 
-    def broken(_: object) -> int:
+    def broken(_):
         monkeypatch.setattr(interrupt._received, "signal", signal.SIGINT if stopped else None)
         raise RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:7556.")
 

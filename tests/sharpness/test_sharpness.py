@@ -1,7 +1,5 @@
 """SAM and SAGM against recorded steps and values worked out by hand; the contract of every module of `sharpness/`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch.func import vmap
 
 from xdm_ft.recipe.components import find, names
-from xdm_ft.sharpness import Sharpness, Tensors
+from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 
@@ -19,21 +17,21 @@ GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "sam_sagm.npz"
 CLOSE = {"atol": 1e-6, "rtol": 0}
 
 
-def initial() -> Tensors:
+def initial():
     return {name: torch.tensor(GOLDEN[f"{name}_init"]) for name in ("W", "b")}
 
 
-def loss_at(parameters: Tensors) -> torch.Tensor:
+def loss_at(parameters):
     x, y = torch.tensor(GOLDEN["X"]), torch.tensor(GOLDEN["y"])
     return F.cross_entropy(x @ parameters["W"].T + parameters["b"], y)
 
 
-def gradients_at(parameters: Tensors) -> Tensors:
+def gradients_at(parameters):
     parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
     return dict(zip(parameters, torch.autograd.grad(loss_at(parameters), list(parameters.values())), strict=True))
 
 
-def take_step(parameters: Tensors, sharpness: Sharpness, optimizer: torch.optim.Optimizer) -> Tensors:
+def take_step(parameters, sharpness, optimizer):
     """Changes the parameters by one step, and returns those of the second pass."""
     first = gradients_at(parameters)
     offset = sharpness.offset(parameters, first, sharpness.rho)
@@ -44,7 +42,7 @@ def take_step(parameters: Tensors, sharpness: Sharpness, optimizer: torch.optim.
     return perturbed
 
 
-def assert_recorded(parameters: Tensors, recorded: str, step: int) -> None:
+def assert_recorded(parameters, recorded, step):
     for name, value in parameters.items():
         expected = torch.tensor(GOLDEN[f"{recorded}_{name}"][step])
         torch.testing.assert_close(value, expected, msg=f"{recorded}_{name} at step {step}", **CLOSE)
@@ -64,7 +62,7 @@ ADAM = {"optimizer": torch.optim.Adam, "lr": 0.05, "amsgrad": True}
         ("sagm_adaptive", SAGM(rho=0.05, alpha=0.05, adaptive=True), SGD),
     ],
 )
-def test_three_recorded_steps(recorded: str, sharpness: Sharpness, settings: dict) -> None:
+def test_three_recorded_steps(recorded, sharpness, settings):
     parameters = initial()
     optimizer = settings["optimizer"](
         list(parameters.values()), **{name: value for name, value in settings.items() if name != "optimizer"}
@@ -87,7 +85,7 @@ def test_three_recorded_steps(recorded: str, sharpness: Sharpness, settings: dic
         (SAGM(alpha=0.01, adaptive=True), 0.5, 0.88, 0.0),  # ½·4·3/6 − …
     ],
 )
-def test_offset_by_hand(sharpness: Sharpness, rho: float, w: float, b: float) -> None:
+def test_offset_by_hand(sharpness, rho, w, b):
     parameters = {"w": torch.tensor([2.0, -1.0]), "b": torch.tensor([0.0])}
     gradients = {"w": torch.tensor([3.0, 0.0]), "b": torch.tensor([-4.0])}
     offset = sharpness.offset(parameters, gradients, rho)
@@ -96,7 +94,7 @@ def test_offset_by_hand(sharpness: Sharpness, rho: float, w: float, b: float) ->
     assert all(not value.any() for value in sharpness.offset(parameters, zero, rho).values())
 
 
-def test_is_half_the_papers_gradient() -> None:
+def test_is_half_the_papers_gradient():
     """That of L(θ) + L(θ + ρ g/‖g‖ − α g) with g constant; the recorded code halves it too."""
     parameters = {name: value.requires_grad_() for name, value in initial().items()}
     g = gradients_at(parameters)
@@ -114,7 +112,7 @@ def test_is_half_the_papers_gradient() -> None:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_without_alpha_the_offset_is_sams(adaptive: bool) -> None:
+def test_without_alpha_the_offset_is_sams(adaptive):
     parameters, gradients = initial(), gradients_at(initial())
     own = SAGM(alpha=0.0, adaptive=adaptive).offset(parameters, gradients, 0.1)
     torch.testing.assert_close(own, SAM(adaptive=adaptive).offset(parameters, gradients, 0.1))
@@ -123,19 +121,19 @@ def test_without_alpha_the_offset_is_sams(adaptive: bool) -> None:
 NAMES = names("sharpness")
 
 
-def tensors(seed: int, *stacked: int) -> dict[str, torch.Tensor]:
+def tensors(seed, *stacked):
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(*stacked, *shape, generator=generator) for name, shape in {"w": (3, 4), "b": (3,)}.items()
     }
 
 
-def test_the_names_are_found() -> None:
+def test_the_names_are_found():
     assert "sam" in NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pure_functions_of_the_right_shape(name: str) -> None:
+def test_pure_functions_of_the_right_shape(name):
     sharpness = find("sharpness", name)()
     assert isinstance(sharpness, Sharpness) and sharpness.source and sharpness.rho > 0
     parameters, first, second = tensors(0), tensors(1), tensors(2)
@@ -149,7 +147,7 @@ def test_pure_functions_of_the_right_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_climbs_in_proportion_to_rho(name: str) -> None:
+def test_climbs_in_proportion_to_rho(name):
     """The part of the offset that depends on ρ is linear in ρ and ascends; SAGM's other part does not depend on ρ."""
     sharpness = find("sharpness", name)()
     parameters, gradients = tensors(0), tensors(1)
@@ -162,7 +160,7 @@ def test_climbs_in_proportion_to_rho(name: str) -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_stacked_heads_do_not_see_each_other(name: str, adaptive: bool) -> None:
+def test_stacked_heads_do_not_see_each_other(name, adaptive):
     sharpness = find("sharpness", name)(adaptive=adaptive)
     parameters, first, second, rho = tensors(0, 5), tensors(1, 5), tensors(2, 5), torch.rand(5)
     offsets = vmap(sharpness.offset)(parameters, first, rho)
