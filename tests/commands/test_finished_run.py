@@ -9,8 +9,8 @@ from pathlib import Path
 import miniature
 import numpy as np
 import pytest
+import small_runs
 import torch
-from analysed import analysis
 from filelock import FileLock
 from PIL import Image
 from torch import nn
@@ -88,7 +88,7 @@ def test_the_text_and_the_document_of_an_analysis(run: Path, capsys: pytest.Capt
     explained = "what the columns mean: xdm-ft explain analysis"
     assert over == f"means over held-out domains ± standard deviation over seeds; {explained}"
     assert last == f"all measures: {run / 'analysis.json'}"
-    written = analysis(run)
+    written = small_runs.document(run, "analysis")
     assert len(written["models"]) == 2 * 2 * 2
     assert files(run) == before | {"analysis.json": (run / "analysis.json").read_bytes()}
     assert main(["analyse", str(run), "--json"]) == 0
@@ -161,14 +161,14 @@ def test_features_of_another_device_are_noted(
     monkeypatch.setattr(analyse, "read_run", elsewhere)
     assert main(["analyse", str(run)]) == 0
     note = "the features were computed by other libraries, or on another device, than those of the run"
-    assert note in capsys.readouterr().err and analysis(run)["notes"][-1] == note
+    assert note in capsys.readouterr().err and small_runs.document(run, "analysis")["notes"][-1] == note
 
 
 def test_a_run_without_a_trained_model(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr("xdm_ft.report.finished.Run.picked", [])
     assert main(["analyse", str(run)]) == 0
     assert capsys.readouterr().out == f"no trained model to measure; written to {run / 'analysis.json'}\n"
-    assert analysis(run)["models"] == [] and analysis(run)["images"] == {}
+    assert small_runs.document(run, "analysis")["models"] == [] and small_runs.document(run, "analysis")["images"] == {}
 
 
 @pytest.mark.slow

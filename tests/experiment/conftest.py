@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import clusters
 import miniature
@@ -56,13 +55,6 @@ def end_to_end(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bank_copy(bank: Path, in_folder: Path) -> Path:
     """A copy of the bank's folder, for tests that write."""
     return Path(shutil.copytree(bank, in_folder, dirs_exist_ok=True))
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
-    """A cluster on this machine: a head without cores, and two nodes with one core each."""
-    with clusters.cluster() as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,28 +1,32 @@
-"""Models that train on a Ray cluster: the same numbers as in one process, whatever happens to its nodes."""
+"""Features and models that are computed on a Ray cluster: those of one process, whatever happens to its nodes."""
 
-from __future__ import annotations
-
+import os
+import re
+import shutil
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import miniature
 import pytest
 import small_runs
-from clusters import cluster, hashes, keep_to_one_core, kill_the_one_with, metrics, on
+from clusters import cluster, keep_to_one_core, on, replace_the_one_with, weights_and_predictions
+from encoded_images import write_parquet
+from range_server import served
+from safetensors.torch import load_file
 from warm_processes import PATIENCE, begin, interrupted
 
+from xdm_ft.cli.features import fill_cache
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import cluster as cluster_module
-from xdm_ft.experiment import pieces, run
+from xdm_ft.experiment import run
 from xdm_ft.experiment.cluster import versions_of
 from xdm_ft.experiment.results import refused_changes
+from xdm_ft.features import extract as extraction
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 
-SEARCH = """\
+HEADS = """\
 name: small
 data: {name: digits}
 protocol: {name: leave_one_domain_out, test_domains: [ink, chalk], seeds: 1}
@@ -33,146 +37,271 @@ training: {steps: 60, batch_size: 4, evaluate_every: 30}
 search: {trials: 50, space: {lr: {log_uniform: [1.0e-3, 1.0e-1]}}}
 report: {page: false}
 """
-END_TO_END = (
-    "encoder.trainable=true",
-    "methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}]",
-    "protocol.test_domains=[sketch, photo]",
-    "training.steps=60",  # seconds, in which a node can die
-    "training.evaluate_every=20",
-)
+MODEL = "encoder.trainable=true", "methods=[erm]", "protocol.test_domains=[sketch]", "training.steps=60"
+LAST = "methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}]"
+PROBE = "methods=[linear_probe]"
+TWO_MODELS = LAST, "protocol.test_domains=[sketch, photo]", "training.evaluate_every=20"
+SHARD, IMAGES = 32, 336  # images of a shard, instead of hundreds, and of miniature PACS
+# an image takes 25 ms, and a shard nearly a second
+LARGE = "encoder={name: timm, model: test_vit, preprocessing: {size: 448}, kwargs: {img_size: 448}}"
+SLOW = (LARGE, "features.batch_size=16", PROBE)
 
 
 class TestRefusals:
     @pytest.fixture(autouse=True)
-    def here(self, small_pacs: None) -> None:
+    def here(self, in_folder):
         Path("small.yaml").write_text(small_runs.RECIPE)
 
-    @staticmethod
-    def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
-        assert main(["run", "small.yaml", "cluster.name=ray", *overrides]) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        return line
-
-    def test_without_ray_a_line_says_what_to_install(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
-        line = self.refused(capsys)
-        assert line == "xdm-ft: cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'"
-
-    @pytest.mark.slow
-    def test_a_local_run_imports_no_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "ray", None)  # its import raises
-        assert not run(small_runs.recipe("methods=[linear_probe]")).failed
-
-    def test_several_processes_and_a_cluster(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(UserError, match=r"cluster.name: ray starts processes by itself"):
-            cluster_module.check_cluster(small_runs.recipe("cluster.name=ray"))
-
-    def test_a_task_has_one_gpu_at_most(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "cluster.gpus_per_model: input should be less than or equal to 1" in self.refused(
-            capsys, "cluster.gpus_per_model=2"
-        )
-
-    @pytest.mark.needs("ray")
     @pytest.mark.parametrize(
-        ("address", "problem"),
+        ("overrides", "line"),
         [
-            ("127.0.0.1:1", "127.0.0.1:1 can not be reached"),
-            ("ray://127.0.0.1:10001", "must be HOST:PORT or auto"),
-            ("nowhere", "must be HOST:PORT or auto"),
+            (["gpus_per_model=2"], "cluster.gpus_per_model: input should be less than or equal to 1"),
+            *(
+                pytest.param(
+                    [f"address={address}"], f"xdm-ft: cluster.address: .*{line}", marks=pytest.mark.needs("ray")
+                )
+                for address, line in (
+                    ("127.0.0.1:1", "127.0.0.1:1 can not be reached"),
+                    ("ray://127.0.0.1:10001", "must be HOST:PORT or auto"),
+                    ("nowhere", "must be HOST:PORT or auto"),
+                )
+            ),
         ],
     )
-    def test_an_address_without_a_cluster(self, address: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-        line = self.refused(capsys, f"cluster.address={address}")
-        assert line.startswith("xdm-ft: cluster.address: ") and problem in line
+    def test_what_is_no_cluster_is_one_line(self, overrides, line, capsys):
+        miniature.domainbed(Path("data"), "pacs")
+        assert main(["run", "small.yaml", "cluster.name=ray", *(f"cluster.{key}" for key in overrides)]) == 2
+        [printed] = capsys.readouterr().err.splitlines()
+        assert re.search(line, printed)
 
-    def test_where_models_train_is_no_other_recipe(self) -> None:
+    def test_without_ray_and_beside_several_processes(self, monkeypatch):
+        made = small_runs.recipe("cluster.name=ray")
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"cluster.name: ray starts processes by"):
+            patch.setenv("WORLD_SIZE", "2")
+            cluster_module.check_cluster(made)
+        monkeypatch.setattr(cluster_module.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UserError) as refused:
+            cluster_module.check_cluster(made)
+        assert str(refused.value) == "cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'"
+
+    @pytest.mark.slow
+    def test_a_local_run_imports_no_ray(self, monkeypatch):
+        miniature.domainbed(Path("data"), "pacs")
+        monkeypatch.setitem(sys.modules, "ray", None)  # its import raises
+        assert not run(small_runs.recipe(PROBE)).failed
+
+    def test_where_models_train_is_no_other_recipe(self):
         before, now = (small_runs.recipe(*more).resolved() for more in ((), ("cluster.name=ray",)))
         assert before["cluster"]["name"] is None and now["cluster"]["name"] == "ray"
         del before["cluster"]  # as earlier versions wrote it
         assert not refused_changes(before, now) and not refused_changes(now, before)
 
 
-def kill_a_node_in_time(nodes: Any, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Kills the node of a task that has just taken a piece, and adds another one. Returns the names of lost tasks."""
-    lost, killed = list[str](), list[str]()
-    poll, release = cluster_module.Tasks.poll, RunDirectory.release
+def small_shards():
+    extraction.IMAGES_PER_SHARD = SHARD
 
-    def polled(tasks: Any) -> None:
+
+def extracted(*overrides):
+    """The number of images that are extracted for a recipe."""
+    return int(fill_cache(small_runs.recipe(*SLOW, *overrides)).document["computed"])
+
+
+def stored(cache):
+    """{store and content of an image: its features}. Each image must have been written once."""
+    features = dict[str, bytes]()
+    for path in Path(cache).glob("*/shard-*.safetensors"):
+        tensors = load_file(path)
+        for content, row in zip(tensors["contents"], tensors["features"], strict=True):
+            name = f"{path.parent.name} {content.numpy().tobytes().hex()}"
+            assert name not in features, "computed twice"
+            features[name] = row.numpy().tobytes()
+    assert features
+    assert not [*Path(cache).glob("*/claim-*"), *Path(cache).glob("*/.*.unfinished")], "nothing else is left"
+    return features
+
+
+def shards():
+    return set(Path("cache").glob("*/shard-*.safetensors"))
+
+
+def same_models(one, other):
+    runs = [small_runs.document(f"{folder}/small")["runs"] for folder in (one, other)]
+    selected = [[record["selected"] for record in records] for records in runs]
+    return selected[0] == selected[1] and weights_and_predictions(one) == weights_and_predictions(other)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with cluster() as running:
+        yield running
+
+
+def call_once(monkeypatch, ready, function):
+    """Calls the function with what `ready` returns, as soon as that is something."""
+    called, poll = [], cluster_module.Tasks.poll
+
+    def polled(tasks):
         poll(tasks)
-        taken = [file.read_text() for file in (directory / "state" / "taken").glob("*")]
-        if not killed and taken:
-            killed.append(taken[0])
-            kill_the_one_with(nodes, taken[0])
-            nodes.add_node(num_cpus=1)
-
-    def released(directory: RunDirectory, process: str) -> None:
-        lost.append(process)
-        release(directory, process)
+        if not called and (argument := ready()):
+            called.append(argument)
+            function(argument)
 
     monkeypatch.setattr(cluster_module.Tasks, "poll", polled)
-    monkeypatch.setattr(RunDirectory, "release", released)
-    return lost
 
 
 @pytest.mark.slow
 @pytest.mark.needs("ray")
-class TestNodes:
+class TestModels:
     @pytest.fixture(autouse=True)
-    def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(pieces, "own_cores", lambda: 1)
+    def here(self, small_pacs, one_core):
+        pass
 
     @pytest.mark.parametrize("what", ["heads", "end to end"])
-    def test_a_node_dies_and_one_comes(
-        self, what: str, nodes: Any, monkeypatch: pytest.MonkeyPatch, one_core: None
-    ) -> None:
-        if what == "heads":
-            Path("small.yaml").write_text(SEARCH)
-            own, models = (), 200
-        else:
-            miniature.domainbed(Path("data"), "pacs")
-            Path("small.yaml").write_text(small_runs.RECIPE)
-            own, models = END_TO_END, 4
-        assert not run(load("small.yaml", ["output.dir=here", *own])).failed
-        lost = kill_a_node_in_time(nodes, Path("there/small"), monkeypatch)
-        assert not run(load("small.yaml", ["output.dir=there", *own, *on(nodes)])).failed
-        assert lost
-        assert len(metrics("there")) == models
-        assert metrics("there") == metrics("here") and hashes("there") == hashes("here")
-        assert not Path("there/small/state").exists()
+    def test_a_node_dies_and_one_comes(self, what, nodes, monkeypatch):
+        Path("small.yaml").write_text(HEADS if what == "heads" else small_runs.RECIPE)
+        more, models = ((), 200) if what == "heads" else ((*MODEL, *TWO_MODELS), 4)
+        small_runs.results_of(load("small.yaml", ["output.dir=here", *more]))
+        release, lost = RunDirectory.release, []
+        monkeypatch.setattr(RunDirectory, "release", lambda state, name: lost.append(name) or release(state, name))
 
-    @pytest.mark.parametrize("where", ["same cluster", "another cluster", "no cluster"])
-    def test_ctrl_c_saves_and_the_same_command_resumes_anywhere(
-        self, where: str, nodes: Any, tmp_path: Path, one_core: None
-    ) -> None:
-        miniature.domainbed(Path("data"), "pacs")
-        Path("small.yaml").write_text(small_runs.RECIPE)
-        own = ("protocol.test_domains=[sketch]", "encoder.trainable=true", "methods=[erm]", "training.steps=60")
-        arguments = ["run", "small.yaml", "output.dir=there", *own]
-        process = begin([*arguments, *on(nodes)], tmp_path, tmp_path / "out", tmp_path / "err")
-        text = interrupted(process, Path("err"), lambda: any(tmp_path.glob("there/small/events/erm/*/*/events*")))
+        def taken():
+            return next((file.read_text() for file in Path("there/small/state/taken").glob("*")), None)
+
+        call_once(monkeypatch, taken, lambda task: replace_the_one_with(nodes, task))
+        content = small_runs.results_of(load("small.yaml", ["output.dir=there", *more, *on(nodes)]))
+        assert lost and len(content["runs"]) == models
+        assert same_models("here", "there") and not Path("there/small/state").exists()
+
+    @pytest.mark.parametrize("where", ["same cluster", "no cluster"])
+    def test_ctrl_c_saves_and_the_same_command_resumes_anywhere(self, where, nodes, in_folder):
+        small_runs.results(*MODEL, "output.dir=here")
+        arguments = ["run", "small.yaml", "output.dir=there", *MODEL]
+        files = in_folder, in_folder / "out", in_folder / "err"
+        process = begin([*arguments, *on(nodes)], *files)
+        text = interrupted(process, Path("err"), lambda: any(Path("there").glob("small/events/erm/*/*/events*")))
         assert "interrupted; saved: 1 unfinished training; run the same command to resume" in text
         assert len(list(Path("there/small/state/checkpoints").iterdir())) == 1
-        with cluster() if where == "another cluster" else nullcontext(nodes) as those:
-            more = () if where == "no cluster" else on(those)
-            process = begin([*arguments, *more], tmp_path, tmp_path / "out", tmp_path / "err", first=keep_to_one_core)
-            process.join(PATIENCE)
-        assert process.exitcode == 0, Path("err").read_text()
-        assert "resumes after" in Path("err").read_text()
-        assert not run(small_runs.recipe(*own, "output.dir=here")).failed
-        assert metrics("there") == metrics("here") and hashes("there") == hashes("here")
+        process = begin([*arguments, *(() if where == "no cluster" else on(nodes))], *files, first=keep_to_one_core)
+        process.join(PATIENCE)
+        assert process.exitcode == 0 and "resumes after" in Path("err").read_text(), Path("err").read_text()
+        assert same_models("here", "there")
 
-    def test_what_a_node_lacks_is_one_line(self, nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        miniature.domainbed(Path("data"), "pacs")
-        Path("small.yaml").write_text(small_runs.RECIPE)
+    def test_what_a_node_lacks_is_one_line(self, nodes, monkeypatch):
         with pytest.raises(UserError, match=r"cluster.gpus_per_model: 1, but no node .* has more than 0 \(.* 0 GPUs\)"):
             run(small_runs.recipe(*on(nodes), "cluster.gpus_per_model=1"))
         for program, others in (("xdm_ft", {"xdm_ft": "0", "torch": "0"}), ("pillow", {"pillow": "0"})):
             monkeypatch.setattr(cluster_module, "versions_of", lambda work, others=others: versions_of(work) | others)
             with pytest.raises(UserError, match=rf"^node \S+ \(\S+\): {program} is \S+ here and 0 in the run; install"):
-                run(small_runs.recipe(*on(nodes), "methods=[linear_probe]"))
+                run(small_runs.recipe(*on(nodes), PROBE))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The features that one process computes on one core."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("one_process"))
+        patch.setattr(extraction, "IMAGES_PER_SHARD", SHARD)
+        miniature.domainbed(Path("data"), "pacs", per_class=12)
+        cores = os.sched_getaffinity(0)
+        keep_to_one_core()
+        assert extracted() == IMAGES
+        os.sched_setaffinity(0, cores)
+        return stored("cache")
+
+
+@pytest.mark.slow
+@pytest.mark.needs("ray")
+class TestFeatures:
+    @pytest.fixture(autouse=True)
+    def here(self, in_folder, monkeypatch, one_core):
+        monkeypatch.setattr(extraction, "IMAGES_PER_SHARD", SHARD)
+        miniature.domainbed(Path("data"), "pacs", per_class=12)
+
+    @pytest.fixture
+    def idle_driver(self, monkeypatch):
+        """This process computes no features."""
+
+        def refuse(*_, **__):
+            raise AssertionError("the driver extracts")
+
+        monkeypatch.setattr(extraction.Extraction, "run", refuse)
+
+    def test_features_activations_and_models_are_those_of_one_process(self, nodes, request):
+        views = "features.views=1", "data.train_augmentation=domainbed", "features.batch_size=16"
+        own = LAST, "protocol.test_domains=[sketch]", *views
+        small_runs.results(*own, "output.dir=here", "features.dir=cache_here")
+        request.getfixturevalue("idle_driver")
+        small_runs.results(*own, "output.dir=there", *on(nodes))
+        local = stored("cache_here")
+        assert stored("cache") == local and len(local) == 4 * IMAGES, "features and activations in two views"
+        assert same_models("here", "there")
+
+    def test_nodes_die_and_others_come(self, nodes, expected, monkeypatch, caplog, idle_driver):
+        def replace_all(_):
+            """All that have tasks: of one node alone the task may just have ended."""
+            for node in [*nodes.worker_nodes]:
+                nodes.remove_node(node, allow_graceful=False)
+            for _ in range(2):
+                nodes.add_node(num_cpus=1)
+
+        call_once(monkeypatch, lambda: len(shards()) >= 2, replace_all)
+        assert extracted(*on(nodes)) == IMAGES
+        assert [line for line in caplog.messages if "its task was lost" in line]
+        assert stored("cache") == expected
+
+    @pytest.mark.parametrize("where", ["on the cluster", "without it"])
+    def test_ctrl_c_and_the_same_command(self, where, nodes, expected, in_folder):
+        small_runs.recipe()  # writes small.yaml
+        arguments = ["run", "small.yaml", *SLOW]
+        process = begin([*arguments, *on(nodes)], in_folder, in_folder / "out", in_folder / "err", first=small_shards)
+        text = interrupted(process, Path("err"), lambda: len(shards()) >= 2)
+        assert text.endswith("xdm-ft: interrupted; finished work is kept; run the same command to resume\n")
+        kept = shards()
+        assert SHARD <= len(stored("cache")) < IMAGES
+        assert main([*arguments, *(on(nodes) if where == "on the cluster" else ())]) == 0
+        assert kept < shards() and stored("cache") == expected
+
+    def test_faults_of_a_user_are_one_line(self, nodes, monkeypatch, capsys):
+        small_runs.recipe()
+        arguments = ["features", "small.yaml", *SLOW, "--quiet"]
+        broken, submit = Path("data/PACS/sketch/dog/000.png"), cluster_module.Tasks.submit
+        complete = broken.read_bytes()
+        half = complete[: len(complete) // 2]
+
+        def fault(*where):
+            """The line, without the warning that there are few images, and Ray's on nodes that earlier tests killed."""
+            assert main([*arguments, *where]) == 2
+            lines = capsys.readouterr().err.splitlines()
+            [line] = [line for line in lines if not re.search(r"is not the published PACS|\(raylet\)|^\s", line)]
+            return line
+
+        def fault_of_node(content, before_task):
+            def submitted(tasks, part):
+                before_task(tasks)
+                submit(tasks, part)
+
+            broken.write_bytes(content)
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster_module.Tasks, "submit", submitted)
+                first, node, rest = fault(*on(nodes)).split(": ", 2)
+            assert first == "xdm-ft" and node.startswith("node ")
+            return rest
+
+        line = fault_of_node(half, lambda tasks: None)
+        assert fault() == f"xdm-ft: {line}" and str(broken) in line
+        line = fault_of_node(complete, lambda tasks: broken.unlink(missing_ok=True))
+        assert str(broken) in line and "this file is not here, or has changed since it was hashed" in line
+        line = fault_of_node(complete, lambda tasks: shutil.rmtree(tasks.folder, ignore_errors=True))
+        assert line.startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
+        assert not [*Path("cache").glob("tasks-*")]
+
+    def test_images_in_parquet_files_on_a_server(self, nodes, monkeypatch, in_folder):
+        monkeypatch.setenv("XDM_FT_CACHE", str(in_folder / "indexes"))
+        for number in range(3):
+            write_parquet(in_folder / "tables" / f"{number}.parquet", range(24 * number, 24 * number + 24), 10)
+        with served(in_folder / "tables") as server:
+            data = f"data={{name: parquet, file: '{server.address}', cache_mb: 1}}"
+            own = (data, PROBE, "protocol.test_domains=photo", "features.batch_size=16")
+            assert fill_cache(small_runs.recipe(*own, "features.dir=cache_here")).document["computed"] > SHARD
+            fill_cache(small_runs.recipe(*own, *on(nodes)))
+        assert stored("cache") == stored("cache_here")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import small_runs
 import torch
-from clusters import hashes as weights_and_predictions
+from clusters import weights_and_predictions
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.evaluation.records import ModelKey

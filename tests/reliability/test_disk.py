@@ -1,7 +1,5 @@
 """A disk that is full or taken away, files that may not be read or written, and users without a home: one line."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -12,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,15 +21,11 @@ from real_runs import ROOT, TEST_VIT, on_images, one_line, outcome, run_here
 from safetensors.torch import save_file
 
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import pieces, plan
-from xdm_ft.experiment.results import Outcome
-from xdm_ft.experiment.work import run_forked
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.lines import append_lines
-from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import EventFile
 from xdm_ft.storage.tensors import write_tensors
 
@@ -41,7 +34,7 @@ METHODS = "methods=[erm, vrex, linear_probe]"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A recipe small.yaml, its data, weights and cache, and a finished run of it, out/small. Its paths are relative."""
     folder = tmp_path_factory.mktemp("finished")
     recipe = on_images(folder, steps=4, encoder=f"{TEST_VIT}, weights: {folder}/w.safetensors")
@@ -53,16 +46,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def never_full(folder: Path) -> list[object]:
+def never_full(folder):
     """The summary of a run that nothing disturbed."""
     with contextlib.chdir(folder):
         assert run_here(Path("small.yaml"), "output.dir=never_full", METHODS) == 0
-    summary: list[object] = outcome(folder / "never_full")["results"]["summary"]
+    summary = outcome(folder / "never_full")["results"]["summary"]
     return summary
 
 
 @pytest.fixture
-def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
     return folder
 
@@ -71,7 +64,7 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A disk of `SIZE` bytes."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -82,20 +75,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def leave(disk: Path, free: int) -> Path:
+def leave(disk, free):
     """Fills the disk up to so many bytes, and returns the file that does."""
     filling = disk / "filling"
     filling.write_bytes(bytes(4096 * (os.statvfs(disk).f_bavail - free // 4096)))
     return filling
 
 
-def write_events(folder: Path) -> None:
+def write_events(folder):
     file = EventFile(folder, "0")
     for step in range(500):
         file.write(step, {"train/loss": 0.1})
 
 
-WRITERS: dict[str, Callable[[Path], object]] = {
+WRITERS = {
     "weights": lambda folder: write_tensors(folder / "w", {"w": torch.ones(5000)}, {}),
     "text": lambda folder: replace_text(folder / "t", "x" * 20_000),
     "line": lambda folder: append_lines(folder / "l", ["x" * 20_000]),
@@ -105,7 +98,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_every_kind_of_file(kind: str, small_disk: Path, tmp_path: Path) -> None:
+def test_every_kind_of_file(kind, small_disk, tmp_path):
     filling = leave(small_disk, 8192)
     with pytest.raises(UserError, match="the disk is full") as caught:
         WRITERS[kind](small_disk)
@@ -136,15 +129,8 @@ def test_every_kind_of_file(kind: str, small_disk: Path, tmp_path: Path) -> None
     ],
 )
 def test_a_run_on_a_full_disk_resumes_when_there_is_space(
-    free: int,
-    shares: bool,
-    processes: int,
-    here: Path,
-    never_full: list[object],
-    small_disk: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    free, shares, processes, here, never_full, small_disk, monkeypatch, capfd
+):
     """`processes`: with two, both of them meet the full disk. `shares`: heads that train together share a file."""
     monkeypatch.setattr(plan, "MOST_MODELS", 0 if shares else 200)
     monkeypatch.setattr(pieces, "own_cores", lambda: processes)
@@ -158,24 +144,14 @@ def test_a_run_on_a_full_disk_resumes_when_there_is_space(
     assert outcome(small_disk)["results"]["summary"] == never_full
 
 
-def test_an_error_of_two_processes_is_one_error() -> None:
-    def work(number: int) -> None:
-        raise UserError(f"the disk is full for process {number}")
-
-    with pytest.raises(UserError, match="the disk is full for process"):
-        run_forked(work, 2)
-
-
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_run_directory_that_is_deleted_during_the_run(
-    replaced: bool, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_directory_that_is_deleted_during_the_run(replaced, here, tmp_path, monkeypatch, capsys):
     """`replaced`: another run has begun in its place."""
     monkeypatch.setattr(pieces, "own_cores", lambda: 1)
     save, run = pieces.save, tmp_path / "small"
     other, saves = '{"run": "of another"}', list[object]()
 
-    def deleting(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool) -> list[Record]:
+    def deleting(outcomes, directory, writes):
         saves.append(outcomes)
         if len(saves) == (1 if replaced else 2):
             shutil.rmtree(run)
@@ -204,9 +180,7 @@ DEEP = "/".join(["d" * 250] * 15)
 @pytest.mark.parametrize(
     "name", ["events", "events/erm", "models", "models/erm", "state", "results.md", "run.lock", "results.json", "deep"]
 )
-def test_what_can_not_be_written_is_found_before_training(
-    name: str, here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_can_not_be_written_is_found_before_training(name, here, tmp_path, monkeypatch, capsys):
     path, out = tmp_path / "small" / name, tmp_path
     path.parent.mkdir(parents=True)
     if name == "deep":  # the run directory fits into a path, its models do not
@@ -221,7 +195,7 @@ def test_what_can_not_be_written_is_found_before_training(
     if name == "state":
         shutil.copy("out/small/recipe.yaml", tmp_path / "small")
 
-    def trained(*_: object) -> None:
+    def trained(*_):
         raise AssertionError("training has begun")
 
     monkeypatch.setattr("xdm_ft.experiment.pieces.do_piece", trained)
@@ -238,7 +212,7 @@ _Header, _Data = ctypes.c_uint32 * 2, ctypes.c_uint32 * 6  # data: effective, pe
 
 
 @contextmanager
-def of_a_user() -> Iterator[None]:
+def of_a_user():
     """Context in which this thread, and those that it starts, are subject to the permissions of files; root is not."""
     if os.geteuid() != 0:
         yield
@@ -258,7 +232,7 @@ def of_a_user() -> Iterator[None]:
 
 
 @contextmanager
-def mode(path: Path, bits: int) -> Iterator[None]:
+def mode(path, bits):
     before = stat.S_IMODE(path.stat().st_mode)
     path.chmod(bits)
     try:
@@ -267,7 +241,7 @@ def mode(path: Path, bits: int) -> Iterator[None]:
         path.chmod(before)
 
 
-def refused(capfd: pytest.CaptureFixture[str], *command: str) -> str:
+def refused(capfd, *command):
     """Returns the one line of a command, and of `doctor` everything."""
     capfd.readouterr()
     with of_a_user():
@@ -293,7 +267,7 @@ UNREADABLE = {
 }
 
 
-def test_files_without_permission(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_files_without_permission(here, capfd):
     for path, commands in UNREADABLE.items():
         with mode(here / path, 0):
             for command in commands:
@@ -307,8 +281,8 @@ def test_files_without_permission(here: Path, capfd: pytest.CaptureFixture[str])
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
 @pytest.mark.parametrize("bits", [0o700, 0o755, 0o777])
-def test_features_of_another_user(bits: int, here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def of_user(*arguments: str) -> tuple[int, str]:
+def test_features_of_another_user(bits, here, tmp_path, capsys):
+    def of_user(*arguments):
         with of_a_user():
             return main([*arguments]), "".join(capsys.readouterr())
 
@@ -345,10 +319,10 @@ def test_features_of_another_user(bits: int, here: Path, tmp_path: Path, capsys:
 
 
 @pytest.fixture
-def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_home(tmp_path, monkeypatch):
     """A user without HOME and without an entry in the password file, in a folder that it can not write."""
 
-    def unknown(uid: int) -> None:
+    def unknown(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     for name in ("HOME", "USER", "LOGNAME", "XDM_FT_CACHE"):
@@ -359,9 +333,7 @@ def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_without_a_home_folder(
-    folder: Path, no_home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_home_folder(folder, no_home, capfd, monkeypatch):
     for command in (["cache"], ["features", "demo"], ["run", "demo", "output.dir=../out"], ["doctor"]):
         line = refused(capfd, *command)
         assert "features.dir: ~/.cache/xdm_ft/features: the home folder is unknown" in line
@@ -383,9 +355,7 @@ def test_without_a_home_folder(
 
 
 @pytest.mark.slow
-def test_without_a_home_folder_and_with_folders_that_are_set(
-    folder: Path, no_home: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_home_folder_and_with_folders_that_are_set(folder, no_home, capfd):
     folders = {"data.root": folder / "data", "encoder.weights": folder / "w.safetensors"}
     folders |= {"output.dir": no_home / "out", "features.dir": no_home / "cache"}
     overrides = [f"{key}={path}" for key, path in folders.items()]
@@ -396,7 +366,7 @@ def test_without_a_home_folder_and_with_folders_that_are_set(
     assert not [*(no_home / "here").iterdir()]
 
 
-def test_a_current_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_current_folder_that_is_gone(tmp_path):
     code = "import os, sys; os.rmdir(os.getcwd()); from xdm_ft.__main__ import main; sys.exit(main(['ls']))"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]

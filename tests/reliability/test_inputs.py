@@ -1,18 +1,14 @@
 """Weights with faults, images that come and go, other inputs than those of a run, and tables with missing values."""
 
-from __future__ import annotations
-
 import csv
 import datetime
 import io
 import json
 import os
 import shutil
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import miniature
 import numpy as np
@@ -39,7 +35,7 @@ from xdm_ft.data.folder import Folder
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.table import Table
 from xdm_ft.experiment import pieces
-from xdm_ft.experiment.faults import Finding, data_faults
+from xdm_ft.experiment.faults import data_faults
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted
@@ -54,7 +50,7 @@ TINY = """\
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path, monkeypatch):
     """The current folder, with small.yaml and its data; its paths are relative."""
     monkeypatch.chdir(tmp_path)
     recipe = on_images(tmp_path, steps=2)
@@ -68,25 +64,25 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Code:
     """Unpickled, it would leave a folder behind."""
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __reduce__(self):
         return os.mkdir, ("exploded",)
 
 
-def cut(path: Path, state: State, end: int) -> None:
+def cut(path, state, end):
     save_file(state, path)
     path.write_bytes(path.read_bytes()[:end])
 
 
-def wrong_shapes(path: Path, state: State) -> None:
+def wrong_shapes(path, state):
     save_file({name: value.new_zeros([n + 1 for n in value.shape]) for name, value in state.items()}, path)
 
 
-def nan_inside(path: Path, state: State) -> None:
+def nan_inside(path, state):
     name = next(name for name, value in state.items() if value.is_floating_point() and value.dim() > 1)
     save_file({**state, name: torch.where(torch.arange(state[name].shape[-1]) == 0, torch.nan, state[name])}, path)
 
 
-FAULTS: dict[str, tuple[Callable[[Path, State], object], str, str]] = {
+FAULTS = {
     "truncated": (lambda path, state: cut(path, state, -100), "safetensors", "is damaged"),
     "header alone": (lambda path, state: cut(path, state, 40), "safetensors", "is damaged"),
     "wrong shapes": (wrong_shapes, "safetensors", "does not fit"),
@@ -113,7 +109,7 @@ FAULTS: dict[str, tuple[Callable[[Path, State], object], str, str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["timm", "open_clip"])
-def test_weights_with_faults(library: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_with_faults(library, here, capsys):
     torch.manual_seed(0)
     if library == "timm":
         keys, state = TEST_VIT, timm.create_model("test_vit", num_classes=0, img_size=32).state_dict()
@@ -147,10 +143,9 @@ def test_weights_with_faults(library: str, here: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_only_new_images_are_encoded(here: Path) -> None:
-    def computed(*overrides: str) -> int:
-        number: int = fill_cache(load("small.yaml", [*overrides])).document["computed"]
-        return number
+def test_only_new_images_are_encoded(here):
+    def computed(*overrides):
+        return fill_cache(load("small.yaml", [*overrides])).document["computed"]
 
     images = len([*here.glob("data/**/*.png")])
     assert computed() == images and computed() == 0
@@ -173,7 +168,7 @@ def test_only_new_images_are_encoded(here: Path) -> None:
 # ---- Other inputs than those of the run
 
 
-def write_weights(seed: int) -> None:
+def write_weights(seed):
     torch.manual_seed(seed)
     save_file(timm.create_model("test_vit", img_size=32).state_dict(), "w.safetensors")
 
@@ -181,22 +176,15 @@ def write_weights(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "ended", "trainable"),
-    [("image", False, "true"), ("weights", True, "true"), ("weights", True, "false")],
+    [("image", False, "true"), ("more images", False, "false"), ("weights", True, "true"), ("weights", True, "false")],
 )
-def test_other_inputs_are_refused(
-    changed: str,
-    ended: bool,
-    trainable: str,
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_other_inputs_are_refused(changed, ended, trainable, here, monkeypatch, capsys):
     """Between two models of a run, or after it."""
     write_weights(seed=1)
     command = ["run", "small.yaml", f"encoder.trainable={trainable}", "encoder.weights=w.safetensors"]
     save = pieces.save
 
-    def save_and_stop(*arguments: Any, **settings: Any) -> None:
+    def save_and_stop(*arguments, **settings):
         save(*arguments, **settings)
         raise Interrupted
 
@@ -207,25 +195,34 @@ def test_other_inputs_are_refused(
     before = Path("out/small/results.json").read_bytes()
     if changed == "image":
         Image.new("RGB", (20, 20), "red").save(next((here / "data").rglob("*.png")))
+    elif changed == "more images":
+        miniature.save(here / "data/PACS/sketch/dog/more.png", 0, 3, 99)
     else:
         write_weights(seed=2)
     capsys.readouterr()
     assert main([*command, "protocol.seeds=2"]) == 2
-    words = {"image": "images have changed", "weights": "the encoder's weights have changed"}[changed]
+    words = {
+        "image": "images have",
+        "more images": "images and the number of",
+        "weights": "the encoder's weights have",
+    }[changed]
     line = one_line(capsys.readouterr().err)
-    assert f"small: {words} since this run started" in line
-    assert trainable == "true" or "(encoder.weights, features.key)" in line
+    assert f"small: {words}" in line and "have changed since this run started (" in line
+    assert (
+        trainable == "true"
+        or {"more images": "(data.images", "weights": "(encoder.weights, features.key)"}[changed] in line
+    )
     assert Path("out/small/results.json").read_bytes() == before
 
 
 # ---- Pruning what no run was trained on
 
 
-def test_what_no_run_refers_to_is_pruned_and_nothing_by_mistake(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def cached() -> set[str]:
+def test_what_no_run_refers_to_is_pruned_and_nothing_by_mistake(here, capsys):
+    def cached():
         return {path.name for path in Path("cache").iterdir() if path.is_dir()}
 
-    def prune(*arguments: str) -> int:
+    def prune(*arguments):
         return main(["cache", "prune", "--dir", "cache", *arguments])
 
     keys = []
@@ -267,36 +264,36 @@ COLUMNS = ("label", "domain", "group")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
     for name in NAMES:
         Image.new("RGB", (5, 4), "teal").save(tmp_path / name)
     return tmp_path
 
 
-def cells(**changed: Any) -> dict[str, list[Any]]:
+def cells(**changed):
     good = {"path": NAMES, "label": "cdcd", "domain": "xxyy", "group": "ppqq"}
     return {name: list(changed.get(name, column)) for name, column in good.items()}
 
 
-def as_csv(folder: Path, columns: dict[str, list[Any]]) -> Table:
+def as_csv(folder, columns):
     rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
     (folder / "t.csv").write_text("\n".join(rows))
     return Table(file=folder / "t.csv")
 
 
-def as_parquet(folder: Path, columns: dict[str, list[Any]]) -> Table:
+def as_parquet(folder, columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "t.parquet")
     return Table(file=folder / "t.parquet")
 
 
-def with_images(folder: Path, columns: dict[str, list[Any]]) -> Parquet:
+def with_images(folder, columns):
     images = [(folder / name).read_bytes() for name in columns.pop("path")]
     pyarrow.parquet.write_table(pyarrow.table({"image": images, **columns}), folder / "images.parquet")
     return Parquet(file=folder / "images.parquet", columns=Columns(group="group"))
 
 
-def refused(read: Any, folder: Path, columns: dict[str, list[Any]]) -> str:
+def refused(read, folder, columns):
     with pytest.raises(UserError) as caught:
         read(folder, columns)
     assert "\n" not in str(caught.value)
@@ -305,7 +302,7 @@ def refused(read: Any, folder: Path, columns: dict[str, list[Any]]) -> str:
 
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("read", [as_csv, as_parquet])
-def test_texts_that_mean_a_missing_value(read: Any, column: str, folder: Path) -> None:
+def test_texts_that_mean_a_missing_value(read, column, folder):
     texts = sorted(MISSING - {"NaT"})
     assert len(texts) > 15
     assert pandas.read_csv(io.StringIO("\n".join(["label", *texts])), skip_blank_lines=False)["label"].isna().all()
@@ -316,7 +313,7 @@ def test_texts_that_mean_a_missing_value(read: Any, column: str, folder: Path) -
         assert message.endswith("(and 1 more rows like it)")
 
 
-NO_NAMES: dict[str, tuple[list[Any], str]] = {
+NO_NAMES = {
     "null": (["u", None, "w", None], "the cell is empty; fill it in"),
     "blank": (["u", "  ", "w", ""], "the cell is empty; fill it in"),
     "float nan": ([0.0, np.nan, 1.0, 2.0], '"nan" means a missing value'),
@@ -330,7 +327,7 @@ NO_NAMES: dict[str, tuple[list[Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", NO_NAMES)
-def test_cells_that_are_no_names(kind: str, folder: Path) -> None:
+def test_cells_that_are_no_names(kind, folder):
     values, problem = NO_NAMES[kind]
     is_type = "text or a number" in problem
     for column in COLUMNS:
@@ -343,7 +340,7 @@ def test_cells_that_are_no_names(kind: str, folder: Path) -> None:
         assert "images.parquet: row " in message and f", column label: {problem}" in message
 
 
-def test_names_of_every_other_kind(folder: Path) -> None:
+def test_names_of_every_other_kind(folder):
     for values, names in (
         (["u", "v ", "u", "v"], ("u", "v")),
         ([1, 2, 1, 2], ("1", "2")),
@@ -361,12 +358,12 @@ def test_names_of_every_other_kind(folder: Path) -> None:
     assert (dataset.class_names, dataset.domain_names) == (("None", "tumour"), ("NA", "nan"))
 
 
-def faults_of(dataset: Any) -> list[Finding]:
-    without_copies: Any = SimpleNamespace(duplicates=list)
+def faults_of(dataset):
+    without_copies = SimpleNamespace(duplicates=list)
     return list(data_faults(dataset, without_copies, []))
 
 
-def test_names_that_are_alike_are_reported(folder: Path) -> None:
+def test_names_that_are_alike_are_reported(folder):
     dataset = as_csv(folder, cells(label=["1", "1.0", "01", "2"], domain=["Site", "site", "x", "x"]))
     classes, domains, *_ = faults_of(dataset)
     assert classes.found.startswith('"01" (in x) and "1" (in Site) and "1.0" (in site) differ only in case, in spaces')
