@@ -10,7 +10,8 @@ import yaml
 from xdm_ft.cli.parser import main
 from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run, summary
-from xdm_ft.experiment.results import keep_choices_of_run, read_results
+from xdm_ft.experiment.results import read_results
+from xdm_ft.experiment.resume import keep_choices_of_run
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.settings import Recipe
 

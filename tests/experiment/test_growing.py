@@ -25,15 +25,8 @@ from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment import pieces, run, summary
 from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.results import (
-    RECORDS,
-    Generation,
-    RunResults,
-    grown_from,
-    keep_choices_of_run,
-    read_records,
-    refused_changes,
-)
+from xdm_ft.experiment.results import RECORDS, RunResults, read_records
+from xdm_ft.experiment.resume import Generation, grown_from, keep_choices_of_run, refused_changes
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.recipe.check import load

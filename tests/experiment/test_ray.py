@@ -20,7 +20,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment import cluster as cluster_module
 from xdm_ft.experiment import run
 from xdm_ft.experiment.cluster import versions_of
-from xdm_ft.experiment.results import refused_changes
+from xdm_ft.experiment.resume import refused_changes
 from xdm_ft.features import extract as extraction
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError

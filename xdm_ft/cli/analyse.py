@@ -16,7 +16,8 @@ from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
-from xdm_ft.experiment.results import inputs, refuse_other_inputs, written_recipe
+from xdm_ft.experiment.results import inputs, refuse_other_inputs
+from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.recipe.check import check
 from xdm_ft.report.finished import read_run
 from xdm_ft.report.written import write_reports

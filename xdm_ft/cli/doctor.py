@@ -23,7 +23,7 @@ from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, pla
 from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoder, by_label, cuts_of, with_text
-from xdm_ft.experiment.results import keep_choices_of_run
+from xdm_ft.experiment.resume import keep_choices_of_run
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder

@@ -17,7 +17,7 @@ from xdm_ft.cli.predict import choice_of
 from xdm_ft.experiment import run as run_recipe
 from xdm_ft.experiment.final_fit import Wanted
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.results import written_recipe
+from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.export.card import held_words
 from xdm_ft.export.choose import Choice, chosen_method, read_parts, with_training_images
 from xdm_ft.export.config import ModelConfig

@@ -20,16 +20,8 @@ from xdm_ft.experiment.models import keep_references, keep_test_images, measure,
 from xdm_ft.experiment.pieces import RunContext, do_pieces
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
-from xdm_ft.experiment.results import (
-    RunResults,
-    data_facts,
-    environment,
-    grown_from,
-    inputs,
-    open_run_directory,
-    read_records,
-    written_recipe,
-)
+from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
+from xdm_ft.experiment.resume import grown_from, open_run_directory, written_recipe
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
 from xdm_ft.recipe.text import apply_override

@@ -17,7 +17,7 @@ from xdm_ft.experiment.faults import faults
 from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
-from xdm_ft.experiment.results import keep_choices_of_run, refused_changes
+from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.protocol.splits import LOOKS
 from xdm_ft.recipe.settings import Recipe

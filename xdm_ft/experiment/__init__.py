@@ -35,16 +35,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
-    from xdm_ft.experiment.results import (
-        RunResults,
-        data_facts,
-        environment,
-        growth,
-        inputs,
-        keep_choices_of_run,
-        open_run_directory,
-        refuse_other_inputs,
-    )
+    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs
+    from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
     from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.report.written import refresh_reports

@@ -25,7 +25,8 @@ from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
 from xdm_ft.experiment.prepare import ExternalValues, make_job
-from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, Values, save
+from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, save
+from xdm_ft.experiment.resume import Values
 from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.experiment.work import NOTHING, Work
 from xdm_ft.features.cache import Features

@@ -21,7 +21,8 @@ from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment.cluster import Part, Tasks, device_of, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
-from xdm_ft.experiment.results import Outcome, RunResults, comparable, of_method, save
+from xdm_ft.experiment.results import Outcome, RunResults, save
+from xdm_ft.experiment.resume import comparable, of_method
 from xdm_ft.experiment.tracking import write_curves
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, one_thread, run_forked
 from xdm_ft.features.key import weights_digest

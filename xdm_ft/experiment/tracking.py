@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.results import Results
+from xdm_ft.experiment.resume import label_of
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import ORACLE
 from xdm_ft.runtime.errors import UserError, printable
@@ -152,7 +153,7 @@ def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> N
     last = max(steps, default=0)
     steps[last] = steps.get(last, {}) | tested(results)
     resolved = recipe.resolved()
-    resolved["methods"] = {item["label"] or item["name"]: item for item in resolved["methods"]}
+    resolved["methods"] = {label_of(item): item for item in resolved["methods"]}
     config = {accepted[key]: value for key, value in _flat(resolved)}
     try:
         with pulse.waiting():  # for the network

@@ -24,7 +24,7 @@ from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import index_folder
-from xdm_ft.experiment.results import written_recipe
+from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig, PartConfig
 from xdm_ft.export.directory import CHECKSUMS, digest_of, reference_from
 from xdm_ft.export.expected import expected_performance
