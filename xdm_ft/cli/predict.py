@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 from xdm_ft.cli.answer import Answer
 from xdm_ft.export.choose import Choice
@@ -38,11 +40,8 @@ def load_model(arguments: argparse.Namespace) -> Model:
     return load(arguments.model, **where, encoder_weights=arguments.encoder_weights, choice=choice_of(arguments))
 
 
-def main(arguments: argparse.Namespace) -> Answer:
-    """Predicts the images of `paths`, see `Sources`, and writes their rows.
-
-    Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
-    """
+def output_of(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
+    """Returns the file to write (None: standard output) and its format. Raises `UserError` if they do not fit."""
     if arguments.json and arguments.out is None:
         problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
         raise UserError(f"{problem} --format jsonl instead")
@@ -55,6 +54,47 @@ def main(arguments: argparse.Namespace) -> Answer:
     if out is None and (format_ == "parquet" or arguments.resume):
         option = "--format parquet" if format_ == "parquet" else "--resume"
         raise UserError(f"{option}: needs a file; add --out FILE")
+    return out, format_
+
+
+def must_not_change(arguments: argparse.Namespace, model: Model, columns: Columns, batch_size: int) -> dict[str, Any]:
+    """Returns what must be as it was for predictions to be resumed."""
+    # the checksum of the encoder's tensors is in the config
+    heads = {name: t for name, t in model.module.state_dict().items() if not name.startswith("encoder.")}
+    return {
+        "xdm_ft": __version__,
+        "model": digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads)),
+        "error": True,  # earlier versions had no such column
+        "device": model.device.type,
+        "precision": model.module.precision,
+        **dataclasses.asdict(columns),
+        "group_by": arguments.group_by,
+        "batch_size": batch_size,
+    }
+
+
+def print_rows(batches: Iterable[Batch], table: Predictions, grouped: bool) -> Tally:
+    """Prints the rows of each batch as soon as it is predicted; `grouped`: the rows of groups, at the end."""
+    tally, header = Tally(), table.header
+    for batch in batches:
+        rows = list(table.rows_of(batch))
+        tally.add(rows)
+        if grouped:
+            table.add_to_groups(rows)
+        else:
+            write_data(header + b"".join(map(table.line, rows)))
+            header = b""
+    if rows_of_groups := [*map(table.line, table.group_rows())]:
+        write_data(header + b"".join(rows_of_groups))
+    return tally
+
+
+def main(arguments: argparse.Namespace) -> Answer:
+    """Predicts the images of `paths`, see `Sources`, and writes their rows.
+
+    Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
+    """
+    out, format_ = output_of(arguments)
     sources = Sources(arguments.paths, arguments.group_by)
     if out is not None:
         refuse_taken(out, arguments.resume)
@@ -74,32 +114,11 @@ def main(arguments: argparse.Namespace) -> Answer:
                 bar.advance(len(batch.items), f"{unreadable} unreadable" if unreadable else "")
 
         if out is None:
-            tally, header = Tally(), table.header
-            for batch in batches():
-                rows = list(table.rows_of(batch))
-                tally.add(rows)
-                if grouped:
-                    table.add_to_groups(rows)
-                else:
-                    write_data(header + b"".join(map(table.line, rows)))
-                    header = b""
-            if rows_of_groups := [*map(table.line, table.group_rows())]:
-                write_data(header + b"".join(rows_of_groups))
+            tally = print_rows(batches(), table, grouped)
         else:
-            # the checksum of the encoder's tensors is in the config
-            heads = {name: t for name, t in model.module.state_dict().items() if not name.startswith("encoder.")}
-            must_not_change = {
-                "xdm_ft": __version__,
-                "model": digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads)),
-                "error": True,  # earlier versions had no such column
-                "device": model.device.type,
-                "precision": model.module.precision,
-                **dataclasses.asdict(table.columns),
-                "group_by": arguments.group_by,
-                "batch_size": size,
-            }
+            settings = must_not_change(arguments, model, table.columns, size)
             with (
-                open_unfinished(out, must_not_change, arguments.resume) as unfinished,
+                open_unfinished(out, settings, arguments.resume) as unfinished,
                 interrupt.resumed_by(WITH_RESUME),
             ):
                 unfinished.skip_done(items)
