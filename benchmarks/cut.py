@@ -36,12 +36,11 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.cut.trainable import LastBlocks, Trainable
+from xdm_ft.cut import LastBlocks, Trainable
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.features.cache import Features
+from xdm_ft.features.cache import Features, contents_of, open_shard, write_shard
 from xdm_ft.features.key import key_of
-from xdm_ft.features.shards import contents_of, open_shard, write_shard
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.runtime.tensors import Task
 from xdm_ft.training.end_to_end.inputs import CachedActivations

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.analysis.divergence import median_bandwidths, published_mmd, published_mmd_of_batches, unbiased_mmd2
-from xdm_ft.features.shards import open_shard
+from xdm_ft.features.cache import open_shard
 
 REPETITIONS = {8: 2000, 32: 1000, 128: 400, 512: 100}
 FOR_BANDWIDTHS = 500

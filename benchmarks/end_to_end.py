@@ -39,8 +39,8 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.evaluation.records import ModelKey
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.evaluation import ModelKey
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.components import find

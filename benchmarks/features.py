@@ -56,7 +56,7 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.features.extract import cached_views, extract, frozen_copy
 from xdm_ft.features.hashes import hash_files
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DTYPES, image_loader, loaded
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Protocol, splits

@@ -49,7 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.evaluation import ModelKey
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.machine import keep_freed_memory

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.runtime.machine import PeakMemory
 from xdm_ft.runtime.tensors import Score

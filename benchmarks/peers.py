@@ -58,7 +58,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.evaluation import ModelKey
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "data"))
 from range_server import served
 
-from xdm_ft.containers.image_tables import Columns
+from xdm_ft.containers.tables import Columns
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import FeatureSettings

@@ -28,11 +28,10 @@ from torch import Tensor
 from xdm_ft.algorithms import Method, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.evaluation import ModelKey
 from xdm_ft.features import cache
-from xdm_ft.features.cache import Features, Store
+from xdm_ft.features.cache import Contents, Features, Store, contents_of, write_shard
 from xdm_ft.features.key import key_of
-from xdm_ft.features.shards import Contents, contents_of, write_shard
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Training

@@ -54,11 +54,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from xdm_ft.evaluation import verdicts
-from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance
-from xdm_ft.evaluation.looks import PLANNED
-from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation import Record, verdicts
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, effective_number, jackknife_variance
+from xdm_ft.evaluation.summary import PLANNED
 from xdm_ft.evaluation.verdicts import (
     ALPHA,
     BETTER,

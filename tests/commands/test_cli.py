@@ -19,7 +19,7 @@ import miniature
 import pytest
 from warm_processes import xdm_ft
 
-from xdm_ft.cli.answer import as_json
+from xdm_ft.cli import as_json
 from xdm_ft.cli.arguments import EXAMPLES, TOPICS, VERBS
 from xdm_ft.cli.cache import referenced_by
 from xdm_ft.cli.ls import Setting, listing

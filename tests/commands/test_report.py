@@ -14,10 +14,9 @@ from example_runs import results_of, two_sets
 from filelock import FileLock
 
 from xdm_ft.cli.parser import main
-from xdm_ft.report import written
+from xdm_ft.report import Section, written
 from xdm_ft.report.csv import COLUMNS
 from xdm_ft.report.finished import Run
-from xdm_ft.report.section import Section
 from xdm_ft.report.sections import brief_sections
 from xdm_ft.storage.run_directory import RunDirectory
 

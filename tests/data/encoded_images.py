@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 from PIL import Image
 
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 
 SIZE = 8
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 
 
 class MadeUp(ImageDataset):

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from xdm_ft.containers.image_tables import Columns
+from xdm_ft.containers.tables import Columns
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.hub import Hub
 from xdm_ft.data.imagefolder import ImageFolder

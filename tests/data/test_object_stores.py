@@ -11,8 +11,7 @@ from encoded_images import same, write_parquet, write_tar
 from object_store import Bucket, object_store
 
 from xdm_ft.containers import remote
-from xdm_ft.containers.image_tables import Columns
-from xdm_ft.containers.tables import Keys
+from xdm_ft.containers.tables import Columns, Keys
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset
 from xdm_ft.features.hashes import hash_files

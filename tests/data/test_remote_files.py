@@ -22,10 +22,8 @@ from encoded_images import labels_of, png, same, write_parquet, write_tar
 from fsspec.registry import _registry
 from range_server import Served, served
 
-from xdm_ft.containers import remote
-from xdm_ft.containers.image_tables import Columns
-from xdm_ft.containers.pieces import RecentlyUsed
-from xdm_ft.containers.tables import Keys
+from xdm_ft.containers import RecentlyUsed, remote
+from xdm_ft.containers.tables import Columns, Keys
 from xdm_ft.data import webdataset
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset, expanded_braces

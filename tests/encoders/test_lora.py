@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from tiny_models import images, tiny_clip
 from torch import Tensor, nn
 
+from xdm_ft.cut import Lora
 from xdm_ft.cut.cut import Cut
 from xdm_ft.cut.lora import SplitAttention, add_lora, merged_state, touched_names
-from xdm_ft.cut.trainable import Lora
 from xdm_ft.encoders import Encoder, LibraryEncoder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.runtime.errors import UserError

@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from xdm_ft.evaluation import calibration
-from xdm_ft.evaluation.calibration import HIGHEST, LOWEST, reliability, temperature, validation_nll
-from xdm_ft.evaluation.metrics import expected_calibration_error, per_image_nll
+from xdm_ft.evaluation import metrics
+from xdm_ft.evaluation.metrics import (
+    HIGHEST,
+    LOWEST,
+    expected_calibration_error,
+    per_image_nll,
+    reliability,
+    temperature,
+    validation_nll,
+)
 
 
 def drawn(n: int, classes: int, true_temperature: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -105,7 +112,7 @@ def test_classes_that_no_image_has_and_logits_that_look_like_probabilities() -> 
 def test_many_images_are_sampled_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, labels = drawn(6000, 5, 2.0)
     whole = temperature(logits, labels)
-    monkeypatch.setattr(calibration, "MAX_LOGITS", 5 * 3000)
+    monkeypatch.setattr(metrics, "MAX_LOGITS", 5 * 3000)
     sampled = temperature(logits, labels)
     assert whole != sampled == pytest.approx(whole, rel=0.06) and sampled == temperature(logits, labels)
     assert temperature(logits[:3000], labels[:3000]) == pytest.approx(whole, rel=0.06), "as many as allowed: all"
@@ -120,6 +127,6 @@ def test_the_validation_nll_is_that_of_the_divided_logits_on_the_same_sample(mon
     assert validation_nll(logits, labels, None) == pytest.approx(at[1.0])
     by_hand = -torch.tensor([[2.0, 0.0], [0.0, 4.0]]).div(2).softmax(1)[[0, 1], [0, 0]].log().mean()
     assert validation_nll(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 0]), 2.0) == pytest.approx(by_hand)
-    monkeypatch.setattr(calibration, "MAX_LOGITS", 60)
+    monkeypatch.setattr(metrics, "MAX_LOGITS", 60)
     assert validation_nll(logits, labels, 1.0) != pytest.approx(at[1.0])
     assert validation_nll(logits, labels, 1.0) == validation_nll(logits, labels, None)

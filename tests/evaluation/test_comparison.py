@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation.jackknife import jackknife_variance, without_each_group
-from xdm_ft.evaluation.predictions import BLOCKS, HeldOutImages, Prediction
-from xdm_ft.evaluation.records import ModelKey, Pick, Record, runs_by_method
+from xdm_ft.evaluation import ModelKey, Pick, Record, runs_by_method
+from xdm_ft.evaluation.predictions import BLOCKS, HeldOutImages, Prediction, jackknife_variance, without_each_group
 from xdm_ft.evaluation.verdicts import (
     EQUAL,
     NO_VERDICT,

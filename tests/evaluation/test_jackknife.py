@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from xdm_ft.evaluation import predictions
-from xdm_ft.evaluation.jackknife import check_same_images, effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric, per_image
-from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
+from xdm_ft.evaluation.predictions import (
+    HeldOutImages,
+    Prediction,
+    check_same_images,
+    effective_number,
+    jackknife_variance,
+    without_each_group,
+)
 
 
 def run(

@@ -14,8 +14,8 @@ from example_runs import comparison, earlier, results_of, two_sets, with_compari
 from test_results_schema import SCHEMA
 from test_summary import PAIRS, grid, record, trouble
 
-from xdm_ft.evaluation.looks import Look, look_at, looks_of, place_of, with_earlier_verdicts
-from xdm_ft.evaluation.records import Entries, Record, runs_by_method
+from xdm_ft.evaluation import Entries, Record, runs_by_method
+from xdm_ft.evaluation.summary import Look, look_at, looks_of, place_of, with_earlier_verdicts
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import all_comparisons
 

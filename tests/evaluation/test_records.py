@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from xdm_ft.evaluation.records import ModelKey, Pick, Record, SummaryRow
+from xdm_ft.evaluation import ModelKey, Pick, Record, SummaryRow
 from xdm_ft.runtime.tensors import Score
 
 SCORE = Score(0.5, 0.5, 0.4, None, None, 1.0, 0.1, 4, {"cat": 0.5, "dog": None}, {"a": {"accuracy": 0.5, "n": 4}})

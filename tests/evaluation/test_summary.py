@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation.looks import Look
+from xdm_ft.evaluation import ModelKey, Pick, Record, Status, split_label
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import ModelKey, Pick, Record, Status, split_label
 from xdm_ft.evaluation.summary import (
     DOMAINBED,
     LINEAR,
     WILDS,
     Compared,
     Convention,
+    Look,
     Summary,
     encoder_pairs,
     erm_of_each,

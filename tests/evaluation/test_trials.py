@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xdm_ft.evaluation.records import ModelKey, Pick, Record, Status, SummaryRow
+from xdm_ft.evaluation import ModelKey, Pick, Record, Status, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials, selection_values
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from xdm_ft import experiment
 from xdm_ft.cli.parser import main
 from xdm_ft.cli.validate import validate
-from xdm_ft.experiment import run, summary
+from xdm_ft.experiment import run
 from xdm_ft.experiment.results import read_results
 from xdm_ft.experiment.resume import keep_choices_of_run
 from xdm_ft.recipe.check import load
@@ -74,8 +75,10 @@ def test_rows_that_stay_unsettled_get_all_looks_also_after_kills(monkeypatch, ca
     check("auto", 5, looks=[5])
     first = results()["runs"]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        summary_of, count = summary.summary_of, iter(range(2))
-        patch.setattr(summary, "summary_of", lambda *args: summary_of(*args) if next(count) == 0 else killed())
+        summary_of, count = experiment.results.summary_of, iter(range(2))
+        patch.setattr(
+            experiment.results, "summary_of", lambda *args: summary_of(*args) if next(count) == 0 else killed()
+        )
         run(recipe(SMALL))  # after the second look's models are trained
     assert results()["recipe"]["protocol"]["seeds"] == [*range(10)] and first[1] in results()["runs"]
     kept = keep_choices_of_run(recipe(SMALL)).protocol.seeds

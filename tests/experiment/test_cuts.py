@@ -11,7 +11,6 @@ from small_runs import RECIPE, recipe, results
 from xdm_ft.cli import doctor
 from xdm_ft.cli.validate import validate
 from xdm_ft.experiment.final_fit import combined
-from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import hparams, make_plan, read_data, searched
 from xdm_ft.experiment.prepare import (
     build_encoders,
@@ -21,6 +20,7 @@ from xdm_ft.experiment.prepare import (
     prepare,
 )
 from xdm_ft.experiment.results import inputs, refuse_other_inputs
+from xdm_ft.experiment.work import launched
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.end_to_end import train

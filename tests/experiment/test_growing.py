@@ -21,8 +21,8 @@ from xdm_ft.algorithms.knn import KNN
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.algorithms.zero_shot import ZeroShot
-from xdm_ft.evaluation.records import ModelKey, Record
-from xdm_ft.experiment import pieces, run, summary
+from xdm_ft.evaluation import ModelKey, Record
+from xdm_ft.experiment import pieces, results, run
 from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.results import RECORDS, RunResults, read_records
@@ -313,7 +313,7 @@ def test_models_share_chunks_with_those_of_their_generation(selection, monkeypat
         return chunks(jobs, device)
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(summary, "summary_of", stop)
+        patch.setattr(results, "summary_of", stop)
         run(small_runs.recipe(*short))
     [lost] = RUN.glob(f"models/erm/sketch/seed0-trial0/{selection}.safetensors")
     first, extra = ("erm", 1, [0, 0]), ("erm", 2, [0] * 5)  # of 3 × 2 extra models one serves both

@@ -16,7 +16,7 @@ import pytest
 import small_runs
 import torch
 
-from xdm_ft.experiment.machine import as_launched, on_loopback, start
+from xdm_ft.experiment.work import as_launched, on_loopback, start
 from xdm_ft.runtime import watchdog
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress, pulse

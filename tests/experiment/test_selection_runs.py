@@ -13,13 +13,13 @@ from small_runs import document, load, recipe, results, results_of
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
-from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import hparams, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import RECORDS
+from xdm_ft.experiment.work import start
 from xdm_ft.export.expected import expected_performance
 from xdm_ft.protocol.splits import LEFT_OUT, mean_course, splits, without
 from xdm_ft.report.finished import read_run

@@ -16,7 +16,7 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.experiment import pieces, tracking
 from xdm_ft.experiment import plan as plan_module
 from xdm_ft.experiment.tracking import write_curves, write_sessions

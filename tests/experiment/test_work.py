@@ -16,7 +16,7 @@ import torch
 from clusters import weights_and_predictions
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.evaluation import ModelKey
 from xdm_ft.experiment import pieces
 from xdm_ft.experiment import work as module
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.intervals import new_site
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.evaluation.records import ModelKey, Pick, Record
-from xdm_ft.export.config import AtHeldOut, Expected
+from xdm_ft.export import AtHeldOut, Expected
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -10,12 +10,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig
-from xdm_ft.export.parts import SINGLE, Parts
+from xdm_ft.export import SINGLE, EncoderConfig, HeadConfig, ModelConfig, Parts
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find
-from xdm_ft.storage.digests import json_digest
+from xdm_ft.storage import json_digest
 
 CLASSES = ("cat", "dog", "éléphant", "giraffe")
 SMALL = PreprocessingOverrides(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), size=32, crop=0.875)

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from scipy.stats import t
 
 from xdm_ft.cli.parser import main
+from xdm_ft.evaluation import Runs
 from xdm_ft.evaluation.intervals import (
     NewSite,
     gain_words,
@@ -25,10 +26,9 @@ from xdm_ft.evaluation.intervals import (
     rank_words,
 )
 from xdm_ft.evaluation.metrics import metric, score
-from xdm_ft.evaluation.records import Runs
 from xdm_ft.evaluation.verdicts import Estimate
+from xdm_ft.export import Expected
 from xdm_ft.export.choose import Choice, read_parts
-from xdm_ft.export.config import Expected
 from xdm_ft.export.directory import TRAINING_IMAGES
 from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, expected_performance, first_of_each, judged
 from xdm_ft.export.sources import Item, Site, read_site

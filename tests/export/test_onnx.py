@@ -16,11 +16,11 @@ from PIL import Image
 from small_models import Tiny, parts, photographs
 
 import xdm_ft
+from xdm_ft.export import Classifier
 from xdm_ft.export import onnx as own
 from xdm_ft.export.directory import write_directory
 from xdm_ft.export.hub import leaks_in
 from xdm_ft.export.onnx import write_onnx
-from xdm_ft.export.parts import Classifier
 from xdm_ft.export.predictor import Model
 from xdm_ft.runtime.errors import UserError
 

@@ -30,7 +30,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment import run
 from xdm_ft.export import predict as unfinished
 from xdm_ft.export import predictor as inference
-from xdm_ft.export.parts import probabilities
+from xdm_ft.export import probabilities
 from xdm_ft.export.predict import Columns, Predictions, open_unfinished
 from xdm_ft.export.predictor import NOT_FINITE, Batch, cached_features, stream
 from xdm_ft.export.sources import Item, Sources

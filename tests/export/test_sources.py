@@ -11,7 +11,7 @@ import pytest
 
 from xdm_ft.export.sources import Sources, counted
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.csv_cells import csv_line
+from xdm_ft.storage.lines import csv_line
 
 NAMES = ("b/2.png", "b/1.JPG", "a/x/deep.tif", "b/notes.txt", ".hidden/h.png", "b/.h.png", "top.png", "c.png/i.bmp")
 

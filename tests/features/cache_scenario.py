@@ -22,7 +22,7 @@ from xdm_ft.features import extract as extraction
 from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.features.extract import extract
 from xdm_ft.features.hashes import hash_files
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import decode
 from xdm_ft.images.transforms import Preprocessing
 

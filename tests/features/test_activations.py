@@ -16,9 +16,8 @@ from xdm_ft.cli.cache import list_cache, verify_cache
 from xdm_ft.cut.cut import Below, Cut
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import extract as extraction
-from xdm_ft.features.cache import Features, Store
+from xdm_ft.features.cache import Features, Store, contents_of, read_manifest, write_shard
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.shards import contents_of, read_manifest, write_shard
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.end_to_end.inputs import CachedActivations

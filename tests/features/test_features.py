@@ -20,7 +20,7 @@ from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write
 from safetensors.torch import load_file
 from torch import Tensor
 
-from xdm_ft.containers.image_tables import ImageTable
+from xdm_ft.containers.tables import ImageTable
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings, cache

@@ -23,8 +23,8 @@ from PIL import Image
 
 from xdm_ft.containers.files import ImageFiles, PathsBelow
 from xdm_ft.features import hashes as module
+from xdm_ft.features.cache import ContentIndex, contents_of
 from xdm_ft.features.hashes import FileHashes, file_states, hash_files, undecodable
-from xdm_ft.features.shards import ContentIndex, contents_of
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.errors import UserError
 

@@ -9,8 +9,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +21,12 @@ from safetensors.torch import load_file
 
 from xdm_ft.cli.cache import list_cache, prune_cache, verify_cache
 from xdm_ft.cli.parser import main
-from xdm_ft.features import cache
-from xdm_ft.features.cache import WHAT, Features
+from xdm_ft.features import cache, maintenance
+from xdm_ft.features.cache import WHAT, Features, open_shard, read_manifest, write_manifest, write_shard
 from xdm_ft.features.maintenance import prune, stores, verify
-from xdm_ft.features.shards import open_shard, read_manifest, write_manifest, write_shard
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import atomic
+from xdm_ft.storage.cache_root import one_at_a_time
 from xdm_ft.storage.lines import Damaged
 
 ROWS = torch.arange(70)
@@ -333,6 +335,16 @@ def test_prune_keeps_stores_for_which_features_are_computed(tmp_path: Path, keys
     features = features_of(dataset, tmp_path)
     assert features.extracted == 70 and features_of(Pixels(70), tmp_path).extracted == 0
     assert [store.key for store in stores(tmp_path)] == [features.key]
+
+
+def test_two_prunes_at_once(tmp_path: Path, keys: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_the_other(path: Path, **settings: Any) -> AbstractContextManager[None]:
+        monkeypatch.undo()
+        assert len(prune(tmp_path, max_bytes=0)) > 0
+        return one_at_a_time(path, **settings)
+
+    monkeypatch.setattr(maintenance, "one_at_a_time", after_the_other)
+    assert prune(tmp_path, max_bytes=0) == [] == stores(tmp_path)
 
 
 def test_prune_deletes_only_what_is_ours(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.experiment.models import flags
 from xdm_ft.experiment.plan import PlannedModel, hparams
-from xdm_ft.experiment.summary import references
+from xdm_ft.experiment.results import references
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.components import Component

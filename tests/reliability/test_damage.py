@@ -19,13 +19,12 @@ from real_runs import on_images, one_line, outcome, run_here
 from safetensors.torch import save_file
 
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import pieces, plan, results, summary
+from xdm_ft.experiment import pieces, plan, results
 from xdm_ft.experiment.results import RECORDS, read_records
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.report.finished import read_run
-from xdm_ft.storage import checkpoint
+from xdm_ft.storage import checkpoint, json_digest
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
-from xdm_ft.storage.digests import json_digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import write_results
 from xdm_ft.storage.run_directory import RunDirectory
@@ -144,7 +143,7 @@ def interrupted(tmp_path_factory):
         raise Stopped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summary, "summary_of", stop)
+        patch.setattr(results, "summary_of", stop)
         assert run_here(recipe) == 1
     assert {"records", "cross_domain"} <= {path.name for path in (recipe.parent / "out/small/state").iterdir()}
     return recipe.parent

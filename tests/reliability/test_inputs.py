@@ -29,8 +29,7 @@ from torch import Tensor
 
 from xdm_ft.cli.features import fill_cache
 from xdm_ft.cli.parser import main
-from xdm_ft.containers.image_tables import Columns
-from xdm_ft.containers.tables import MISSING, alike, name_in
+from xdm_ft.containers.tables import MISSING, Columns, alike, name_in
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.table import Table

@@ -32,8 +32,8 @@ from tensorboard.plugins.hparams import metadata
 import xdm_ft
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment.faults import Finding
+from xdm_ft.features.cache import write_manifest
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.shards import write_manifest
 from xdm_ft.recipe.text import in_yaml, parse
 from xdm_ft.report.markup import as_text
 from xdm_ft.report.sections import brief_sections

@@ -14,11 +14,11 @@ import torch
 from example_runs import run_of
 from PIL import Image
 
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.metrics import metric, per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
-from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.summary import summarise
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.means import Pools
 from xdm_ft.storage.names import images_file

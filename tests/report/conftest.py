@@ -12,7 +12,7 @@ from example_runs import comparison, run_of, with_comparisons
 
 from xdm_ft.evaluation.verdicts import PValue
 from xdm_ft.report.finished import Run
-from xdm_ft.report.html import write_page
+from xdm_ft.report.written import write_page
 
 EXAMPLE = Path(__file__).parent / "results_example.json"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xdm_ft.evaluation.records import ModelKey, Pick, Record, SummaryRow, split_label
+from xdm_ft.evaluation import ModelKey, Pick, Record, SummaryRow, split_label
 from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from canned_runs import Named, write_run
 
-from xdm_ft.report.html import write_page
+from xdm_ft.report.written import write_page
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from example_runs import assert_golden, comparison, earlier, results_of, run_of, two_sets, under_both, with_comparisons
 from scipy import stats
 
-from xdm_ft.evaluation.looks import Look
+from xdm_ft.evaluation.summary import Look
 from xdm_ft.evaluation.verdicts import Comparison, PValue
 from xdm_ft.report.comparisons import (
     beside_rows,

@@ -10,11 +10,11 @@ import pyarrow.parquet
 import pytest
 from example_runs import assert_golden, comparison, model, results_of, run_of, two_sets, with_comparisons
 
-from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.report.csv import COLUMNS, csv_rows, csv_text, parquet_of, properties
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.tensors import Score
-from xdm_ft.storage.csv_cells import read_cell
+from xdm_ft.storage.lines import read_cell
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, str]]:

@@ -19,10 +19,10 @@ from hypothesis import example as example_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xdm_ft.report import TEXTS, Section, Table, cells
 from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import show_headline
 from xdm_ft.report.markup import as_text, escape_latex, latex, markdown, markdown_lines
-from xdm_ft.report.section import TEXTS, Section, Table, cells
 from xdm_ft.report.sections import AFTER_THE_TABLES, brief_sections, sections, selection, table_sections
 from xdm_ft.report.sections.about import MANUAL, NEEDS, how_to_read
 from xdm_ft.runtime.terminal import write

@@ -23,9 +23,9 @@ from xdm_ft.evaluation.metrics import ECE_BINS
 from xdm_ft.report import means
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.headline import sentence
-from xdm_ft.report.html import write_page
 from xdm_ft.report.means import LEVELS, confidence_level
 from xdm_ft.report.sections.results import domain_interval, mean_interval
+from xdm_ft.report.written import write_page
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.run_directory import RunDirectory
 

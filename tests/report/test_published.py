@@ -11,6 +11,7 @@ import pytest
 from example_runs import model, run_of
 
 from xdm_ft.evaluation.summary import DOMAINBED, WILDS
+from xdm_ft.report import Table
 from xdm_ft.report.published import (
     BENCHMARKS,
     COMPARABLE,
@@ -20,7 +21,6 @@ from xdm_ft.report.published import (
     published,
     published_name,
 )
-from xdm_ft.report.section import Table
 from xdm_ft.report.sections import table_sections
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "published_results.csv"

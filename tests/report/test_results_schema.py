@@ -12,10 +12,9 @@ import pytest
 import torch
 from example_runs import comparison, earlier, results_of, two_sets, with_comparisons
 
-from xdm_ft.evaluation.looks import Look
+from xdm_ft.evaluation import Record
 from xdm_ft.evaluation.metrics import score
-from xdm_ft.evaluation.records import Record
-from xdm_ft.evaluation.summary import summarise
+from xdm_ft.evaluation.summary import Look, summarise
 
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
 LOOK = Look([0, 1, 2], ["erm"], {"erm": [1]}, 0.05, [["sam|wide", "erm"]])

@@ -18,10 +18,10 @@ from PIL import Image
 
 from xdm_ft.data import rows_by_name
 from xdm_ft.data.folder import Folder
+from xdm_ft.report import Section, Table
 from xdm_ft.report.comparisons import further_comparisons
 from xdm_ft.report.finished import trainable_of
 from xdm_ft.report.means import MEASURES, Picked
-from xdm_ft.report.section import Section, Table
 from xdm_ft.report.sections import analysis, predictions, sections, selection
 from xdm_ft.report.sections import results as tables_of
 from xdm_ft.report.words import bytes_text, count_text, seconds_text, significant, trained_words

@@ -11,9 +11,8 @@ import pyarrow.parquet
 import pytest
 from example_runs import results_of, run_of, two_sets
 
-from xdm_ft.report import written
+from xdm_ft.report import Section, written
 from xdm_ft.report.finished import Run, read_run
-from xdm_ft.report.section import Section
 from xdm_ft.report.sections import brief_sections
 from xdm_ft.report.written import refresh_reports, write_reports
 from xdm_ft.runtime.errors import UserError

@@ -12,8 +12,8 @@ import pytest
 import torch
 import xxhash
 
-from xdm_ft.storage.csv_cells import csv_line, read_cell
-from xdm_ft.storage.digests import digest, json_digest, tensors_digest
+from xdm_ft.storage import digest, json_digest, tensors_digest
+from xdm_ft.storage.lines import csv_line, read_cell
 from xdm_ft.storage.names import MAX_BYTES, address_in, file_name, folder_of, model_folder, parts_of, predictions_in
 
 CJK = "語" * 29  # 261 bytes when percent-encoded

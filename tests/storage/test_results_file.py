@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.digests import json_digest
+from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import INPUTS, read_results, unverified_facts, write_results
 from xdm_ft.storage.run_directory import RunDirectory

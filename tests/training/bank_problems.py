@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.evaluation import ModelKey
 from xdm_ft.features.cache import Features
 from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.splits import Split

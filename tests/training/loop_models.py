@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.cut import LastBlocks, Lora, LowRank
 from xdm_ft.cut.cut import Below
-from xdm_ft.cut.trainable import LastBlocks, Lora, LowRank
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.evaluation import ModelKey
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.extract import extract
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Split

@@ -14,8 +14,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.tensors import Batch, Losses
-from xdm_ft.xdomainmix.masks import as_tensor, specific_mask
-from xdm_ft.xdomainmix.scores import target_gradient
+from xdm_ft.xdomainmix.masks import as_tensor, specific_mask, target_gradient
 
 
 class RSC(Algorithm):

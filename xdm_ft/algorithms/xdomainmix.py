@@ -16,7 +16,16 @@ from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.runtime.tensors import Batch, Losses
-from xdm_ft.xdomainmix.masks import exceeds, quantile_cycle, quantile_stage, rank_of, runs_kernel
+from xdm_ft.xdomainmix.masks import (
+    autograd_scores,
+    exceeds,
+    linear_scores,
+    quantile_cycle,
+    quantile_stage,
+    rank_of,
+    runs_kernel,
+    target_gradient,
+)
 from xdm_ft.xdomainmix.mixing import (
     OtherPartner,
     Partners,
@@ -26,7 +35,6 @@ from xdm_ft.xdomainmix.mixing import (
     mix_masked,
     select_and_mix,
 )
-from xdm_ft.xdomainmix.scores import autograd_scores, linear_scores, target_gradient
 
 CLASS_QUANTILE = 0.5
 """τ_c is this quantile of a sample's class scores."""

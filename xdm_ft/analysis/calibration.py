@@ -8,8 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.analysis import Encoded, Json
-from xdm_ft.evaluation.calibration import reliability, temperature
-from xdm_ft.evaluation.metrics import confidences, expected_calibration_error, per_image_nll
+from xdm_ft.evaluation.metrics import confidences, expected_calibration_error, per_image_nll, reliability, temperature
 
 
 def calibration(

@@ -16,7 +16,7 @@ from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.runtime.tensors import Batch, Task
-from xdm_ft.xdomainmix.scores import target_gradient
+from xdm_ft.xdomainmix.masks import target_gradient
 
 Logits = Callable[[Tensor], Tensor]  # features [B,K] → logits [B,C], sample by sample
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.analysis.reconstruction import OPTION, read_autoencoder
-from xdm_ft.cli.answer import Answer, columns
+from xdm_ft.cli import Answer, columns
 from xdm_ft.experiment.analyse import KIND, analyse, write_reconstructions
-from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import inputs, refuse_other_inputs
 from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.experiment.work import launched
 from xdm_ft.recipe.check import check
 from xdm_ft.report.finished import read_run
 from xdm_ft.report.written import write_reports

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli.answer import Answer
+from xdm_ft.cli import Answer
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.maintenance import Cached, prune, stores, verify

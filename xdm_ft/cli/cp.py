@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from xdm_ft.cli.answer import Answer
+from xdm_ft.cli import Answer
 from xdm_ft.recipe.text import find_recipe
 from xdm_ft.runtime.errors import UserError
 

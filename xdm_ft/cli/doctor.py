@@ -14,23 +14,23 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.recipe import load_recipe
+from xdm_ft.cli import Answer
+from xdm_ft.cli.run import load_recipe
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reachable
 from xdm_ft.experiment.estimate import estimate
 from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
-from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoder, by_label, cuts_of, with_text
+from xdm_ft.experiment.results import trained_words
 from xdm_ft.experiment.resume import keep_choices_of_run
-from xdm_ft.experiment.summary import trained_words
+from xdm_ft.experiment.work import as_launched, launched
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.extract import cached_views
 from xdm_ft.features.hashes import FileHashes, hash_files
 from xdm_ft.features.key import weights_digest
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import scan
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
 from xdm_ft.recipe.settings import Cluster, Recipe

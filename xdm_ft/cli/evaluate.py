@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from xdm_ft.cli.answer import Answer, columns
+from xdm_ft.cli import Answer, columns
 from xdm_ft.cli.predict import load_model
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown

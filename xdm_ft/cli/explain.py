@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 
-from xdm_ft.cli.answer import Answer
+from xdm_ft.cli import Answer
 from xdm_ft.report.sections.about import MANUAL
 
 WIDTH = 80  # characters

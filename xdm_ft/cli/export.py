@@ -12,19 +12,18 @@ from typing import Any
 
 from PIL import Image
 
-from xdm_ft.cli.answer import Answer
+from xdm_ft.cli import Answer
 from xdm_ft.cli.predict import choice_of
 from xdm_ft.experiment import run as run_recipe
 from xdm_ft.experiment.final_fit import Wanted
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.export import ModelConfig, Parts
 from xdm_ft.export.card import held_words
 from xdm_ft.export.choose import Choice, chosen_method, read_parts, with_training_images
-from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.directory import new_directory, refuse_taken, write_directory
 from xdm_ft.export.hub import Pushed, check_name, push
 from xdm_ft.export.onnx import OnnxFile, check_installed, write_onnx
-from xdm_ft.export.parts import Parts
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import apply_override

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.recipe import load_recipe
+from xdm_ft.cli import Answer
+from xdm_ft.cli.run import load_recipe
 from xdm_ft.experiment.cluster import check_cluster
-from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
-from xdm_ft.experiment.summary import trained_words
+from xdm_ft.experiment.results import trained_words
+from xdm_ft.experiment.work import launched
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural

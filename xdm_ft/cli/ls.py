@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli.answer import Answer, columns
+from xdm_ft.cli import Answer, columns
 from xdm_ft.recipe.components import ADD_ONS, find, names, settings_model
 from xdm_ft.recipe.text import in_yaml, recipe_folder
 from xdm_ft.runtime.settings import Block

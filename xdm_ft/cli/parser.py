@@ -12,7 +12,7 @@ import traceback
 from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
-from xdm_ft.cli.answer import Answer, as_json
+from xdm_ft.cli import Answer, as_json
 from xdm_ft.cli.arguments import EXAMPLES, VERBS
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli.answer import Answer
+from xdm_ft.cli import Answer
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.predict import Columns, Format, Predictions, Tally, open_unfinished, refuse_taken
 from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
@@ -19,7 +19,7 @@ from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.terminal import write_data
-from xdm_ft.storage.digests import digest, json_digest, tensors_digest
+from xdm_ft.storage import digest, json_digest, tensors_digest
 from xdm_ft.storage.names import expand_user
 from xdm_ft.version import __version__
 

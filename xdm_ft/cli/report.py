@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from xdm_ft.cli.answer import Answer
+from xdm_ft.cli import Answer
 from xdm_ft.cli.arguments import FORMATS
 from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
 from xdm_ft.report.finished import Run, encoders_of, read_run

@@ -12,23 +12,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli.answer import Answer
-from xdm_ft.evaluation.records import Record
+from xdm_ft.cli import Answer
+from xdm_ft.evaluation import Record
 from xdm_ft.experiment.faults import faults
-from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.models import keep_references, keep_test_images, measure, planned_pieces
 from xdm_ft.experiment.pieces import RunContext, do_pieces
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
 from xdm_ft.experiment.resume import grown_from, open_run_directory, written_recipe
+from xdm_ft.experiment.work import launched
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.atomic import disk_errors
-from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import expand_user
 from xdm_ft.storage.run_directory import RunDirectory

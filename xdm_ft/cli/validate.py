@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli.answer import Answer
-from xdm_ft.cli.recipe import load_recipe
+from xdm_ft.cli import Answer
+from xdm_ft.cli.run import load_recipe
 from xdm_ft.cut.cut import describe_chain
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
 from xdm_ft.experiment.faults import faults
-from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
 from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
+from xdm_ft.experiment.work import as_launched, launched
 from xdm_ft.protocol.splits import LOOKS
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml

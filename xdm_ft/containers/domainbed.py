@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.files import ImageFiles, PathsBelow, images_below, numbered, refuse_missing_folder
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.names import expand_user

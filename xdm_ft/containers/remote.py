@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from xdm_ft.images.dataset import FileState
+from xdm_ft.images import FileState
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import expand_user

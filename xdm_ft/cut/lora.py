@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xdm_ft.cut.trainable import Lora
+from xdm_ft.cut import Lora
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.errors import UserError
 

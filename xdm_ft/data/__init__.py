@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from xdm_ft.runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from xdm_ft.images.dataset import ImageDataset
+    from xdm_ft.images import ImageDataset
 
 
 def load_dataset(block: Mapping[str, Any]) -> ImageDataset:
     """Returns the data set of a run, from the block `data` of its recipe as results.json has it.
 
     Downloads nothing. Raises `UserError` if the data are not there any more."""
-    from xdm_ft.images.dataset import ImageDataset
+    from xdm_ft.images import ImageDataset
 
     name = str(block["name"])
     try:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.runtime.randomness import Stream, bits, integers, validation_part
 
 SIDE = 32  # px

@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.domainbed import BenchmarkFolders, Counts, check_counts
-from xdm_ft.containers.image_tables import OWN_COLUMNS, Columns, ImageTable, load
+from xdm_ft.containers.tables import OWN_COLUMNS, Columns, ImageTable, load
 from xdm_ft.data.domainnet import DomainNet
 from xdm_ft.data.officehome import OfficeHome
 from xdm_ft.data.pacs import Pacs

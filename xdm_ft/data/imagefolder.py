@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from xdm_ft.containers.files import TREE, refuse_missing_folder
-from xdm_ft.containers.image_tables import Columns, ImageTable, load
+from xdm_ft.containers.tables import Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.names import expand_user
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.image_tables import OWN_COLUMNS, Columns
-from xdm_ft.containers.pieces import CacheSize, PiecedImages, open_files
+from xdm_ft.containers import CacheSize, PiecedImages, open_files
 from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
-from xdm_ft.containers.tables import encode_names, join_tables, name_columns, remembered_table
-from xdm_ft.images.dataset import Container, FileState, Pieces
+from xdm_ft.containers.tables import OWN_COLUMNS, Columns, encode_names, join_tables, name_columns, remembered_table
+from xdm_ft.images import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.blocks import Chain, find_chain
-from xdm_ft.weights.pooling import Pooling
+from xdm_ft.weights.blocks import Chain, Pooling, find_chain
 from xdm_ft.weights.prompts import expand_templates, fill, in_words
 from xdm_ft.weights.source import NOT_TAKEN, check_sizes, size_not_taken, versions
 

@@ -23,8 +23,14 @@ from xdm_ft.encoders import (
     square_preprocessing,
 )
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.weights.blocks import clip_blocks, clip_stage_names
-from xdm_ft.weights.pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space
+from xdm_ft.weights.blocks import (
+    PoolingChoice,
+    clip_blocks,
+    clip_pooled,
+    clip_reason,
+    clip_stage_names,
+    outside_text_space,
+)
 from xdm_ft.weights.prompts import (
     DEFAULT_PROMPTS,
     EncoderPrompts,

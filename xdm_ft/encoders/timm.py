@@ -12,8 +12,7 @@ from torch import Tensor
 from xdm_ft.encoders import OWN_PREPROCESSING, LibraryEncoder, Portable, PreprocessingChoice, square_preprocessing
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expand_user
-from xdm_ft.weights.blocks import timm_blocks, timm_stage_names
-from xdm_ft.weights.pooling import PoolingChoice, timm_pooled, timm_reason
+from xdm_ft.weights.blocks import PoolingChoice, timm_blocks, timm_pooled, timm_reason, timm_stage_names
 from xdm_ft.weights.source import (
     check_hub_cache,
     check_hub_weights,

@@ -37,8 +37,7 @@ from xdm_ft.images.transforms import (
 )
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expand_user
-from xdm_ft.weights.blocks import with_root
-from xdm_ft.weights.pooling import PoolingChoice, no_class_token, outside_text_space, pool
+from xdm_ft.weights.blocks import PoolingChoice, no_class_token, outside_text_space, pool, with_root
 from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, warn_of_cut
 from xdm_ft.weights.source import (
     NOT_TAKEN,

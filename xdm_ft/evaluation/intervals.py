@@ -26,8 +26,8 @@ import numpy as np
 from scipy.special import expit, logit, stdtrit
 from scipy.stats import binomtest
 
+from xdm_ft.evaluation import Held, Runs
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import Held, Runs
 from xdm_ft.evaluation.trials import selection_value
 from xdm_ft.evaluation.verdicts import ALPHA, FEWEST_SETS, Estimate, Interval, Term, welch
 

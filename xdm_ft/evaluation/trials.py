@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+from xdm_ft.evaluation import Record, SummaryRow
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import Record, SummaryRow
 
 ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
 

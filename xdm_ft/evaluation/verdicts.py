@@ -20,10 +20,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long for one number
 
-from xdm_ft.evaluation.jackknife import check_same_images, effective_number, jackknife_variance, without_each_group
+from xdm_ft.evaluation import Held, Runs
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Held, Runs
+from xdm_ft.evaluation.predictions import (
+    HeldOutImages,
+    Prediction,
+    check_same_images,
+    effective_number,
+    jackknife_variance,
+    without_each_group,
+)
 
 ALPHA = 0.05  # significance level of verdicts; intervals are 95%
 SEEDS = 3  # fewest seeds of a verdict, of each side that is not deterministic

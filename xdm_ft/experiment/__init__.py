@@ -30,15 +30,14 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.estimate import encoder_costs, first_line
     from xdm_ft.experiment.faults import COPIED, faults, keep_copies
     from xdm_ft.experiment.final_fit import final_fits
-    from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
-    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs
+    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs, summary_of
     from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
-    from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
+    from xdm_ft.experiment.work import as_launched, launched
     from xdm_ft.report.written import refresh_reports
     from xdm_ft.runtime.progress import pulse
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone

@@ -38,8 +38,8 @@ from xdm_ft.analysis.embedding import embedding
 from xdm_ft.analysis.importance import fitted_domain_head, removal_curves
 from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_variance
 from xdm_ft.analysis.reconstruction import COLUMNS, SIDE, Autoencoder, reconstructions, write_png
+from xdm_ft.evaluation import ModelKey, Record
 from xdm_ft.evaluation.metrics import per_image_nll
-from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, make_job
@@ -55,8 +55,8 @@ from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import Progress, progress, pulse
 from xdm_ft.runtime.randomness import Stream, permutation
+from xdm_ft.storage import json_digest
 from xdm_ft.storage.atomic import replace_file
-from xdm_ft.storage.digests import json_digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.experiment.machine import start
+from xdm_ft.experiment.work import start
 from xdm_ft.features.extract import Elsewhere, Extraction, frozen_copy
 from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural

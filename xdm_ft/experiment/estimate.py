@@ -21,12 +21,12 @@ from torch import Tensor
 
 from xdm_ft.cut.cut import Below
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.evaluation import ModelKey
 from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.pieces import SOLVER_PASSES
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, cuts_of, make_job
-from xdm_ft.experiment.summary import trained_words
+from xdm_ft.experiment.results import trained_words
 from xdm_ft.experiment.work import one_thread
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.cache import Features

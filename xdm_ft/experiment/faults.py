@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from xdm_ft.containers.tables import alike
-from xdm_ft.evaluation.records import set_name
+from xdm_ft.evaluation import set_name
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import index_folder
 from xdm_ft.features.hashes import FileHashes, hash_files
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.storage.csv_cells import csv_line
+from xdm_ft.storage.lines import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
 
 

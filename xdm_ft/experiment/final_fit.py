@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
-from xdm_ft.evaluation.records import ModelKey, Record, SummaryRow
+from xdm_ft.evaluation import ModelKey, Record, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, picked_trials
 from xdm_ft.experiment.models import keep_references, own_reference, restarts, weights_metadata
 from xdm_ft.experiment.pieces import Piece, RunContext, do_pieces, pieces_of
@@ -34,7 +34,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import wait_for_everyone
-from xdm_ft.storage.digests import digest
+from xdm_ft.storage import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job, Predictor, Trained

@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Solver
-from xdm_ft.evaluation.calibration import temperature, validation_nll
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.distance import fit
-from xdm_ft.evaluation.metrics import per_image, score
+from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_nll
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
-from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
 from xdm_ft.experiment.prepare import ExternalValues, make_job
-from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, save
+from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, protocol_of, save
 from xdm_ft.experiment.resume import Values
-from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.experiment.work import NOTHING, Work
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import LEFT_OUT, SELECTION_SPLIT, Split, mean_course, with_validation

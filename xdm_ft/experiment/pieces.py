@@ -17,7 +17,7 @@ import torch
 
 from xdm_ft.algorithms import Solver
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation.records import ModelKey, Record
+from xdm_ft.evaluation import ModelKey, Record
 from xdm_ft.experiment.cluster import Part, Tasks, device_of, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
@@ -34,8 +34,8 @@ from xdm_ft.runtime.interrupt import stop_requested
 from xdm_ft.runtime.machine import libraries_left_out, out_of_memory_as_user_error, own_cores
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import wait_for_everyone
+from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_file
-from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job, Predictor, Trained, Training

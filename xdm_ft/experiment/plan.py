@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from xdm_ft.evaluation.records import ModelKey
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.evaluation import ModelKey
+from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import LEFT_OUT, LOOKS, Split, all_domains, also_measuring, rules_of, splits, without
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training, unfreeze_problem

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
+from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.cut.cut import Below, Cut, require_blocks
-from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.cluster import device_of, extraction_on
 from xdm_ft.experiment.plan import Plan, PlannedModel
@@ -25,7 +25,7 @@ from xdm_ft.features.cache import Features, cache_folder, cache_path
 from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
 from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
 from xdm_ft.features.key import weights_digest
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.recipe.check import checked_algorithm
 from xdm_ft.recipe.components import Component
@@ -35,8 +35,8 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.tensors import Task
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
+from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import is_writable
-from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job, balanced_class_weight
 from xdm_ft.training.end_to_end.model import check_trainable, check_updates, cut_of
 

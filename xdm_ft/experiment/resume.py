@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.evaluation.records import ModelKey, with_encoder
+from xdm_ft.evaluation import ModelKey, with_encoder
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation import Record
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.results import Results
 from xdm_ft.experiment.resume import label_of

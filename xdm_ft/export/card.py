@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
-from xdm_ft.experiment.summary import trained_words
-from xdm_ft.export.config import Expected, ModelConfig
+from xdm_ft.experiment.results import trained_words
+from xdm_ft.export import Expected, ModelConfig
 from xdm_ft.runtime.errors import plural, printable
 
 HUB = "hf-hub:"  # begins the name of a model on the hub

@@ -6,9 +6,9 @@ import copy
 import json
 import logging
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +16,30 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from xdm_ft.algorithms.wise_ft import interpolate
-from xdm_ft.cut.trainable import Trainable
+from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.evaluation import Record
 from xdm_ft.evaluation.distance import Reference
-from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import index_folder
 from xdm_ft.experiment.resume import written_recipe
-from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig, PartConfig
+from xdm_ft.export import (
+    SINGLE,
+    EncoderConfig,
+    HeadConfig,
+    ModelConfig,
+    PartConfig,
+    Parts,
+    build_encoder,
+    build_head,
+    check_encoder,
+    load_trained,
+    with_prefix,
+)
 from xdm_ft.export.directory import CHECKSUMS, digest_of, reference_from
 from xdm_ft.export.expected import expected_performance
-from xdm_ft.export.parts import SINGLE, Parts, build_encoder, build_head, check_encoder, load_trained, with_prefix
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
@@ -38,7 +49,7 @@ from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.storage.digests import digest
+from xdm_ft.storage import digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory
@@ -80,16 +91,9 @@ def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     raise UserError(f"{run.path}: no method has a value of {run.rule} in all of its runs; name one: --method")
 
 
-class Chosen(NamedTuple):
-    """The weights of a model (one file per seed of an ensemble), and how it was chosen."""
-
-    files: Mapping[int, str]  # {seed: address of the weights}
-    how: str
-    final_fit: Mapping[str, Any] | None  # its entry in results.json; None: a model that was trained for the estimate
-
-
-def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
-    """Returns the model that `choice` means.
+def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[int, str], str, Mapping[str, Any] | None]:
+    """Returns the model that `choice` means: {seed: address of its weights}, how it was chosen, and its entry in
+    results.json if it is a final fit. An ensemble has several seeds.
 
     With `held_out` it is a model of the estimate; else the final fit of the method, and on an official split without
     one the method's first seed. No test result is read. Raises `UserError` if the run has no such model.
@@ -107,7 +111,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
         files = {int(final["seed"]): final["weights"]}
         if ensemble and final.get("seeds"):
             files = {int(seed): file for seed, file in final["seeds"].items()}
-        return Chosen(files, f"final fit: {final['how']}", final)
+        return files, f"final fit: {final['how']}", final
     if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
         command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
         remedy = f"`{command}` trains it; or name another model of the run: "
@@ -138,8 +142,8 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
     first, files = models[0], {record.seed: record.selected[run.rule].weights for record in models}
     how = f"trained without {', '.join(first.test_domains)} (held out), seed {first.seed}, trial {first.trial}; {why}"
     if ensemble:
-        return Chosen(files, f"the heads of {len(files)} seeds; {how}", None)
-    return Chosen({first.seed: files[first.seed]}, how, None)
+        return files, f"the heads of {len(files)} seeds; {how}", None
+    return {first.seed: files[first.seed]}, how, None
 
 
 def read_parts(
@@ -154,13 +158,13 @@ def read_parts(
     if wise_ft is not None and (ensemble or temperature):
         lacking = "ensemble" if ensemble else "fitted temperature"
         raise UserError(f"{run.path}: --wise-ft makes a new model, for which there is no {lacking}; leave one out")
-    chosen = choose(run, choice, ensemble)
-    if ensemble and len(chosen.files) == 1:
+    addresses, how, final_fit = choose(run, choice, ensemble)
+    if ensemble and len(addresses) == 1:
         raise UserError(
-            f"{run.path}: --ensemble needs models of several seeds, but there is one ({chosen.how.split(';')[0]}); "
+            f"{run.path}: --ensemble needs models of several seeds, but there is one ({how.split(';')[0]}); "
             "run the recipe with more protocol.seeds, or leave it out; a solver has the same head under every seed"
         )
-    files = {seed: _read_weights(run, file) for seed, file in sorted(chosen.files.items())}
+    files = {seed: _read_weights(run, file) for seed, file in sorted(addresses.items())}
     (state, description), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
     trains_encoder = bool(description["encoder"]["in_this_file"])
     if ensemble and trains_encoder:
@@ -177,7 +181,7 @@ def read_parts(
         members = {f"members.{seed}": head_of(with_prefix(state, "head")) for seed, (state, _) in files.items()}
     except ValueError as error:
         raise UserError(f"{run.path}: the weights do not fit their description ({error}); train again") from error
-    heads, how = members, chosen.how
+    heads = members
     if len(members) == 1:
         heads = {SINGLE: next(iter(members.values()))}
     elif description["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
@@ -195,10 +199,10 @@ def read_parts(
             f"{run.path}: no temperature was fitted for this model: its run is of an earlier version, or has no "
             "validation parts of training domains, or they are separated perfectly; leave --temperature out"
         )
-    reference = _read_reference(run, description, chosen) if wise_ft is None or not trains_encoder else None
+    reference = _read_reference(run, description, addresses.values()) if wise_ft is None or not trains_encoder else None
     names, results = run.results["recipe"]["data"]["class_names"], description["results"]
-    if chosen.final_fit is not None:
-        results = {key: chosen.final_fit[key] for key in ("images", "chosen_by", "estimate")}
+    if final_fit is not None:
+        results = {key: final_fit[key] for key in ("images", "chosen_by", "estimate")}
     config = ModelConfig(
         xdm_ft=__version__,
         encoder=_encoder_config(description["encoder"], encoder, tuple(trained)),
@@ -302,10 +306,10 @@ def _interpolate(
         load_trained(encoder, interpolate(encoder.state_dict(), trained, alpha))
 
 
-def _read_reference(run: Run, description: Mapping[str, Any], chosen: Chosen) -> Reference | None:
+def _read_reference(run: Run, description: Mapping[str, Any], addresses: Iterable[str]) -> Reference | None:
     """Returns the reference in the run directory; None, with a warning if it is damaged, without one."""
     if description["encoder"]["in_this_file"]:
-        file = reference_beside(*chosen.files.values())
+        file = reference_beside(*addresses)
     else:
         file = reference_file(tuple(description["method"]["test_domains"]), description["encoder"].get("label"))
     try:

@@ -23,12 +23,21 @@ from torch import Tensor
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.distance import Reference
+from xdm_ft.export import (
+    FORMAT,
+    ModelConfig,
+    Parts,
+    build_encoder,
+    build_head,
+    check_encoder,
+    first_fault,
+    load_trained,
+    with_prefix,
+)
 from xdm_ft.export.card import card
-from xdm_ft.export.config import FORMAT, ModelConfig
-from xdm_ft.export.parts import Parts, build_encoder, build_head, check_encoder, first_fault, load_trained, with_prefix
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage import json_digest, tensors_digest
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
-from xdm_ft.storage.digests import json_digest, tensors_digest
 from xdm_ft.storage.lines import Damaged, json_object, one_line
 from xdm_ft.storage.tensors import read_checked, tensors_of, write_checked, write_tensors
 from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, reason_of, refuse_sources

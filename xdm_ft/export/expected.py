@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from xdm_ft.evaluation.calibration import Bin, reliability
+from xdm_ft.evaluation import Held, Record, Runs
 from xdm_ft.evaluation.intervals import (
     Bounds,
     HeldOut,
@@ -41,20 +41,26 @@ from xdm_ft.evaluation.intervals import (
     values_by_set,
     within_bounds,
 )
-from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import (
     HIGHER_IS_BETTER,
+    Bin,
     confidences,
     expected_calibration_error,
     per_image,
     per_image_nll,
+    reliability,
     score,
 )
-from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Held, Record, Runs
+from xdm_ft.evaluation.predictions import (
+    HeldOutImages,
+    Prediction,
+    effective_number,
+    jackknife_variance,
+    without_each_group,
+)
 from xdm_ft.evaluation.trials import ORACLE, picked_trials
 from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate
-from xdm_ft.export.config import AtHeldOut, Expected
+from xdm_ft.export import AtHeldOut, Expected
 from xdm_ft.export.sources import Item, Site
 from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
 from xdm_ft.runtime.errors import UserError, plural

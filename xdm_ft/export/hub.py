@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xdm_ft.export import ModelConfig
 from xdm_ft.export.card import HUB
-from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.directory import CONFIG, ENCODER, PART, REFERENCE, TRAINING_IMAGES, WEIGHTS, read_config
 from xdm_ft.export.onnx import ONNX, check_installed
 from xdm_ft.runtime.errors import UserError, printable

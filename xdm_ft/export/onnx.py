@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from xdm_ft.export.parts import Classifier, Parts, probabilities
+from xdm_ft.export import Classifier, Parts, probabilities
 from xdm_ft.images.transforms import Preprocessing, normalizing_transform, resizing_transform
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.atomic import replace_file

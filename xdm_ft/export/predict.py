@@ -21,15 +21,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xdm_ft.export.parts import probabilities
+from xdm_ft.export import probabilities
 from xdm_ft.export.predictor import Batch, Model
 from xdm_ft.export.sources import Item
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_file, sync
-from xdm_ft.storage.csv_cells import csv_line
-from xdm_ft.storage.lines import Damaged, append_lines, read_lines
+from xdm_ft.storage.lines import Damaged, append_lines, csv_line, read_lines
 
 Row = list[str | float | bool | int | None]
 Format = Literal["csv", "jsonl", "parquet"]

@@ -17,12 +17,11 @@ from PIL import Image
 from torch import Tensor
 
 from xdm_ft.evaluation.distance import Reference
+from xdm_ft.export import Classifier, ModelPrecision, Parts, probabilities
 from xdm_ft.export.card import HUB
 from xdm_ft.export.choose import Choice, read_parts
-from xdm_ft.export.config import ModelPrecision
 from xdm_ft.export.directory import CONFIG, read_directory
 from xdm_ft.export.hub import download
-from xdm_ft.export.parts import Classifier, Parts, probabilities
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings, fast_batch_size
 from xdm_ft.features.cache import Lookup, cache_path

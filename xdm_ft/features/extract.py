@@ -31,7 +31,7 @@ from xdm_ft.features.cache import Features, Lookup, ShardFiles, Store, cache_fol
 from xdm_ft.features.hashes import DistinctImages, FileHashes
 from xdm_ft.features.key import View, all_views, key_of, key_parts
 from xdm_ft.features.maintenance import stores
-from xdm_ft.images.dataset import Augmentation, ImageDataset
+from xdm_ft.images import Augmentation, ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import normalized
@@ -99,6 +99,13 @@ def extract(
             run = extraction.run if elsewhere is None else partial(elsewhere.run, extraction)
             what = f"features, view {view.number}" if view.number else "features"
             extracted += _fill(extraction, run, what, show, accelerator)
+        # in all processes, also if the first lacks nothing: a network disk lists shards late, or the folder is another
+        store.open(gather(accelerator, [shard.path.name for shard in store.shards]))
+        if lacking := max(gather(accelerator, [len(store.missing())])):
+            raise UserError(
+                f"features.dir: {store.cache} lacks {store.what} of {plural(lacking, 'image')}, which another process "
+                "has written; all processes must share this folder, and nothing may be deleted from it meanwhile"
+            )
         unreadable |= hashes.unreadable_rows(store.unreadable())
         refuse_unreadable(unreadable, dataset, on_bad_image)
 
@@ -161,15 +168,7 @@ def _fill(
         shards = [numbers[first : first + size] for first in range(0, len(numbers), size)]
         mine = np.concatenate([numbers[:0], *shards[rank::ranks]])
         with progress(what, len(mine), "images", show) as bar:
-            computed = gather(accelerator, [run(mine, size, bar)])
-        store.open(gather(accelerator, [shard.path.name for shard in store.shards]))
-    left = len(store.missing())
-    if left:
-        raise UserError(
-            f"features.dir: {store.cache} lacks {store.what} of {plural(left, 'image')}, which another process has "
-            "written; all processes must share this folder, and nothing may be deleted from it meanwhile"
-        )
-    return sum(computed)
+            return sum(gather(accelerator, [run(mine, size, bar)]))
 
 
 def cached_views(

@@ -34,9 +34,9 @@ from torch.utils.data import Dataset
 
 from xdm_ft.containers.files import ImageFiles
 from xdm_ft.containers.remote import is_remote, state_of
+from xdm_ft.features.cache import ContentIndex, Contents, contents_of
 from xdm_ft.features.key import SCHEMA
-from xdm_ft.features.shards import ContentIndex, Contents, contents_of
-from xdm_ft.images.dataset import Container, ImageDataset, Pieces
+from xdm_ft.images import Container, ImageDataset, Pieces
 from xdm_ft.images.decode import OF_THE_MACHINE, scan
 from xdm_ft.images.loader import image_loader, loaded
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
@@ -44,9 +44,9 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress, pulse
 from xdm_ft.runtime.watchdog import wait_for_everyone
+from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, file_mode, is_writable
 from xdm_ft.storage.cache_root import one_at_a_time
-from xdm_ft.storage.digests import digest
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:

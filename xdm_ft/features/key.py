@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
-from xdm_ft.images.dataset import Augmentation
+from xdm_ft.images import Augmentation
 from xdm_ft.images.transforms import (
     Preprocessing,
     augmenting_transform,
@@ -29,7 +29,7 @@ from xdm_ft.images.transforms import (
     training_transform,
 )
 from xdm_ft.runtime.randomness import Stream, bits
-from xdm_ft.storage.digests import digest
+from xdm_ft.storage import digest
 from xdm_ft.version import __version__
 
 SEED = 0  # of the augmentations; the same in every run, so that runs of all seeds share the cached views

@@ -13,9 +13,8 @@ from typing import Any
 from filelock import Timeout
 from safetensors import SafetensorError, safe_open
 
-from xdm_ft.features.cache import WHAT, lock_file
+from xdm_ft.features.cache import MANIFEST, SHARDS, WHAT, lock_file, open_shard, read_manifest
 from xdm_ft.features.key import SCHEMA, key_of
-from xdm_ft.features.shards import MANIFEST, SHARDS, open_shard, read_manifest
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.storage.atomic import UNFINISHED, UNFINISHED_TENSORS, disk_errors
 from xdm_ft.storage.cache_root import one_at_a_time
@@ -131,12 +130,14 @@ def prune(
     Stores for which a process computes features now, and files of other users, are kept. A shard that a process only
     reads may be deleted: files that are mapped into memory stay readable. Raises `UserError` without permission.
     """
-    removed, unlocked = list[File](), list[Cached]()
+    removed, locked = list[File](), set[Path]()
     with ExitStack() as locks:
         for store in stores(cache):
             with suppress(Timeout):  # a run fills it
                 locks.enter_context(one_at_a_time(lock_file(store.folder), wait=False))
-                unlocked.append(store)
+                locked.add(store.folder)
+        # read again: before it was locked, a run may have used a store, and another prune may have removed it
+        unlocked = [store for store in stores(cache) if store.folder in locked]
         unwanted = {
             file.path
             for store in unlocked

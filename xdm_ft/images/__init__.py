@@ -1,1 +1,107 @@
-"""Images: found, decoded, transformed, loaded."""
+"""Images: found, decoded, transformed, loaded. Here: the base class of data sets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+Augmentation = Literal["none", "domainbed"]
+"""Random changes of training images, see `xdm_ft.images.transforms.training_transform`."""
+
+
+class FileState(NamedTuple):
+    """What tells a file from a changed one without reading it."""
+
+    size: int
+    version: str  # ETag, else the time of the last change; on this machine the times of modification and status change
+
+
+class Container(NamedTuple):
+    """The files of a table that holds the bytes of all images, in the order of the rows, and the column."""
+
+    files: tuple[str, ...]  # paths or addresses
+    column: str
+    pieces: Pieces | None = None  # None: any image may be in any of the files
+
+
+class Pieces(NamedTuple):
+    """P runs of rows that are read at once, each from one file. The images of a piece are bytes, none is a file."""
+
+    ends: np.ndarray  # int64 [P]: the row after the last one of each
+    file_of: np.ndarray  # int64 [P], index of `Container.files`
+    states: tuple[FileState, ...]  # of the files, when rows and pieces were counted
+
+    def of_row(self, row: int | np.ndarray) -> np.ndarray:
+        """Returns the number of the piece that a row is in."""
+        return np.searchsorted(self.ends, row, side="right")
+
+    def rows(self, number: int) -> range:
+        return range(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+
+    def in_file(self, number: int) -> int:
+        """Returns the number of a piece among those of its file."""
+        return number - int(np.searchsorted(self.file_of, self.file_of[number]))
+
+
+class ImageDataset(ABC):
+    """N labelled images from D domains. Row i must always be the same image: splits refer to row numbers.
+
+    Constructors check everything that needs no decoding and raise `UserError`.
+    """
+
+    class_names: tuple[str, ...]  # C
+    domain_names: tuple[str, ...]  # D
+    labels: np.ndarray  # int64 [N]
+    domains: np.ndarray  # int64 [N]
+    groups: np.ndarray | None = None  # int64 [N]: patient, slide or sequence; None if unknown
+    splits: np.ndarray | None = None
+    """str [N], None if the data set has no split of its own: train | val | test; "" for an image in no part. The
+    official protocol takes val as train_val if its domain also trains, else as val_domain; a data set may also name
+    these two itself."""
+    worst_of: np.ndarray | None = None
+    """int64 [N], the groups of `worst_domain_accuracy` if they are not the domains; −1: in no group."""
+    folder_order: bool = False
+    """Whether the rows of a domain are in the order of class and file names, on which DomainBed's split depends."""
+    train_augmentation: ClassVar[Augmentation] = "none"
+    """The default augmentation of end-to-end training and of `features.views`."""
+    container: Container | None = None
+    """Where `content` reads bytes from, if it is a table on the disk: as long as its files stay, so do all contents."""
+    as_published: bool = False
+    """Whether the images are known to be the published ones. A class missing from a domain is then not reported."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def image(self, row: int) -> Image.Image:
+        """Returns the decoded image: RGB, EXIF orientation applied. Raises `UnreadableImage` with its name."""
+
+    def draft(self, row: int, least_side: int | None) -> Image.Image:
+        """Returns the image, or a smaller one with sides of `least_side` px or more if that decodes faster."""
+        return self.image(row)
+
+    @property
+    def decoder(self) -> str:
+        """A name for what decodes `content`: one content under one decoder is one image, in any data.
+
+        It is part of the keys of features, so it must never change.
+        """
+        return f"{type(self).image.__module__}.{type(self).image.__qualname__}"
+
+    @abstractmethod
+    def name(self, row: int) -> str:
+        """Returns the name of the image for messages: its path, or its place in a table or in memory."""
+
+    def name_in_data(self, row: int) -> str:
+        """Returns the name of the image in predictions, one line that does not depend on where the data lie."""
+        return self.name(row)
+
+    @abstractmethod
+    def content(self, row: int) -> str | bytes:
+        """Returns what determines the pixels: the path of the image file (str), or the bytes if there is no file.
+
+        The decoder must not depend on anything else of the data set.
+        """

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import progress
 

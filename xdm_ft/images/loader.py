@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import FaultInLoader, UnreadableImage, memory_of, unreadable_message
 from xdm_ft.images.transforms import drawing_from
 from xdm_ft.runtime.errors import UserError

@@ -13,7 +13,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.images.dataset import Augmentation
+from xdm_ft.images import Augmentation
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.runtime.settings import Block
 

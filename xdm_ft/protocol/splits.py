@@ -12,8 +12,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from xdm_ft.evaluation.looks import PLANNED
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.evaluation.summary import PLANNED
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.randomness import validation_part

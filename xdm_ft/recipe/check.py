@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.evaluation.records import with_encoder
+from xdm_ft.evaluation import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe import components
@@ -43,7 +43,7 @@ from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
 from xdm_ft.runtime.tensors import Task
 from xdm_ft.training import Training
-from xdm_ft.weights.pooling import outside_text_space
+from xdm_ft.weights.blocks import outside_text_space
 
 logger = logging.getLogger("xdm_ft")
 MAX_SHOWN = 120  # characters of a value that a message shows

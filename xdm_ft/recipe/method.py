@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, Field
 
 from xdm_ft.algorithms import HeadInit, Solver
-from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
+from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from xdm_ft.cut.trainable import LowRank
-from xdm_ft.evaluation.records import with_encoder
+from xdm_ft.cut import LowRank
+from xdm_ft.evaluation import with_encoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.images.dataset import Augmentation
+from xdm_ft.images import Augmentation
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import ListedEncoder, MethodItem

@@ -9,15 +9,13 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from xdm_ft.evaluation import verdicts
-from xdm_ft.evaluation.looks import Look as LookAtRun
+from xdm_ft.evaluation import split_label, verdicts, with_encoder
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import split_label, with_encoder
+from xdm_ft.evaluation.summary import Look as LookAtRun
 from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, Comparison, Family, PValue
-from xdm_ft.report import words
+from xdm_ft.report import Cell, Section, Table, cells, make_section, words
 from xdm_ft.report.charts import INK, SERIES, Figure, Look, Mark, Row, points
 from xdm_ft.report.finished import Run, items, several_encoders, split_row
-from xdm_ft.report.section import Cell, Section, Table, cells, make_section
 from xdm_ft.report.words import (
     EMPTY,
     IN_PERCENT,

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.records import Record, set_name
+from xdm_ft.evaluation import Record, set_name
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, between_encoders, further
 from xdm_ft.report.finished import Run, encoder_block, trainable_of
 from xdm_ft.report.means import MEASURES, Cost, Measure, Picked, costs
 from xdm_ft.report.words import trained_words
-from xdm_ft.storage.csv_cells import csv_line
+from xdm_ft.storage.lines import csv_line
 
 Row = dict[str, Any]
 COLUMNS = (

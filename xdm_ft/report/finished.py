@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, record_in, split_label
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Entries, Held, ModelKey, Record, SummaryRow, record_in, split_label
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
 from xdm_ft.report.charts import Look, looks
 from xdm_ft.report.means import Pools, pooled

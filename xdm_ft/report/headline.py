@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from xdm_ft.evaluation import Runs, SummaryRow
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import Runs, SummaryRow
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison
 from xdm_ft.report import comparisons, words

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
+from xdm_ft.report import Section, Table
 from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import sentence
-from xdm_ft.report.section import Section, Table
 from xdm_ft.report.words import encoded, plain
 
 LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page of LaTeX is too narrow,

@@ -13,11 +13,11 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xdm_ft.evaluation.records import SummaryRow
+from xdm_ft.evaluation import SummaryRow
 from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Convention
 from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.report import Cell, Section, Table, cells, make_section
 from xdm_ft.report.finished import Run, encoder_block, items, trainable_of
-from xdm_ft.report.section import Cell, Section, Table, cells, make_section
 from xdm_ft.report.words import EMPTY, trained_words, with_spread
 
 if TYPE_CHECKING:

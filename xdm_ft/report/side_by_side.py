@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.records import Runs, set_name
+from xdm_ft.evaluation import Runs, set_name
 from xdm_ft.evaluation.verdicts import Comparison, Pair, WithoutGroups, compared, judge
-from xdm_ft.report import comparisons
+from xdm_ft.report import Section, Table, cells, comparisons, make_section, metric_cell
 from xdm_ft.report.csv import properties
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.means import Picked
-from xdm_ft.report.section import Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.sections.results import metric_table, results
 from xdm_ft.report.words import budget_text, each_once, grouped, in_unit, oracle_mark, unit_of_difference, with_spread
 from xdm_ft.runtime.errors import UserError, printable

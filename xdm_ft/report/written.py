@@ -1,26 +1,178 @@
 """The reports in a run directory: results.md, results.csv, models.parquet, and report.html with plots/.
 
-reports.json holds the checksum of each one as it was written: a damaged one is written again.
+reports.json holds the checksum of each one as it was written: a damaged one is written again. report.html is one
+self-contained page, from the files of the run directory alone. Its template escapes every text, except the SVG of
+figures and the page's own style and script.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import logging
-from collections.abc import Iterable
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
+from xdm_ft.evaluation import set_name
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.report import Section
+from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
-from xdm_ft.report.html import PLOTS, write_page
+from xdm_ft.report.headline import sentence
 from xdm_ft.report.markup import markdown
-from xdm_ft.report.sections import brief_sections
-from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.digests import digest
+from xdm_ft.report.means import ECE, Picked
+from xdm_ft.report.sections import brief_sections, sections
+from xdm_ft.report.sections.results import mean_interval
+from xdm_ft.report.words import between, metric_words, scaled, with_unit
+from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.storage import digest
+from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
+from xdm_ft.version import __version__
+
+PLOTS = "plots"
+WIDE = 9  # columns; a table of more may break numbers and words to fit on paper
+PIXELS_PER_INCH = 96
+ON_PAPER = {"--ink": "#1b1f24", "--muted": "#57606a", "--rule": "#dfe3e8", "--paper": "#ffffff"}
+"""The page's colours in light mode. Files in plots/ have them: other programs know no CSS variables."""
+
+
+def write_page(run: Run) -> list[Section]:
+    """Writes report.html and the figures as plots/*.svg into the run directory, each file atomically.
+
+    Returns the sections of the page. Images of the data and names of their files stand in the page only if the recipe's
+    `report.images` is true. Raises `UserError` if a file of the run is damaged, or if the page can not be written.
+    """
+    shown = list(sections(run))
+    figures = [figure for section in shown for figure in section.figures]
+    drawn = {figure.name: figure.svg() for figure in figures}
+    text = html(run, shown, drawn)
+    for figure in figures:
+        svg = re.sub(r"var\((--\w+)\)", lambda variable: ON_PAPER[variable[1]], drawn[figure.name])
+        style = f"background: {ON_PAPER['--paper']}; font-family: sans-serif"
+        size = f'<svg width="{72 * figure.width:g}pt" height="{72 * figure.height:g}pt" style="{style}"'
+        svg = _with_start(svg, size, f"<title>{escape(printable(figure.alt))}</title>")
+        replace_text(run.path / PLOTS / f"{figure.name}.svg", f'<?xml version="1.0" encoding="utf-8"?>\n{svg}\n')
+    replace_text(run.path / PAGE, text)
+    for path in (run.path / PLOTS).glob("*.svg"):  # of an earlier page: they would contradict this one
+        if path.stem not in drawn:
+            path.unlink()
+    return shown
+
+
+def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
+    """Returns the page. Control characters in names are shown as escapes.
+
+    `drawn`: the SVG of each figure.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def packaged(file: str) -> str:
+        return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
+
+    def visible(value: Any) -> Any:
+        return printable(value) if type(value) is str else value
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=visible
+    )
+    script = packaged("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    models = f"{plural(len(run.records), 'trained model')} in {_shareable(run.path) / 'models'}, one folder each."
+    return environment.from_string(packaged("page.html.j2")).render(
+        name=str(run.results["recipe"]["name"]),
+        sentence=sentence(run),
+        numbers=list(_numbers(run)),
+        choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
+        models=models,
+        next=list(_next_steps(run)) if run.records else [],
+        panels=shown,
+        style=Markup(packaged("page.css")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+        WIDE=WIDE,
+        made_by=f"Made by xdm-ft {__version__} from the files of the run directory alone.",
+        # as an image with a name, for screen readers; its size is left to the page
+        drawn=lambda figure: Markup(
+            _with_start(drawn[figure.name], f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}')
+        ),
+        figure_width=lambda figure: round(figure.width * PIXELS_PER_INCH),
+        data_uri=lambda image: f"data:image/jpeg;base64,{base64.b64encode(image.jpeg).decode()}",
+        number_columns=lambda table: [
+            any(cell.value is not None for cell in column) for column in zip(*table.rows, strict=True)
+        ],
+        lines=lambda text: Markup("\n").join(printable(line) for line in text.split("\n")),
+    )
+
+
+def _with_start(svg: str, start: str, inside: str = "") -> str:
+    """Returns the SVG with another start of its first tag, without width and height, and `inside` behind that tag."""
+    end = svg.index(">") + 1
+    tag = re.sub(r' (?:width|height)="[^"]*"', "", svg[:end]).replace("<svg", start, 1)
+    return tag + inside + svg[end:]
+
+
+def _shareable(path: Path) -> Path:
+    """Returns a path as a page that is handed on may name it: of an absolute one only the last name."""
+    return Path(path.name) if path.is_absolute() else path
+
+
+# ----------------------------------------------------------------------------------------------------- top of the page
+
+
+def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yields (label, value, note) of each number."""
+    metric, words = run.metric, metric_words(run.metric)
+    row = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
+    if row is not None and row.mean is not None:
+        interval = mean_interval(run, row)
+        where = "95% interval over seeds and test images: " + between(metric, interval) if interval else ""
+        sets = run.held_out_sets
+        on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} held-out domains"
+        yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
+        versus = beside_rows(run.results, row.selection).get(row.method)
+        if versus is not None:
+            p = f", Holm's p {versus.p_here.holm:.2g}" if versus.p_here and versus.p_here.holm is not None else ""
+            difference = scaled(versus.difference, metric, True)
+            yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric) + p
+        means = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
+        if len(means) > 1:
+            worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
+            yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
+        if (
+            metric != "ece"
+            and (ece := Picked(run.every, run.own_rule, run.metric).mean(row.method, ECE).mean) is not None
+        ):
+            yield "calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart"
+    counts = Counter(entry["status"] for entry in run.results["runs"])
+    if counts:
+        faults = [f"{counts[status]} {status}" for status in ("failed", "skipped") if counts[status]]
+        methods, seeds = {record.method for record in run.records}, {record.seed for record in run.records}
+        of = f"{plural(len(methods), 'method')}, {plural(len(seeds), 'seed')}"
+        yield "models trained", f"{counts['ok']}", "; ".join([of, *faults])
+
+
+def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
+    """Yields (what, command) of each thing to do next."""
+    path = shlex.quote(str(_shareable(run.path)))
+    yield "Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
+    yield "Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv"
+    yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
+    if run.analysis is None or run.not_measured:
+        yield "Measure what the paper measures, for this page.", f"xdm-ft analyse {path}"
+
 
 logger = logging.getLogger("xdm_ft")
 

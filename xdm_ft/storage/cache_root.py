@@ -16,8 +16,8 @@ from filelock import SoftFileLease, Timeout
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
+from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import disk_errors, file_mode, is_writable, replace_file
-from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.digests import digest
+from xdm_ft.storage import digest
 
 MAX_BYTES = 120  # of a name; file systems allow 255, and callers add endings
 EMPTY, CUT = "%-", "%~"  # no percent-encoded name contains them

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 import xxhash
 
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage import sorted_json
 from xdm_ft.storage.atomic import Together
-from xdm_ft.storage.digests import sorted_json
 from xdm_ft.storage.lines import TOO_DEEP, Damaged, json_object, opened_file
 
 COSTS = ("train_seconds", "peak_memory")  # of a model in results.json: they differ between runs that agree in all else

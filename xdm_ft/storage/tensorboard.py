@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import disk_errors, replace_file
-from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 
 Scalars = dict[str, list[tuple[int, float]]]  # {tag: [(step, value), …] by rising step}

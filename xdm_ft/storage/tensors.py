@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.atomic import Replace, Together, order_metadata, replace_file
-from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.storage.lines import Damaged, json_object, one_line
 from xdm_ft.storage.names import parts_of
 

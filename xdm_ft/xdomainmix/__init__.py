@@ -3,9 +3,8 @@
 Every function also runs under `torch.func.vmap` over stacked heads, and those that take z also on maps [B,K,h,w].
 """
 
-from xdm_ft.xdomainmix.masks import domain_quantile, specific_mask
+from xdm_ft.xdomainmix.masks import autograd_scores, domain_quantile, linear_scores, specific_mask
 from xdm_ft.xdomainmix.mixing import Partners, decompose, draw_partners, mix
-from xdm_ft.xdomainmix.scores import autograd_scores, linear_scores
 
 __all__ = [
     "Partners",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
-from xdm_ft.report import comparisons
+from xdm_ft.report import Section, comparisons
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.published import published_section
-from xdm_ft.report.section import Section
 from xdm_ft.report.sections import about, analysis, predictions, results, selection
 
 AFTER_THE_TABLES = (

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from xdm_ft.evaluation.records import set_name
+from xdm_ft.evaluation import set_name
 from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.report import Section, Table, cells, make_section
 from xdm_ft.report.finished import Run, several_encoders
-from xdm_ft.report.section import Section, Table, cells, make_section
 from xdm_ft.report.words import in_unit, packaged_texts
 from xdm_ft.runtime.errors import plural
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xdm_ft.evaluation.records import set_name
+from xdm_ft.evaluation import set_name
+from xdm_ft.report import Cell, Section, cells, long_table, make_section, mean_cell, mean_of
 from xdm_ft.report.charts import INK, MUTED, SERIES, Figure, Line, Look, Mark, Row, curves, looks, points, scatter
 from xdm_ft.report.finished import Run
 from xdm_ft.report.published import paper_table
-from xdm_ft.report.section import Cell, Section, cells, long_table, make_section, mean_cell, mean_of
 from xdm_ft.report.words import EMPTY, grouped, range_text, short, significant
 from xdm_ft.runtime.errors import plural
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.metrics import recalls
-from xdm_ft.evaluation.records import Held, set_name
+from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
 from xdm_ft.report.charts import MUTED, SERIES, Line, Look, curves, heat_maps
 from xdm_ft.report.finished import Run
 from xdm_ft.report.means import ECE, Picked, Pool, confidences
-from xdm_ft.report.section import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
 from xdm_ft.report.words import short
 from xdm_ft.runtime.errors import UserError, plural
 

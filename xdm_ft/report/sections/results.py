@@ -9,14 +9,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from xdm_ft.evaluation import Record, SummaryRow, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
-from xdm_ft.evaluation.records import Record, SummaryRow, set_name
 from xdm_ft.evaluation.verdicts import Interval
-from xdm_ft.report import words
+from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
 from xdm_ft.report.charts import Figure, Look, Mark, Row, looks, points
 from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
 from xdm_ft.report.means import MEASURES, Picked, costs, interval
-from xdm_ft.report.section import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, grouped, in_unit, oracle_mark, with_spread
 
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xdm_ft.evaluation import Pick, Record, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.records import Pick, Record, set_name
 from xdm_ft.evaluation.trials import selection_value
+from xdm_ft.report import Cell, Section, Table, cells, long_table, make_section, metric_cell
 from xdm_ft.report.charts import INK, Figure, Line, Look, curves, looks, scatter
 from xdm_ft.report.finished import ORACLE, Run, items
 from xdm_ft.report.means import Picked
-from xdm_ft.report.section import Cell, Section, Table, cells, long_table, make_section, metric_cell
 from xdm_ft.report.words import EMPTY, axis_value, grouped, in_unit, oracle_mark, setting_text
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 

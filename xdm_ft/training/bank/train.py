@@ -17,8 +17,8 @@ from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria
 from xdm_ft.sharpness import Tensors
+from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.checkpoint import Checkpoint, State
-from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.bank.data import BankValidation, CachedData, CachedPredictor, batches
 from xdm_ft.training.bank.step import Bank, settings_of, step
@@ -178,6 +178,7 @@ class _Chunk(TrainingState):
         splits, annotations = [job.split for job in self.jobs], self.data.annotations
         rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
         return {
+            "layout": 2,  # of `state`; raise it when an earlier version's checkpoint can't be loaded
             "device": self.device.type,
             "features": self.data.features.key,
             "data": tensors_digest(dict(enumerate([annotations.labels, annotations.domains, *rows]))),

@@ -20,7 +20,7 @@ from torch.distributed import all_gather
 from torch.utils.data import Sampler
 
 from xdm_ft.features.cache import Features
-from xdm_ft.images.dataset import Augmentation, ImageDataset
+from xdm_ft.images import Augmentation, ImageDataset
 from xdm_ft.images.loader import DrawnRows, ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError

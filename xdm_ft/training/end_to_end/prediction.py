@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
 from xdm_ft.runtime.machine import keep_freed_memory
