@@ -186,7 +186,7 @@ def test_records_of_earlier_versions_get_what_their_rows_say(tmp_path):
 )
 def test_trained_parameters_where_no_engine_counts_them(method, head, expected):
     trained = Trained(make_job(method, width=8, **({} if head is None else {"head": head})), {}, None, 0.0)
-    assert trained_parameters(trained) == expected
+    assert trained_parameters(trained, trained.job.new_method()) == expected
     assert trained.peak_memory is None, "of a bank, which trains several models at once"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Solver
+from xdm_ft.algorithms import Algorithm, Method, Solver
 from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.distance import fit
 from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_nll
@@ -133,7 +133,8 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
     """Returns a planned model's record, with its weights and its predictions on the test images."""
     plan, key, job = context.plan, trained.job.key, trained.job
     planned, item = plan.by_key[key], plan.by_key[key].item
-    trained = _finish(plan, trained, predictor)
+    method = job.new_method()  # once: drawing its weights takes a good part of the time of a small head
+    trained = _finish(plan, trained, method, predictor)
     steps = planned.steps if trained.stopped_at is None else trained.stopped_at
     record = Record(
         key,
@@ -143,7 +144,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         gradient_evaluations=item.gradient_evaluations(steps, len(planned.split.train)),
         stopped_at=trained.stopped_at,
         train_seconds=round(trained.seconds, 3),
-        trained_parameters=trained_parameters(trained),
+        trained_parameters=trained_parameters(trained, method),
         peak_memory=trained.peak_memory,
         restarted=restarts(trained),
         **item.of_records,
@@ -186,7 +187,6 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         predicted = logits["test"].argmax(-1).numpy().astype(np.int64)
         images = HeldOutImages.of(plan.dataset, test.numpy())
         predictions.append(Prediction(*key[:3], rule, images, predicted, values, probabilities))
-    method = job.new_method()
     tuned = max((len(pick.curve) for pick in picks.values() if pick.curve), default=1)
     tuned = method.candidates if isinstance(method, Solver) else tuned
     done = dataclasses.replace(
@@ -201,10 +201,10 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
     return Outcome(RECORDS, done, files)
 
 
-def _finish(plan: Plan, trained: Trained, predictor: Predictor) -> Trained:
+def _finish(plan: Plan, trained: Trained, method: Method, predictor: Predictor) -> Trained:
     """Returns the model after its method's finish. Each rule selects among the finished weights as it did the step."""
-    job, algorithm = trained.job, trained.job.new_method()
-    if not isinstance(algorithm, Algorithm) or not algorithm.varied_by_finish or trained.failure is not None:
+    job = trained.job
+    if not isinstance(method, Algorithm) or not method.varied_by_finish or trained.failure is not None:
         return trained
     start = predictor.starting_weights()
     images = {name: _rule_images(plan, name, rows) for name, rows in job.split.evaluation.items()}
@@ -215,21 +215,20 @@ def _finish(plan: Plan, trained: Trained, predictor: Predictor) -> Trained:
 
     picked = {}
     for rule, selected in trained.selected.items():
-        best = best_finish(selected, algorithm.finish(start, selected.state), rule, plan.criteria, measured)
+        best = best_finish(selected, method.finish(start, selected.state), rule, plan.criteria, measured)
         if best is not None:
             picked[rule] = best
         elif rule == plan.rules[0]:
-            metric, varied = plan.recipe.protocol.metric, " and ".join(algorithm.varied_by_finish.values())
+            metric, varied = plan.recipe.protocol.metric, " and ".join(method.varied_by_finish.values())
             reason = f"{metric} on the images of {rule} is undefined for every {varied}"
             return dataclasses.replace(trained, selected={}, failure=reason)
     return dataclasses.replace(trained, selected=picked)
 
 
-def trained_parameters(trained: Trained) -> int:
+def trained_parameters(trained: Trained, method: Method) -> int:
     """Returns the number of values that training changes: none of a head that the text encoder gives."""
     if trained.parameters is not None:
         return trained.parameters
-    method = trained.job.new_method()
     if method.needs_text and not isinstance(method, Algorithm):
         return 0
     return sum(parameter.numel() for parameter in method.parameters() if parameter.requires_grad)

@@ -322,8 +322,8 @@ def save(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = Tr
                 records.append(line)
                 line = line.to_json()
             lines.setdefault(outcome.kind, []).append(line)
-            latest = began + (KEEP_SHARED_SECONDS if files.waiting_bytes else KEEP_SECONDS)
-            if time.monotonic() > latest or files.waiting_bytes > MAX_WAITING:
+            waiting = files.waiting_bytes
+            if time.monotonic() > began + (KEEP_SHARED_SECONDS if waiting else KEEP_SECONDS) or waiting > MAX_WAITING:
                 keep()
                 began = time.monotonic()
         keep()
