@@ -6,8 +6,10 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -623,6 +625,15 @@ def wait_in_workers():
 
     inference.decode = wait_and_decode
     inference.decoding_workers = lambda device, most: 2
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_early(small_model, images, tmp_path):
+    command = f"{shlex.quote(sys.executable)} -m xdm_ft predict {shlex.quote(str(small_model.model))} new --quiet"
+    piped = ["bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}"]
+    environment = os.environ | {"PYTHONPATH": str(Path(library.__file__).parents[1])}
+    done = subprocess.run(piped, cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.slow
