@@ -82,6 +82,11 @@ def test_without_a_recipe_and_with_a_cluster_that_is_not_there(images, doctor):
     assert status == 2 and "cluster" in fault and ("`ray start --head`" in remedy or "xdm_ft[ray]" in remedy)
 
 
+def test_of_several_processes_one_prints(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["doctor"]) == 0 and capsys.readouterr().out == ""
+
+
 def test_planted_faults_are_all_found_at_once(images, doctor):
     (images / "a" / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
     shutil.rmtree(images / "c" / "dog")

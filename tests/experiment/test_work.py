@@ -1,5 +1,6 @@
 """The queue that the processes of a run share, forked processes, and one bar for all of them."""
 
+import itertools
 import json
 import logging
 import os
@@ -8,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small_runs
@@ -17,7 +20,7 @@ from clusters import weights_and_predictions
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.evaluation import ModelKey
-from xdm_ft.experiment import pieces
+from xdm_ft.experiment import cluster, pieces
 from xdm_ft.experiment import work as module
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked
 from xdm_ft.runtime.errors import UserError
@@ -291,11 +294,49 @@ def test_what_a_checkpoint_holds_of_its_models_is_what_json_reads():
     assert json.loads(json.dumps(made.identity(made.jobs))) == made.identity(made.jobs)
 
 
+class Lost(Exception):
+    """An error of Ray."""
+
+
+def lost_tasks(progress):
+    """Tasks on a cluster that loses them all; `progress` is what it is at each look."""
+    exceptions = SimpleNamespace(RayError=Lost, TaskCancelledError=type("TaskCancelledError", (Lost,), {}))
+
+    def lose(task):
+        raise Lost
+
+    def submit(part):
+        tasks.running[object()] = part
+
+    tasks = cluster.Tasks(None, 1, ("output.dir", Path("state")), done=None, look=lambda: next(progress))
+    tasks.ray = SimpleNamespace(wait=lambda running, **_: (running, []), get=lose, exceptions=exceptions)
+    tasks.submit, tasks.running, tasks.losses, tasks.next_look = submit, {}, Counter(), 0.0
+    tasks.progress, tasks.folder, tasks.logged = None, Path("no logs"), {}
+    return tasks
+
+
+def test_a_node_that_dies_takes_many_tasks_with_it_once():
+    tasks = lost_tasks(itertools.repeat(0))
+    for number in range(20):
+        tasks.submit(cluster.Part(f"worker-{number}", None))
+    for _ in range(cluster.MAX_LOSSES - 1):
+        tasks.poll()
+    assert len(tasks.running) == 20
+    with pytest.raises(UserError, match=r"worker-\d+: its task was lost \(Lost\), 5 times without progress"):
+        tasks.poll()
+    advancing = lost_tasks(itertools.count())
+    advancing.submit(cluster.Part("worker-0", None))
+    for _ in range(2 * cluster.MAX_LOSSES):
+        advancing.poll()
+
+
 def test_what_a_dead_process_took_is_released_unless_it_is_done(tmp_path):
     dead, alive = RunDirectory(tmp_path, "worker-1", main=False), RunDirectory(tmp_path, "worker-10", main=False)
     assert dead.take("a") and dead.take("b") and alive.take("c")
     dead.finish("b")
+    (tmp_path / "state/taken/d").touch()  # is being taken: its process has not written its name yet
     alive.release("worker-1")
+    assert not alive.take("d")
     assert alive.take("a") and not alive.take("b") and not dead.take("c")
     assert alive.finished() == ["b"]
 

@@ -1,5 +1,6 @@
 """Which images a path means, in which order, with which group, and what is refused before anything is read."""
 
+import errno
 import io
 import os
 import sys
@@ -45,9 +46,24 @@ def test_links_are_followed_and_not_in_circles(scans):
     (scans / "b" / "back").symlink_to(scans)
     (scans / "link.png").symlink_to(scans / "top.png")
     (scans / "self.png").symlink_to("self.png")
-    found = list(Sources(["scans"]))
-    assert [item.path for item in found].count("scans/b/2.png") == 1
-    assert {"scans/link.png", "scans/self.png"} <= {item.path for item in found}  # the latter does not decode
+    (scans / "b" / "to_a").symlink_to(scans / "a")  # with the other, 2^40 ways to the same images
+    for given in ("scans", "scans/**/*.*"):
+        found = [item.path for item in Sources([given])]
+        assert found.count("scans/b/2.png") == 1 and len([path for path in found if "deep" in path]) == 1
+        assert {"scans/link.png", "scans/self.png"} <= {*found}  # the latter does not decode
+
+
+@pytest.mark.parametrize("given", ["scans", "scans/**/*.png"])
+def test_a_folder_that_can_not_be_read_is_not_passed_over(scans, given, monkeypatch):
+    def scandir(folder):
+        if str(folder).endswith("a/x"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return original(folder)
+
+    original = os.scandir
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(UserError, match="PATH: scans/a/x can not be read: Permission denied"):
+        paths(given)
 
 
 @pytest.mark.parametrize(

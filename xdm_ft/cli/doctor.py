@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import shutil
 import sys
 from collections.abc import Generator, Iterator
@@ -46,7 +47,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     """Prints every finding when it is made: some checks take minutes."""
     checks = []
     for finding in _findings(arguments):
-        if not arguments.json:
+        if not arguments.json and os.environ.get("RANK", "0") == "0":  # of several launched processes one prints
             show(finding)
         ok = finding.remedy is None
         checks.append({"check": finding.what, "ok": ok, "found": finding.found, "remedy": finding.remedy})

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from xdm_ft.cli import Answer, columns
-from xdm_ft.cli.predict import load_model
+from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.choose import training_images
@@ -108,6 +108,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     Of images with the same bytes, the first one counts. Images that trained the model count, are counted, and leave no
     verdict. Raises `UserError` for a site that can not be read or a label that the model lacks.
     """
+    check_batch_size(arguments)
     model, path = load_model(arguments), arguments.site
     config, card = model.config, model.config.expected
     site = read_site(path, config.class_names, config.renamed, arguments.group)

@@ -32,10 +32,13 @@ def choice_of(arguments: argparse.Namespace) -> Choice:
     return Choice(arguments.method, held_out, arguments.seed, arguments.trial)
 
 
-def load_model(arguments: argparse.Namespace) -> Model:
-    """Returns the model of the options of `add_model_options`. Raises `UserError`."""
+def check_batch_size(arguments: argparse.Namespace) -> None:
     if arguments.batch_size is not None and arguments.batch_size < 1:
         raise UserError(f"--batch-size: {arguments.batch_size} is not positive")
+
+
+def load_model(arguments: argparse.Namespace) -> Model:
+    """Returns the model of the options of `add_model_options`. Raises `UserError`."""
     where = {"device": arguments.device, "precision": arguments.precision}
     return load(arguments.model, **where, encoder_weights=arguments.encoder_weights, choice=choice_of(arguments))
 
@@ -94,6 +97,7 @@ def main(arguments: argparse.Namespace) -> Answer:
 
     Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
     """
+    check_batch_size(arguments)  # before the images are counted, which may take minutes
     out, format_ = output_of(arguments)
     sources = Sources(arguments.paths, arguments.group_by)
     if out is not None:

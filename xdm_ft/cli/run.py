@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING
 
 from xdm_ft.cli import Answer
 from xdm_ft.cli.arguments import KEYS
-from xdm_ft.recipe import check
-from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import read_recipe, say_if_finished
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.atomic import replace_text
-from xdm_ft.storage.cache_root import cache_root
 
 if TYPE_CHECKING:
     from xdm_ft.recipe.settings import Recipe
@@ -22,6 +18,10 @@ if TYPE_CHECKING:
 
 def load_recipe(arguments: argparse.Namespace) -> Recipe:
     """Returns the checked recipe, and leaves its keys for the Tab key. Raises `UserError`."""
+    from xdm_ft.recipe import check
+    from xdm_ft.storage.atomic import replace_text
+    from xdm_ft.storage.cache_root import cache_root
+
     recipe = check.load(arguments.recipe, arguments.overrides)
     with suppress(UserError, OSError):  # without a cache folder that can be written, Tab offers no keys
         path, text = cache_root() / KEYS, json.dumps(check.known_keys())
@@ -33,7 +33,6 @@ def load_recipe(arguments: argparse.Namespace) -> Recipe:
 
 def main(arguments: argparse.Namespace) -> Answer:
     say_if_finished(read_recipe(arguments.recipe, arguments.overrides))  # before the imports that take seconds
-
     return run_recipe(load_recipe(arguments))
 
 

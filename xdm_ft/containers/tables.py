@@ -93,7 +93,7 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yields (number, cells) of each row of a CSV file that is UTF-8 with commas. The first is the header, number 1.
 
     Blank lines are skipped, and counted. Every row has as many cells as the header, whose names have no blanks around
-    them. Cells are as they were before `storage.csv_cells` quoted formulas. Raises `UserError`.
+    them. Cells are as they were before `storage.lines.csv_line` quoted formulas. Raises `UserError`.
     """
     number = 1
     try:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -237,7 +238,7 @@ class Tasks:
         """
         self.settings, self.folder = self.work.recipe.cluster, self.shared[1] / f"tasks-{uuid.uuid4().hex}"
         self.running: dict[Any, Part] = {}  # by the reference of the task
-        self.losses, self.progress, self.next_look = 0, self.look(), 0.0
+        self.losses, self.progress, self.next_look = Counter[str](), self.look(), 0.0  # losses: of each part
         self.saved = 0  # trainings that were unfinished when their tasks were asked to stop
         self.logged: dict[Path, int] = {}  # lines of each log that have been read
         on_gpu, level = self.settings.gpus_per_model > 0, logger.getEffectiveLevel()
@@ -287,7 +288,8 @@ class Tasks:
                     logger.log(level, "%s: %s", node, message)
                 self.logged[file] = len(lines)
             if (progress := self.look()) != self.progress:
-                self.progress, self.losses = progress, 0
+                self.progress = progress
+                self.losses.clear()
         for task in ended:
             part = self.running.pop(task)
             try:
@@ -295,11 +297,12 @@ class Tasks:
             except self.ray.exceptions.TaskCancelledError:
                 continue
             except self.ray.exceptions.RayError as error:
-                self.losses += 1
+                self.losses[part.name] += 1  # a node that dies takes many parts with it, each of them once
                 why = f"{part.name}: its task was lost ({type(error).__name__})"
-                if self.losses >= MAX_LOSSES:
+                if self.losses[part.name] >= MAX_LOSSES:
                     raise UserError(
-                        f"{why}, the last of {MAX_LOSSES}; nodes may lack memory, `ray status` and Ray's log say more"
+                        f"{why}, {MAX_LOSSES} times without progress; nodes may lack memory, `ray status` and Ray's "
+                        "log say more"
                     ) from error
                 logger.warning("%s; it is done again", why)
                 self.lost(part)

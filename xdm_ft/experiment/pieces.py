@@ -283,13 +283,16 @@ class _ClusterTraining(NamedTuple):
 
     def do(self, part: Part, accelerator: Accelerator) -> list[str]:
         """Returns the names of the pieces that this task has done."""
-        done = list[str]()
+        done, checked = list[str](), set[Any]()
         with RunDirectory(self.path, part.name, main=False) as directory:
             context = RunContext(self.plan, self.prepared, directory, accelerator)
             progress = RunProgress("", work_of(self.pieces), NOTHING, directory, processes=1, shows=False)
             for piece in self.pieces:
                 if not stop_requested() and directory.take(piece.name):
-                    self._require_inputs(piece.item)
+                    inputs = piece.item.encoder_label, piece.item.trainable
+                    if inputs not in checked:  # once: it hashes the encoder's weights
+                        self._require_inputs(piece.item)
+                        checked.add(inputs)
                     do_piece(context, piece, self.measure, progress)
                     done.append(piece.name)
         return done

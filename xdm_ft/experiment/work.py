@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xdm_ft")
 LOOPBACK = "127.0.0.1"
+REFRESH_SECONDS = 0.2  # at least, between two looks at the counts
+WATCH_SECONDS = 1.0  # between two looks while this process only waits
+SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
 
 
 def as_launched(recipe: Recipe) -> Recipe:
@@ -126,7 +129,6 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
     `accelerate launch` alone would leave it at one thread. Raises `UserError` if the launcher asks for GPUs and torch
     finds none, or if the caller has an accelerator of another precision.
     """
-    import torch
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, is_initialized
     from accelerate.utils import InitProcessGroupKwargs
@@ -165,12 +167,6 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
     # images of one training all have one size: the fastest convolutions are found once
     torch.backends.cudnn.benchmark = recipe.trains_encoders
     return accelerator
-
-
-logger = logging.getLogger("xdm_ft")
-REFRESH_SECONDS = 0.2  # at least, between two looks at the counts
-WATCH_SECONDS = 1.0  # between two looks while this process only waits
-SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
 
 
 def run_forked(

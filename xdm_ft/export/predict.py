@@ -368,6 +368,8 @@ def _lock(file: Path) -> int:
     while True:
         with disk_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_symlink():
+                raise UserError(f"{file}: is a symbolic link; delete it, or name another file")
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with suppress(BlockingIOError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ class Sources:
         elif os.path.lexists(path) and not os.path.isdir(path):
             yield path
         else:
-            for file in _files(path, set()) if os.path.isdir(path) else _matches(str(expand_user(path, "PATH"))):
+            for file in _files(path) if os.path.isdir(path) else _matches(str(expand_user(path, "PATH"))):
                 if is_image(file):
                     yield file
                 else:
@@ -137,28 +137,52 @@ def counted(others: Mapping[str, int]) -> str:
     return f"{plural(sum(others.values()), 'other file')}: {', '.join(named)}"
 
 
-def _files(folder: str, visited: set[tuple[int, int]]) -> Iterator[str]:
-    """Yields the files in a folder at any depth. Links are followed, each folder once."""
-    status, names, folders = visible_entries(folder, "PATH")
-    if (identity := (status.st_dev, status.st_ino)) in visited:
-        return
-    visited.add(identity)
-    for name in names:
-        path = os.path.join(folder, name)
-        if name in folders:
-            yield from _files(path, visited)
-        else:
-            yield path
-
-
 def _matches(pattern: str) -> Iterator[str]:
-    """Yields the files that a glob matches; a file that links lead to in several ways is there once."""
-    real_folder, seen = lru_cache(os.path.realpath), set[tuple[str, str]]()
-    for path in sorted(glob.iglob(pattern, recursive=True), key=lambda path: path.split("/")):
-        folder, name = os.path.split(path)
-        if not os.path.isdir(path) and (identity := (real_folder(folder), name)) not in seen:
-            seen.add(identity)
-            yield path
+    """Yields the files that a glob matches. `**` is any number of folders; hidden files match nothing."""
+    parts = pattern.split("/")
+    fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = "/".join(parts[:fixed]) or ("/" if fixed else "")
+    if os.path.isdir(root or "."):
+        yield from _files(root, [part for part in parts[fixed:] if part])
+
+
+def _files(folder: str, parts: Sequence[str] = ("**",)) -> Iterator[str]:
+    """Yields the files at any depth in a folder ("": the current one) whose names below it match `parts`.
+
+    They are in the order of their names. Links are followed, each folder once; `glob.iglob` would follow a link to a
+    folder above 40 times, and pass over a folder that can not be read. Raises `UserError` for such a folder.
+    """
+    visited = set[tuple[int, int]]()
+
+    def walk(folder: str, above: tuple[str, ...]) -> Iterator[str]:
+        status, names, folders = visible_entries(folder or ".", "PATH")
+        if (identity := (status.st_dev, status.st_ino)) in visited:
+            return
+        visited.add(identity)
+        for name in names:
+            path, reached = os.path.join(folder, name), (*above, name)
+            if name not in folders:
+                if _match(reached, parts):
+                    yield path
+            elif _may_hold(reached, parts):
+                yield from walk(path, reached)
+
+    yield from walk(folder, ())
+
+
+def _match(names: Sequence[str], parts: Sequence[str]) -> bool:
+    if not parts or not names:
+        return not names and all(part == "**" for part in parts)
+    if parts[0] == "**":
+        return _match(names, parts[1:]) or _match(names[1:], parts)
+    return fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:])
+
+
+def _may_hold(names: Sequence[str], parts: Sequence[str]) -> bool:
+    """Whether files in a folder of these names may match."""
+    start = parts.index("**") if "**" in parts else len(parts)
+    fit = all(fnmatchcase(name, part) for name, part in zip(names, parts[:start], strict=False))
+    return fit and (len(names) < len(parts) or start < len(parts))
 
 
 def _is_table(path: str) -> bool:

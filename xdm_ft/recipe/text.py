@@ -88,7 +88,7 @@ class RecipeText:
     overridden: set[Key] = field(default_factory=set)
     override_origin: str = "command line"
     method_overrides: list[tuple[str, Any]] = field(default_factory=list)
-    """(METHOD.KEY, value): which items of `methods` they change, `method.apply_overrides` finds out"""
+    """(METHOD.KEY, value): which items of `methods` they change, `method.items_with_overrides` finds out"""
     written_as: dict[Key, str] = field(default_factory=dict)  # of a key that an override METHOD.KEY sets
 
     def where(self, key: Key) -> str:

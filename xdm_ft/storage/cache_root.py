@@ -8,7 +8,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -80,7 +80,12 @@ def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         logger.debug("%s: %s", path.parent, error)
-    with one_at_a_time(path.with_suffix(".lock")) if is_writable(path.parent) else nullcontext():
+    with ExitStack() as alone:
+        if is_writable(path.parent):
+            try:
+                alone.enter_context(one_at_a_time(path.with_suffix(".lock")))
+            except UserError as error:  # a full disk, which the mode of the folder does not show
+                logger.debug("%s", error)
         if (arrays := _read(path)) is not None:
             return arrays
         made = make()

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -146,7 +146,8 @@ class RunDirectory:
         """Gives back the trainings that a process, which has died, took and did not finish."""
         finished = set(self.finished())
         for file in (self.path / "state" / TAKEN).glob("*"):
-            if file.name not in finished and file.read_text() in (process, ""):  # it may have died before it wrote
+            # one without a name is being taken, or its process died at that moment: `give_back` is for those
+            if file.name not in finished and file.read_text() == process:
                 file.unlink()
 
     def give_back(self, name: str) -> None:
@@ -158,8 +159,11 @@ class RunDirectory:
 
     def last_checkpoint(self) -> float:
         """Returns the time at which the last checkpoint was written; 0.0: there is none."""
-        files = (self.path / "state" / "checkpoints").glob("*")
-        return max((file.stat().st_mtime for file in files), default=0.0)
+        latest = 0.0
+        for file in (self.path / "state" / "checkpoints").glob("*"):
+            with suppress(FileNotFoundError):  # its task has finished, or has given it its name, since it was listed
+                latest = max(latest, file.stat().st_mtime)
+        return latest
 
     def finish(self, name: str) -> None:
         """Marks a training as done: its models are saved."""
