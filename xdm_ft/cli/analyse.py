@@ -81,6 +81,7 @@ def main(arguments: argparse.Namespace) -> Answer:
         before = dict(run.results["environment"])
         prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, before)
 
+        # features apart: those of other libraries are the same ones rounded otherwise, which is worth a note only
         now, features = inputs(dataset, prepared), before.pop("features", None)
         refuse_other_inputs(run.path, before, now, REMEDY)
         if features is not None and features != now.get("features", features):

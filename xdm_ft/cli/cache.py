@@ -137,12 +137,13 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
             raise UserError(f"cache prune: {folder} holds no run (no results.json); name a run directory or its parent")
         for path in paths:
             try:
+                # verified, though little of it is read: a damaged file may have lost the key of features in use
                 features = read_results(path, lambda run: None)["environment"].get("features")
             except Damaged as error:
                 raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
             # keys of stores: of features and of activations, under every encoder; a run end to end has none
             nested = [features]
-            for value in nested:
+            for value in nested:  # the list grows while it is read
                 if isinstance(value, dict):
                     nested += value.values()
                 elif value is not None:

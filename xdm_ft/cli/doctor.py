@@ -89,6 +89,7 @@ def installation() -> Iterator[Finding]:
     installed, all_fit = [], True
     for line in importlib.metadata.requires("xdm_ft") or []:
         needed = Requirement(line)
+        # of an extra, or for another system: it is no fault that it is missing
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -221,6 +222,7 @@ def cache_space(
         views = cached_views(part, dataset, hashes.images, recipe.features, recipe.train_augmentation, device)
         missing, plain = sum(len(store.missing()) for _, store in views), views[0][1]
         needed = sum(store.bytes_needed for _, store in views)
+        # without the plain view's own bytes, which `require_space` adds
         plain.require_space(needed_before + needed - plain.bytes_needed)
         needed_before += needed
         passes = f" in {len(views)} passes" if len(views) > 1 else ""

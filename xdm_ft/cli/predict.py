@@ -101,6 +101,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     out, format_ = output_of(arguments)
     sources = Sources(arguments.paths, arguments.group_by)
     if out is not None:
+        # at once, as listing the images and loading the model may take minutes
         refuse_taken(out, arguments.resume)
     total, model = sources.count(), load_model(arguments)
     flags = arguments.probabilities, arguments.entropy, arguments.spread, arguments.top_k, arguments.distance

@@ -43,6 +43,7 @@ def main(arguments: argparse.Namespace) -> Answer:
         format_ = arguments.format or FORMATS[suffix]
     paths: dict[Path, Path] = {}
     for path in (expand_user(name, "RUN_DIR") for name in arguments.run_dirs):
+        # resolved: a/ and ./a are one run, which would be compared with itself
         if paths.setdefault(path.resolve(), path) is not path:
             raise UserError(f"{path}: is named twice; name each run directory once")
     runs = [read_run(path) for path in paths.values()]

@@ -117,6 +117,7 @@ def _power(recipe: Recipe) -> list[str]:
     if not is_run(path):
         return []
     results = read_run(path).results
+    # as launched: the run wrote its precision, which the recipe itself may leave out
     if refused_changes(results["recipe"], as_launched(recipe).resolved()):
         return []
     seeds = LOOKS[-1] if recipe.auto_seeds else len(recipe.protocol.seeds)

@@ -111,6 +111,7 @@ class PiecedImages(EncodedImages):
         memory.last = number
         images = piece(number)
         if is_next and memory.reads_ahead and is_remote(self.container.files[int(self.pieces.file_of[number])]):
+            # else what is read ahead would push out pieces before they are needed
             is_small = (AHEAD + KEPT) * sum(map(len, images)) <= memory.kept.limit
             last = min(number + AHEAD, len(self.pieces.ends) - 1) if is_small else number
             for following in range(number + 1, last + 1):

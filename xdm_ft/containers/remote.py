@@ -46,6 +46,7 @@ def state_of(address: str) -> FileState:
         system, path = _system(address)
         system.invalidate_cache()  # else it may describe the file as it was
         info: dict[str, Any] = system.info(path)
+        # each piece would else be a download of the whole file
         if info.get("partial") is False:
             raise ValueError("no range requests")
         return info
@@ -76,11 +77,13 @@ def open_file(address: str, state: FileState, block_bytes: int = 0) -> BinaryIO:
 
     def request() -> Any:
         system, path = _system(address)
+        # with the size that is known: fsspec would ask the server for it at each opening
         return system.open(path, "rb", size=state.size, **how)
 
     file = attempt(address, request)
     if hasattr(file, "cache"):  # not those of this machine
         fetch = file.cache.fetcher
+        # so a lost connection costs one range, not all that was read before
         file.cache.fetcher = lambda start, stop: attempt(address, lambda: fetch(start, stop))
     return file
 

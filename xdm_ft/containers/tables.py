@@ -84,6 +84,7 @@ def alike(names: Sequence[str]) -> list[list[int]]:
         # NFKC maps the two encodings of an accented letter (one character, or letter and accent) to one
         value: object = "".join(unicodedata.normalize("NFKC", name).casefold().split())
         with suppress(ValueError):
+            # Python reads 1_0 as 10, a reader does not
             value = float(str(value)) if math.isfinite(float(str(value))) and "_" not in str(value) else value
         numbers_of.setdefault(value, []).append(number)
     return [numbers for numbers in numbers_of.values() if len(numbers) > 1]
@@ -97,6 +98,7 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     """
     number = 1
     try:
+        # -sig: spreadsheets begin a file with a byte order mark, which would be part of the first column's name
         with file.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.reader(stream, skipinitialspace=True, strict=True)
             header = [name.strip() for name in next(reader, [])]

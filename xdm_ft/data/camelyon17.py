@@ -27,6 +27,7 @@ class Camelyon17(ImageFiles):
         self.domain_names = tuple(f"hospital {number}" for number in range(5))
         self.labels = release.y_array.numpy()
         self.domains = metadata[:, columns["hospital"]]
+        # from its table, as WILDS' metadata array has slides alone, of which a patient may have several
         self.groups = numbered(release._metadata_df["patient"].tolist())[1]
         part = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}
         names = {number: part[name] for name, number in release.split_dict.items()}

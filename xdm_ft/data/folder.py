@@ -48,6 +48,7 @@ class Folder(ImageFiles):
                 f"data.root: {root} contains no images in <domain>/<class>/ folders; {_what_is_there(root, files)}"
             )
         self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
+        # per class folder instead of per image: splitting the paths of a million images takes long
         folders, counts = list[str](), list[int]()  # class folders, and how many images each has
         first = 0
         while first < len(images):

@@ -70,6 +70,7 @@ class WebDataset(PiecedImages):
         self.container = Container(tuple(files), "tar", self.pieces)
         self.domain_names, of_file = numbered([file.rstrip("/").rsplit("/", 2)[-2] for file in files])
         self.domains = np.repeat(of_file, rows)
+        # `key and name`: columns of the index have our names, whatever the keys of KEY.json are called
         name_columns(self, table, self.where, {name: key and name for name, key in of_names.items()})
 
     def name(self, row: int) -> str:

@@ -98,6 +98,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 wait_for_everyone(accelerator)  # all processes read what the main one wrote
                 recipe, plan = more, make_plan(more, dataset, prepared.unreadable)
                 findings = faults(plan, True, hashes) if main else []
+                # as after a restart, so that chunks of heads are those of a run that was interrupted here
                 results = RunResults.resume(directory, recipe, accelerator)
             if main:
                 write_sessions(plan, results.records.values(), directory)
@@ -110,5 +111,6 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             if main:
                 refresh_reports(directory, finished.as_read)
                 directory.complete()
+                # last, as a tracker may fail for want of a network: the run directory is complete then
                 log_results(accelerator, recipe, finished)
     return finished

@@ -228,8 +228,10 @@ def read_model(context: RunContext, planned: PlannedModel, record: Record) -> Tr
         method.load_state_dict(state)
         return TrainedModel(record, method.eval(), lambda rows: features[rows.to(features.device)].cpu(), None, batch)
     assert isinstance(method, Algorithm)
+    # a copy: the weights of the next model are loaded into the same prepared encoder
     model = EndToEnd(copy.deepcopy(inputs.encoder), method, "frozen")
     model.load_weights(state)
+    # a copy, as `model.to` below moves the method too, and features are kept on the CPU
     head, preprocessing = copy.deepcopy(method).cpu().eval(), inputs.encoder.preprocessing
     images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
     encoder = OwnEncoder(model.to(context.accelerator.device).eval(), images, context.accelerator)
@@ -412,6 +414,7 @@ def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Se
                     for _ in _measure_group(replace(context, directory=directory), images, group):
                         with done.get_lock():
                             done.value += 1
+                        # forks count in shared memory: the bar on the terminal is that of the first process
                         if number == 0:
                             bar.advance(begun + done.value - bar.done)
 

@@ -159,6 +159,7 @@ def reachable(asked: str) -> str:
             "ray:// submit it (`ray job submit`)"
         )
     try:
+        # asked first, as `ray.init` waits long for an address where nobody answers
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError(f"cluster.address: {address} can not be reached ({error}); {START}") from error
@@ -272,6 +273,7 @@ class Tasks:
     def submit(self, part: Part) -> None:
         gpus = self.settings.gpus_per_model
         # plain values, as a node may lack this package, and then says so
+        # the reference stands in a list, where Ray leaves it: a process that has kept the work fetches nothing
         arguments = [self.pickled], tuple(part), self.order._asdict()
         task = self.task.options(num_cpus=self.threads, num_gpus=gpus, name=part.name).remote(*arguments)
         self.running[task] = part
@@ -282,6 +284,7 @@ class Tasks:
         if ended or time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + LOOK_SECONDS
             for file in self.folder.glob("*.log"):
+                # a task may be in the middle of its last line, which is read at the next look
                 lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
                 for line in lines[self.logged.get(file, 0) :]:
                     level, node, message = json.loads(line)
@@ -294,7 +297,7 @@ class Tasks:
             part = self.running.pop(task)
             try:
                 how, node, value = self.ray.get(task)
-            except self.ray.exceptions.TaskCancelledError:
+            except self.ray.exceptions.TaskCancelledError:  # it had not begun, so it has nothing to save
                 continue
             except self.ray.exceptions.RayError as error:
                 self.losses[part.name] += 1  # a node that dies takes many parts with it, each of them once
@@ -407,6 +410,7 @@ def _load_work(fetch_work: Callable[[], bytes], name: str, order: Order) -> tupl
         ) from error
     for variable in LAUNCHERS:
         os.environ.pop(variable, None)
+    # a task on the CPU may see GPUs of its node, which belong to other tasks
     os.environ["ACCELERATE_USE_CPU"] = "false" if order.on_gpu else "true"
     # tasks share memory and cores as the processes of a launcher do
     os.environ["LOCAL_WORLD_SIZE"] = str(max(1, cores() // order.threads))
@@ -468,6 +472,7 @@ def extraction_on(recipe: Recipe) -> Elsewhere | None:
         """Computes these images in tasks, `size` in a shard. Returns how many they have computed."""
         threads, store, arrived = recipe.cluster.cpus_per_model, extraction.store, 0
         tasks = STRETCHES_PER_TASK * fitting(recipe.cluster, threads)
+        # a multiple of a shard, so that cutting the images into stretches makes no small shards
         length = size * max(1, math.ceil(len(images) / size) // max(MIN_STRETCHES, tasks))
         stretches = [images[first : first + length] for first in range(0, len(images), length)]
         parts = [Part(f"{store.what.split()[0]}-{number}", numbers) for number, numbers in enumerate(stretches)]

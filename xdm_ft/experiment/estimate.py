@@ -329,6 +329,7 @@ class Work:
         plan, device, encoder = self.plan, self.accelerator.device, self.encoder
         item, shape = models[0].item, (len(plan.dataset.class_names), encoder.width)
         if item.is_solver and item.algorithm.cls.needs_text:
+            # its head is the class embeddings, which are computed before training
             return [0.0] * len(models)
         x = torch.randn(MADE_UP_ROWS, encoder.width)
         if item.is_solver:  # linear_probe: its passes over all images, and the matrices of its coordinates in float64

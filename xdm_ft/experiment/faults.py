@@ -125,6 +125,7 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
     for values, where in ((dataset.domains, "more than one domain"), (dataset.labels, "two classes")):
         if count := sum(len({*values[rows].tolist()}) > 1 for rows in repeated):
             counts.append(f"{count} of them in {where}")
+    # −1 is no copy: two roles that both have images without copies share none
     sets = [
         {role: {*np.unique(copy_of[rows]).tolist()} - {-1} for role, rows in roles(split).items()} for split in splits
     ]
@@ -135,6 +136,7 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
             none = ""
     counts += [none] if none else []
     first = repeated[0]
+    # a pair from two domains, if there is one: it makes a held-out domain partly seen
     other_domain = (row for row in first if dataset.domains[row] != dataset.domains[first[0]])
     pair = f"{dataset.name(first[0])} and {dataset.name(next(other_domain, first[1]))}"
     remedy = "remove one of each pair, or both where their labels differ"
@@ -146,6 +148,7 @@ def roles(split: Split) -> dict[str, np.ndarray]:
     rows = {name: of.numpy() for name, of in split.evaluation.items()}
     test = [rows.pop(name) for name in ("test", "test_val") if name in rows]
     validation, train = list(rows.values()), [of.numpy() for of in split.train]
+    # a split may lack a role, and `np.concatenate` refuses an empty list
     none = np.empty(0, np.int64)
     return {role: np.concatenate([none, *of]) for role, of in zip(ROLES, (train, validation, test), strict=True)}
 

@@ -108,6 +108,7 @@ class Fit:
                 offered = algorithm.finish(predictor.starting_weights(), selected.state)
                 state = next(weights.state for weights in offered if weights.varied == self.varied)
                 selected = dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
+            # no image is left to predict, which would show broken weights
             if not all(value.isfinite().all() for value in selected.state.values()):
                 failure = f"the weights are not finite after step {selected.step}"
         if failure is not None:
@@ -232,9 +233,11 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
     training = drawn_training(recipe.training, item, drawn)
     if not item.is_solver:
         # engines keep and average weights only at evaluations, so these must include the steps chosen above
+        # − 1: the first segment that is averaged begins with the step after an evaluation
         every = step if averaged_from is None else math.gcd(averaged_from - 1, step)
         training = training.model_copy(update={"patience": None, "evaluate_every": every})
     split, steps = all_domains(plan.dataset, tuple(unreadable)), median(model.steps for model in planned)
+    # trial 0 stands for all: the settings are medians over trials, and no trial has drawn them
     key = ModelKey(item.label, split.test_domains, planned[0].key.seed, 0)
     model = PlannedModel(key, drawn_item(item, drawn), training, split, steps)
     temperatures = [pick.temperature for pick in selected if pick.temperature is not None]

@@ -178,6 +178,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         if value is None:  # of averaged weights, which have none yet
             name = split_of(rule)
             value = _rule_images(plan, name, job.split.evaluation[name]).value(logits[name])
+        # JSON has no NaN: an undefined value is null in results.json
         picks[rule] = dataclasses.replace(pick, value=value if math.isfinite(value) else None)
         probabilities = None
         if rule == own_rule:  # those of others would only multiply the size of the file
@@ -370,6 +371,7 @@ def keep_references(context: RunContext, splits: Iterable[Split]) -> None:
             continue
         split = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
         training, validation = torch.cat(split.train).sort().values.numpy(), split.evaluation["train_val"].numpy()
+        # 2: once for the means of the classes, once for the covariance around them
         with progress("training features", 2 * len(training) + len(validation), "images", directory.main) as bar:
             read = partial(blocks, features, bar=bar)
             try:

@@ -255,8 +255,10 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
         # in every process: all of them predict together end to end
         outcomes = (measure(context, piece, model, predictor) for model in trained if model.job.key in piece.wanted)
         records = save(outcomes, context.directory, writes=saves)
+    # after the records are on the disk: a kill between the two would lose the training
     checkpoint.remove()
     if saves:
+        # after the records too, as nobody does a piece again that is marked as finished
         context.directory.finish(piece.name)
     return records
 
@@ -284,6 +286,7 @@ class _ClusterTraining(NamedTuple):
     def do(self, part: Part, accelerator: Accelerator) -> list[str]:
         """Returns the names of the pieces that this task has done."""
         done, checked = list[str](), set[Any]()
+        # under its own name: a file of lines has one writer, and `release` finds what a lost task had taken
         with RunDirectory(self.path, part.name, main=False) as directory:
             context = RunContext(self.plan, self.prepared, directory, accelerator)
             progress = RunProgress("", work_of(self.pieces), NOTHING, directory, processes=1, shows=False)

@@ -125,6 +125,7 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     by_seed = {seed: splits(dataset, recipe.protocol, seed, unreadable) for seed in recipe.protocol.seeds}
     models = []
     for item in recipe.methods:
+        # nothing is drawn for class embeddings: more seeds would be copies, with a standard deviation of 0
         seeds = recipe.protocol.seeds[:1] if item.is_text else recipe.protocol.seeds
         for number in range(len(by_seed[seeds[0]])):
             for seed in seeds:
@@ -174,6 +175,7 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     cls, settings = item.algorithm.cls, item.algorithm.kwargs()
     needs_two = any(settings[name] == value for name, value in cls.two_domains_if.items())
     needed = max(cls.min_domains, 2 if needs_two else 1)
+    # extra models of cross_domain train without one more domain
     have = len(split.train_domains) - crossed
     skipped = item.skipped
     if skipped is None and have < needed:

@@ -112,6 +112,7 @@ def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
         except UserError as error:
             if label is None:
                 raise
+            # encoders name their keys as those of `encoder`, which a recipe with `encoders` does not have
             lines = (line if re.match(r"encoder\b", line) else f"encoder: {line}" for line in error.args)
             raise UserError(*(line.replace("encoder", f"encoders.{position}", 1) for line in lines)) from error
     for item in with_text(recipe, encoders).served:
@@ -243,6 +244,7 @@ def image_hashes(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator
     if index is not None and ranks > 1:
         hashes = hash_files(dataset, index, main, share=(accelerator.process_index, ranks))
         wait_for_everyone(accelerator)  # the others' hashes are in the index now, if it is the same one
+        # else the index is not shared, and each process hashes all files by itself
         if hashes.digests.any(1).sum() + len(hashes.unreadable) == len(dataset):
             return hashes
     return hash_files(dataset, index, main)
@@ -335,6 +337,7 @@ def _why_computed(recipe: Recipe, cut: RecipeCut, on_images: bool, planned: int,
     folder = existing = cache_path(settings)
     if folder.exists() and not is_writable(folder):
         return f"features.cut: auto, as {folder} can not be written"
+    # the first run makes the folder, and a disk can be asked only through a folder that exists
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free

@@ -183,6 +183,7 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
     main = bool(accelerator.is_main_process)
     with RunDirectory(Path(recipe.output.dir) / recipe.name, str(accelerator.process_index), main) as directory:
         if main:
+            # before the look at its files: two runs that begin at once would both find an empty folder
             directory.lock()
             grows = True
             if directory.is_begun:
@@ -198,6 +199,7 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
             if grows:
                 directory.write_text("recipe.yaml", recipe.as_yaml())
         wait_for_everyone(accelerator)
+        # behind the barrier, as it looks at the lock file that the main process makes
         directory.begin()
         if main:
             directory.require_writable(["events", "models", "test_images", "training_features"])

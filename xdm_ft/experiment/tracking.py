@@ -47,6 +47,7 @@ def write_curves(
         for job, values in curves:
             directory.write_scalars(sub_run(*job.key), step, values)
         return
+    # reversed, as the last of equal keys stays: a sub-run is named by its first head
     first = {job.test_domains: job for job in reversed(chunk)}
     together: dict[tuple[str, ...], list[Scalars]] = {}
     for job, values in curves:
@@ -153,6 +154,7 @@ def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> N
     last = max(steps, default=0)
     steps[last] = steps.get(last, {}) | tested(results)
     resolved = recipe.resolved()
+    # by label, as `_flat` makes a list one text, in which no tracker can compare settings
     resolved["methods"] = {label_of(item): item for item in resolved["methods"]}
     config = {accepted[key]: value for key, value in _flat(resolved)}
     try:
@@ -167,6 +169,7 @@ def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> N
         remedy = "the run is complete; run the same command to log it again, or leave report.log_with out"
         raise UserError(f"{recipe.name}: report.log_with: {used}: {what}; {remedy}") from error
     finally:
+        # else `end_training`, when the run shuts down, would finish them a second time
         accelerator.trackers.clear()
 
 
@@ -176,6 +179,7 @@ def curves(results: Results) -> dict[int, dict[str, float]]:
     for name_of_run, scalars in read_scalars(results.path / "events").items():
         heads = dict(scalars.get("train/heads", ()))
         for tag, of_tag in scalars.items():
+            # two slashes: runs of earlier versions have all curves in one folder, which tells no method
             if name_of_run.count("/") == 2 and tag.startswith(("train/", "val/", "oracle/")) and tag != "train/heads":
                 name = f"{name_of_run.rpartition('/')[0]}/{tag}"
                 for step, value in of_tag:

@@ -310,6 +310,7 @@ class RunProgress:
         """Context that yields the progress of one piece: `units` of its own. Each advance calls `after_step`."""
         self.note = note
         yield PieceProgress(self, note, units, self.pieces[name].cost / max(1, units), after_step)
+        # from now on its mark in the run directory counts
         self.begun[self.number] = 0.0
 
     @property
@@ -330,6 +331,7 @@ class RunProgress:
         with self._lock:  # the thread of `watched` shows too
             self._last, finished = now, self.finished
             cost, total = min(self.total.cost, finished.cost + sum(self.begun)), self.total.cost
+            # what earlier runs did took none of this run's time, so it tells nothing of its speed
             share, new = cost / max(1, total), cost - self.done.cost - sum(self.resumed)
             left = f"about {duration((total - cost) * (now - self.started) / new)} left, " if new > 0 else ""
             text = f"{self._models(finished)}, {left}now {printable(self.note)}"

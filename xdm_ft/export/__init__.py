@@ -341,6 +341,7 @@ def load_trained(encoder: Encoder, trained: Mapping[str, Tensor], complete: bool
     Raises `ValueError` if the encoder does not have these tensors, or has others beside a complete state.
     """
     try:
+        # the whole state in both cases, as torch then refuses names that the encoder lacks
         encoder.load_state_dict(dict(trained) if complete else encoder.state_dict() | dict(trained))
     except RuntimeError as error:
         raise ValueError(one_line(error)) from error

@@ -32,6 +32,7 @@ WORDS = {
 }
 CALIBRATION = ("nll", "ece")
 MAX_NAMED = 5  # classes at most, whose means are of few images
+# beside Markdown's own signs: renderers make links of https://… and www.…, and mentions of @…, by themselves
 _ACTIVE = re.compile(r"([\\`*_{}\[\]#|~$!@^]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 
 
@@ -128,7 +129,7 @@ def metadata(config: ModelConfig, encoder: Mapping[str, Any]) -> dict[str, Any]:
     }
     sources = [str(encoder.get(key)) for key in ("weights", "model") if str(encoder.get(key)).startswith(HUB)]
     if sources:
-        front["base_model"] = sources[0].removeprefix(HUB).split("@")[0]
+        front["base_model"] = sources[0].removeprefix(HUB).split("@")[0]  # the hub links repositories, not revisions
     expected = config.expected
     if expected is None or expected.selection == "oracle":  # such numbers are no results
         return front

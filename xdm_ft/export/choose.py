@@ -176,6 +176,7 @@ def read_parts(
         )
 
     trained = with_prefix(state, "encoder")
+    # WiSE-FT begins with the weights from before training, and mixes the trained ones in
     encoder = _read_encoder(run, description, trained if wise_ft is None else {})
     try:
         members = {f"members.{seed}": head_of(with_prefix(state, "head")) for seed, (state, _) in files.items()}
@@ -199,6 +200,7 @@ def read_parts(
             f"{run.path}: no temperature was fitted for this model: its run is of an earlier version, or has no "
             "validation parts of training domains, or they are separated perfectly; leave --temperature out"
         )
+    # an encoder that is a mean of two has other features than those that the reference describes
     reference = _read_reference(run, description, addresses.values()) if wise_ft is None or not trains_encoder else None
     names, results = run.results["recipe"]["data"]["class_names"], description["results"]
     if final_fit is not None:
@@ -272,6 +274,7 @@ def _encoder_config(described: Mapping[str, Any], encoder: Encoder, trained_name
         xxh3=weights_digest(encoder),
         trained=trained,
         precision="fp32" if described["precision"] in ("no", None) else described["precision"],
+        # features of a trained encoder are never cached, so that it needs no key
         identity=described["identity"] if trained is False else None,
         **{key: described[key] for key in ("seed", "width", "pretraining")},
     )

@@ -144,6 +144,7 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     # the texts that describe the pre-training name a weights file and a local folder
     file_name = Path(str(weights)).name if is_file_name(str(weights)) else ""
     words = "a file" if config.encoder.trained else f"a file (xxh3 {config.encoder.xxh3})"
+    # the second text: descriptions are one line, in which several blanks of a name have become one
     replacements = {f"the file {text}": words for text in (file_name, " ".join(file_name.split())) if file_name}
     if model.startswith(LOCAL_FOLDER):
         replacements |= dict.fromkeys((model, " ".join(model.split())), "a local folder")
@@ -275,12 +276,14 @@ def _sources(folder: Path, config: ModelConfig, given: str | None) -> dict[str, 
     settings, where = config.encoder.settings, f"{folder / CONFIG}: encoder.settings"
     model, weights = settings["model"], settings.get("weights")
     if model.endswith(".json"):
+        # a config from others could else name any file of this machine
         if Path(model).name != model:
             raise UserError(f"{where}.model: {model} is not a file of this directory")
         model = str(folder / model)
     if model.startswith(LOCAL_FOLDER):
         raise UserError(f"{where}.model: a folder outside of this directory; export again")
     if given is not None:
+        # ./ makes it a file: without a slash or a known suffix it would mean a pretrained tag
         weights = given if is_file_name(given) else f"./{given}"
     elif config.encoder.file is not None:
         weights = str(folder / config.encoder.file)

@@ -216,6 +216,7 @@ def _calibrated(stored: Sequence[_Stored]) -> dict[str, float] | None:
     by_set = []
     for predictions, temperatures, _ in stored:
         pairs = []
+        # not strict: where stored predictions can not be read, there are none
         for prediction, temperature in zip(predictions, temperatures, strict=False):
             if temperature is None or prediction.probabilities is None or prediction.probabilities.ndim == 1:
                 return None

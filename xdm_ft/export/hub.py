@@ -70,6 +70,7 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
     api: Any = HfApi(library_name="xdm_ft", library_version=__version__)
     try:
         api.create_repo(repository, private=private, exist_ok=True)
+        # asked, as `create_repo` leaves a repository that exists as it is, whatever `private` says
         is_private = bool(api.model_info(repository).private)
         if private and not is_private:
             raise UserError(f"{repository}: exists on the hub and is public; make it private there, or name another")
@@ -177,6 +178,7 @@ def leaks_of(text: str) -> Iterator[str]:
         if not path.startswith("/") or "/" in path[1:].rstrip("/") or os.path.exists(path):
             yield path
     home = str(Path("~").expanduser())
+    # a home of one component, such as /root, may be a part of any text
     if home.count("/") > 1 and home in text:
         yield home
 

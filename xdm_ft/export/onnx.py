@@ -96,6 +96,7 @@ def write_onnx(parts: Parts, folder: Path, images: Sequence[Image.Image], includ
     def write(temporary: Path) -> None:
         nonlocal difference
         temporary.write_bytes(content)
+        # while it has its temporary name: a file that differs must never be found as model.onnx
         difference = _difference(temporary, given.numpy(), pixels, graph.classifier)
 
     replace_file(path, write, len(content))

@@ -122,6 +122,7 @@ class Predictions:
     def _cells(self, p: np.ndarray, spread: np.ndarray | None, distances: np.ndarray | None) -> Iterator[Row]:
         """Yields the cells of images or groups behind the name. `p`: [n,C]; `spread`: [n]; `distances`: [n,2]."""
         columns, names = self.columns, self.model.class_names
+        # stable: of equal probabilities the first class is the label, as in `Model.predict`
         top = np.argsort(-p, axis=1, kind="stable")[:, : columns.top_k or 1]  # [n,K]
         labels = [[names[number] for number in of_rank] for of_rank in top.T]
         values = _decimals(np.take_along_axis(p, top, 1).T)
@@ -147,6 +148,7 @@ class Predictions:
             name = str(group)
             self._images.setdefault(name, 0)
             if reason is None:
+                # to float32 first: the cells are its decimals, and a resumed command must add the same numbers
                 wide = np.asarray(values, np.float32).astype(np.float64)
                 self._sums[name] = self._sums[name] + wide if name in self._sums else wide
                 self._images[name] += 1
@@ -270,6 +272,7 @@ class Unfinished:
 
     def flush(self) -> None:
         if self._rows:
+            # appending to a deleted file would make a new one, without the rows before
             self._refuse_lost()
             append_lines(self.file, [{"count": self.tally.images, "rows": self._rows}])
             self.has_rows = True
@@ -370,6 +373,7 @@ def _lock(file: Path) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             if file.is_symlink():
                 raise UserError(f"{file}: is a symbolic link; delete it, or name another file")
+            # O_NOFOLLOW: the file will be truncated, and a link could lead to any other one
             handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             with suppress(BlockingIOError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

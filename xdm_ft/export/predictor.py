@@ -67,6 +67,7 @@ class Model:
         name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.device = torch.device(name)
+            # `torch.device` accepts devices that this machine does not have
             torch.zeros(1, device=self.device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: no CUDA in this torch
             reason = str(error).splitlines()[0]
@@ -258,6 +259,7 @@ def stream(
 @torch.inference_mode()
 def _computed(model: Model, batch: PixelBatch[Item]) -> Batch:
     n, module = len(batch.items), model.module
+    # all cached, or none readable: a pass of the encoder over black images would cost as much as a full one
     if len(batch.instead) == n:
         encoded = torch.zeros(len(batch.pixels), model.config.encoder.width, device=model.device)
     else:

@@ -110,10 +110,12 @@ class Sources:
                     f"--group-by: {self.group_by} {column}matches nothing in {item.path}; change it so that "
                     "every image has a group"
                 )
+            # `group_of` joins several parentheses by \0, which a table can not show
             yield item if group == item.group else item._replace(group=str(group).replace("\0", "/"))
 
     def _image_files(self, path: str) -> Iterator[str]:
         if path == STDIN:
+            # bytes, as a path need not be UTF-8; a list from Windows ends its lines in \r\n
             lines = (os.fsdecode(line.removesuffix(b"\n").removesuffix(b"\r")) for line in sys.stdin.buffer)
             yield from filter(None, lines)
         elif os.path.lexists(path) and not os.path.isdir(path):

@@ -80,6 +80,7 @@ class ContentIndex:
         halves = _halves(contents)
         self.contents, self._order = contents, np.argsort(halves)
         self._sorted = halves[self._order]
+        # ~ gives a number that differs from the first one, so that the first run of equal ones begins at 0
         begins = np.flatnonzero(np.diff(self._sorted, prepend=~self._sorted[:1]))
         # how many contents share their first half at most: nearly always 1
         self._alike = int(np.diff(begins, append=len(contents)).max(initial=0))

@@ -87,6 +87,7 @@ def extract(
     images = hashes.images
     computing = device if elsewhere is None else elsewhere.device
     views = cached_views(encoder, dataset, images, settings, augmentation, computing)
+    # the main process's view of the disk for all: who skips `_fill` would miss its collective operations
     missing = from_main(accelerator, [len(store.missing()) for _, store in views])
     model = encoder
     if any(missing):
@@ -274,6 +275,7 @@ class Extraction:
 
         keep_freed_memory()
         try:
+            # a thread, so that the encoder computes the next shard while the disk is slow
             with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes
                 writing: tuple[np.ndarray, Future[Path]] | None = None
                 for shard in itertools.chain(self._computed_shards(images, size, bar), [None]):

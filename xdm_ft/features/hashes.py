@@ -174,6 +174,7 @@ def hash_files(
     hashes = file_states(dataset)
     rows = hashes.files
     if not len(rows):
+        # the key once more: hashes of a table that changed meanwhile must not be kept under its old state
         if table is not None and not hashes.unreadable and table == _table_key(dataset):
             index.add([table], [hashes.digests], is_whole=True)
         return hashes
@@ -357,6 +358,7 @@ def undecodable(
                 bar.advance(len(numbers))
         return reasons
 
+    # without an index no process would learn what the others found
     if accelerator is not None and accelerator.num_processes > 1 and index.path is not None:
         decode_missing(accelerator.process_index, accelerator.num_processes)
         wait_for_everyone(accelerator)  # the others' parts are in the index now, if it is the same one

@@ -105,6 +105,7 @@ class View:
         def transform(image: Image.Image, content: np.ndarray) -> Image.Image:
             if self.number == 0:
                 return resize(image)
+            # signed, as `bits` takes int64
             index = int.from_bytes(content[:8].tobytes(), "little", signed=True)
             with drawing_from(int(bits(SEED, self.number, Stream.VIEW_IMAGE, index))):
                 return augment(image)

@@ -146,6 +146,7 @@ def prune(
             or (referenced is not None and store.of_features and referenced.isdisjoint((store.key, store.plain_key)))
         }
         files = [file for store in unlocked for file in store.files if file.is_own]
+        # all stores count for the limit, also those that this prune may not touch
         kept = sum(store.bytes for store in stores(cache))
         for file in sorted(files, key=lambda file: (file.path not in unwanted, file.last_used)):
             if file.path in unwanted or (max_bytes is not None and kept > max_bytes):

@@ -153,6 +153,7 @@ def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Im
                 raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")
             if least_side is not None:
                 image.draft(None, (least_side, least_side))
+            # inside the contexts: `Image.open` reads the header alone, and damage shows here
             image.load()
             return to_rgb(image)
     except UnreadableImage as error:

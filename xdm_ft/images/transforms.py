@@ -196,7 +196,7 @@ def augmenting_transform(preprocessing: Preprocessing, augmentation: Augmentatio
             transforms.RandomResizedCrop(preprocessing.size, scale=(0.7, 1.0), interpolation=filter_),
             transforms.RandomHorizontalFlip(),
             transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
-            transforms.RandomGrayscale(),
+            transforms.RandomGrayscale(),  # its default probability is DomainBed's 0.1
         ]
     )
 

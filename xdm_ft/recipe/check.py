@@ -288,6 +288,7 @@ def _method(faults: Faults, index: int, value: Any, encoder: Component) -> Metho
             complete = False
             break
     if cls is not None and issubclass(cls, Solver):
+        # what is written wins: another head is reported as a fault, and not replaced in silence
         values = {"head": cls.head_kind, **values}
     head_name = str(values.get("head", MethodCommon.model_fields["head"].default))
     head = _find(faults, (*key, "head"), "heads", head_name)

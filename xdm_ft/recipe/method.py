@@ -279,6 +279,7 @@ def items_with_overrides(faults: Faults) -> tuple[Any, list[str]]:
                 changes += [(rank, i, key, override, value) for rank, i, key in keys]
             except UserError as error:
                 faults.add(override, str(error))
+    # the least specific first, so that a label wins over a written name, and this one over a component
     for _, i, key, override, value in sorted(changes, key=lambda change: change[0]):
         path = tuple(key.split(".")) if key.startswith("trainable.") else (key,)
         items[i] = _with_value(items[i], path, value)

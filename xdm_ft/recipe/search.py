@@ -187,12 +187,14 @@ class Search(Block):
 @lru_cache(maxsize=256)
 def _quantiles(sampler: str, key: str, trials: int) -> list[float]:
     """Returns the draws of a key in the trials 1 … `trials` − 1. More trials change none."""
+    # not `hash`, which differs between processes
     name = crc32(key.encode())
     if sampler == "random":
         draws: list[float] = uniform(name, torch.arange(1, trials), Stream.SEARCH, 0).tolist()
         return draws
     # one sequence per key: searching one more key does not change the draws of the others
     points = torch.quasirandom.SobolEngine(1, scramble=True, seed=name).draw(trials - 1, dtype=torch.float64)
+    # below 1, where a choice has no value; torch's points are multiples of 2⁻³⁰
     return [min(point, 1 - 2**-30) for point in points[:, 0].tolist()]
 
 

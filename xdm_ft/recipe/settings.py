@@ -69,6 +69,7 @@ class Cluster(Block):
 class Output(Block):
     """Keys of the block `output`."""
 
+    # no path may hold a null byte: Python would raise a `ValueError` in the middle of the run
     dir: str = Field(default="output", min_length=1, pattern=r"^[^\x00]*$", description="parent of the run directory")
 
 

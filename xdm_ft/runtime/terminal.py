@@ -106,6 +106,7 @@ def set_aside() -> Iterator[None]:
     except (OSError, ValueError):  # captured inside Python
         number = None
     kept = None if number is None else os.dup(number)
+    # what Python still holds belongs to standard output, and would go to the other one after `dup2`
     out.flush()
     sys.stdout = sys.stderr
     if number is not None:

@@ -83,6 +83,7 @@ class Together:
                 for temporary, path, size in self._written:
                     with disk_errors(path, size):
                         os.replace(temporary, path)
+                # a rename is a change of its folder: until that is on the disk, a crash brings the old file back
                 folders = {path.parent: (path.parent, path, size) for _, path, size in self._written}
                 list(pool.map(sync_for, *zip(*folders.values(), strict=True)))
         self._written = []

@@ -86,6 +86,7 @@ def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
                 alone.enter_context(one_at_a_time(path.with_suffix(".lock")))
             except UserError as error:  # a full disk, which the mode of the folder does not show
                 logger.debug("%s", error)
+        # another process may have made them while this one waited for the lock
         if (arrays := _read(path)) is not None:
             return arrays
         made = make()
@@ -95,6 +96,7 @@ def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
                 np.savez_compressed(file, allow_pickle=False, **made)
 
         try:
+            # a full disk is no fault here: the arrays are at hand, and the next process makes them again
             replace_file(path, write)
         except UserError as error:
             logger.debug("%s", error)

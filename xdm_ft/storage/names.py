@@ -36,6 +36,7 @@ def file_name(*names: str, safe: str = "") -> str:
     percent-encoded, so that no name leaves its folder, is empty or is hidden. Several names are joined by commas. If
     the result is longer than `MAX_BYTES` bytes, its end is replaced by a checksum.
     """
+    # surrogatepass: a name that is not UTF-8 holds lone surrogates, which `quote` alone refuses
     quoted = ",".join(quote(name, safe=safe, errors="surrogatepass") or EMPTY for name in names)
     if quoted.startswith("."):
         quoted = f"%2E{quoted[1:]}"

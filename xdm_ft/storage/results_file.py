@@ -69,7 +69,7 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
             for run in results["runs"]:
                 # Python's encoder of indented JSON takes ten times as long
                 line = json.dumps(run, ensure_ascii=False, allow_nan=False)
-                digest.add(json.loads(line))
+                digest.add(json.loads(line))  # as a reader gets it: tuples as lists, keys as texts
                 file.write(between + line.encode())
                 between = b",\n  "
             file.write(b"\n ]" + before + key + digest.value().encode() + after)
@@ -90,6 +90,7 @@ def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> 
         results = _rest(file)
         try:
             digest = _Digest(results)
+            # in another layout, as an editor saves it, `_rest` has read the models already
             for run in results["runs"] or _models(file):
                 digest.add(run)
                 try:

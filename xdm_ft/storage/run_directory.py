@@ -73,6 +73,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
+            # only with the lock: before, they could be files that another run is writing
             remove_unfinished(self.path)
         except Timeout as error:
             raise UserError(f"{self.path}: another run is writing here; wait for it, or set output.dir") from error
@@ -170,6 +171,7 @@ class RunDirectory:
         file = self._checked(f"state/{FINISHED}/{name}")
         with disk_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
+            # without fsync: the next start removes all marks, and goes by the records alone
             file.touch()
 
     def finished(self) -> list[str]:
@@ -180,6 +182,7 @@ class RunDirectory:
     def checkpoint(self, name: str, settings: Mapping[str, Any], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of the training `name`; `settings` and `writes` as for `Checkpoint`."""
         file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
+        # `_checked` before each save: it would create a deleted run directory again, with nothing else in it
         return Checkpoint(file, settings, self._pace, writes, self._checked)
 
     def profile_file(self, method: str) -> Path:
