@@ -61,6 +61,7 @@ def normalised_sample_weight(
     members = _members(domain, num_domains, weight, dtype)
     count = members.sum(0)  # n_i, or their sum of weights, [D]
     present = count > 0
+    # not 1 / 0: a domain without samples has members of 0, and 0 · ∞ is NaN
     return members @ torch.where(present, count, 1).reciprocal() / present.sum()
 
 
@@ -161,6 +162,7 @@ class Algorithm(Method):
         super().__init__(setup)
         self.loss_average = setup.loss_average
         self.seed: Tensor
+        # a buffer: heads of one bank have different seeds, and a bank stacks buffers, not attributes
         self.register_buffer("seed", torch.tensor(setup.seed, dtype=torch.int64))
         self.class_weight: Tensor | None
         self.register_buffer("class_weight", setup.class_weight)

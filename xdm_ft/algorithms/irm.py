@@ -48,6 +48,7 @@ class AnnealedPenalty(Algorithm):
         risk = self.average(per_sample, batch)
         is_annealed = step >= self.anneal_steps
         if not isinstance(is_annealed, Tensor):
+            # end to end the step is a number
             is_annealed = torch.full((), is_annealed, device=penalty.device)
         total = risk + torch.where(is_annealed, self.penalty_weight, 1.0) * penalty
         return Losses(total, auxiliary=total.new_zeros(()), logs={"risk": risk, "penalty": penalty})

@@ -90,6 +90,7 @@ class LinearProbe(Solver):
             problem.start,
             jac=True,
             method="L-BFGS-B",
+            # ftol 0: with a weak penalty scipy would stop at a small decrease of the loss, far from the optimum
             options={"gtol": self.tolerance, "ftol": 0, "maxiter": MOST_ITERATIONS, "maxcor": MEMORY, "maxls": 50},
         )
         largest = float(np.abs(end.jac).max())
@@ -162,6 +163,7 @@ class _Problem:
         for z, _, weight in self.images.blocks():
             probability = _logits(start, z).softmax(0)  # [C,b]
             total += (probability * (1 - probability)) @ weight
+        # if the start separates the classes, p(1 − p) is about 0, and M singular in the bias, which has no penalty
         return total.mean().clamp(min=1e-9)
 
 

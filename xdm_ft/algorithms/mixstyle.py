@@ -88,6 +88,7 @@ class _MixStyleAt(nn.Module):
         key = keys_at(self.number, batch.position)
         u = uniform(self.seed, step, Stream.STYLE_PARTNERS, key)
         if self.partners == "random":
+            # stable: equal draws have one order on every kind of device
             partner = torch.argsort(u, stable=True)
         else:
             partner, _ = pick(batch.domain[:, None] != batch.domain, u)  # x itself if there is none

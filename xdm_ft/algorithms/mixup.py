@@ -105,6 +105,7 @@ def draw_partners(
     pool = drawn if source == "batch" else training
     keys = [getattr(samples, same) if same else torch.zeros_like(samples.y) for samples in (drawn, pool)]
     others = [getattr(samples, other) if other else torch.zeros_like(samples.y) for samples in (drawn, pool)]
+    # −1 without `other`: no sample of the pool has it, so that none is excluded
     chosen, exists = pick_other(keys[0], others[0] if other else others[0] - 1, keys[1], others[1], u)
     itself = torch.arange(size, device=u.device).expand_as(chosen)
     if source == "batch":

@@ -92,4 +92,5 @@ class Prototypes(Solver):
         if scale is None:
             weight = self.image_weight(batch)
             scale = best_scale((z @ prototypes.T).masked_fill(missing, -1.0), y, weight)
+        # the prototype of a class without images is 0: its bias alone gives the cosine −1
         yield Candidate.linear(0, scale * prototypes, torch.where(missing, -scale, 0.0), {"scale": scale})

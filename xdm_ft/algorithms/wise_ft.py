@@ -11,7 +11,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Finish, Setup
 from xdm_ft.algorithms.erm import ERM
 
-ALPHAS = tuple(tenth / 10 for tenth in range(11))
+ALPHAS = tuple(tenth / 10 for tenth in range(11))  # not tenth * 0.1, which gives 0.30000000000000004
 
 
 def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:

@@ -228,6 +228,7 @@ class XDomainMix(Algorithm):
         if self.domain_head_augmented:
             logits_of_mixed = self.domain_head(augmented.z.detach())
             on_mixed = soft_loss(logits_of_mixed, mixed_domains(batch, augmented, self.task.num_domains))
+            # half of a soft label is for Z_c,d, so the paper has none for a z̃ without it
             of_domain = torch.where(augmented.keep, (of_domain + on_mixed) / 2, of_domain)
         has_partner = torch.stack([augmented.partners.has_same, augmented.partners.has_other]).float().mean(1)  # [2]
         without_same, without_other = (1 - has_partner).unbind()

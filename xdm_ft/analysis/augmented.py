@@ -77,6 +77,7 @@ def augmented_in_encoder(
     original ones by the augmentation only. `batches`: images [B,3,H,W], classes int64 [B] and domains int64 [B];
     shuffled. Returns float32 [n,K], on the CPU.
     """
+    # on a copy, as the hooks of the stages stay on the encoder
     encoder = copy.deepcopy(encoder).eval()
     stages = StageModules(encoder, algorithm.stage_modules(encoder)).train()
     features = []

@@ -110,6 +110,7 @@ def unbiased_mmd2(a: Tensor, b: Tensor, bandwidths: Sequence[float] | None = Non
         ValueError: fewer than four samples on one side.
     """
     n = min(len(a), len(b), most)
+    # the error divides by n(n−1)(n−2)(n−3)
     if n < 4:
         raise ValueError(f"{len(a)} and {len(b)} samples: MMD² and its error need at least 4 of each")
     a, b = (side[permutation(0, 0, Stream.MMD_SAMPLES, len(side))[:n]] for side in (a, b))

@@ -90,6 +90,7 @@ def linear_map(z: Tensor, label: Tensor, labels: int, seed: int) -> nn.Linear:
             loss.backward()
             optimizer.step()
     first = layers[0].requires_grad_(False)
+    # it was trained on features divided by `scale`, and maps them as they are
     first.weight /= scale
     return first
 
@@ -116,6 +117,7 @@ def scatter(points: Tensor, label: Tensor) -> Json:
     m = len(label)
     kind = torch.arange(2).repeat_interleave(m)
     return {
+        # three decimals are enough for a plot, and analysis.json holds hundreds of points per model
         "points": [[round(x, 3) for x in point] for point in points.tolist()],
         "kind": kind.tolist(),
         "label": label.repeat(2).tolist(),

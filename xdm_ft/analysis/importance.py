@@ -67,6 +67,7 @@ def area(shares: Sequence[float], curve: Sequence[float]) -> float:
 @torch.no_grad()
 def _accuracies(z: Tensor, target: Tensor, head: Logits, shares: Sequence[float], seed: int) -> dict[str, list[float]]:
     width = z.shape[1]
+    # by their text: 0.57 · 100 is 56.99999999999999 in floats
     counts = [math.floor(Fraction(str(share)) * width) for share in shares]
     correct = {order: [0] * len(shares) for order in ORDERS}
     for first in range(0, len(z), BATCH):

@@ -46,4 +46,4 @@ class BMA(Averaging):
         return MeanOfSegments()
 
     def weight(self, step: int, steps: int) -> float:
-        return beta_density((step + 0.5) / (steps + 1), self.beta)
+        return beta_density((step + 0.5) / (steps + 1), self.beta)  # inside: infinite at 0 and 1 for β < 1

@@ -45,6 +45,7 @@ class Cut:
         self._block = chain.blocks[self.number]
         self.name = self._block.name  # of the first module above the cut
         self.shape = self._block.shape  # of one image's activation
+        # once per encoder, as it takes three forward passes
         if blocks not in encoder.verified_cuts:
             self._verify()
             encoder.verified_cuts.add(blocks)
@@ -108,6 +109,7 @@ class Cut:
         """Whether a parameter or buffer of the encoder, named as in its `state_dict()`, belongs to the part above."""
         place = self.encoder.chain.places.get(name)
         if place is not None:  # of the first use: what both parts use, as a position bias of all blocks, lies below
+            # 2 · number + 1 is between the blocks of both parts, and lies below
             return place > 2 * self.number + 1
         return self.encoder.chain.began(name.rpartition(".")[0]) > self.number
 
@@ -154,6 +156,7 @@ class Below(Encoder):
         return self.cut.below(images).flatten(1).float()
 
     def identity(self) -> dict[str, object]:
+        # activations at the cut do not depend on what happens to z
         parts = {key: value for key, value in self.encoder.identity().items() if key != "normalize"}
         return {**parts, "cut": self.cut.name}
 

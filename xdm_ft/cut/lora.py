@@ -81,6 +81,7 @@ def merged_state(encoder: Encoder) -> dict[str, Tensor]:
     merged = {plain[name]: tensor for name, tensor in state.items() if name in plain}
     for name, layer in _adapted(encoder).items():
         weight = state[f"{name}.base_layer.weight"]
+        # not by peft's own merge, which would change the encoder
         merged[plain[f"{name}.base_layer.weight"]] = weight + layer.get_delta_weight(ADAPTER).to(weight.dtype)
     return merged
 

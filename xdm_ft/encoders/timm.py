@@ -75,6 +75,7 @@ class Timm(LibraryEncoder):
                 self.pretraining = "random weights, no pre-training"
         self.built_from = {"component": "timm", "model": name, "kwargs": kwargs}
         self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
+        # a ViT that was built for another size takes images of that size only
         config = resolve_model_data_config(self.model, args={"img_size": kwargs.get("img_size")})
         own = square_preprocessing(
             "encoder.kwargs",
@@ -83,6 +84,7 @@ class Timm(LibraryEncoder):
             config["std"],
             config["crop_mode"],
             crop=config["crop_pct"],
+            # "random" draws a filter for each image, which is for training
             interpolation="bilinear" if config["interpolation"] == "random" else config["interpolation"],
         )
         self.prepare(model, own, preprocessing, timm_reason(self.model, pooling))

@@ -369,6 +369,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
                 config=source.config,
                 state_dict=state,
                 dtype=torch.float32,
+                # other files of weights are pickles, which may run code
                 use_safetensors=True,
                 output_loading_info=True,
             )
@@ -384,6 +385,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     pooler = {name for name in report["missing_keys"] if name.startswith("pooler.")}
     if pooler:
         model.pooler = None
+    # only masked pre-training reads a mask token
     unused = {name for name in report["missing_keys"] if name.split(".")[-1] == "mask_token"}
     if lacking := sorted(report["missing_keys"] - unused - pooler):  # features would depend on random weights
         what = f"it lacks {len(lacking)} of the model's tensors ({first_few(lacking)})"

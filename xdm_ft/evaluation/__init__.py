@@ -281,6 +281,7 @@ class Runs:
     def complete_seeds(self) -> list[int]:
         """The seeds that have a value for every held-out set; only they enter means."""
         values = self.values
+        # a mean over the sets that are there would gain from a model that failed on the hardest one
         return [seed for seed in self.planned_seeds if all((held, seed) in values for held in self.held_out)]
 
 

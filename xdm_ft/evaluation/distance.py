@@ -60,6 +60,7 @@ class Reference:
         centre, m = self._centre_and_means
         y = (z - centre) @ self.whitening.T.astype(np.float64)  # centred first: products of far-off features cancel
         squares = np.einsum("nk,nk->n", y, y)[:, None] - 2 * (y @ m.T) + (m**2).sum(1)  # [n,P]
+        # the difference of large terms may round to just below 0
         return np.sqrt(squares.min(1).clip(min=0)).astype(np.float32)
 
     def percentile(self, distance: np.ndarray) -> np.ndarray:
@@ -93,6 +94,7 @@ def fit(training: Blocks, validation: Blocks, classes: int) -> Reference:
 
 def class_means(blocks: Blocks, classes: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the number of images of every class, int64 [C], and their mean feature, float64 [C,K]; 0 without any."""
+    # one column, which broadcasts: K is known with the first block only
     counts, sums = np.zeros(classes, np.int64), np.zeros((classes, 1))
     for z, labels in blocks():
         counts += np.bincount(labels, minlength=classes)
@@ -126,5 +128,5 @@ def within_class_covariance(blocks: Blocks, means: np.ndarray) -> np.ndarray:
     s *= 1 - rho
     # features that never differ within a class have variance 0: their differences count in units of the resolution
     least = RESOLUTION * (float((means**2).mean()) + mu)
-    s[np.diag_indices(width)] += rho * mu + (least or 1.0)
+    s[np.diag_indices(width)] += rho * mu + (least or 1.0)  # 1: all features are 0
     return s

@@ -284,6 +284,7 @@ def temperature(logits: Tensor, labels: Tensor) -> float | None:
         powers = np.exp(columns * math.exp(-log_t))
         return float(((powers * margins).sum(0) / powers.sum(0)).mean())
 
+    # in log T, as the range spans four powers of ten
     low, high = math.log(LOWEST), math.log(HIGHEST)
     if slope(low) <= 0 or slope(high) >= 0:  # the loss still falls at the largest β, or at the smallest
         return None

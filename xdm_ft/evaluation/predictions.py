@@ -175,6 +175,7 @@ def without_each_group(metric: str, prediction: Prediction) -> np.ndarray:
     if metric == "worst_domain_accuracy":
         domains = images.worst_of
         count = max(1, int(domains.max()) + 1)  # 1 even if every image is in no domain (−1)
+        # ∞: a domain that is left without images is never the worst
         return ratio(sums(right, domains, count), sums(1, domains, count), np.inf).min(1)
     if metric == "balanced_accuracy":
         classes = int(labels.max()) + 1

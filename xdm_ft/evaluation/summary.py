@@ -32,6 +32,7 @@ from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.trials import ORACLE, picked_trials
 from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, UNKNOWN, Comparison, Pair, WithoutGroups, compared, judge
 
+# they sum to ALPHA: three planned looks find no more by chance than a single one
 PLANNED = {5: 0.010, 10: 0.015, 20: 0.025}  # {seeds of a planned look: its α}
 
 
@@ -77,6 +78,7 @@ def place_of(now: Look, before: Sequence[Look], planned: bool) -> tuple[int, Loo
     if before and all(getattr(before[-1], name) == getattr(now, name) for name in ("seeds", "methods", "missing")):
         return len(before), before[-1]
     number = len(before) + 1
+    # the plan covers these comparisons, and looks at these seeds alone: another method, or another look, ends it
     if planned and len(now.seeds) in PLANNED and all(look.methods == now.methods for look in before):
         now = replace(now, alpha=PLANNED[len(now.seeds)])
         if [(len(look.seeds), look.alpha) for look in (*before, now)] == [*PLANNED.items()][:number]:
@@ -208,6 +210,7 @@ def summarise(
         if count > 1:
             raise ValueError(f"two records of {model}: a summary needs one per method, held-out domains and seed")
     runs_of = runs_by_method(records, methods, rule, metric, deterministic)
+    # a pair that is declared the other way round would count twice in Holm's correction
     plain = [(method, other) for method, other in references.items() if (other, method) not in compare]
     wanted = dict.fromkeys([*compare, *plain, *encoder_pairs([*runs_of], encoders)])
     pairs = {names: Pair(*(runs_of[name] for name in names)) for names in wanted if {*names} <= runs_of.keys()}

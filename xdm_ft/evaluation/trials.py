@@ -68,7 +68,7 @@ def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule
         values = [value for value in by_method.get(row.method, ()) if value is not None]
         complete = values and len(values) == len(by_method[row.method])
         if complete and row.mean is not None and row.reason is None:
-            means[row.method] = math.fsum(values) / len(values)
+            means[row.method] = math.fsum(values) / len(values)  # exact in any order of the records
     return means
 
 
@@ -129,6 +129,7 @@ def choose_method(records: Sequence[Record], rows: Sequence[SummaryRow], rule: s
     for record in picked_trials(records, rule, metric):
         if record.method in picked:
             picked[record.method].append(record)
+    # such a head hands features of every training image to all who get the model
     holding = [method for method in values if any(record.training_features for record in picked[method])]
     by_name_only = tuple(holding) if len(holding) < len(values) else ()
     eligible = [method for method in values if method not in by_name_only]

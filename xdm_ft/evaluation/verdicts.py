@@ -420,6 +420,7 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
         on_these = here(difference, of_seeds, images, sets=sets, paired=paired)
         if total := of_seeds.variance + images.variance:
             share = of_seeds.variance / total
+    # one seed more or less changes the regime, and with it the error: reports show both errors there
     at_the_border = fewest in (PAIRED_SEEDS - 1, PAIRED_SEEDS)
     if images is not None and at_the_border and len(common) == len(seeds[0]) == len(seeds[1]):
         on_these_otherwise = here(difference, v_seeds(not paired), images, sets=sets, paired=not paired)

@@ -43,6 +43,7 @@ class Cosine(Head):
         super().__init__()
         self.values_per_image = outputs
         self.weight = nn.Parameter(torch.empty(outputs, width, dtype=torch.float32))
+        # its logarithm, as in CLIP: no step makes s negative
         self.log_scale = nn.Parameter(torch.tensor(math.log(scale), dtype=torch.float32))
         draw_weights([self.weight], width, seed, stream)
 

@@ -40,6 +40,7 @@ class MLP(Head):
         self.hidden = nn.Linear(width, hidden_width, dtype=torch.float32)
         self.output = nn.Linear(hidden_width, outputs, dtype=torch.float32)
         drawn = draw_weights([self.hidden.weight, self.hidden.bias], width, seed, stream)
+        # after the draws of the hidden layer, or both layers would begin with the same numbers
         draw_weights([self.output.weight, self.output.bias], hidden_width, seed, stream, first=drawn)
 
     def forward(self, z: Tensor) -> Tensor:

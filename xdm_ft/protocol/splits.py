@@ -26,7 +26,7 @@ SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_
 LEFT_OUT = ("left_out_0", "left_out_1")
 """Names of the evaluation splits of a `cross_domain` model: its two held-out domains."""
 
-MAX_SEEDS = 10_000
+MAX_SEEDS = 10_000  # a slip such as 1000000000 would fill the memory with seeds
 AUTO = "auto"
 LOOKS = tuple(PLANNED)
 """Numbers of seeds after which `protocol.seeds: auto` looks whether every row is settled."""
@@ -155,6 +155,7 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
 def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
     """Returns the recipe's selection rule, then the other rules for which every split has images."""
     parts = set.intersection(*(set(split.evaluation) for split in planned))
+    # they cost no training: all of them pick steps of the same models
     others = [rule for rule, name in SELECTION_SPLIT.items() if name in parts]
     return tuple(dict.fromkeys([protocol.selection, *others]))
 
@@ -189,6 +190,7 @@ def leave_one_domain_out(
 
     notes = []
     if dataset.groups is not None:
+        # a patient whose images train and test would make the estimate too good
         shared = is_source & np.isin(dataset.groups, dataset.groups[is_test])
         if shared.any():
             is_source &= ~shared
@@ -383,6 +385,7 @@ def without(dataset: ImageDataset, split: Split, domain: str) -> Split:
     rest = [rows for other, rows in enumerate(split.train) if other != number]
     if dataset.groups is not None:
         groups = dataset.groups
+        # groups of all images of the domain, as in `leave_one_domain_out`: a group may have validation images alone
         of_domain = np.unique(groups[dataset.domains == dataset.domain_names.index(domain)])
         rest = [rows[torch.from_numpy(~np.isin(groups[rows], of_domain))] for rows in rest]
     held_out = (*split.test_domains, domain)
@@ -479,6 +482,7 @@ def images_per_class(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
 
 def seed_hash(*numbers: int) -> int:
     """Returns DomainBed's seed for a trial seed and the number of a domain: md5 of the tuple's text, modulo 2³¹."""
+    # machines in FIPS mode refuse md5, unless it is said that no secret depends on it
     return int(hashlib.md5(str(numbers).encode(), usedforsecurity=False).hexdigest(), 16) % 2**31
 
 

@@ -57,6 +57,7 @@ class Figure:
         from matplotlib.figure import Figure as Canvas
 
         style: Any = rc_params_from_file(Path(__file__).with_name("page.mplstyle"), use_default_template=False)
+        # the salt: ids repeat in every process, and differ between the figures of a page
         with rc_context({**style, "svg.hashsalt": self.name}), warnings.catch_warnings():
             # The font that measures a name may lack its letters. The reader's fonts draw it.
             warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
@@ -150,6 +151,7 @@ def points(
         if zero:
             axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_yticks(range(len(rows)), [short(row.label) for row in rows])
+        # downwards, so that rows stand in the order of the tables
         axes.set_ylim(len(rows) - 0.5, -0.5)
         if limits is not None:
             axes.set_xlim(*limits)
@@ -225,6 +227,7 @@ def curves(
         if logarithmic_y:
             drawn = [y for line in every for points_of in (line.points, *line.thin) for _, y in points_of]
             logarithmic(first, "y", drawn)
+        # values that differ by rounding alone would look like a curve
         elif np.ptp(first.get_ylim()) < 1e-9:
             first.set_ylim(first.get_ylim()[0] - 1, first.get_ylim()[1] + 1)
         first.set_xlim(limits.get("xmin"), limits.get("xmax"))
@@ -337,6 +340,7 @@ def heat_maps(name: str, alt: str, shares: Mapping[str, np.ndarray], names: Sequ
                 axes.set_xticks(range(len(names)), labels, rotation=90, fontsize=size)
                 axes.set_yticks(range(len(names)), labels, fontsize=size)
             if len(names) <= MAX_WRITTEN:
+                # smaller shares would be written as 0
                 for i, j in zip(*np.nonzero(matrix >= 0.005), strict=True):
                     axes.text(j, i, f"{100 * matrix[i, j]:.0f}", ha="center", va="center", fontsize=7.5)
 

@@ -76,7 +76,7 @@ def here_words(row: Comparison, metric: str) -> str:
     verdict = f"{row.here} {row.where}" if row.is_found and row.sets == 1 else row.here
     if row.equal_within is None:
         return verdict
-    points = round(100 * row.equal_within, 6)
+    points = round(100 * row.equal_within, 6)  # 100 · 0.07 is 7.000000000000001
     margin = f"{points:g} point{'' if points == 1 else 's'}" if metric in IN_PERCENT else f"{row.equal_within:g}"
     return f"{verdict}, equal within {margin}"
 
@@ -198,6 +198,7 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
 
     # the ends of the axis, around 0 and every difference
     largest = max(map(abs, narrow))
+    # one point on either side if all differences are 0
     limit = min(max(map(abs, [*narrow, *wide])), MAX_WIDTH * largest) or axis_value(metric, 0.01)
     low, high = max(min(0.0, *narrow, *wide), -limit), min(max(0.0, *narrow, *wide), limit)
     margin = 0.05 * (high - low) or limit

@@ -70,6 +70,7 @@ def csv_rows(run: Run) -> Iterator[Row]:
             headline = models.on(row.method, held, Measure(run.metric, run.metric))
             of_set = {"of": "held_out", "held_out": set_name(held), "images": models.images(row.method, held)}
             yield start | of_set | _numbers(headline, on_set)
+            # a set of one domain has its row already
             for domain, accuracy in models.accuracies(row.method, held).items() if len(held) > 1 else ():
                 of_domain = {"of": "domain", "held_out": domain, "metric": "accuracy"}
                 yield start | of_domain | _numbers(accuracy, {"accuracy": accuracy})
@@ -142,7 +143,7 @@ def parquet_of(records: Iterable[Record]) -> bytes:
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
         kinds = {type(value) for value in values if value is not None}
-        if kinds == {int, float}:
+        if kinds == {int, float}:  # a column of Parquet has one type
             values = [None if value is None else float(value) for value in values]
         elif len(kinds) > 1 or not kinds <= {int, float, str, bool}:  # as settings of several methods may be: JSON
             values = [None if value is None else json.dumps(value) for value in values]

@@ -142,6 +142,7 @@ class Run:
             return read
         sign = 1 if HIGHER_IS_BETTER[self.metric] else -1
         values = {held: sign * fmean(seeds.values()) for held in read if (seeds := pools[held].values)}
+        # ∞: sets where the metric is not defined come last, as nothing is known to be bad there
         worst = sorted(read, key=lambda held: values.get(held, math.inf))[:MAX_SETS]
         return [held for held in read if held in worst]
 

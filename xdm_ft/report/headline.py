@@ -216,6 +216,7 @@ def show_headline(run: Run) -> None:
     table = _table(run, rows, size.width if is_terminal else None) if rows else []
     hidden = len(run.own_rows) - len(rows)
     more = [Text(f"and {hidden} more in results.md", style="dim")] if hidden else []
+    # not printed by rich: `write` makes one line of a full disk, where rich would raise
     with console.capture() as captured:
         for part in (*above, *table, *more, *below):
             console.print(part)
@@ -286,6 +287,7 @@ def _domains(run: Run, rows: Sequence[SummaryRow], room: int | None) -> list[Col
     cuts = ((width, gap) for width in range(widest, MIN_WIDTH - 1, -1) for gap in (GAP, 1))
     for shown in (full, *([Column(_cut(c.header, width), c.cells, gap) for c in full] for width, gap in cuts)):
         fits = room is None or sum(column.gap + column.width for column in shown) <= room
+        # two domains must not be cut to one name
         if fits and (shown is full or len({column.header for column in shown}) == len(names)):
             return shown
 
@@ -325,6 +327,7 @@ def _notes(run: Run, most: int | None) -> list[str]:
     fits = run.final_fits.items()
     notes += [f"final fit of {method}: {fit['reason']}" for method, fit in fits if fit["status"] == "failed"]
     if most is not None:
+        # two lines of a terminal of 80 columns
         notes = [_cut(" ".join(note.split()), 2 * 78) for note in notes]
         if len(notes) > most:
             notes = [*notes[: most - 1], f"{plural(len(notes) - most + 1, 'more note')} in results.md"]

@@ -189,6 +189,7 @@ def pooled(
     total, seeds = 0, set[int]()
     for seed, of_seed in sorted(grouped(records, lambda record: record.seed).items()):
         total += sum(map(size, of_seed))
+        # whole seeds: a part of one would count some domains more often than others
         if seeds and total > MAX_BYTES:
             break
         seeds.add(seed)
@@ -207,6 +208,7 @@ def pooled(
 
 def confidence_level(confidence: np.ndarray) -> np.ndarray:
     """Returns the number of each confidence's step, int64 [n]: equal in log(p/(1 − p)), at most 17 in float32."""
+    # confidences of 0 and 1 become ∓∞, which `clip` brings to the ends
     with np.errstate(divide="ignore"):
         logits = np.log(confidence) - np.log1p(-confidence)
     steps = (np.clip(logits, *LOGITS) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]) * LEVELS

@@ -116,6 +116,7 @@ def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
 def published_name(item: Mapping[str, Any]) -> str | None:
     """Returns the paper's name for the method of a recipe's item; None if it has no such ablation."""
     name = str(item["name"])
+    # the paper's SAM and SAGM are those of ERM
     plain = name.removeprefix("erm+")
     if plain.partition("+")[0] != "xdomainmix":
         return plain

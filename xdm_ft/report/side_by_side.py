@@ -142,6 +142,7 @@ def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Compari
     predictions = (
         dataclasses.replace(run.prediction(record), method=label)
         for run in runs
+        # `WithoutGroups` sums in this order, which decides the rounding
         for record in sorted(run.picked, key=lambda record: record.seed)
         if (label := f"{names[run.path]}: {record.method}") in sides
         # a copy of results.json alone has no predictions: then there is no verdict

@@ -87,7 +87,7 @@ def with_spread(row: Mapping[str, Any], spread: float | None) -> str:
 def p_value(p: float | None) -> str:
     if p is None:
         return EMPTY
-    return f"{p:.3f}" if p >= 0.0005 else "<0.001"
+    return f"{p:.3f}" if p >= 0.0005 else "<0.001"  # less would be rounded to 0.000
 
 
 def significant(value: float, digits: int = 3) -> str:

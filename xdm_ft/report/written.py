@@ -83,11 +83,14 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
 
     def visible(value: Any) -> Any:
+        # not isinstance: Markup is a str too, which `printable` would make plain text, and jinja2 escape
         return printable(value) if type(value) is str else value
 
+    # strict: a misspelt name in the template is an error, not an empty place on the page
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=visible
     )
+    # the page's Content-Security-Policy allows the script with this checksum and no other, such as one in a name
     script = packaged("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     models = f"{plural(len(run.records), 'trained model')} in {_shareable(run.path) / 'models'}, one folder each."

@@ -46,6 +46,7 @@ class SAGM(Sharpness):
         self, parameters: Tensors, gradients: Tensors, rho: float | Tensor, alpha: float | Tensor | None = None
     ) -> Tensors:
         """ε − α g, in the shapes of the parameters. `alpha` None: that of the settings."""
+        # the end-to-end loop has one model, and passes ρ alone
         alpha = self.alpha if alpha is None else alpha
         ascent = SAM(adaptive=self.adaptive).offset(parameters, gradients, rho)
         size = {name: w.square() if self.adaptive else 1.0 for name, w in parameters.items()}

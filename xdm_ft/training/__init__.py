@@ -57,6 +57,7 @@ ADAMW_DECAY = 0.01  # of torch.optim.AdamW: without a decay it is Adam
 def _default_decay(value: float | None, info: ValidationInfo) -> float:
     if value is not None:
         return value
+    # info.data holds the fields that are declared above this one: `optimizer` must stay above `weight_decay`
     return ADAMW_DECAY if info.data.get("optimizer") == "adamw" else 0.0
 
 
@@ -174,6 +175,7 @@ class Training(Block):
         if self.amsgrad and self.optimizer == "sgd":
             problem = "is only for adam and adamw; leave it out, or use one of them"
             yield Problem("training.amsgrad", problem, ("training.optimizer",))
+        # "no" says what a frozen encoder does anyway, so it is no fault
         for key in ("mixed_precision", "accumulation", "layer_decay"):
             if not trains_encoders and getattr(self, key) not in (type(self).model_fields[key].default, "no"):
                 problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"

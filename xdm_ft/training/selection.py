@@ -84,6 +84,7 @@ class RuleImages:
         self.metric, self.labels, self.worst_of = metric, annotations.labels[rows], annotations.worst_of[rows]
         self.parts: tuple[Tensor, ...] | None = None  # positions of each domain's images; None: all images together
         self.part_of = torch.zeros_like(rows)  # int64 [n]: the number of an image's part; len(parts): in no part
+        # the worst domain is a minimum over the domains already
         if split == BY_DOMAIN and metric != "worst_domain_accuracy":
             self.parts = tuple(defined_domains(rows, annotations, metric, num_classes)[0].values())
             self.part_of += len(self.parts)
@@ -122,7 +123,7 @@ class RuleImages:
         if self.parts is None:
             return right.sum(0, keepdim=True)
         counts = torch.zeros(len(self.parts) + 1, *right.shape[1:], dtype=torch.int64, device=right.device)
-        return counts.index_add_(0, self.part_of, right.long())[:-1]
+        return counts.index_add_(0, self.part_of, right.long())[:-1]  # integers: exact in any order
 
     def accuracy(self, right: Sequence[int]) -> float:
         """Returns the accuracy from the number of right predictions of every part, as `count` returns them."""
@@ -190,6 +191,7 @@ class Selector:
             if not math.isnan(values[rule]) and (rule not in best or sign * values[rule] > sign * best[rule])
         ]
         picking = better
+        # the default NaN equals nothing: an oracle that has picked no step follows no other rule
         if self.followed in better and ORACLE not in better and values.get(ORACLE) == best.get(ORACLE, math.nan):
             picking = [rule for rule in self.rules if rule in better or rule == ORACLE]
         if picking:
@@ -262,6 +264,7 @@ class Averages:
             return
         self.weights = [weight + factor for weight, factor in zip(self.weights, factors, strict=True)]
         shares = [factor / weight for factor, weight in zip(factors, self.weights, strict=True)]
+        # heads of one bank may differ in the β of their averages (BMA): then each has a share of its own
         if len(set(shares)) == 1:
             torch._foreach_lerp_([*self.mean.values()], [parameters[name] for name in self.mean], shares[0])
             return
@@ -284,6 +287,7 @@ class Averages:
             if loss is None:
                 self.broken_at.setdefault(head, taken)
             elif head not in self.broken_at:
+                # a copy: a view of one head would keep the weights of all heads in memory
                 mean = {name: value[head].clone() for name, value in means.items()}
                 average.add(Segment(taken - self.count + 1, taken, mean, self.weights[head]), loss)
         self.count = 0
@@ -328,7 +332,7 @@ def best_finish(
     all offered weights, None for an undefined metric. Returns None if the metric is undefined on the rule's split for
     all weights that can be picked.
     """
-    selector = Selector(criteria, first_selectable_step=0)
+    selector = Selector(criteria, first_selectable_step=0)  # the step is picked already: a warm-up has no say
     curve: list[dict[str, float | None]] = []
     for finish in offered:
         finished = dataclasses.replace(selected, state=finish.state, hparams=selected.hparams | finish.varied)

@@ -221,6 +221,7 @@ def find_chain(encoder: nn.Module, size: int, candidates: Sequence[Sequence[str]
     for names in filter(None, candidates):
         try:
             with undisturbed(encoder):
+                # frozen parameters would be missing in autograd's graph, in which places are found
                 encoder.requires_grad_(True)
                 with torch.enable_grad():
                     two = _Pass(encoder, names, probe_images(encoder, size, 2))
@@ -344,6 +345,7 @@ def _places(encoder: nn.Module, seen: _Pass) -> dict[str, int]:
         elsewhere = set().union(*(parameters for place, parameters in used.items() if place != 2 * number))
         if any(name.startswith(f"{block}.") for name in elsewhere):
             raise _NoChain(f"what its module {block} computes is used beyond the next block")
+    # the first place is written last, and stays: what both parts of a cut use lies below it
     return {name: place for place in sorted(used, reverse=True) for name in used[place]}
 
 
@@ -373,6 +375,7 @@ def _without_data(output: Any) -> Any:
     """The same tensor, or tuple or list of tensors and other values, with tensors that have a shape only."""
     if isinstance(output, Tensor):
         return torch.empty_like(output, device="meta")
+    # not isinstance: a named tuple is not built from an iterator
     if type(output) in (tuple, list):
         return type(output)(map(_without_data, output))
     return output

@@ -96,6 +96,7 @@ def _mask(bits: Any, rank: int, guess: Any, row: Any, mask: Any) -> Any:
     tau = _divider(row, rank, guess)
     for k in range(row.size):
         mask[k] = row[k] > tau
+    # thresholds of one head are alike, so that the search of the next row ends sooner
     return guess if tau == NAN else tau
 
 
@@ -126,6 +127,7 @@ def _mix(
     z: Any, same: Any, other: Any, lam: Any, keep: Any, of_class: Any, of_domain: Any, mixed: Any, first: int, last: int
 ) -> None:
     """Equations (4) to (7) of the samples from `first` to `last`, in the order of `mix`'s sum: no part is written."""
+    # −0 for a part outside its masks, +0 for a part that is dropped: bit for bit as `decompose` and `mix`
     zero, nothing = np.float32(0), np.float32(-0.0)
     for n in range(first, last):
         i, j, lam_1, lam_2, kept = same[n], other[n], lam[n, 0], lam[n, 1], keep[n]

@@ -56,6 +56,7 @@ def target_gradient(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor)
 
     parameter = next(head.parameters(), None) if isinstance(head, nn.Module) else None
     z = z.detach() if parameter is None else z.detach().to(parameter.dtype)
+    # without autocast, whose rounding would make ties of scores, and ties are generic
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):  # func.grad differentiates by z all the same
         gradient: Tensor = torch.func.grad(target_logits)(z)
     return gradient.float()
@@ -92,6 +93,7 @@ def rank_of(quantile: float | Fraction, size: int) -> int:
     """Returns ⌊q(K−1)⌋, the rank (0: smallest) of the score among K that decides. `quantile` as for `specific_mask`."""
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile {quantile} is not in [0, 1]")
+    # by its text: the float 0.7 is below seven tenths, and of 11 scores it would take rank 6, not 7
     return math.floor(Fraction(str(quantile)) * (size - 1))
 
 

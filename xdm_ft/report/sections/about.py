@@ -119,6 +119,7 @@ def data(run: Run) -> Section | None:
     complete = saved is not None or sum(int(of.sum()) for of in counts.values()) == total
     only = "" if complete else " Only held-out domains are counted: this run did not keep the others."
     number = plural(len(faults), "fault") if faults else "No fault"
+    # a fault names image files, and a page may be handed on to others
     if not run.shows_images:
         faults = [line.partition(":")[0] + ": details are in results.json" for line in faults]
     tables = [Table(caption, header, rows)] if rows else []

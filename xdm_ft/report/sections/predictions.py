@@ -33,7 +33,7 @@ def confusion(run: Run) -> Section | None:
     figures = []
     for i, held in enumerate(sets, 1):
         counts, where = run.pools.of[method, held].counts, f"{set_name(held)} held out"
-        recall = np.nan_to_num(recalls(counts), nan=2.0)
+        recall = np.nan_to_num(recalls(counts), nan=2.0)  # above any recall: never the lowest
         alt = (
             f"Confusion matrix of {method}, {where}: {100 * np.trace(counts) / counts.sum():.1f}% right; the lowest "
             f"recall is that of {run.class_names[int(recall.argmin())]}, {100 * recall.min():.1f}%."
@@ -154,6 +154,7 @@ def risk_coverage(run: Run) -> Section | None:
     for row in run.own_rows:
         pools = [pool for held in run.held_out_sets if (pool := run.pools.of.get((row.method, held)))]
         if pools and all(pool.calibrated and pool.read for pool in pools):
+            # every held-out set weighs the same, as in the mean of the first table
             shares = sum(pool.levels / pool.levels[:, 0].sum() for pool in pools) / len(pools)  # [LEVELS,2]
             answered, right = np.cumsum(np.asarray(shares)[::-1], axis=0).T
             first = np.searchsorted(answered, 1e-12, "right")  # the first threshold that some image exceeds
@@ -245,6 +246,7 @@ def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
             held, names[i], int(images.rows[i]), int(images.labels[i]), int(predicted[surest[i]][i]),
             float(total[i] / counts[i]), int(counts[i]), len(records),
         )
+        # stable: of equally sure mistakes the first images, so that a page does not change when it is made again
         for i in np.argsort(-total, kind="stable")[:EACH] if total[i] > 0
     ]  # fmt: skip
 

@@ -91,6 +91,7 @@ def searched_keys(run: Run, method: str) -> list[str]:
         if entry["method"] == method:
             of_trials = values.setdefault((*entry["test_domains"], entry["seed"]), {})
             for key, value in entry["hparams"].items():
+                # as JSON: a value may be a list, which a set can not hold
                 of_trials.setdefault(key, set()).add(json.dumps(value))
     return list(dict.fromkeys(key for of in values.values() for key, different in of.items() if len(different) > 1))
 
@@ -299,6 +300,7 @@ def _line(recorded: Sequence[Recorded], tag: str, scale: float, look: Look, ring
         """Returns the steps that all have: a model that stopped early moves no line."""
         return sorted(set(of_all[0]).intersection(*of_all[1:])) if of_all else []
 
+    # a summary counts as all the heads that it holds
     weights = [1.0] * len(models) + [max(n for _, n in scalars.get("train/heads", [(0, 1.0)])) for scalars in heads]
     every = [*models, *mean]
     points = [(step, fmean([values[step] for values in every], weights)) for step in common(every)]

@@ -76,6 +76,7 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
         if features.views:
             # drawn in 1…views, a function of seed, step and position in the batch: a row that is twice in a batch may
             # have two different views
+            # heads that read the same rows have one seed: their views are drawn once
             seed = torch.tensor([job.seed for job in jobs[: read.shape[1]]], device=device)[:, None]  # [H,1]
             step = torch.arange(first, last, device=device)[:, None, None]  # [S,1,1]
             views = 1 + integers(seed, step, Stream.VIEW, read_position, features.views)  # [S,H,B]
@@ -135,6 +136,7 @@ class CachedPredictor:
         self._model.load_state_dict(state, assign=True)
         model = self._model.to(features.device)
         if id(rows) not in self._kept and size <= self._bytes_left:  # gathered once for all weights
+            # the rows are kept too: as long as they live, no other tensor gets their id
             self._kept[id(rows)] = rows, features[rows.to(features.device)]
             self._bytes_left -= size
         if id(rows) in self._kept:
@@ -177,6 +179,7 @@ class BankValidation:
         self.metric, self.features = criteria.metric, data.features
         rows_of_heads = [rows_of_rules(job, criteria.rules) for job in jobs]
         distinct = {id(rows): rows for rows_of in rows_of_heads for rows in rows_of.values()}  # splits share them
+        # the empty tensor: `cat` refuses an empty list, and the rules of a final fit have no rows
         union = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *distinct.values()]))  # [U]
         index_of = {key: torch.searchsorted(union, rows) for key, rows in distinct.items()}
         reads = torch.zeros(len(union), len(jobs), dtype=torch.bool)  # [U,H]: whether the head validates on the row
@@ -286,6 +289,7 @@ class BankValidation:
 def distinct_rows(table: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `table.unique(dim=0, return_inverse=True)` of bool [U,H], which itself creates an object per row."""
     group = torch.zeros(len(table), dtype=torch.int64)
+    # 32 columns at a time: the number of a group, below 2^31, shifted by 32 bits still fits int64
     for columns in table.split(32, dim=1):
         for column in columns.unbind(1):
             group = 2 * group + column

@@ -37,7 +37,7 @@ class Optimizer(ABC):
 
     def __init__(self, lr: Tensor, weight_decay: Tensor) -> None:
         self.lr, self.weight_decay = lr.float(), weight_decay.float().to(lr.device)
-        self.decays = bool((weight_decay != 0).any())
+        self.decays = bool((weight_decay != 0).any())  # on the CPU: a step reads nothing from the device
 
     @torch.no_grad()
     def step(self, parameters: Tensors, gradients: Tensors, factor: Tensor) -> None:
@@ -106,6 +106,7 @@ class Adam(Optimizer):
         self.mean, self.square = ({name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(2))
         self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
         moments = {"mean": self.mean, "square": self.square, "largest": self.largest}
+        # with the number of steps, so that a reset begins the bias correction again, as in torch.optim
         self.moments = {"taken": {"steps": self.taken}, **moments}
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: Tensor) -> None:
@@ -179,6 +180,7 @@ class Bank:
             self.optimizer = SGD(stacked, lr, weight_decay, momentum)
         else:
             betas, decoupled = (training.beta1, training.beta2), training.optimizer == "adamw"
+            # the optimizer counts inner steps: an algorithm may take several in one step (Fish)
             steps = setup.steps * max(1, template.gradients_per_step(setup.task.num_domains))
             self.optimizer = Adam(stacked, lr, weight_decay, betas, training.amsgrad, decoupled=decoupled, steps=steps)
 

@@ -80,6 +80,7 @@ def train_chunk(
     bar.skip(len(jobs) * chunk.taken)
     with deferred():
         if chunk.averages and chunk.taken == 0:
+            # an average over the whole training counts the weights before it too (θ_0 of BMA)
             chunk.averages.add(0, bank.parameters)
         for number, batch in enumerate(batches(jobs, data, chunk.taken), start=chunk.taken):
             chunk.means.add(number, step(bank, batch, number))
@@ -258,6 +259,7 @@ def solve(
     images = {r: RuleImages(split_of(r), rows, annotations, criteria.metric, classes) for r, rows in rows_of.items()}
     rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
+    # one NaN would reach the heads of all classes, and no message would name its image
     low, high = batch.x.aminmax(dim=1)  # [n], NaN if a feature is: without a copy of the features
     broken = rows[~(low.isfinite() & high.isfinite()).cpu()].tolist()
     if broken:

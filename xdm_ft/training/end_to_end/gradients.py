@@ -135,11 +135,12 @@ class StepGradients:
         for number in range(len(batch.parts)):
             with torch.no_grad():
                 z = self._encode(batch, number, step)
-            self.statistics.collect(0.0)
+            self.statistics.collect(0.0)  # the passes below, over the same images, count
             leaves.append(z.requires_grad_())
         full_batch = batch.gathered(leaves)
         losses: Losses = self.algorithm(full_batch.x, full_batch, step, draws[0])
         loss = losses.total + losses.auxiliary
+        # the graph is kept for the last part, whose backward pass goes through `loss` to the heads
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         for number, gradient in enumerate(gradients):
             with self._synchronised(batch, number):

@@ -108,6 +108,7 @@ class Images(Inputs):
             yield x.to(self.device, non_blocking=True)
 
     def of_rows(self, rows: Sequence[int], batch_size: int, persistent: bool = False) -> Callable[[], Iterator[Tensor]]:
+        # a worker without a batch would start for nothing
         workers = min(self.workers, -(-len(rows) // batch_size))
         persistent = persistent and workers > 0
         loader = image_loader(
@@ -172,6 +173,7 @@ class ComputedActivations(Inputs):
 
 def worker_count(accelerator: Accelerator) -> int:
     """Returns the number of loader workers of this process: cores of the machine / processes on it, at most 8."""
+    # a container or a queue may allow this process fewer cores than the machine has; macOS can not say
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     return min(MAX_WORKERS, max(1, cores // processes))
@@ -270,7 +272,7 @@ class TrainingBatches:
                 f"training.accumulation {self.accumulation}; raise batch_size or lower accumulation"
             )
         # partners are drawn for blocks of steps; a block that is no longer cached is drawn again
-        self._partner_block = lru_cache(maxsize=2)(self._draw_partners)
+        self._partner_block = lru_cache(maxsize=2)(self._draw_partners)  # 2: workers read ahead into the next block
 
     def _samples(self, rows: Tensor) -> Samples:
         return Samples(rows, self.labels[rows], self.domain[rows])
@@ -308,6 +310,7 @@ class TrainingBatches:
         index_of = torch.full((2 * len(rows),), -1)  # index in `read` of each position; B and more: outside the batch
         index_of[own] = torch.arange(len(own))
         wanted = partners.position[own]
+        # samples that share a partner get one image of it, decoded and augmented once
         missing = wanted[index_of[wanted] < 0].unique()
         index_of[missing] = len(own) + torch.arange(len(missing))
         read = torch.cat([own, missing])

@@ -160,6 +160,7 @@ class EndToEnd(nn.Module):
         """Returns features z [B,K] of a part of the step's batch, in float32 or float64."""
         with self.stages.during(batch, step):
             z = self._encode(batch.x)
+        # float64 stays: masks are discontinuous, so it is the precision in which processes can be compared
         return z if z.dtype == torch.float64 else z.float()
 
     def train(self, mode: bool = True) -> EndToEnd:
@@ -289,8 +290,10 @@ def optimizer_of(inner: EndToEnd, training: Training) -> Optimizer:
     by_rate: dict[float, list[nn.Parameter]] = {}
     for name, parameter in encoder.items():
         depth = 0 if training.layer_decay == 1 else depth_from_top(inner.encoder, name.removeprefix("encoder."))
+        # few groups: the optimizer launches its kernels once per group
         by_rate.setdefault(training.encoder_lr * training.layer_decay**depth, []).append(parameter)
     rates = [*by_rate.items(), (training.lr, [*head.values()]), (training.lr, [*auxiliary.values()])]
+    # `initial_lr` is what a step multiplies by the factor of the schedule
     groups = [
         {"params": members, "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay if decays else 0.0}
         for lr, parameters in rates

@@ -54,7 +54,7 @@ class EvaluationImages:
         outputs = torch.zeros(self.rows_per_process, width, device=device)  # the last processes' shares may be smaller
         done = 0
         for x in self.read():
-            if stop_requested():
+            if stop_requested():  # no exception yet: the other processes would wait in `reduce` for ever
                 break
             with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision != "no"):
                 z = model.encode(x)  # [b,K]

@@ -144,6 +144,7 @@ class _Loop(TrainingState):
         name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
         super().__init__(name, steps, [self.selector], averages, device, checkpoint, started)
         self.batches = TrainingBatches(job, inputs, annotations, accelerator)
+        # evaluations read batches of the size of a part, which training has room for
         largest_part = max(map(len, self.batches.positions(self.batches.rows(0))[accelerator.process_index]))
         reads_loss = job.averaging is not None and job.averaging.reads_loss
         self.validation = EndToEndValidation(
@@ -174,6 +175,7 @@ class _Loop(TrainingState):
                 if self.taken >= last or self.selector.stopped_at is not None:
                     continue
                 inner.freeze_encoder(frozen)
+                # DDP takes the parameters that train when it wraps the model, so each phase wraps it anew
                 with _prepared(inner, self.optimizer, self.accelerator) as (model, optimizer):
                     gradients = StepGradients(model, inner, self.accelerator, job.sharpness, job.seed, by_parts)
                     for step, batch in islice(batches, last - self.taken):
@@ -255,6 +257,7 @@ class _Loop(TrainingState):
             for name, parameter in inner.named_weights().items():
                 if name in average.state:
                     parameter.copy_(average.state[name])
+        # dropout draws in training mode, and a resumed training must get the same statistics
         torch.manual_seed(int(bits(self.job.seed, self.steps, Stream.ENCODER, accelerator.process_index)))
         inner.train()
         batches = (batch for _, batch in islice(self.batches.begin(), STATISTICS_BATCHES))
@@ -287,6 +290,7 @@ class _Loop(TrainingState):
             "evaluated": self.is_evaluated,
             "skipped": self.skipped,
             "weights": self.inner.named_weights(),
+            # without the groups: their learning rates follow from the recipe and the step
             "optimizer": self.optimizer.state_dict()["state"],
             "scaler": None if scaler is None else scaler.state_dict(),
             "pending": self.pending.state(),
