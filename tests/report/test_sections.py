@@ -169,7 +169,7 @@ def test_every_value_may_be_null() -> None:
 def test_reliability_over_seeds_counts_images() -> None:
     first = [{"confidence": 0.9, "accuracy": 0.8, "n": 30}, {"confidence": 0.5, "accuracy": 0.5, "n": 9}]
     second = [{"confidence": 0.8, "accuracy": 0.5, "n": 10}, {"confidence": None, "accuracy": None, "n": 0}]
-    bins = analysis.pooled_bins([{"bins": first}, {"bins": second}], "bins")
+    bins = analysis.pooled_bins([{"bins": first}, {"bins": None}, {"bins": second}], "bins")  # one has no temperature
     assert bins == [(pytest.approx(87.5), pytest.approx(72.5))]  # the second bin has too few images
 
 

@@ -60,7 +60,7 @@ def beside_rows(results: Results, rule: str) -> dict[str, Comparison]:
 
 
 def further(results: Results, rule: str) -> list[Comparison]:
-    """Returns the comparisons that are not shown beside a row, such as those words.between encoders."""
+    """Returns the comparisons that are not shown beside a row, such as those between encoders."""
     beside = beside_rows(results, rule)
     return [row for row in comparisons_of(results, rule) if beside.get(row.first) != row]
 

@@ -18,6 +18,8 @@ atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
 def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
     """`masks.exceeds_by_sorting` of float32 rows [n,K] and the ranks of m blocks of them, int64 [m]."""
     mask, size = torch.empty(rows.shape, dtype=torch.bool, device=rows.device), rows.shape[1]
+    if not len(rows):  # CUDA refuses an empty grid
+        return mask
     bits = rows.contiguous().view(torch.int32)
     block = len(rows) // len(ranks)
     _exceeds[(len(rows),)](bits, ranks.contiguous(), block, mask, size, BLOCK=triton.next_power_of_2(size))

@@ -118,12 +118,15 @@ def _reliability_figures(run: Run, measured: Mapping[Domain, list[Entry]]) -> li
 
 
 def pooled_bins(seeds: Sequence[Entry], key: str) -> list[tuple[float, float]]:
-    """Returns (confidence, accuracy) in % of the bins of all seeds together that have enough images."""
-    drawn = []
-    for same in zip(*(seed.get(key) or () for seed in seeds), strict=False):
+    """Returns (confidence, accuracy) in % of the bins of all seeds together that have enough images.
+
+    A seed without a temperature has no scaled bins, and is left out.
+    """
+    drawn, bins = [], [of_seed for seed in seeds if (of_seed := seed.get(key))]
+    for same in zip(*bins, strict=True):
         defined = [b for b in same if b["n"] and b["confidence"] is not None and b["accuracy"] is not None]
         n = sum(b["n"] for b in defined)
-        if n >= FEWEST_IMAGES * len(seeds):
+        if n >= FEWEST_IMAGES * len(bins):
             x, y = (100 * sum(b["n"] * b[name] for b in defined) / n for name in ("confidence", "accuracy"))
             drawn.append((x, y))
     return drawn
