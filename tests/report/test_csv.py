@@ -33,6 +33,7 @@ def test_golden_tables(run: Run, example: Run) -> None:
     rows = [pair, comparison("xdomainmix", "sam", here="no verdict", error=None)]
     made = [run, example, *map(run_of, (results_of(together), failed, with_comparisons(results_of(two_sets()), *rows)))]
     assert_golden("tables.csv", "".join(csv_text(csv_rows(of)) for of in made))
+    assert {name for of in made for row in csv_rows(of) for name in row} <= {*COLUMNS}, "or they would vanish"
     assert csv_text(csv_rows(run_of(results_of([])))) == ",".join(COLUMNS) + "\n"
 
 

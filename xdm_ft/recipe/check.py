@@ -103,7 +103,7 @@ def check(text: RecipeText) -> Recipe:
     rows_changed = text.overridden & {("methods",), ("encoders",)}
     if rows_changed and not complete and not text.is_overridden(("report", "compare")):
         # all pairs: those that are left would keep other rows from a verdict
-        logger.info("%s: report.compare is ignored, as it names rows that there are no more", text.origin)
+        logger.info("%s: report.compare is ignored, as it names rows that this run does not have", text.origin)
         recipe = replace(recipe, report=recipe.report.model_copy(update={"compare": ()}))
     _check_together(faults, recipe)
     faults.raise_if_any()
