@@ -263,7 +263,7 @@ class TestFeatures:
 
     def test_faults_of_a_user_are_one_line(self, nodes, monkeypatch, capsys):
         small_runs.recipe()
-        arguments = ["features", "small.yaml", *SLOW, "--quiet"]
+        arguments = ["features", "small.yaml", PROBE, "--quiet"]
         broken, submit = Path("data/PACS/sketch/dog/000.png"), cluster_module.Tasks.submit
         complete = broken.read_bytes()
         half = complete[: len(complete) // 2]
