@@ -5,6 +5,7 @@ same faults in one line.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -391,7 +392,14 @@ TIMM, CLIP, HUGGING = "timm", "open_clip", "vit"
     ],
 )
 def test_faults_of_the_recipe(
-    families: dict[str, Family], name: str, keys: dict[str, Any], wording: str, tmp_path: Path, monkeypatch, capfd
+    families: dict[str, Family],
+    name: str,
+    keys: dict[str, Any],
+    wording: str,
+    tmp_path: Path,
+    monkeypatch,
+    capfd,
+    caplog,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sub/folder").mkdir(parents=True)
@@ -399,7 +407,8 @@ def test_faults_of_the_recipe(
     with pytest.raises(UserError, match=wording) as raised:
         families[name].encoder(**keys)
     assert "\n" not in str(raised.value)
-    assert capfd.readouterr().err == "", "libraries report faults too"
+    assert capfd.readouterr().err == "" and "root" not in {record.name for record in caplog.records}, "libraries do too"
+    assert logging.getLogger().filters == []
 
 
 def photograph(width: int, height: int) -> Image.Image:

@@ -14,7 +14,7 @@ import torch
 import transformers
 from tiny_models import Family, images
 
-from xdm_ft.encoders.transformers import TOLERANCE, Transformers, from_processor
+from xdm_ft.encoders.transformers import TOLERANCE, Transformers, _block_names, from_processor
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError
 
@@ -60,6 +60,13 @@ def test_models_that_are_refused(make, wording: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
+def test_blocks_of_a_model_of_stages() -> None:
+    config = transformers.ConvNextConfig(num_stages=2, depths=[1, 2], hidden_sizes=[8, 16])
+    inside, stages = _block_names(transformers.ConvNextModel(config))
+    assert stages == ["encoder.stages.0", "encoder.stages.1"]
+    assert inside == ["encoder.stages.0.layers.0", "encoder.stages.1.layers.0", "encoder.stages.1.layers.1"]
+
+
 def test_images_of_another_size(families: dict[str, Family]) -> None:
     encoder = families["clip"].encoder(preprocessing=PreprocessingOverrides(size=48))
     library = families["clip"].model.get_image_features(pixel_values=images(48), interpolate_pos_encoding=True)
