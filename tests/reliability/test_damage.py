@@ -229,19 +229,52 @@ def test_each_file(kind, file, request, expected, tmp_path, capfd):
     for number, name in enumerate(FILES[kind][file].split(", ")):
         run = copied(folder, tmp_path / str(number))
         damage(sorted(run.glob(file))[0], name)
-        capfd.readouterr()
-        started = time.monotonic()
-        status = again(folder, run)
-        assert time.monotonic() - started < SOON, name
-        errors = capfd.readouterr().err
-        assert "Traceback" not in errors and "Error:" not in errors, errors
-        if status == 2:
-            line = one_line(errors)
-            assert str(run) in line and any(word in line for word in WORDS), (name, line)
-        else:
-            assert status == 0 and "xdm-ft: " not in errors, (name, errors)
-            assert numbers(run) == expected[kind], name
-        assert [path.name for path in (tmp_path / str(number)).iterdir()] == ["out"], name
+        assert_mended_or_refused(folder, run, expected[kind], name, capfd)
+
+
+def assert_mended_or_refused(folder, run, expected, what, capfd):
+    capfd.readouterr()
+    started = time.monotonic()
+    status = again(folder, run)
+    assert time.monotonic() - started < SOON, what
+    errors = capfd.readouterr().err
+    assert "Traceback" not in errors and "Error:" not in errors, errors
+    if status == 2:
+        line = one_line(errors)
+        assert str(run) in line and any(word in line for word in WORDS), (what, line)
+    else:
+        assert status == 0 and "xdm-ft: " not in errors, (what, errors)
+        assert numbers(run) == expected, what
+    assert [path.name for path in run.parents[1].iterdir()] == ["out"], what
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", range(8))
+def test_damage_anywhere(seed, request, expected, tmp_path, capfd):
+    """250 times: a byte that flips, a cut, a block of zeros, or the bytes of another file, at a place that is drawn."""
+    draw = random.Random(seed)
+    for number in range(250):
+        kind, pattern = draw.choice(ROWS)
+        folder = request.getfixturevalue(kind)
+        run = copied(folder, tmp_path / str(number))
+        file = draw.choice(
+            sorted(path for path in (*run.glob(pattern), *run.glob(f"{pattern}/**/*")) if path.is_file())
+        )
+        data, other = bytearray(file.read_bytes()), draw.choice(sorted(p for p in run.rglob("*") if p.is_file()))
+        place = draw.randrange(max(1, len(data)))
+        how = draw.choice(["flip", "cut", "zeros", "other"])
+        if how == "flip" and data:
+            data[place] ^= 1 << draw.randrange(8)
+        elif how == "cut":
+            del data[place:]
+        elif how == "zeros":
+            data[place : place + 512] = bytes(len(data[place : place + 512]))
+        elif how == "other":
+            data = other.read_bytes()
+        file.write_bytes(data)
+        assert_mended_or_refused(folder, run, expected[kind], (number, how, place, file.relative_to(run)), capfd)
+        shutil.rmtree(tmp_path / str(number))
 
 
 NO_CHECKSUM = "it has no checksum; an earlier version may have written it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -77,16 +78,10 @@ def killed(command: Command, recipe: Path, folder: Path, overrides: tuple[str, .
     assert run.end() == -signal.SIGKILL, run.text()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "bank" else pytest.mark.slow) for name in COMMANDS]
-)
-def test_a_run_that_is_killed_again_and_again(name: str, tmp_path: Path) -> None:
-    """At its first writes, in its middle, and before its last files are in their places."""
-    command, expected, folder = COMMANDS[name], tmp_path / "expected", tmp_path / "out"
-    recipe = command.recipe(tmp_path)
-    counts = tmp_path / "expected.counts"
-    undisturbed = functools.partial(kill_itself, counts=counts, prepare=command.prepare)
-    before: dict[str, str] = {}
+def undisturbed(command: Command, recipe: Path, folder: Path) -> dict[str, str]:
+    """Runs it into `expected`, and counts its writes. `out` is as before it. Returns the records that were there."""
+    expected, before = folder / "expected", dict[str, str]()
+    first = functools.partial(kill_itself, counts=folder / "expected.counts", prepare=command.prepare)
     if command.grows_from is not None:
         if command.grows_from_killed:
             run = Run(recipe, expected, *command.grows_from, cores=command.cores)
@@ -94,18 +89,28 @@ def test_a_run_that_is_killed_again_and_again(name: str, tmp_path: Path) -> None
             run.send()
             assert run.end() == -signal.SIGKILL
         else:
-            assert Run(recipe, expected, *command.grows_from, cores=command.cores, first=undisturbed).end() == 0
+            assert Run(recipe, expected, *command.grows_from, cores=command.cores, first=first).end() == 0
             before = records(expected)
-        shutil.copytree(expected, folder)
-    run = Run(recipe, expected, *command.overrides, cores=command.cores, first=undisturbed)
+        shutil.copytree(expected, folder / "out")
+    run = Run(recipe, expected, *command.overrides, cores=command.cores, first=first)
     assert run.end() == 0, run.text()
     assert "was written for other settings" not in run.text()
     assert ("resumes after" in run.text()) == command.grows_from_killed
+    return before
 
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "bank" else pytest.mark.slow) for name in COMMANDS]
+)
+def test_a_run_that_is_killed_again_and_again(name: str, tmp_path: Path) -> None:
+    """At its first writes, in its middle, and before its last files are in their places."""
+    command, expected, folder = COMMANDS[name], tmp_path / "expected", tmp_path / "out"
+    recipe = command.recipe(tmp_path)
+    before = undisturbed(command, recipe, tmp_path)
     for at_sync in (1, 3):
         killed(command, recipe, folder, command.overrides, at_sync=at_sync)
     if name == "analysis":
-        killed(command, recipe, folder, command.overrides, at_sync=int(counts.read_text()) // 4)
+        killed(command, recipe, folder, command.overrides, at_sync=int((tmp_path / "expected.counts").read_text()) // 4)
     else:  # in the middle of a training, and again in what resumes it
         for number in (4, 2):
             killed(command, recipe, folder, command.overrides, at_file="checkpoints", number=number)
@@ -117,6 +122,31 @@ def test_a_run_that_is_killed_again_and_again(name: str, tmp_path: Path) -> None
     if before and name != "analysis":
         assert before.items() < records(folder).items(), "records keep their bytes, training times included"
         assert outcome(folder)["results"]["grown_from"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", COMMANDS)
+def test_kills_at_any_write(name: str, seed: int, tmp_path: Path) -> None:
+    """Up to nine times, itself or one of its forks, before a write that is drawn."""
+    draw, command, folder = random.Random(f"{name} {seed}"), COMMANDS[name], tmp_path / "out"
+    recipe = command.recipe(tmp_path)
+    undisturbed(command, recipe, tmp_path)
+    writes = int((tmp_path / "expected.counts").read_text())
+    first = functools.partial(kill_itself, counts=tmp_path / "out.counts", prepare=command.prepare)
+    for _ in range(9):
+        at_sync = draw.randint(1, max(1, writes // 6))
+        run = Run(
+            recipe, folder, *command.overrides, cores=command.cores, first=functools.partial(first, at_sync=at_sync)
+        )
+        if run.end() == 0:
+            break
+        assert run.end() == -signal.SIGKILL or "was killed (SIGKILL" in run.text(), run.text()
+        print("killed", name, seed, at_sync)
+    run = Run(recipe, folder, *command.overrides, cores=command.cores, first=command.prepare)
+    assert run.end() == 0, run.text()
+    assert outcome(folder) == outcome(tmp_path / "expected") and leftovers(folder) == []
 
 
 @pytest.mark.slow
