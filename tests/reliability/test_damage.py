@@ -32,7 +32,7 @@ from xdm_ft.storage.tensors import read_checked, read_tensors
 
 Damage = Callable[[Path], object]
 SOON = 60.0  # seconds, on a busy machine; what would hang does so for ever or for hours
-WORDS = ("damaged", "missing", "another recipe", "can not be", "another run")
+WORDS = ("damaged", "missing", "another recipe", "can not be", "another run", "another version")
 NESTED = '{"value": ' + "[" * 900 + "]" * 900 + ', "xxh3": "0", "runs": [], "environment": {}, "recipe": {}}\n'
 MODEL = ["erm", "sketch", "0"]
 
