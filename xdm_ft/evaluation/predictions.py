@@ -19,6 +19,7 @@ from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.images import ImageDataset
 from xdm_ft.runtime.randomness import Stream, permutation
 
+MEANS = ("accuracy", "nll", "auroc")  # metrics that are a mean of one value per image
 BLOCKS = 1000
 """Largest number of groups for metrics that are not a mean over images. Such a metric needs sums per class, domain or
 bin for every group, which is too much for 100,000 groups. More groups than this are merged at random into this many
@@ -128,9 +129,6 @@ def test_images(dataset: ImageDataset, rows: np.ndarray) -> dict[str, np.ndarray
         arrays["groups"] = images.groups.astype(np.int32)
     names = "\n".join(dataset.name_in_data(int(row)) for row in rows)
     return arrays | {"names": np.frombuffer(names.encode(), np.uint8)}
-
-
-MEANS = ("accuracy", "nll", "auroc")  # metrics that are a mean of one value per image
 
 
 def without_each_group(metric: str, prediction: Prediction) -> np.ndarray:

@@ -46,8 +46,12 @@ from xdm_ft.storage.cache_root import cache_root, one_at_a_time
 from xdm_ft.storage.lines import Damaged, json_object
 from xdm_ft.storage.tensors import read_tensors, write_tensors
 
+logger = logging.getLogger("xdm_ft")
 SHARDS = "shard-*.safetensors"
 MANIFEST = "manifest.json"
+MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
+GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
+WHAT = "image features, cached by xdm_ft; safe to delete"
 Contents = np.ndarray
 """Hashes of images as bytes of length 16 (numpy type S16), one per image: they compare and sort as one value."""
 
@@ -162,13 +166,6 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     checksum = digest(json.dumps(manifest, sort_keys=True), bits=128)
     text = json.dumps({**manifest, "checksum": checksum}, indent=2, ensure_ascii=False)
     replace_text(folder / MANIFEST, text + "\n")
-
-
-logger = logging.getLogger("xdm_ft")
-
-MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
-GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
-WHAT = "image features, cached by xdm_ft; safe to delete"
 
 
 def cache_folder(settings: FeatureSettings) -> Path:

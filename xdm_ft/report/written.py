@@ -41,6 +41,7 @@ from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 from xdm_ft.version import __version__
 
+logger = logging.getLogger("xdm_ft")
 PLOTS = "plots"
 WIDE = 9  # columns; a table of more may break numbers and words to fit on paper
 PIXELS_PER_INCH = 96
@@ -175,9 +176,6 @@ def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
     if run.analysis is None or run.not_measured:
         yield "Measure what the paper measures, for this page.", f"xdm-ft analyse {path}"
-
-
-logger = logging.getLogger("xdm_ft")
 
 
 def write_reports(directory: RunDirectory, run: Run) -> list[Path]:
