@@ -38,6 +38,28 @@ class ModelKey(NamedTuple):
         return f"{self.method}, {', '.join(self.test_domains)} held out, seed {self.seed}{trial}"
 
 
+class OfModel:
+    """What belongs to one model of a run, and has its key."""
+
+    key: ModelKey
+
+    @property
+    def method(self) -> str:
+        return self.key.method
+
+    @property
+    def test_domains(self) -> tuple[str, ...]:
+        return self.key.test_domains
+
+    @property
+    def seed(self) -> int:
+        return self.key.seed
+
+    @property
+    def trial(self) -> int:
+        return self.key.trial
+
+
 @dataclass(frozen=True)
 class Pick:
     """The step that one selection rule picked, and the metrics of its weights."""
@@ -74,7 +96,7 @@ class Pick:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(OfModel):
     """One model: an entry of `runs` in results.json."""
 
     key: ModelKey
@@ -94,22 +116,6 @@ class Record:
     encoder: str | None = None  # its label, else its model; None: an earlier version wrote the record, as `trainable`
     trainable: bool | dict[str, Any] | None = None  # how much of the encoder trains, as in a recipe
     deterministic: bool | None = None  # True: the head is class embeddings alone, the same for all seeds
-
-    @property
-    def method(self) -> str:
-        return self.key.method
-
-    @property
-    def test_domains(self) -> tuple[str, ...]:
-        return self.key.test_domains
-
-    @property
-    def seed(self) -> int:
-        return self.key.seed
-
-    @property
-    def trial(self) -> int:
-        return self.key.trial
 
     @property
     def folder(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.evaluation import ModelKey, OfModel
 from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.errors import UserError
@@ -226,7 +226,7 @@ RuleValues = dict[str, dict[int, float]]
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(OfModel):
     """One model to train, as an engine gets it."""
 
     key: ModelKey
@@ -239,22 +239,6 @@ class Job:
     normalized: bool = False  # whether cached features are L2-normalised before training
     external_values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """`RuleValues` of rules that use other models' values: nothing is measured on this model's images."""
-
-    @property
-    def method(self) -> str:
-        return self.key.method
-
-    @property
-    def test_domains(self) -> tuple[str, ...]:
-        return self.key.test_domains
-
-    @property
-    def seed(self) -> int:
-        return self.key.seed
-
-    @property
-    def trial(self) -> int:
-        return self.key.trial
 
     def new_method(self) -> Algorithm | Solver:
         """Returns its method before training."""
