@@ -17,6 +17,7 @@ LAYERS = [
     "run",
     "__main__",
     "cli",
+    "new_site",
     "export",
     "experiment",
     "recipe",
@@ -121,7 +122,7 @@ def imported_modules(path, modules):
 def test_modules_are_few():
     """A file is one subject: a helper of one neighbour stands in its neighbour. Components do not count."""
     components = sum(len(names(folder)) for folder in FOLDERS.values())
-    assert 100 < len(modules_of(PACKAGE)) - components <= 160
+    assert 100 < len(modules_of(PACKAGE)) - components <= 185
 
 
 def test_no_modules_import_each_other():

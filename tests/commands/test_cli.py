@@ -111,6 +111,7 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
     filled = {
         "run": ["demo", "training.steps=10", "name=x"], "retrain": ["DIR", "erm", "ink", "0", "2"],
         "cp": ["demo", "mine.yaml"], "ls": ["methods"], "cache": ["prune", "--unused-days", "3"],
+        "label": ["DIR", "images", "--budget", "5", "--out", "x.csv"], "adapt": ["DIR", "x.csv", "--out", "new"],
     }  # fmt: skip
     for verb in VERBS:
         positional = [a for a in PARSERS[verb]._actions if a.nargs in (None, "+") and not a.option_strings]
@@ -118,7 +119,7 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
         plain = vars(parser().parse_args([verb, *words]))
         assert plain["json"] is plain["quiet"] is False
         for place in range(len(words) + 1):
-            if words[place - 1 : place] == ["--unused-days"]:
+            if place and words[place - 1].startswith("--"):
                 continue
             for flags in (["--json"], ["--quiet"], ["--quiet", "--json"]):
                 found = vars(parser().parse_args([verb, *words[:place], *flags, *words[place:]]))
@@ -143,6 +144,8 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
             for verb, rest in (
                 ("report", []), ("analyse", []), ("export", ["out"]), ("retrain", ["erm", "ink", "0"]),
                 ("predict", ["images", "--out", "x.csv"]), ("evaluate", ["images"]),
+                ("assess", ["images"]), ("label", ["images", "--budget", "9", "--out", "x.csv"]),
+                ("adapt", ["images", "--out", "new"]),
             )
         ),
     ],

@@ -57,3 +57,14 @@ def results_of(made):
 
 def results(*overrides):
     return results_of(recipe(*overrides))
+
+
+def wait_for(ranks):
+    """Waits until all processes of a run have ended well."""
+    try:
+        for rank in ranks:
+            _, printed = rank.communicate(timeout=180)
+            assert rank.returncode == 0, printed
+    finally:
+        for rank in ranks:
+            rank.kill()

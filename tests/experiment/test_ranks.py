@@ -167,13 +167,7 @@ def test_ranks_that_serve_the_store_themselves_and_processes_that_a_run_forks(re
         )
         for rank in range(2)
     ]
-    try:
-        for rank in ranks:
-            _, printed = rank.communicate(timeout=180)
-            assert rank.returncode == 0, printed
-    finally:
-        for rank in ranks:
-            rank.kill()
+    small_runs.wait_for(ranks)
     check_addresses()
     assert ["127.0.0.1", port] in [address for addresses in listening("rank0").values() for address in addresses]
 

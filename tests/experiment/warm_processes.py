@@ -31,7 +31,9 @@ def begin(arguments, cwd, out, err, environment=None, first=None):
 
     What it prints is added to the files `out` and `err`.
     """
-    process = server.Process(target=_main, args=(arguments, cwd, out, err, environment or {}, first))
+    # the server has the cores of the moment when it began, maybe those of a test on one core
+    cores = os.sched_getaffinity(0)
+    process = server.Process(target=_main, args=(arguments, cwd, out, err, environment or {}, first, cores))
     process.start()
     return process
 
@@ -62,10 +64,11 @@ def xdm_ft(*arguments, cwd, first=None):
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
 
 
-def _main(arguments, cwd, out, err, environment, first):
+def _main(arguments, cwd, out, err, environment, first, cores):
     from xdm_ft.cli.parser import main
 
     os.setsid()
+    os.sched_setaffinity(0, cores)
     gc.freeze()  # what the server has imported; a collection of it would take longer than most runs
     multiprocessing.set_start_method(None, force=True)  # of loader workers: the usual one, not the server's
     os.chdir(cwd)

@@ -42,5 +42,5 @@ def choice_of(record: dict[str, Any]) -> Choice:
 
 def exported(choice: Choice, target: str = "model", **how: Any) -> Model:
     """The model after an export and a load."""
-    export_model(str(RUN), target, choice, **how)
+    export_model(str(RUN), target, choice, **{"no_site": True, **how})
     return load(target)

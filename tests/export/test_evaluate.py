@@ -3,11 +3,15 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +22,7 @@ from scipy.stats import t
 
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation import Runs
+from xdm_ft.evaluation.few_labels import clopper_pearson
 from xdm_ft.evaluation.intervals import (
     NewSite,
     gain_words,
@@ -307,15 +312,17 @@ def test_images_that_do_not_vary_have_an_exact_interval_or_none():
 
 
 def test_images_without_groups_are_independent_and_several_domains_have_a_worst():
-    images = random_site(groups=False, domains=2)
+    """Of fewer than 200, the accuracy's interval is exact."""
+    images = random_site(240, groups=False, domains=2)
     found = at_site(images, SITE_CLASSES)
     right = images.logits.argmax(1).numpy() == images.site.labels
-    half = t.ppf(0.975, 59) * right.std(ddof=1) / 60**0.5
+    half = t.ppf(0.975, 239) * right.std(ddof=1) / 240**0.5
     assert found.metrics["accuracy"].interval == pytest.approx((right.mean() - half, min(1, right.mean() + half)))
     worst = min(right[::2].mean(), right[1::2].mean())
     assert found.groups is None and found.metrics["worst_domain_accuracy"].value == pytest.approx(worst)
     of_one = at_site(images.of_domain(1), SITE_CLASSES)
-    assert of_one.images == 30 and of_one.metrics["accuracy"].value == pytest.approx(right[1::2].mean())
+    assert of_one.metrics["accuracy"].interval == clopper_pearson(right[1::2].sum(), 120)
+    assert of_one.images == 120 and of_one.metrics["accuracy"].value == pytest.approx(right[1::2].mean())
 
 
 @pytest.mark.parametrize(
@@ -457,6 +464,53 @@ def test_a_wrong_site_is_one_line(tmp_path, paths, settings, line):
         read_site(str(path), SITE_CLASSES, {}, **settings)
     (said,) = raised.value.args
     assert line in said and "data." not in said
+
+
+TO_LABEL = """path,group,for,predicted,probability,label
+./=1.png,,evaluate,cat,0.9,dog
+2.png,,adapt,cat,0.6,cat
+3.png,,evaluate,dog,0.7,
+4.png,,adapt,dog,0.5,dog
+"""
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_to_label_is_read_for_its_purpose(tmp_path, kind):
+    """Rows without label are counted, and a group column that is empty is none."""
+    write(tmp_path, ["=1.png", "2.png", "4.png"])  # an image without label need not exist
+    (tmp_path / "t.csv").write_text(TO_LABEL)
+    if kind == "parquet":
+        text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(("group", "label"), pyarrow.string()))
+        table = pyarrow.csv.read_csv(tmp_path / "t.csv", convert_options=text)
+        pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    path = str(tmp_path / f"t.{kind}")
+    evaluate, adapt = read_site(path, SITE_CLASSES, {}), read_site(path, SITE_CLASSES, {}, purpose="adapt")
+    assert (evaluate.labels.tolist(), evaluate.unlabelled, evaluate.groups) == ([1], 1, None)
+    assert (adapt.labels.tolist(), adapt.unlabelled) == ([0, 1], 0)
+    assert [os.path.basename(item.content) for item in evaluate.items + adapt.items] == ["=1.png", "2.png", "4.png"]
+    assert evaluate.rows(np.array([0])).unlabelled == 1
+    without = "".join(line.replace(",for,", ",other,") for line in TO_LABEL.splitlines(keepends=True))
+    (tmp_path / "t.csv").write_text(without)
+    both = [read_site(str(tmp_path / "t.csv"), SITE_CLASSES, {}, purpose=purpose) for purpose in ("evaluate", "adapt")]
+    assert [(site.labels.tolist(), site.unlabelled) for site in both] == [([1, 0, 1], 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ("1.png,evaluate,\n2.png,evaluate, \n", "t.csv: no row has a label; fill in the column label"),
+        ("1.png,evaluate,\n2.png,adapt,dog\n", "no row marked evaluate has a label; fill in the column label"),
+        ("1.png,adapt,dog\n", "no row is marked evaluate in the column for"),
+        ("1.png,evaluate,dog\n2.png,train,dog\n", 'row 3, column for: "train" is unknown; write evaluate or adapt'),
+        ("1.png,,dog\n", 'row 2, column for: "" is unknown'),
+    ],
+)
+def test_a_table_without_labels_for_the_purpose_is_one_line(tmp_path, rows, line):
+    (tmp_path / "t.csv").write_text(f"path,for,label\n{rows}")
+    with pytest.raises(UserError) as raised:
+        read_site(str(tmp_path / "t.csv"), SITE_CLASSES, {})
+    (said,) = raised.value.args
+    assert line in said
 
 
 # the command

@@ -62,8 +62,10 @@ WHOLE = ("config.json", "demo_clip.json", "encoder.safetensors", "example.py", "
 
 def test_the_files_of_a_model_are_uploaded(model, api):
     (model / "README.md").write_text("# A model\n\nSee https://huggingface.co/org/name and and/or <a></a>, 3 / 4.\n")
+    (model / "threshold.json").write_text("{}")  # of one site: it stays at home
+    (model / "site.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     pushed = push(model, "org/name", private=True)
-    assert pushed.files == tuple(api.uploaded) == tuple(sorted([*WHOLE, "README.md"]))
+    assert pushed.files == tuple(api.uploaded) == tuple(sorted([*WHOLE, "README.md", "site.safetensors"]))
     assert pushed.private and pushed.repository == "org/name" and pushed.url.endswith("/commit/1")
     (created, how), (uploaded, what) = api.calls
     assert (created, how) == ("create_repo", {"repository": "org/name", "private": True, "exist_ok": True})

@@ -99,7 +99,9 @@ def test_only_what_was_trained_is_in_a_part(shared: Enter, tmp_path: Path) -> No
 @pytest.mark.needs(*PACKAGES)
 def test_low_rank_updates_as_a_part_and_as_onnx(shared: Enter, tmp_path: Path) -> None:
     shared("trained")
-    written = export_model(str(RUN), str(tmp_path / "lora"), Choice("lora", PHOTO), onnx=True).document["onnx"]
+    written = export_model(str(RUN), str(tmp_path / "lora"), Choice("lora", PHOTO), onnx=True, no_site=True).document[
+        "onnx"
+    ]
     assert written.difference < 1e-5 and written.path == tmp_path / "lora/model.onnx" and written.path.exists()
     part = load_file(tmp_path / "lora/encoder_part.safetensors")
     assert len(part) == 8 and all(".blocks.4." in name or ".blocks.5." in name for name in part)
@@ -117,7 +119,7 @@ def test_an_encoder_from_a_file_is_asked_for_and_checked() -> None:
         whole = exported(choice_of(record), f"{name}-whole")
         assert Path(f"{name}-whole/encoder.safetensors").exists()
         assert not Path(f"{name}-whole/encoder_part.safetensors").exists()
-        answer = export_model(str(RUN), name, choice_of(record), with_encoder=False)
+        answer = export_model(str(RUN), name, choice_of(record), with_encoder=False, no_site=True)
         assert answer.document["needs_encoder_weights"] and "--encoder-weights" in answer.text()
         for model in (whole, load(name, encoder_weights="own.safetensors")):
             np.testing.assert_allclose(model.predict_proba(held_out()), recorded(record), rtol=0, atol=1e-6)
@@ -187,13 +189,13 @@ def test_final_fits_are_trained_once_and_lie_side_by_side(copied: Enter, caplog:
     copied("heads")
     assert "final_fit" not in results()
     with caplog.at_level("INFO", "xdm_ft"):
-        named = export_model(str(RUN), "model", Choice(method="erm"))
+        named = export_model(str(RUN), "model", Choice(method="erm"), no_site=True)
     assert "trains the final fit of erm on all labelled images: about" in caplog.text
     assert "erm was named (" in named.document["model"] and load("model").config.method["test_domains"] == []
     assert results()["recipe"]["output"] == {"dir": "output"}, "as before"
     before = results()
     assert [*before["final_fits"]] == ["erm"] and load(RUN, choice=Choice("erm")).config.chosen.startswith("final fit")
-    chosen = export_model(str(RUN), "chosen", Choice()).document["model"]
+    chosen = export_model(str(RUN), "chosen", Choice(), no_site=True).document["model"]
     assert exported(Choice("erm"), "members", ensemble=True).config.members == (0, 1)
     found = results()
     both = {str(seed): f"models/final_fit/erm/{name}.safetensors" for seed, name in enumerate(("model", "seed1"))}
@@ -204,7 +206,7 @@ def test_final_fits_are_trained_once_and_lie_side_by_side(copied: Enter, caplog:
     weights = RUN / best["weights"]
     assert best["weights"] == f"models/final_fit/{best['method']}/model.safetensors"
     at = weights.stat().st_mtime_ns
-    export_model(str(RUN), "again", Choice(), best=True)
+    export_model(str(RUN), "again", Choice(), best=True, no_site=True)
     assert weights.stat().st_mtime_ns == at and load(RUN).config.chosen == chosen
     assert Path("chosen/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
     assert {bytes(row) for row in load("chosen").training_images} == checksums_below("")  # type: ignore[union-attr]
@@ -256,7 +258,7 @@ def test_options_that_fit_no_model_are_refused_before_one_is_trained(
 ) -> None:
     shared(name)
     with pytest.raises(UserError, match=message):
-        export_model(str(RUN), str(tmp_path / "model"), choice, **options)
+        export_model(str(RUN), str(tmp_path / "model"), choice, **options, no_site=True)
     assert not (RUN / "models/final_fit").exists() and not (tmp_path / "model").exists()
 
 
@@ -264,10 +266,10 @@ def test_options_that_fit_no_model_are_refused_before_one_is_trained(
 def test_a_run_by_oracle_names_its_model() -> None:
     run("methods=[erm]", "protocol.selection=oracle")
     with pytest.raises(UserError, match="selection: oracle has none; export a model of the estimate by --held-out"):
-        export_model(str(RUN), "model", Choice())
+        export_model(str(RUN), "model", Choice(), no_site=True)
     with pytest.raises(UserError, match=r"has no final fit .*unbiased estimate of one; name .*: --held-out photo$"):
         xdm_ft.load(RUN)
-    told = export_model(str(RUN), "model", Choice(held_out=PHOTO)).document["model"]
+    told = export_model(str(RUN), "model", Choice(held_out=PHOTO), no_site=True).document["model"]
     assert told.startswith("trained without photo (held out), seed 0, trial 0; ")
 
 
@@ -285,7 +287,7 @@ def test_a_fold_is_of_the_first_seed_and_no_test_result_chooses_it(copied: Enter
     assert (config.method["label"], config.method["seed"]) == ("erm", 1)
     assert "no test result was read" in config.chosen and "without photo (held out)" in config.chosen
     assert xdm_ft.load(RUN, held_out="photo", seed=0).config.method["seed"] == 0
-    export_model(str(RUN), "fold", Choice(held_out=PHOTO))
+    export_model(str(RUN), "fold", Choice(held_out=PHOTO), no_site=True)
     assert "**It lacks photo**" in Path("fold/README.md").read_text() and not (RUN / "models/final_fit").exists()
 
 
@@ -298,12 +300,16 @@ def test_an_official_split_gives_its_own_model_unless_a_final_fit_is_wanted() ->
     Path("table.csv").write_text("\n".join(["path,label,domain,split", *lines]))
     official = "protocol={name: official, selection: val_domain, seeds: [3, 1]}"
     small_runs.results("data={name: table, file: table.csv}", official, "methods=[erm]")
-    told = export_model(str(RUN), "own", Choice()).document["model"]
+    told = export_model(str(RUN), "own", Choice(), no_site=True).document["model"]
     assert told.startswith("trained without cartoon (held out), seed 3, trial 0; ") and xdm_ft.load(RUN)
     assert not (RUN / "models/final_fit").exists()
     assert exported(Choice(), "heads", ensemble=True).config.members == (1, 3)
     for number, how in enumerate(({"best": True}, {})):
-        assert export_model(str(RUN), f"fit{number}", Choice(), **how).document["model"].startswith("final fit: ")
+        assert (
+            export_model(str(RUN), f"fit{number}", Choice(), **how, no_site=True)
+            .document["model"]
+            .startswith("final fit: ")
+        )
 
 
 @pytest.mark.slow
@@ -353,7 +359,7 @@ def test_without_the_runs_images_the_export_says_so(
         first, second, *_ = sorted(Path("data/PACS/sketch").rglob("*.png"))
         first.write_bytes(second.read_bytes())
     with caplog.at_level(logging.WARNING, "xdm_ft"):
-        export_model(str(RUN), "model", FOLD)
+        export_model(str(RUN), "model", FOLD, no_site=True)
     [line] = [message for message in caplog.messages if "checksums" in message]
     assert "no checksums of the training images, as they can not be read: " in line and "\n" not in line
     assert not (Path("model") / TRAINING_IMAGES).exists() and load("model").training_images is None
@@ -362,7 +368,7 @@ def test_without_the_runs_images_the_export_says_so(
 
 def test_heads_of_training_features_and_of_few_images_are_marked(shared: Enter, tmp_path: Path) -> None:
     shared("heads")
-    told = export_model(str(RUN), str(tmp_path / "knn"), Choice("knn", PHOTO)).text()
+    told = export_model(str(RUN), str(tmp_path / "knn"), Choice("knn", PHOTO), no_site=True).text()
     images = read_parts(read_run(RUN), Choice("knn", PHOTO)).training_features
     marked = f"contains the features of all {images:,} training images"
     assert marked in told and marked in (tmp_path / "knn/README.md").read_text()
@@ -370,7 +376,7 @@ def test_heads_of_training_features_and_of_few_images_are_marked(shared: Enter, 
     assert few and max(few.values()) < 10
     means = " mean features of fewer than ten training images: "
     assert f"the head and reference.safetensors contain{means}" in (tmp_path / "means/README.md").read_text()
-    told = export_model(str(RUN), str(tmp_path / "erm"), FOLD).text()
+    told = export_model(str(RUN), str(tmp_path / "erm"), FOLD, no_site=True).text()
     assert marked not in told and f"reference.safetensors contains{means}" in told
 
 

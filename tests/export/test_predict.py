@@ -401,7 +401,8 @@ def test_what_is_refused(images, predict, arguments, line):
     assert sorted(Path().iterdir()) == before and Path("taken.csv").read_text() == "mine"
 
 
-def test_a_summary_as_json(small_model, images, predict, monkeypatch):
+def test_a_summary_as_json(small_model, images, predict, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "cache"))  # other tests cache features of the same images
     assert "--json: prints a summary, so that" in predict("new", "--json", status=2).err
     shutil.copy(sorted(small_model.data.rglob("*/photo/*/*"))[0], "known.png")
     Path("bad.png").write_text("no")

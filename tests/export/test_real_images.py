@@ -54,7 +54,7 @@ def held_out() -> list[str]:
 
 def check(record: dict[str, Any], with_encoder: bool, atol: float = 1e-6) -> None:
     paths, target = held_out(), f"with-{with_encoder}"
-    export_model("output/small", target, choice_of(record), with_encoder=with_encoder, onnx=with_encoder)
+    export_model("output/small", target, choice_of(record), with_encoder=with_encoder, onnx=with_encoder, no_site=True)
     weights = str(WEIGHTS) if load_needs_weights(target) else ""
     subprocess.run([sys.executable, "-c", PREDICT, target, weights, *paths], check=True)
     found, expected = np.load("found.npy"), recorded(record)

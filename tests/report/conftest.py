@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canned_runs import ALPHAS, run_in_memory, write_run
+from canned_runs import ALPHAS, label_curve, run_in_memory, write_run
 from example_runs import comparison, run_of, with_comparisons
 
 from xdm_ft.evaluation.verdicts import PValue
@@ -36,7 +36,7 @@ def example() -> Run:
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A directory with predictions and its page."""
-    run = write_run(tmp_path_factory.mktemp("runs") / "made_up")
+    run = write_run(tmp_path_factory.mktemp("runs") / "made_up", label_curve=label_curve())
     run.results["recipe"]["report"] = {"seeds_averaged": True}
     write_page(run)
     return run

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from canned_runs import label_curve
 from example_runs import comparison, earlier, results_of, two_sets, with_comparisons
 
 from xdm_ft.evaluation import Record
@@ -27,6 +28,7 @@ def validate(document: dict[str, Any]) -> None:
 def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     validate(results)
+    validate(results | {"label_curve": label_curve()})
     validate(earlier(with_comparisons(results_of(two_sets()), comparison("xdomainmix"))))
     logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 0.5], [0.3, 0.2, 0.1]])
     made = score(logits, torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]), ["cat", "dog", "elk"], ["a", "b", "c"])

@@ -12,7 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from canned_runs import ALPHAS, CLASSES, HELD, HOSTILE, PARTS, Named, curves_of, run_in_memory, write_run
+from canned_runs import (
+    ALPHAS,
+    CLASSES,
+    HELD,
+    HOSTILE,
+    PARTS,
+    Named,
+    curves_of,
+    label_curve,
+    run_in_memory,
+    write_run,
+)  # fmt: skip
 from example_runs import results_of, run_of, two_sets
 from PIL import Image
 
@@ -125,6 +136,27 @@ def test_correlations() -> None:
         ([(1, 1), (1, 2), (1, 3)], "not defined"),
     ):
         assert words in selection.agreement([selection.Trial(record, *pair, False) for pair in pairs])
+
+
+# ------------------------------------------------------------------------------------------------ labels of a new site
+
+
+def test_gains_of_labels_are_shown_with_those_of_every_domain() -> None:
+    made = run_in_memory(["mlp", "erm"])
+    assert tables_of.label_curve(made) is None
+    made.results["label_curve"] = label_curve()
+    section = shown(tables_of.label_curve(made))
+    table = {(row["images chosen"], row["labels"]): row for row in by_title(section.tables[0])}
+    assert len(table) == 7 and table["none", "0"]["gain"] == "+0.0"
+    assert [*table["as xdm-ft label does", "20"].values()][2:] == [
+        "66.7", "+6.7", "+1.7 to +11.7", "+3.3", "+6.7", "+10.0",
+    ]  # fmt: skip
+    fifty = table["at random", "50"]
+    assert [fifty[name] for name in ("95% interval", "sketch", "photo")] == ["–", "–", "+15.7"]
+    assert "a mean without some domains is of those whose half has enough images" in section.notes
+    [figure] = section.figures
+    assert "as xdm-ft label does from 0 at 0 to 12.5 at 50; at random from 0 at 0 to 11.5 at 50" in figure.alt
+    assert "<svg" in figure.svg()
 
 
 # -------------------------------------------------------------------------------------------------------- analysis.json

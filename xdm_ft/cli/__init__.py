@@ -6,11 +6,11 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.terminal import show
 
 
@@ -59,6 +59,26 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def left_out(
+    unreadable: Mapping[str, str], copies: int, other_label: int, training_images: int | None
+) -> Iterator[str]:
+    """Yields a line for each kind of images of a site that do not count.
+
+    `unreadable`: image → why. `other_label`: copies with another label. `training_images`: images that trained the
+    model; None: unknown.
+    """
+    if unreadable:
+        name, reason = next(iter(unreadable.items()))
+        yield f"{plural(len(unreadable), 'unreadable image')} left out, the first: {name}: {reason}"
+    if copies:
+        contrary = f", {other_label} of them with another label" if other_label else ""
+        yield f"{copies} {'copy' if copies == 1 else 'copies'} left out, as an image counts once{contrary}"
+    if training_images:
+        yield f"{plural(training_images, 'image')} left out, as they trained the model"
+    elif training_images is None:
+        yield "whether any image trained the model is unknown, as there are no checksums of its training images"
 
 
 def columns(rows: Iterable[tuple[str, ...]], numbers: bool = True) -> list[str]:

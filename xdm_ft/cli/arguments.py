@@ -15,8 +15,11 @@ from xdm_ft.runtime.errors import UserError
 Parser = argparse.ArgumentParser
 KEYS = "keys.json"  # the keys of recipes, in the cache folder
 FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv"}  # of `report`, by the suffix of its file
+LEAST_SHARE = 1e-4  # 23,000 labels could show it
+STORED = "stored"  # of --abstain-below: the threshold in the model directory
 TOPICS = (
-    "table", "comparison", "verdict", "selection", "metrics", "sentence", "cost", "encoders", "notes", "analysis"
+    "table", "comparison", "verdict", "selection", "metrics", "sentence", "labels", "cost", "encoders", "notes",
+    "analysis",
 )  # fmt: skip
 
 
@@ -58,6 +61,24 @@ def recorded_values(action: argparse.Action, parsed_args: argparse.Namespace, **
             break
         trained = [run for run in trained if run[before] == getattr(parsed_args, before)]
     return dict.fromkeys(str(run[action.dest]) for run in trained)
+
+
+def share(text: str) -> float:
+    """Returns a number from 0.0001 to below 1, which may be written as 10%."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = 0
+    if not LEAST_SHARE <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share from {LEAST_SHARE} to 1; give 0.1 or 10%, for example")
+    return value
+
+
+def probability_or_stored(text: str) -> float | str:
+    try:
+        return text if text == STORED else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is neither a probability nor {STORED}") from None
 
 
 def add_recipe(verb: Parser, nargs: str | None = None) -> None:
@@ -137,6 +158,7 @@ def add_export(verb: Parser) -> None:
     flag("--ensemble", help="the heads of all seeds, averaged")
     fitted = "divide the logits by the temperature that was fitted on validation parts of the training domains"
     flag("--temperature", help=fitted)
+    flag("--no-site", help="leave out the heads that `assess` and `adapt` read, which are trained now")
     flag("--onnx", help="also write model.onnx, checked against torch")
     inside = "like --onnx, for uint8 images that are resized already: normalisation is inside the file"
     flag("--onnx-preprocessing", help=inside)
@@ -161,11 +183,53 @@ def add_predict(verb: Parser) -> None:
     flag("--spread", help="standard deviation of the label's probability over the heads of an ensemble")
     distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/deploying.md)"
     flag("--distance", help=distance)
-    option("--abstain-below", type=float, metavar="P", help="leave the label empty where its probability is lower")
+    below = f"leave the label empty where its probability is lower; {STORED}: than what `xdm-ft evaluate --save` stored"
+    option("--abstain-below", type=probability_or_stored, metavar=f"P|{STORED}", help=below)
     group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
     option("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
     flag("--resume", help="continue the unfinished predictions of --out, if any")
     flag("--strict", help="exit status 2 if an image can not be read, or a folder holds other files")
+    add_model_options(verb)
+
+
+def add_site(verb: Parser, model: str, about: str) -> None:
+    """Adds the arguments of a verb that reads the images of a site without labels."""
+    option = verb.add_argument
+    option("model", metavar=model, help=about)
+    option("images", metavar="IMAGES", nargs="+", help="of the site, without labels: as PATH of `xdm-ft predict`")
+    group = "images of one patient, slide or sequence, which are not independent: a column of the table, or an"
+    option("--group", metavar="REGEX|COLUMN", help=f"{group} expression for paths (default: the column group)")
+    add_model_options(verb)
+
+
+def add_assess(verb: Parser) -> None:
+    add_site(verb, "MODEL_DIR", "a model directory, as `xdm-ft export` writes it")
+    shares = "class shares at the site, as a=.3,b=.7 (default: those of the training images)"
+    verb.add_argument("--prevalence", metavar="SHARES", help=shares)
+
+
+def add_label(verb: Parser) -> None:
+    add_site(verb, "MODEL", "a model directory or a run directory")
+    option = verb.add_argument
+    most = "images to label, at most: a quarter at random to evaluate the model, the others chosen to adapt it"
+    option("--budget", type=int, metavar="N", required=True, help=most)
+    option("--out", metavar="FILE.csv", required=True, help="a new table, with an empty column label to fill in")
+    option("--sheet", metavar="FILE.html", help="also a page of the images, embedded as small ones")
+
+
+def add_adapt(verb: Parser) -> None:
+    option = verb.add_argument
+    either = "a model directory; or a run of image files, with --method: trained again, the site as one more domain"
+    option("model", metavar="MODEL_DIR|RUN_DIR", help=either)
+    site = "labelled images of the site: the table of `xdm-ft label`, filled in, or what `xdm-ft evaluate` takes"
+    option("site", metavar="LABELLED", help=site)
+    option("--out", metavar="DIR", required=True, help="a new directory; it is not written if the model stays")
+    option("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
+    shift = "shift features by how the mean of --images differs from that of training images with the same class shares"
+    option("--recentre", action="store_true", help=shift)
+    option("--images", metavar="IMAGES", nargs="+", help="with --recentre: all images of the site, without labels")
+    shares = "with --recentre: class shares at the site, as a=.3,b=.7 (default: those of the labels, from 20 on)"
+    option("--prevalence", metavar="SHARES", help=shares)
     add_model_options(verb)
 
 
@@ -176,6 +240,12 @@ def add_evaluate(verb: Parser) -> None:
     option("site", metavar="SITE", help=f"{site}optional: domain, group")
     option("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
     option("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
+    every = "all images of the site, without labels: as PATH of `xdm-ft predict`; from 100 labels on they narrow the"
+    option("--images", metavar="IMAGES", nargs="+", help=f"{every} accuracy's interval")
+    wrong = "find the threshold of the probability above which at most this share of answers is wrong, as 0.1 or 10%%"
+    option("--risk", type=share, metavar="SHARE", help=wrong)
+    stored = f"store the threshold in the model directory, for `xdm-ft predict --abstain-below {STORED}`"
+    option("--save", action="store_true", help=stored)
     add_model_options(verb)
 
 
@@ -215,7 +285,10 @@ VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
     "report": (add_report, "print the tables of a run and write its reports again; show several runs in one table"),
     "export": (add_export, "write a model of a run as a directory that loads anywhere"),
     "predict": (add_predict, "predict the classes of images: a table with a row per image"),
+    "assess": (add_assess, "expect the accuracy of a model on unlabelled images of a new site, or say why not"),
+    "label": (add_label, "choose the images of a new site that are worth a label: a table to fill in"),
     "evaluate": (add_evaluate, "measure a model on labelled images of a new site, beside what it promises"),
+    "adapt": (add_adapt, "adapt a model to one site by a few labelled images; keep it only if it is better"),
     "doctor": (
         partial(add_recipe, nargs="?"),
         "check installation, devices, weights and data; print a remedy for each fault",
@@ -242,8 +315,16 @@ xdm-ft export output/demo my_model
 xdm-ft export output/demo my_model --method xdomainmix --held-out blurred --with-encoder
 xdm-ft predict my_model scans/ --out predictions.csv --resume
 xdm-ft predict my_model 'scans/**/*.png' --group-by '(patient_\\d+)' --top-k 3
+xdm-ft predict my_model scans/ --out predictions.csv --abstain-below stored
+xdm-ft assess my_model scans/
+xdm-ft assess my_model scans/ --prevalence healthy=.7,ill=.3
+xdm-ft label my_model scans/ --budget 40 --out to_label.csv
+xdm-ft label my_model scans/ --budget 80 --out to_label.csv --sheet sheet.html --group '(patient_\\d+)'
 xdm-ft evaluate my_model SITE
 xdm-ft evaluate my_model site.csv --json
+xdm-ft evaluate my_model to_label.csv --images scans/ --risk 10% --save
+xdm-ft adapt my_model labelled.csv --out site_model
+xdm-ft adapt output/clip_folder labelled.csv --method xdomainmix --out site_model
 xdm-ft doctor
 xdm-ft doctor clip_folder data.root=DIR
 xdm-ft explain

@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from xdm_ft.cli import Answer, columns
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
-from xdm_ft.export.choose import training_images
-from xdm_ft.export.expected import AtSite, Labelled, are_among, at_site, checksums, first_of_each
-from xdm_ft.export.predictor import Model, cache_of, stream
-from xdm_ft.export.sources import Site, read_site
-from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.export.directory import THRESHOLD
+from xdm_ft.export.expected import AtSite, Labelled, at_site
+from xdm_ft.export.predictor import Model
+from xdm_ft.export.sources import Site, Sources, read_site
+from xdm_ft.new_site.images import Distinct, distinct, known_training_images, readable
+from xdm_ft.new_site.measure import AtRisk, WithImages, at_risk, with_images
+from xdm_ft.new_site.threshold import refuse_other_directories, store
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.progress import progress
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Evaluation:
     site: str
     method: str
     temperature: float  # by which the model's logits are divided
+    unlabelled: int  # rows of the table without a label: left out
     unreadable: dict[str, str]  # {image: why it was left out}
     absent_classes: tuple[str, ...]  # classes of the model without images
     seen_domains: tuple[str, ...]  # those with the name of a domain that trained the model
@@ -38,6 +40,9 @@ class Evaluation:
     ranks: str | None  # where the card says that a new site ranks; None: it promises nothing
     whole: AtSite  # all images
     domains: dict[str, AtSite]  # each of several domains; empty for one
+    with_images: WithImages | None  # None: without --images
+    at_risk: AtRisk | None  # None: without --risk
+    saved: Path | None  # the file of the threshold
 
     def lines(self) -> Iterator[str]:
         whole = self.whole
@@ -74,7 +79,28 @@ class Evaluation:
             yield f"{text}, and of its worst held-out domain, {domain}, {shown(metric, worst)}: {versus.verdict}"
         if not promises:
             yield "The model's card promises nothing about these images."
+        if self.with_images is not None:
+            yield self._of_all_images(self.with_images)
+        if self.at_risk is not None:
+            yield from self._threshold(self.at_risk)
         yield from self._reservations()
+
+    def _of_all_images(self, found: WithImages) -> str:
+        if found.value is None:
+            return f"No accuracy with the help of --images: {found.refused}"
+        by = f"with the help of {plural(found.images or 0, 'image')} of --images"
+        by += f" ({found.unreadable} more can not be read)" if found.unreadable else ""
+        return f"accuracy {shown('accuracy', found.value)} {by}, 95% {interval('accuracy', found.interval)}"
+
+    def _threshold(self, found: AtRisk) -> Iterator[str]:
+        wanted = f"at most {100 * found.risk:g}% wrong answers"
+        if found.threshold is None:
+            yield f"No threshold for {wanted}: {found.refused}"
+            return
+        answered = f"{found.answered} of {plural(found.labels, 'labelled image')} are answered, {found.wrong} wrongly"
+        yield f"For {wanted}: --abstain-below {found.threshold!r}; {answered}"
+        if self.saved is not None:
+            yield f"wrote {self.saved}: xdm-ft predict --abstain-below stored uses it"
 
     def _reservations(self) -> Iterator[str]:
         """Yields which images do not count, or may not, as images of a new site."""
@@ -83,6 +109,10 @@ class Evaluation:
         if self.absent_classes:
             names = ", ".join(self.absent_classes)
             yield f"No image here of {plural(len(self.absent_classes), 'class')} of the model: {names}"
+        if len(present := [name for name, of_class in self.whole.classes.items() if of_class.images]) == 1:
+            yield f"All labels are {present[0]}: the accuracy is that of this class alone"
+        if self.unlabelled:
+            yield f"{plural(self.unlabelled, 'row')} without a label left out"
         if self.unreadable:
             name, reason = next(iter(self.unreadable.items()))
             yield f"{plural(len(self.unreadable), 'unreadable image')} left out, the first: {name}: {reason}"
@@ -106,42 +136,51 @@ def main(arguments: argparse.Namespace) -> Answer:
     """Measures a model on the labelled images of a folder or table, of all domains or of `--domain` alone.
 
     Of images with the same bytes, the first one counts. Images that trained the model count, are counted, and leave no
-    verdict. Raises `UserError` for a site that can not be read or a label that the model lacks.
+    verdict. Raises `UserError` for a site that can not be read, a label that the model lacks, and `--save` without
+    `--risk` or a model directory.
     """
     check_batch_size(arguments)
+    folder = Path(arguments.model).expanduser()
+    if arguments.save and arguments.risk is None:
+        raise UserError("--save: stores a threshold, which needs --risk; add --risk 0.1, for example")
+    if arguments.save:
+        refuse_other_directories(folder)
+    sources = None if arguments.images is None else Sources(arguments.images)
     model, path = load_model(arguments), arguments.site
     config, card = model.config, model.config.expected
     site = read_site(path, config.class_names, config.renamed, arguments.group)
     if arguments.domain is not None:
         site = site.only(arguments.domain)
-    content = checksums(site.items)
-    rows, first = first_of_each(content)
-    of_training = model.training_images
-    if of_training is None and is_run(run := Path(arguments.model).expanduser()):
-        of_training = training_images(read_run(run), config)
-    trained = None if of_training is None else are_among(content[rows], of_training)
-    cache = cache_of(arguments.model)
-    images, unreadable = _predict(model, site.rows(rows), trained, arguments.batch_size, cache)
-    if not images.site.items:
-        image, reason = next(iter(unreadable.items()))
-        raise UserError(f"{path}: no image can be read, the first: {image}: {reason}")
+    every, unreadable = distinct(site.items, known_training_images(model, arguments.model)), dict[str, str]()
+    images = _predict(model, arguments.model, path, site, every, unreadable, arguments.batch_size)
     by_domain = {
         domain: images.of_domain(number)
         for number, domain in enumerate(site.domain_names)
         if (images.site.domains == number).any()
     }
     several = len(by_domain) > 1
+    for option, value in (("--risk", arguments.risk), ("--images", arguments.images)):
+        if several and value is not None:
+            raise UserError(f"{option}: is for one site, and these are {len(by_domain)} domains; name one by --domain")
+    risk = None if arguments.risk is None else at_risk(images, arguments.risk)
+    helped = None
+    if sources is not None:
+        helped = with_images(model, arguments.model, sources, images, arguments.batch_size)
     whole = at_site(images, config.class_names, None if several else card, config.temperature)
+    saved = None
+    if arguments.save and risk is not None and risk.threshold is not None:
+        saved = store(folder, risk, whole.groups, model.module.precision)
     evaluation = Evaluation(
         model=arguments.model,
         site=path,
         method=config.method["label"],
         temperature=config.temperature,
+        unlabelled=site.unlabelled,
         unreadable=unreadable,
         absent_classes=tuple(name for name, of_class in whole.classes.items() if not of_class.images),
         seen_domains=tuple(name for name in by_domain if name in config.method["train_domains"]),
-        copies=len(content) - len(rows),
-        copies_with_another_label=int((site.labels != site.labels[first]).sum()),
+        copies=every.copies,
+        copies_with_another_label=int((site.labels != site.labels[every.first]).sum()),
         training_images=None if images.trained is None else int(images.trained.sum()),
         ranks=None if card is None or card.selection == ORACLE else ranks(card),
         whole=whole,
@@ -149,21 +188,24 @@ def main(arguments: argparse.Namespace) -> Answer:
             name: at_site(of_domain, config.class_names, card, config.temperature)
             for name, of_domain in (by_domain.items() if several else ())
         },
+        with_images=helped,
+        at_risk=risk,
+        saved=saved,
     )
-    return Answer(evaluation, list(evaluation.lines()))
+    lines = list(evaluation.lines())
+    if arguments.save and saved is None:
+        earlier = folder / THRESHOLD
+        lines.append(f"Nothing was stored{f'; {earlier} is of an earlier evaluation' if earlier.exists() else ''}")
+    return Answer(evaluation, lines)
 
 
 def _predict(
-    model: Model, site: Site, trained: np.ndarray | None, batch_size: int | None, cache: Path
-) -> tuple[Labelled, dict[str, str]]:
-    """Returns the images that can be read with the model's logits, and {image: reason} of the others."""
-    logits, readable, unreadable, start = [], [], dict[str, str](), 0
-    with progress("evaluate", len(site.items), "images") as bar:
-        for batch in stream(model, site.items, batch_size=batch_size, cache=cache):
-            logits.append(batch.logits[batch.readable])
-            readable += [start + position for position in batch.readable]
-            unreadable |= {batch.items[i].path: reason for i, reason in batch.unreadable.items()}
-            start += len(batch.items)
-            bar.advance(len(batch.items))
-    rest = site.rows(np.array(readable, np.int64))
-    return Labelled(rest, torch.cat(logits), None if trained is None else trained[readable]), unreadable
+    model: Model, name: str, path: str, site: Site, images: Distinct, unreadable: dict[str, str], batch_size: int | None
+) -> Labelled:
+    """Returns the images that can be read with the model's logits; `unreadable` gets the others."""
+    logits, rows, items = list[Tensor](), list[int](), [site.items[row] for row in images.rows]
+    for batch in readable(model, name, path, items, images.content, unreadable, what="evaluate", batch_size=batch_size):
+        logits.append(batch.logits)
+        rows += batch.rows
+    trained = None if images.trained is None else images.trained[rows]
+    return Labelled(site.rows(images.rows[rows]), torch.cat(logits), trained)

@@ -25,6 +25,7 @@ from xdm_ft.export.directory import new_directory, refuse_taken, write_directory
 from xdm_ft.export.hub import Pushed, check_name, push
 from xdm_ft.export.onnx import OnnxFile, check_installed, write_onnx
 from xdm_ft.images.decode import UnreadableImage
+from xdm_ft.new_site.reference import with_site
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import ORACLE, Run, read_run
@@ -57,11 +58,13 @@ def export_model(
     private: bool = False,
     allow_training_features: bool = False,
     with_training_hashes: bool = False,
+    no_site: bool = False,
 ) -> Answer:
     """Writes the chosen model of the run into a new directory.
 
     Without `choice.held_out` it is the final fit of the method, trained now if the run has none; for an official split
-    only if `best`, else without one the method's first seed. `push_to_hub`: a repository that the directory is uploaded
+    only if `best`, else without one the method's first seed. `no_site`: without what `assess` and `adapt` read, which
+    takes the training of some heads. `push_to_hub`: a repository that the directory is uploaded
     to; a head with training features only if `allow_training_features`, the checksums of training images only if
     `with_training_hashes`.
 
@@ -93,6 +96,8 @@ def export_model(
             parts_of(Choice(method, next(record.test_domains for record in run.records if record.method == method)))
         run = _with_final_fit(run, method, ensemble)
     parts = with_training_images(run, parts_of(choice))
+    if not no_site:
+        parts = with_site(run, parts)
     onnx_file = None
     with new_directory(folder) as temporary:
         config = write_directory(parts, temporary, with_encoder)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.cli import Answer
+from xdm_ft.cli.arguments import STORED
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.predict import Columns, Format, Predictions, Tally, open_unfinished, refuse_taken
 from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
 from xdm_ft.export.sources import Sources, counted
 from xdm_ft.features import fast_batch_size
+from xdm_ft.new_site.threshold import read_threshold
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress
@@ -106,7 +108,12 @@ def main(arguments: argparse.Namespace) -> Answer:
     total, model = sources.count(), load_model(arguments)
     flags = arguments.probabilities, arguments.entropy, arguments.spread, arguments.top_k, arguments.distance
     grouped = arguments.group_by is not None
-    table = Predictions(model, Columns(*flags, arguments.abstain_below), format_, grouped)
+    threshold = arguments.abstain_below
+    if threshold == STORED:
+        if grouped:
+            raise UserError(f"--abstain-below {STORED}: is of single images; leave out --group-by, or give a number")
+        threshold = read_threshold(Path(arguments.model).expanduser(), model.module.precision).threshold
+    table = Predictions(model, Columns(*flags, threshold), format_, grouped)
     size = arguments.batch_size or fast_batch_size(model.device.type)
     items, resumed = iter(sources), 0
     with progress("predicting", total, "images") as bar:

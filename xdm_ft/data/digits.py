@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import torch
 from PIL import Image
@@ -59,6 +62,13 @@ class Digits(ImageDataset):
 
     def content(self, row: int) -> bytes:
         return self.pixels[row].tobytes()
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Writes the images as files `<style>/<class>/<scan>.png`."""
+        for row, (style, label) in enumerate(zip(self.domains, self.labels, strict=True)):
+            path = Path(folder, STYLES[style], WORDS[label], f"{row:04}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.image(row).save(path)
 
 
 def _draw(what: int, rows: np.ndarray, low: int, high: int, per_row: int = 1) -> np.ndarray:

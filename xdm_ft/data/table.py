@@ -29,6 +29,7 @@ class Table(ImageFiles):
     """
 
     needed: ClassVar[Sequence[str]] = NEEDED  # columns that the table must have
+    optional: ClassVar[Sequence[str]] = COLUMNS  # columns that are read, if there are any
 
     def __init__(
         self,
@@ -42,7 +43,10 @@ class Table(ImageFiles):
         group: GroupPattern = None,
     ) -> None:
         file = expand_user(file, "data.file")
-        cells, numbers = _read_cells(file, self.needed)
+        cells, numbers = _read_cells(file, self.needed, self.optional)
+        rows = self.wanted(file, cells, numbers)
+        cells = {column: [values[row] for row in rows] for column, values in cells.items()}
+        numbers = [numbers[row] for row in rows]
 
         def fault(i: int, column: str, problem: str, more: int = 0) -> UserError:
             """Returns the error of image i. `more` is the number of other rows with the same fault."""
@@ -87,6 +91,10 @@ class Table(ImageFiles):
         if "split" in values:
             self.splits = np.array(values["split"])
 
+    def wanted(self, file: Path, cells: dict[str, list[object]], numbers: Sequence[int]) -> Sequence[int]:
+        """Returns the rows that are read: all. `numbers`: those of the rows in messages."""
+        return range(len(numbers))
+
 
 def path_in(cell: object) -> str:
     """Returns the path in a cell, blanks and all. Raises `ValueError` with the problem and what to do."""
@@ -104,7 +112,9 @@ def _split_in(cell: object) -> str:
     return part
 
 
-def _read_cells(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[object]], list[int]]:
+def _read_cells(
+    file: Path, needed: Sequence[str], optional: Sequence[str]
+) -> tuple[dict[str, list[object]], list[int]]:
     """Returns {column: cells} of our columns, and the number of every row."""
     kind = file.suffix.lower()
     if kind not in (".csv", ".parquet"):
@@ -120,7 +130,7 @@ def _read_cells(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[objec
     missing = [column for column in needed if column not in header]
     if missing:
         raise UserError(f"{file}: there is no column {', '.join(missing)}; found: {', '.join(header)}")
-    columns = [column for column in COLUMNS if column in header]
+    columns = [column for column in optional if column in header]
     twice = [column for column in columns if header.count(column) > 1]
     if twice:
         raise UserError(f"{file}: two columns have the name {twice[0]}; rename one")

@@ -28,8 +28,9 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster import check_cluster
     from xdm_ft.experiment.estimate import encoder_costs, first_line
-    from xdm_ft.experiment.faults import COPIED, faults, keep_copies
+    from xdm_ft.experiment.faults import faults, keep_copies, log_findings
     from xdm_ft.experiment.final_fit import final_fits
+    from xdm_ft.experiment.label_curve import label_curve
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
@@ -66,11 +67,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             hashes = image_hashes(recipe, dataset, accelerator)
             findings = faults(plan, True, hashes) if main else []
             copies = f" (all: {directory.path / COPIES})" if main and keep_copies(plan, hashes, directory) else ""
-            for finding in findings:
-                if finding.what != COPIED:
-                    logger.warning("finding: %s", finding.line)
-                elif copies:  # once, not at every start
-                    logger.warning("finding: %s%s", finding.line, copies)
+            log_findings(findings, copies)
             prepared = prepare(recipe, dataset, encoders, accelerator, before, hashes)
             plan = plan.without(prepared.unreadable)
 
@@ -103,6 +100,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             if main:
                 write_sessions(plan, results.records.values(), directory)
             final_fits(context, results, fits)
+            results.label_curve = label_curve(context, results) if recipe.label_curve else None
             finished = results.write()
             if recipe.analyse:
                 if main:

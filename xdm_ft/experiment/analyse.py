@@ -212,15 +212,19 @@ class OwnEncoder:
         return torch.autocast(device, dtype=DTYPES.get(precision), enabled=precision != "no")
 
 
-def read_model(context: RunContext, planned: PlannedModel, record: Record) -> TrainedModel:
-    """Returns the model of a record. Raises `UserError` if its weights are damaged."""
-    plan, prepared, directory = context.plan, context.prepared, context.directory
-    file = record.selected[plan.recipe.protocol.selection].weights
+def read_weights(context: RunContext, record: Record) -> dict[str, Tensor]:
+    """Returns the weights that the recipe's own rule picked. Raises `UserError` if they are damaged."""
+    directory, file = context.directory, record.selected[context.plan.recipe.protocol.selection].weights
     try:
-        state, _ = directory.tensors(file)
+        return directory.tensors(file)[0]
     except (Damaged, FileNotFoundError) as error:
         problem = f"{directory.path / file}: is damaged ({error})"
         raise UserError(f"{problem}; run the run's recipe again to train this model again") from error
+
+
+def read_model(context: RunContext, planned: PlannedModel, record: Record) -> TrainedModel:
+    """Returns the model of a record. Raises `UserError` if its weights are damaged."""
+    plan, prepared, state = context.plan, context.prepared, read_weights(context, record)
     job, inputs = make_job(plan, prepared, planned, {}), prepared.for_method(planned.item)
     method, batch = job.new_method(), job.training.images_per_step(len(job.split.train))
     if planned.item.trainable is False:

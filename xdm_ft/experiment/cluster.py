@@ -321,11 +321,16 @@ class Tasks:
             self.saved += how == "stopped" and value
 
     def stop(self) -> list[Exception]:
-        """Lets all tasks save their state. Returns the faults of tasks that end by one meanwhile."""
-        for task in self.running:
-            self.ray.cancel(task, force=False, recursive=False)  # SIGINT in a task that has begun: see `do_task`
+        """Lets the tasks that have begun save their state. Returns the faults of tasks that end by one meanwhile.
+
+        The others have nothing to save, and end with the connection. Ray 2.60 aborts this process if a task is
+        cancelled in the moment when a node gets it ("Tried to complete task that was not pending").
+        """
+        begun = {task for task, part in self.running.items() if (self.folder / f"{part.name}.log").exists()}
+        for task in begun:
+            self.ray.cancel(task, force=False, recursive=False)  # SIGINT in the task: see `do_task`
         faults, until = list[Exception](), time.monotonic() + STOP_SECONDS
-        while self.running and time.monotonic() < until:
+        while begun & self.running.keys() and time.monotonic() < until:
             try:
                 self.poll()
             except (UserError, RuntimeError) as error:  # the others still save

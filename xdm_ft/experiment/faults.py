@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,6 +21,8 @@ from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.lines import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
+
+logger = logging.getLogger("xdm_ft")
 
 
 @dataclass(frozen=True)
@@ -207,3 +210,13 @@ def _divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[
             remedy = "change the split so that a group is on one side, or correct the groups"
             count = "1 is" if len(shared) == 1 else f"{len(shared)} are"
             yield Finding("groups", f"{count} in training and {part}: {_listed(pairs)}", remedy)
+
+
+def log_findings(findings: Sequence[Finding], copies: str) -> None:
+    """Warns of what is wrong with the data. `copies`: where all copies are listed; "": that was said at an earlier
+    start."""
+    for finding in findings:
+        if finding.what != COPIED:
+            logger.warning("finding: %s", finding.line)
+        elif copies:
+            logger.warning("finding: %s%s", finding.line, copies)

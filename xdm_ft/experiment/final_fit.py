@@ -25,7 +25,7 @@ from xdm_ft.evaluation.trials import MethodChoice, picked_trials
 from xdm_ft.experiment.models import keep_references, own_reference, restarts, weights_metadata
 from xdm_ft.experiment.pieces import Piece, RunContext, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
-from xdm_ft.experiment.prepare import make_job
+from xdm_ft.experiment.prepare import Prepared, make_job
 from xdm_ft.experiment.results import Outcome, RunResults
 from xdm_ft.protocol.splits import all_domains
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
@@ -82,8 +82,8 @@ class Fit:
     def of_seed(self, seed: int) -> PlannedModel:
         return dataclasses.replace(self.model, key=self.model.key._replace(seed=seed))
 
-    def job(self, context: RunContext, seed: int) -> Job:
-        job = make_job(context.plan, context.prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
+    def job(self, plan: Plan, prepared: Prepared, seed: int) -> Job:
+        job = make_job(plan, prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
         if self.averaged_from is None:
             return job
         return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
@@ -191,7 +191,7 @@ def _final_fit(
     else:
         # a solver is deterministic: every seed would give the same model
         seeds = (first, *protocol.seeds) if all_seeds and not fit.model.item.is_solver else (first,)
-    jobs = {seed: fit.job(context, seed) for seed in dict.fromkeys(seeds)}
+    jobs = {seed: fit.job(context.plan, context.prepared, seed) for seed in dict.fromkeys(seeds)}
     wait_for_everyone(context.accelerator)  # all processes must have read before one of them writes
     if context.accelerator.is_main_process:
         keep_references(context, [fit.model.split])

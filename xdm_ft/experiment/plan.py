@@ -169,12 +169,17 @@ def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[Pl
     return tuple(extra.values())
 
 
+def domains_needed(item: MethodItem) -> int:
+    """Returns the number of training domains that a method needs."""
+    cls, settings = item.algorithm.cls, item.algorithm.kwargs()
+    needs_two = any(settings[name] == value for name, value in cls.two_domains_if.items())
+    return max(int(cls.min_domains), 2 if needs_two else 1)
+
+
 def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> list[PlannedModel]:
     """Returns a planned model per trial of one method, split and seed, or one that is skipped."""
     crossed = recipe.protocol.selection == "cross_domain"
-    cls, settings = item.algorithm.cls, item.algorithm.kwargs()
-    needs_two = any(settings[name] == value for name, value in cls.two_domains_if.items())
-    needed = max(cls.min_domains, 2 if needs_two else 1)
+    needed = domains_needed(item)
     # extra models of cross_domain train without one more domain
     have = len(split.train_domains) - crossed
     skipped = item.skipped

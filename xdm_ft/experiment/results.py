@@ -140,6 +140,7 @@ class RunResults:
         self.recipe, self.directory, self.generations = recipe, directory, generations
         self.records: dict[ModelKey, Record] = {}
         self.final_fits: dict[str, dict[str, Any]] = {}  # {method: final fit}
+        self.label_curve: dict[str, Any] | None = None
         self.summary = Summary([], [], [])
         self.environment: dict[str, Any] = {}
         self.data: dict[str, Any] = {}  # `data_facts`
@@ -159,6 +160,7 @@ class RunResults:
             results.recipe_before, results.environment_before = before["recipe"], before["environment"]
             comparisons = all_comparisons(before | {"runs": Entries(before["runs"])})
             results.summary = Summary([], [], looks_of(before, comparisons))
+            results.label_curve = before.get("label_curve")
             results.final_fits = {
                 method: fit
                 for method, fit in final_fits_of(before).items()
@@ -231,6 +233,7 @@ class RunResults:
             "looks": [look.to_json() for look in self.summary.looks],
             **({} if final_fit is None else {"final_fit": final_fit}),
             **({"final_fits": self.final_fits} if self.final_fits else {}),
+            **({} if self.label_curve is None else {"label_curve": self.label_curve}),
         }
         if self.directory.main:
             self.directory.write_results(document)

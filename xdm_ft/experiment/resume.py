@@ -84,9 +84,10 @@ def labels_of(recipe: Values) -> dict[str, Any]:
 def comparable(recipe: Values) -> dict[str, Any]:
     """Returns the recipe without the keys that change no number of a model.
 
-    These are report, output, cluster and analyse, and the keys of features except precision, views and cut.
+    These are report, output, cluster, analyse, label_curve, and the keys of features except precision, views and cut.
     """
-    kept = {key: value for key, value in recipe.items() if key not in ("report", "output", "cluster", "analyse")}
+    without = "report", "output", "cluster", "analyse", "label_curve"
+    kept = {key: value for key, value in recipe.items() if key not in without}
     features = recipe.get("features")
     if isinstance(features, dict):
         kept["features"] = {key: features.get(key) for key in ("precision", "views", "cut")}

@@ -215,6 +215,17 @@ class Expected(Block):
         return self
 
 
+class AdaptedConfig(Block):
+    """How the head was adapted to one site by labelled images there, as `xdm-ft adapt` does."""
+
+    model: str  # which one was adapted, as a clause
+    labels: Annotated[int, Field(ge=1)]  # labelled images
+    groups: Count | None  # of them; None: images assumed independent
+    before: Count  # images that the model classified correctly
+    after: Count  # the same in cross-validation for the adapted head
+    recentred: bool  # whether features were shifted by the mean of the site's images
+
+
 class ModelConfig(Block):
     """A model, without its tensors."""
 
@@ -243,6 +254,8 @@ class ModelConfig(Block):
     results: ResultsConfig
     chosen: str  # one line: which model of the run this is, and why
     reference_xxh3: str | None = None  # of the tensors of reference.safetensors; None: distances are not known
+    site_xxh3: str | None = None  # of the tensors of site.safetensors; None: nothing is known of new sites
+    adapted: AdaptedConfig | None = None  # to one site; None: to none
     training_images_xxh3: str | None = None  # of the tensor of training_images.safetensors, which may be left out
     expected: Expected | None = None  # at a new site; None: the run has no test result of this method
 
@@ -261,6 +274,7 @@ class Parts:
     reference: Reference | None = None  # of the encoder's features of training images; None: distances are not known
     training_images: np.ndarray | None = None  # their checksums, uint8 [n,16]; None: unknown
     trained_names: tuple[str, ...] = ()  # names of the encoder's tensors that were trained
+    site: Mapping[str, Tensor] | None = None  # tensors of site.safetensors, see `new_site/stored.py`
 
     @property
     def training_features(self) -> int:

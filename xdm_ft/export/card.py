@@ -16,7 +16,7 @@ import yaml
 
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.results import trained_words
-from xdm_ft.export import Expected, ModelConfig
+from xdm_ft.export import AdaptedConfig, Expected, ModelConfig
 from xdm_ft.runtime.errors import plural, printable
 
 HUB = "hf-hub:"  # begins the name of a model on the hub
@@ -82,10 +82,13 @@ def card(config: ModelConfig, encoder: Mapping[str, Any], training_features: int
     """
     front = yaml.safe_dump(metadata(config, encoder), sort_keys=False, allow_unicode=True, width=float("inf"))
     classes, label = plural(len(config.class_names), "class"), escaped(config.method["label"])
+    meant = "images from sites (hospitals, regions, cameras, styles) that were not in its training data"
+    if config.adapted is not None:
+        meant = "images of one site alone, whose labelled images have adapted it"
     use = f"""Assigns one of these {classes} to an image:
 {", ".join(escaped(name) for name in config.class_names)}.
 
-It is meant for images from sites (hospitals, regions, cameras, styles) that were not in its training data.
+It is meant for {meant}.
 Evaluate it on labelled images of your site before you rely on it (see the end of this page)."""
     needs_file = config.encoder.file is None and "weights" not in config.encoder.settings
     weights_argument = ', encoder_weights="FILE"' if needs_file else ""
@@ -105,9 +108,16 @@ Labelled images of a new site, in folders `<class>/<image>`, show whether it kee
 ```
 xdm-ft evaluate DIRECTORY SITE{" --encoder-weights FILE" if needs_file else ""}
 ```"""
+    if config.site_xxh3 is not None:
+        loading += (
+            "\n\nWithout labels, `xdm-ft assess DIRECTORY IMAGES` says what to expect there, or why it can not be said."
+        )
     expected = "Unknown: the run has no test result of this method."
     if config.expected is not None:
         expected = "\n".join(_expected(config, config.expected))
+    if config.adapted is not None:
+        expected = f"""Unknown: this model is for one site alone, whose labelled images have adapted it
+({_gain(config.adapted)}). Other labelled images of that site, chosen at random, say how good it is there."""
     sections = {
         "Use": use,
         "Training": "\n".join(_training(config, training_features)),
@@ -172,15 +182,30 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
         total = sum(images.values())
         yield f"* Data: {plural(total, 'image')} of {plural(len(images), 'domain')}: {counts}. None is held out."
     else:
-        lacks = ", ".join(map(escaped, method["test_domains"]))
         yield f"* Data: the domains {', '.join(map(escaped, method['train_domains']))}."
-        yield f"* **It lacks {lacks}**: no image of it trained this model, as it was held out for testing."
+    if images is None and method["test_domains"]:
+        lacks = ", ".join(map(escaped, method["test_domains"]))
+        if config.adapted is None:
+            yield f"* **It lacks {lacks}**: no image of it trained this model, as it was held out for testing."
+        else:  # the site may be what was held out
+            yield f"* Before it was adapted, it was trained without {lacks}, held out for testing."
     yield f"* Protocol: {escaped(config.protocol['description'])}."
     yield f"* How this model was chosen: {escaped(config.chosen)}."
+    if config.adapted is not None:
+        labels = plural(config.adapted.labels, "labelled image")
+        yield f"* Adapted to one site by {labels}: {_gain(config.adapted)}."
+        yield f"  Before: {escaped(config.adapted.model)}."
     if config.training_images_xxh3 is not None:
         yield "* The file training_images.safetensors, where it is present, has a checksum (xxh3) of each training"
         yield "  image, and no image. Anyone who has an image can find out whether it trained this model, as xdm-ft"
         yield "  evaluate does."
+
+
+def _gain(adapted: AdaptedConfig) -> str:
+    gain = 100 * (adapted.after - adapted.before) / adapted.labels
+    return (
+        f"in cross-validation {adapted.after} of {adapted.labels} correct, {adapted.before} before; {gain:+.1f} points"
+    )
 
 
 def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:

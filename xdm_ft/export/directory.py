@@ -43,7 +43,8 @@ from xdm_ft.storage.tensors import read_checked, tensors_of, write_checked, writ
 from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, reason_of, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
-REFERENCE, TRAINING_IMAGES = "reference.safetensors", "training_images.safetensors"
+REFERENCE, TRAINING_IMAGES, SITE = "reference.safetensors", "training_images.safetensors", "site.safetensors"
+THRESHOLD = "threshold.json"  # for a wanted risk at one site; written by `xdm-ft evaluate --save`, not by the export
 CHECKSUMS = "xxh3_128"  # name of the array in TRAINING_IMAGES
 LOCAL_FOLDER = "local-dir:"  # beginning of a model name that is a folder
 PYTORCH = {"format": "pt"}
@@ -133,6 +134,8 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     write_checked(folder / WEIGHTS, heads, PYTORCH)
     if parts.reference is not None:
         write_checked(folder / REFERENCE, tensors_of(parts.reference.arrays()), PYTORCH)
+    if parts.site is not None:
+        write_checked(folder / SITE, parts.site, PYTORCH)
     if parts.training_images is not None:
         write_checked(folder / TRAINING_IMAGES, tensors_of({CHECKSUMS: parts.training_images}), PYTORCH)
     identity = config.encoder.identity
@@ -159,17 +162,44 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
         return value
 
     written = ModelConfig.model_validate(replaced(written.model_dump(mode="json")))
-    document = {**written.model_dump(mode="json"), "weights_xxh3": digest_of(heads)}
+    _describe(written, folder, heads, card(written, config.encoder.settings, parts.training_features))
+    return written
+
+
+def write_changed(source: Path, parts: Parts, folder: Path) -> None:
+    """Writes a model into a folder that has the encoder of the model directory `source`, and another head.
+
+    Raises `UserError` if a file can not be read or written.
+    """
+    config, model = parts.config, str(parts.config.encoder.settings["model"])
+    for name in (ENCODER, PART, REFERENCE, TEXT_CONFIG, *([model] if model.endswith(".json") else [])):
+        if (source / name).is_file():
+            with disk_errors(folder / name):
+                shutil.copyfile(source / name, folder / name)
+    heads = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
+    write_checked(folder / WEIGHTS, heads, PYTORCH)
+    if parts.training_images is not None:
+        write_checked(folder / TRAINING_IMAGES, tensors_of({CHECKSUMS: parts.training_images}), PYTORCH)
+    _describe(config, folder, heads, card(config, config.encoder.settings, parts.training_features))
+
+
+def _describe(config: ModelConfig, folder: Path, heads: Mapping[str, Tensor], page: str) -> None:
+    document = {**config.model_dump(mode="json"), "weights_xxh3": digest_of(heads)}
     document["checksum"] = json_digest(document)
     replace_text(folder / "example.py", EXAMPLE)
-    replace_text(folder / "README.md", card(written, config.encoder.settings, parts.training_features))
+    replace_text(folder / "README.md", page)
     replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    return written
 
 
 def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the tensors: safetensors refuses tensors that share memory (tied weights)."""
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+
+
+def checksum_of(folder: Path) -> str:
+    """Returns the checksum of a model directory's config.json. Raises `UserError` for a damaged one."""
+    read_config(folder)
+    return str(json_object((folder / CONFIG).read_bytes())["checksum"])
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, str]:

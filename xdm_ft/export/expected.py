@@ -28,6 +28,7 @@ import xxhash
 from torch import Tensor
 
 from xdm_ft.evaluation import Held, Record, Runs
+from xdm_ft.evaluation.few_labels import FEWEST_EXACT, clopper_pearson
 from xdm_ft.evaluation.intervals import (
     Bounds,
     HeldOut,
@@ -288,7 +289,8 @@ class AtSite:
 def at_site(
     images: Labelled, class_names: Sequence[str], expected: Expected | None = None, temperature: float = 1.0
 ) -> AtSite:
-    """Returns the metrics of labelled images, with intervals over their groups.
+    """Returns the metrics of labelled images, with intervals over their groups; of few images without groups, the
+    accuracy has Clopper and Pearson's, as the jackknife's covers 83 to 89% at 25 to 50 images.
 
     `expected` is given for one domain: a promise is about one site. `temperature` is that of the logits.
     """
@@ -306,6 +308,9 @@ def at_site(
         prediction = Prediction("", (), 0, "", tested, predicted, values)
         estimates[name] = error_at(name, np.array([value]), [prediction], effective)
         metrics[name] = Measured(value, interval_of(name, estimates[name], effective))
+    if site.groups is None and scores.n < FEWEST_EXACT:
+        right = int((logits.argmax(1) == labels).sum())
+        metrics["accuracy"] = Measured(right / scores.n, clopper_pearson(right, scores.n))
     counts, recalls, versus = np.bincount(site.labels, minlength=len(class_names)), scores.per_class_recall, None
     if expected is not None:
         # of a single domain the worst accuracy is its accuracy

@@ -16,7 +16,17 @@ from typing import Any
 
 from xdm_ft.export import ModelConfig
 from xdm_ft.export.card import HUB
-from xdm_ft.export.directory import CONFIG, ENCODER, PART, REFERENCE, TRAINING_IMAGES, WEIGHTS, read_config
+from xdm_ft.export.directory import (
+    CONFIG,
+    ENCODER,
+    PART,
+    REFERENCE,
+    SITE,
+    THRESHOLD,
+    TRAINING_IMAGES,
+    WEIGHTS,
+    read_config,
+)
 from xdm_ft.export.onnx import ONNX, check_installed
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.lines import Damaged
@@ -25,9 +35,11 @@ from xdm_ft.version import __version__
 from xdm_ft.weights.source import TEXT_CONFIG, check_hub_cache, network_error, reason_of
 
 NEEDED = (CONFIG, WEIGHTS)
-FILES = (*NEEDED, REFERENCE, TRAINING_IMAGES, ENCODER, PART, TEXT_CONFIG, ONNX, "README.md", "example.py")
+FILES = (
+    *NEEDED, REFERENCE, SITE, TRAINING_IMAGES, ENCODER, PART, TEXT_CONFIG, ONNX, THRESHOLD, "README.md", "example.py"
+)  # fmt: skip
 """Files of a model directory, besides the architecture of an encoder that its library does not know."""
-READ = (*NEEDED, REFERENCE, TRAINING_IMAGES, ENCODER, PART, "*.json")  # *.json: the architecture
+READ = (*NEEDED, REFERENCE, SITE, TRAINING_IMAGES, ENCODER, PART, "*.json")  # *.json: the architecture
 _REPOSITORY = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>\S+))?", re.ASCII)
 _IMAGE = re.compile(
     r"[^\s\"'`(,;:/\\]+\.(?:jpe?g|png|tiff?|bmp|gif|webp|p[bgpn]m|jp2|avif|heic|dcm|svs|ndpi|mrxs|nii)\b", re.IGNORECASE
@@ -58,13 +70,14 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
     """Uploads a model directory in one commit, and creates the repository if there is none.
 
     `with_training_hashes`: the checksums of the training images too, by which anyone who has an image can find out
-    whether it is one of them. Files of an earlier model in the repository are removed. Raises `UserError`, before
-    anything is uploaded, if the folder holds other files, or files with paths of this machine or names of images; if
-    `private` and the repository is public; and for errors of the hub.
+    whether it is one of them. A stored threshold, which is of one site, stays here. Files of an earlier model in the
+    repository are removed. Raises `UserError`, before anything is uploaded, if the folder holds other files, or files
+    with paths of this machine or names of images; if `private` and the repository is public; and for errors of the hub.
     """
     check_name(repository)
     config, _ = read_config(folder)
-    files = tuple(name for name in checked_files(folder, config) if with_training_hashes or name != TRAINING_IMAGES)
+    at_home = {THRESHOLD} if with_training_hashes else {THRESHOLD, TRAINING_IMAGES}
+    files = tuple(name for name in checked_files(folder, config) if name not in at_home)
     from huggingface_hub import HfApi
 
     api: Any = HfApi(library_name="xdm_ft", library_version=__version__)
@@ -102,7 +115,12 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     if others:
         names = ", ".join(map(printable, others))
         raise UserError(f"{folder}: {names}: no file of a model, and so not uploaded; move it elsewhere")
-    optional = {ENCODER: config.encoder.file, PART: config.encoder.part, REFERENCE: config.reference_xxh3}
+    optional = {
+        ENCODER: config.encoder.file,
+        PART: config.encoder.part,
+        REFERENCE: config.reference_xxh3,
+        SITE: config.site_xxh3,
+    }
     needed = {*NEEDED, *architecture, *(name for name, described in optional.items() if described is not None)}
     missing = sorted(needed - {path.name for path in files})
     if missing:

@@ -110,7 +110,7 @@ class Predictions:
             of_label = members.softmax(-1).gather(2, p.argmax(1)[None, :, None].expand(len(members), -1, 1))  # [S,n,1]
             spread = of_label[..., 0].std(0).float().numpy()
         if self.grouped:
-            cells = iter(_decimals(p.numpy() if distances is None else np.concatenate([p.numpy(), distances], 1)))
+            cells = iter(decimals(p.numpy() if distances is None else np.concatenate([p.numpy(), distances], 1)))
         else:
             cells = self._cells(p.numpy(), spread, distances)
         for position, item in enumerate(batch.items):
@@ -125,7 +125,7 @@ class Predictions:
         # stable: of equal probabilities the first class is the label, as in `Model.predict`
         top = np.argsort(-p, axis=1, kind="stable")[:, : columns.top_k or 1]  # [n,K]
         labels = [[names[number] for number in of_rank] for of_rank in top.T]
-        values = _decimals(np.take_along_axis(p, top, 1).T)
+        values = decimals(np.take_along_axis(p, top, 1).T)
         # compared as it is printed
         abstained = [columns.abstain_below is not None and value < columns.abstain_below for value in values[0]]
         first = [None if abstains else label for label, abstains in zip(labels[0], abstained, strict=True)]
@@ -135,11 +135,11 @@ class Predictions:
         if columns.entropy:  # −Σ p ln p
             wide = p.astype(np.float64)
             entropy = -(wide * np.log(np.where(wide > 0, wide, 1))).sum(1)
-            cells.append(_decimals(entropy.astype(np.float32) + 0.0))  # no −0
-        cells += [] if spread is None else [_decimals(spread)]
-        cells += [] if distances is None else _decimals(distances.T)
+            cells.append(decimals(entropy.astype(np.float32) + 0.0))  # no −0
+        cells += [] if spread is None else [decimals(spread)]
+        cells += [] if distances is None else decimals(distances.T)
         cells += [] if columns.abstain_below is None else [abstained]
-        cells += _decimals(p.T) if columns.probabilities else []
+        cells += decimals(p.T) if columns.probabilities else []
         yield from map(list, zip(*cells, strict=True))
 
     def add_to_groups(self, rows: Iterable[Row]) -> None:
@@ -203,7 +203,7 @@ class Predictions:
                 writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
 
 
-def _decimals(values: np.ndarray) -> list[Any]:
+def decimals(values: np.ndarray) -> list[Any]:
     """Returns float32 values as the shortest decimals that are read as the same float32: 0.1, not 0.10000000149."""
     return np.asarray(values, np.float32).astype("U").astype(np.float64).tolist()
 

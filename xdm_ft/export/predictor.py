@@ -24,7 +24,7 @@ from xdm_ft.export.directory import CONFIG, read_directory
 from xdm_ft.export.hub import download
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings, fast_batch_size
-from xdm_ft.features.cache import Lookup, cache_path
+from xdm_ft.features.cache import Contents, Lookup, Store, cache_folder, cache_path
 from xdm_ft.features.key import key_of, key_parts_of
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
@@ -34,6 +34,7 @@ from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_
 from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.storage.atomic import is_writable
 
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class Model:
     def __init__(self, parts: Parts, device: torch.device | str | None = None, precision: ModelPrecision | None = None):
         """`device` None: a GPU if torch finds one. `precision` None: that of the run. Raises `UserError`."""
         self.config = parts.config
+        self.folder = Path()  # where it was loaded from
         self.class_names = parts.config.class_names
         name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -210,7 +212,9 @@ def load(
         raise UserError(f"{folder}: holds neither a model (config.json) nor a run (results.json)")
     else:
         parts = read_directory(folder, encoder_weights)
-    return Model(parts, device, cast(ModelPrecision | None, precision))
+    model = Model(parts, device, cast(ModelPrecision | None, precision))
+    model.folder = folder
+    return model
 
 
 class Batch(NamedTuple):
@@ -321,11 +325,33 @@ def cache_of(folder: str) -> Path:
 
 def cached_features(model: Model, cache: Path) -> Lookup | None:
     """Returns the cached features of the model's encoder; None if there are none, or if it was trained."""
-    encoder, precision = model.config.encoder, model.module.precision
+    parts = _key_parts(model)
+    if parts is None:
+        return None
+    key = key_of(parts)
+    lookup = Lookup(cache / key, key, model.config.encoder.width, DTYPES[model.module.precision])
+    return lookup if len(lookup) else None
+
+
+def store_of(model: Model, cache: Path, contents: Contents) -> Store | None:
+    """Returns the store in which the features of these images are cached; None if the encoder was trained, or if
+    nothing can be written there."""
+    parts = _key_parts(model)
+    try:
+        folder = cache_folder(FeatureSettings(dir=cache))
+    except UserError:
+        return None
+    if parts is None or not is_writable(folder):
+        return None
+    return Store(folder, parts, contents, model.config.encoder.width, DTYPES[model.module.precision])
+
+
+def _key_parts(model: Model) -> dict[str, object] | None:
+    """Returns what determines the cached features of the model's encoder; None: they are not cached."""
+    encoder = model.config.encoder
     if encoder.trained or encoder.identity is None:
         return None
     # of the libraries that are installed here: an encoder from a file would also report another name than in the run
     identity = {**encoder.identity, "versions": model.module.encoder.identity()["versions"]}
-    key = key_of(key_parts_of(identity, encoder.xxh3, model.config.preprocessing, DECODER, precision, model.device))
-    lookup = Lookup(cache / key, key, encoder.width, DTYPES[precision])
-    return lookup if len(lookup) else None
+    precision, preprocessing = model.module.precision, model.config.preprocessing
+    return key_parts_of(identity, encoder.xxh3, preprocessing, DECODER, precision, model.device)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from xdm_ft.containers.files import (
     visible_entries,
 )
 from xdm_ft.containers.tables import csv_rows, name_in
-from xdm_ft.data.table import Table, path_in
+from xdm_ft.data.table import COLUMNS, Table, path_in
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import expand_user
@@ -35,6 +35,8 @@ STDIN = "-"
 TABLES = (".csv", ".parquet")
 MAX_NAMED = 8  # extensions in a message; it counts the others
 ROWS_AT_ONCE = 1024  # of a Parquet table
+Purpose = Literal["evaluate", "adapt"]
+FOR = "for"  # the column of a table that says for which purpose an image was labelled
 LAYOUTS = "folders must be <class>/<image> or <domain>/<class>/<image>, with the model's class names"
 
 
@@ -51,15 +53,19 @@ class Sources:
 
     A path is a file, a folder (images in it at any depth, by their extension, without hidden ones), a glob, a CSV or
     Parquet file with the column path (relative to the table's folder), or `-`: paths on standard input, one per line.
-    `group_by` is a column of the tables or a regular expression for the paths, as `data.group`.
+    `group_by` is a column of the tables or a regular expression for the paths, as `data.group`; `option` is its name in
+    messages. Without it, images have the groups of the tables' column `column`, where there is one.
 
     `others`: {extension: number} of the files that are no images, which folders hold and globs match. `count` and
     iterating fill it.
     """
 
-    def __init__(self, paths: Iterable[str], group_by: str | None = None) -> None:
+    def __init__(
+        self, paths: Iterable[str], group_by: str | None = None, option: str = "--group-by", column: str | None = None
+    ) -> None:
         """Raises `UserError` for a path that does not exist."""
-        self.paths, self.group_by, self.others = tuple(paths), group_by, Counter[str]()
+        self.paths, self.group_by, self.option, self.others = tuple(paths), group_by, option, Counter[str]()
+        self.column = column if group_by is None else group_by
         if self.paths.count(STDIN) > 1:
             raise UserError("PATH: - (standard input) is given twice; give it once")
         for path in self.paths:
@@ -68,7 +74,7 @@ class Sources:
         try:
             self._expression = re.compile(group_by or "")
         except re.error as error:
-            raise UserError(f"--group-by: {group_by} is not a regular expression: {error}") from error
+            raise UserError(f"{option}: {group_by} is not a regular expression: {error}") from error
 
     def __iter__(self) -> Iterator[Item]:
         """Raises `UserError` for a folder or table that can not be read, and for an image without a group."""
@@ -99,7 +105,7 @@ class Sources:
     def _items(self, path: str) -> Iterator[Item]:
         """Yields the images of one path with their groups."""
         if _is_table(path):
-            items = _table_items(Path(path), self.group_by)
+            items = _table_items(Path(path), self.column, is_needed=self.group_by is not None)
         else:
             items = (Item(file, file) for file in self._image_files(path))
         for item in items:
@@ -107,7 +113,7 @@ class Sources:
             if not group and self.group_by is not None:
                 column = f"is no column of {printable(path)} and " if _is_table(path) else ""
                 raise UserError(
-                    f"--group-by: {self.group_by} {column}matches nothing in {item.path}; change it so that "
+                    f"{self.option}: {self.group_by} {column}matches nothing in {item.path}; change it so that "
                     "every image has a group"
                 )
             # `group_of` joins several parentheses by \0, which a table can not show
@@ -191,14 +197,18 @@ def _is_table(path: str) -> bool:
     return path.lower().endswith(TABLES) and os.path.isfile(path)
 
 
-def _table_items(file: Path, group_by: str | None) -> Iterator[Item]:
-    """Yields the images of a table, with their groups if they are a column of it."""
+def _table_items(file: Path, group_by: str | None, is_needed: bool) -> Iterator[Item]:
+    """Yields the images of a table, with their groups if they are a column of it.
+
+    `is_needed`: a cell of that column without group is an error.
+    """
     for number, cells in _table_rows(file, group_by):
         column = "path"
         try:
             path = path_in(cells[column])
             column = str(group_by)
-            group = name_in(cells[column]) if column in cells else ""
+            has_group = column in cells and (is_needed or not _is_empty(cells[column]))
+            group = name_in(cells[column]) if has_group else ""
         except ValueError as error:
             raise UserError(f"{file}: row {number}, column {column}: {error}") from error
         yield Item(path, os.path.join(os.path.dirname(file), path), group)
@@ -242,6 +252,7 @@ class Site(NamedTuple):
     domain_names: tuple[str, ...]
     domains: np.ndarray  # int64 [n]
     groups: np.ndarray | None  # int64 [n]; None: unknown
+    unlabelled: int = 0  # rows of the table that have no label yet, and are left out
 
     def only(self, wanted: Sequence[str]) -> Site:
         """Returns the images of these domains. Raises `UserError` for a name that is not one of them."""
@@ -255,22 +266,62 @@ class Site(NamedTuple):
         """Returns some of the images."""
         groups = None if self.groups is None else self.groups[rows]
         items = [self.items[row] for row in rows]
-        return Site(items, self.labels[rows], self.domain_names, self.domains[rows], groups)
+        return self._replace(items=items, labels=self.labels[rows], domains=self.domains[rows], groups=groups)
 
 
 class _SiteTable(Table):
-    """A table that may leave the domain out: then its images are those of one site."""
+    """A table that may leave the domain out: then its images are those of one site.
+
+    Of a table with the column `for`, as `xdm-ft label` writes it, the rows of one purpose are read. Rows without label
+    are counted and left out. A column of groups that is empty is none.
+    """
 
     needed = ("path", "label")
+    optional: ClassVar[Sequence[str]] = (*COLUMNS, FOR)
+
+    def __init__(self, file: Path, group: str | None, purpose: Purpose) -> None:
+        self.purpose, self.unlabelled = purpose, 0
+        super().__init__(file=file, group=group)
+
+    def wanted(self, file: Path, cells: dict[str, list[object]], numbers: Sequence[int]) -> Sequence[int]:
+        rows = list(range(len(numbers)))
+        if FOR in cells:
+            purposes = ["" if cell is None else str(cell).strip() for cell in cells.pop(FOR)]
+            for number, purpose in zip(numbers, purposes, strict=True):
+                if purpose not in get_args(Purpose):
+                    problem = f'"{purpose}" is unknown; write {" or ".join(get_args(Purpose))}'
+                    raise UserError(f"{printable(file)}: row {number}, column {FOR}: {problem}")
+            rows = [row for row in rows if purposes[row] == self.purpose]
+            if not rows:
+                raise UserError(f"{printable(file)}: no row is marked {self.purpose} in the column {FOR}")
+        labelled = [row for row in rows if not _is_empty(cells["label"][row])]
+        self.unlabelled = len(rows) - len(labelled)
+        if not labelled:
+            marked = f" marked {self.purpose}" if len(rows) < len(numbers) else ""
+            raise UserError(f"{printable(file)}: no row{marked} has a label; fill in the column label")
+        if all(_is_empty(cells["group"][row]) for row in labelled if "group" in cells):
+            cells.pop("group", None)
+        return labelled
 
 
-def read_site(path: str, class_names: Sequence[str], renamed: Mapping[str, str], group: str | None = None) -> Site:
+def _is_empty(cell: object) -> bool:
+    return cell is None or not str(cell).strip()
+
+
+def read_site(
+    path: str,
+    class_names: Sequence[str],
+    renamed: Mapping[str, str],
+    group: str | None = None,
+    purpose: Purpose = "evaluate",
+) -> Site:
     """Lists labelled images, in the order of their paths or rows: `<class>/<image>`, `<domain>/<class>/<image>`, or a
     table.
 
     `renamed` are names that classes had in the training data: they are known too, if no class is called so. `group` is
-    a regular expression as `data.group`; without it, groups are those of the table's column. Raises `UserError` for a
-    label that the model does not know, and as `data: folder` and `data: table` do.
+    a regular expression as `data.group`; without it, groups are those of the table's column. `purpose`: which rows of a
+    table with the column `for` are read. Raises `UserError` for a label that the model does not know, for a table
+    without any label, and as `data: folder` and `data: table` do.
     """
     numbers = {name: number for number, name in enumerate(class_names)}
     numbers = {old: numbers[new] for old, new in renamed.items() if new in numbers} | numbers
@@ -279,10 +330,12 @@ def read_site(path: str, class_names: Sequence[str], renamed: Mapping[str, str],
     except re.error as error:
         raise UserError(f"--group: {group} is not a regular expression: {error}") from error
     source = expand_user(path, "SITE")
+    unlabelled = 0
     is_table = path.lower().endswith(TABLES) and not source.is_dir()
     try:
         if is_table:
-            table = _SiteTable(file=source, group=group)
+            table = _SiteTable(source, group, purpose)
+            unlabelled = table.unlabelled
             names, labels, where, hint = table.class_names, table.labels, f"{printable(source)}: column label", ""
             items = [Item(shown, path) for shown, path in zip(table.shown, table.paths, strict=True)]
             domain_names, domains, groups = table.domain_names, table.domains, table.groups
@@ -300,7 +353,8 @@ def read_site(path: str, class_names: Sequence[str], renamed: Mapping[str, str],
         more = f", nor {plural(len(unknown) - 1, 'other label')} of the site" if len(unknown) > 1 else ""
         meant = did_you_mean(unknown[0], list(class_names))
         raise UserError(f'{where}: the model has no class "{unknown[0]}"{more}{meant}{hint}')
-    return Site(items, np.array([numbers[name] for name in names], np.int64)[labels], domain_names, domains, groups)
+    labels = np.array([numbers[name] for name in names], np.int64)[labels]
+    return Site(items, labels, domain_names, domains, groups, unlabelled)
 
 
 def _labelled_images(root: Path, numbers: Mapping[str, int]) -> tuple[list[str], list[str], list[str]]:

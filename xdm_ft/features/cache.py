@@ -50,6 +50,7 @@ logger = logging.getLogger("xdm_ft")
 SHARDS = "shard-*.safetensors"
 MANIFEST = "manifest.json"
 MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
+ROWS_AT_ONCE = 8192  # of a mean over features
 GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
 WHAT = "image features, cached by xdm_ft; safe to delete"
 Contents = np.ndarray
@@ -435,6 +436,7 @@ class Features:
         self._places, self._rows = places.contiguous(), places.shape[1]
         self.views = len(places) - 1  # number of augmented views
         self._normalized = False
+        self._standard: tuple[Tensor, Tensor] | None = None  # mean and deviation [K]
         self._table: Tensor | None = None  # [(1 + views) · N, K]
         room = 0.0 if streamed else _memory_for_features(self.device) / max(1, places.numel() * self.width)
         # float32 even where bfloat16 is stored, as then no read converts
@@ -446,7 +448,9 @@ class Features:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled is where the features are. They are left in their files there, until `to` is called."""
-        assert self._files is not None and not self._normalized, "features as `extract` returns them"
+        assert self._files is not None and not self._normalized and self._standard is None, (
+            "features as `extract` returns them"
+        )
         return self._files.open, (self._places, self.key, self.unreadable)
 
     def to(self, device: torch.device) -> Features:
@@ -482,13 +486,23 @@ class Features:
             z = self._table[:end].index_select(0, flat.to(self.device)).float()
         if self._normalized:
             z /= z.norm(dim=-1, keepdim=True).clamp_min_(1e-12)  # as F.normalize does, without a second copy
+        if self._standard is not None:
+            mean, deviation = self._standard
+            z = z.sub_(mean).div_(deviation)
         return z.view(*positions.shape, self.width)
 
     def normalized(self) -> Features:
         """The same features, L2-normalised when they are read (zero rows stay zero). Shares this object's memory."""
-        normalized = object.__new__(type(self))  # `copy.copy` would do what `__reduce__` says
-        normalized.__dict__.update(vars(self) | {"_normalized": True})
-        return normalized
+        return self._changed(_normalized=True)
+
+    def standardized(self, mean: Tensor, deviation: Tensor) -> Features:
+        """The same features less a mean [K], divided by a deviation [K], when they are read. Shares the memory."""
+        return self._changed(_standard=(mean.to(self.device), deviation.to(self.device)))
+
+    def _changed(self, **attributes: Any) -> Features:
+        changed = object.__new__(type(self))  # `copy.copy` would do what `__reduce__` says
+        changed.__dict__.update(vars(self) | attributes)
+        return changed
 
     def _gather(self, positions: Tensor, end: int) -> Tensor:
         """float32 [n,K] on the device, read shard by shard."""
@@ -549,3 +563,15 @@ def _memory_for_features(device: torch.device) -> float:
     import psutil
 
     return MEMORY_FRACTION * psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def standard(features: Features, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the mean and the deviation float32 [K] of the features of some images; 1 where they do not vary."""
+    total = torch.zeros(2, features.width, dtype=torch.float64)
+    origin = features[rows[:1].to(features.device)].cpu().double()  # squares of far-off features cancel
+    for some in rows.split(ROWS_AT_ONCE):
+        z = features[some.to(features.device)].cpu().double() - origin
+        total += torch.stack([z.sum(0), (z**2).sum(0)])
+    mean, square = total / len(rows)
+    deviation = (square - mean**2).clamp(min=0).sqrt().float()
+    return (origin[0] + mean).float(), torch.where(deviation > 0, deviation, 1.0)

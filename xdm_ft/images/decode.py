@@ -119,11 +119,12 @@ class _PillowWarnings:
                 if self.threads == 0:
                     self.caught.__exit__(None, None, None)
         if texts:
-            self.images += 1
-            if self.images <= NAMED_AT_MOST:
-                logger.warning("%s: parts of the file are damaged (%s); check the image", name, "; ".join(texts))
-            if self.images == NAMED_AT_MOST:
-                logger.warning("further images with damaged parts are not named")
+            with self.lock:  # several threads decode: each image counts once, and the last line comes last
+                self.images += 1
+                if self.images <= NAMED_AT_MOST:
+                    logger.warning("%s: parts of the file are damaged (%s); check the image", name, "; ".join(texts))
+                if self.images == NAMED_AT_MOST:
+                    logger.warning("further images with damaged parts are not named")
 
     def _collect(self, otherwise: Callable[..., None], message: Warning, *where: Any, **options: Any) -> None:
         texts = getattr(self.of_thread, "texts", None)

@@ -342,19 +342,19 @@ def _split(
             + (f" (a group may be too large for val_fraction {protocol.val_fraction})" if grouped else "")
             + f"; possible here: {', '.join(possible) or 'none'}"
         )
-    split = _split_of_rows(dataset, test_domains, numbers, train, evaluation)
+    split = split_of_rows(dataset, test_domains, numbers, train, evaluation)
     notes = [f"tested on {split.tested_on}", note_groups(dataset, train, evaluation), *notes]
     return replace(split, notes=(*notes, *note_gaps(dataset, train, evaluation, numbers)))
 
 
-def _split_of_rows(
+def split_of_rows(
     dataset: ImageDataset,
     test_domains: tuple[str, ...],
     numbers: list[int],
     train: np.ndarray,
     evaluation: dict[str, np.ndarray],
 ) -> Split:
-    """`numbers` are those of the training domains in the data set."""
+    """Returns the split of these rows. `numbers` are those of the training domains in the data set."""
     domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
     domain_of[numbers] = np.arange(len(numbers))
     return Split(
@@ -415,7 +415,7 @@ def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Spli
     train = np.setdiff1d(np.arange(len(dataset)), list(unreadable))
     numbers = np.unique(dataset.domains[train]).tolist()
     check_classes(dataset, train, numbers, " for protocol.final_fit, which trains on all of them")
-    return _split_of_rows(dataset, (), numbers, train, {})
+    return split_of_rows(dataset, (), numbers, train, {})
 
 
 def with_validation(dataset: ImageDataset, split: Split, fraction: float, seed: int) -> Split:

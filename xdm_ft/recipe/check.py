@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.evaluation import with_encoder
+from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe import components
@@ -88,15 +89,16 @@ def check(text: RecipeText) -> Recipe:
     for key, model in BLOCKS.items():
         blocks[key] = _block(faults, (key,), model, values.get(key, {}))
     written = _methods(faults, values.get("methods"), encoders[0] if encoders else FAULTY)
-    analyse = values.get("analyse", False)
-    if not isinstance(analyse, bool):
-        faults.add("analyse", f"must be true or false, given {_shown(analyse)}")
+    flags = {key: values.get(key, False) for key in ("analyse", "label_curve")}
+    for key, flag in flags.items():
+        if not isinstance(flag, bool):
+            faults.add(key, f"must be true or false, given {_shown(flag)}")
     faults.raise_if_any()  # the checks across blocks need valid blocks
 
     blocks["search"] = blocks["search"].for_data(blocks["data"].name)
     methods = tuple(_under_encoder(item, encoder) for encoder in encoders for item in written)
     auto_seeds = values.get("protocol", {}).get("seeds") == AUTO
-    recipe = Recipe(str(name), encoders=encoders, methods=methods, analyse=analyse, auto_seeds=auto_seeds, **blocks)
+    recipe = Recipe(str(name), encoders=encoders, methods=methods, auto_seeds=auto_seeds, **flags, **blocks)
     if "seeds" not in recipe.protocol.model_fields_set:
         recipe = recipe.with_seeds(LOOKS[0] if recipe.trains_encoders else LOOKS[1])
     complete = all({*pair} <= {*recipe.labels} for pair in recipe.report.compare)
@@ -350,6 +352,7 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
             faults.add((*encoder_key, "unfreeze_at"), problem, "encoder.trainable")
         elif training.steps is not None and unfreeze_at >= training.steps:
             faults.add((*encoder_key, "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), "training.steps")
+    _check_label_curve(faults, recipe)
     _check_views(faults, recipe)
     _check_space(faults, recipe)
     _check_draws(faults, recipe)
@@ -380,6 +383,21 @@ def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
         if frozenset((first, second)) in seen:
             faults.add("report.compare", f"{first} and {second} are compared twice; keep one of the pairs")
         seen.add(frozenset((first, second)))
+
+
+def _check_label_curve(faults: Faults, recipe: Recipe) -> None:
+    """Adds why no model of the recipe can show what labels of a new site bring."""
+    if not recipe.label_curve:
+        return
+    if not any(item.adapts_to_sites for item in recipe.methods):
+        problem = "adapts linear heads on a frozen encoder, and no method trains one; add erm, or leave it out"
+        faults.add("label_curve", problem, "methods", "encoder.trainable")
+    if recipe.protocol.name == "official":
+        problem = "needs domains that are held out one at a time, as sites; use leave_one_domain_out, or leave it out"
+        faults.add("label_curve", problem, "protocol.name")
+    if recipe.protocol.selection == ORACLE:
+        problem = "needs models that no label of the site has picked; selection: oracle reads them, use train_val"
+        faults.add("label_curve", problem, "protocol.selection")
 
 
 def _check_views(faults: Faults, recipe: Recipe) -> None:

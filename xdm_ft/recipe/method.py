@@ -138,6 +138,12 @@ class MethodItem:
         return bool(self.block.normalize or getattr(self.algorithm.cls, "normalized", False))
 
     @property
+    def adapts_to_sites(self) -> bool:
+        """Whether few labels can adapt its models to a site: linear heads on a frozen encoder, no means of weights."""
+        is_mean = getattr(self.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
+        return self.trainable is False and self.head.name == "linear" and not is_mean and self.skipped is None
+
+    @property
     def is_plain_erm(self) -> bool:
         """Whether it is ERM without add-ons, with any kind of class head."""
         return self.algorithm.name == "erm" and self.sharpness is None and self.averaging is None

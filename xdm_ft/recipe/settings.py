@@ -89,6 +89,7 @@ class Recipe:
     output: Output
     cluster: Cluster
     analyse: bool = False  # measure the models at the end of the run, as `xdm-ft analyse` does
+    label_curve: bool = False  # measure what few labels of a new site bring, each held-out domain once as the site
     auto_seeds: bool = False  # `protocol.seeds: auto`; the protocol has the seeds to train now
 
     @property
@@ -193,7 +194,8 @@ class Recipe:
         if self.several_encoders:
             plain["encoders"] = [encoder.block.model_dump(mode="json") for encoder in self.encoders]
         methods = [item.block.model_dump(mode="json") for item in self.own_methods]
-        return {"name": self.name, **plain, "analyse": self.analyse, "methods": methods}
+        flags = {"analyse": self.analyse, "label_curve": self.label_curve}
+        return {"name": self.name, **plain, **flags, "methods": methods}
 
     def written(self) -> dict[str, Any]:
         """Returns the recipe as `resolved` does, but with `protocol.seeds: auto` as it was given."""

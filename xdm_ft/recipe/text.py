@@ -21,7 +21,7 @@ MAX_DEPTH = 50  # nested brackets; PyYAML's time grows with the square of their 
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
 KEYS = (
     "name", "data", "encoder", "encoders", "protocol", "features", "methods", "training", "search", "report", "output",
-    "cluster", "analyse",
+    "cluster", "analyse", "label_curve",
 )  # fmt: skip
 
 
@@ -309,7 +309,7 @@ def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
 
 def recipe_keys(values: Mapping[str, Any], keys: Mapping[str, list[str]]) -> Iterator[str]:
     """Yields the dotted keys that overrides of a recipe, given as unchecked values, can set. `keys`: `known_keys`."""
-    yield from ("name", "methods", "encoders", "analyse")
+    yield from ("name", "methods", "encoders", "analyse", "label_curve")
     for block in KEYS:
         yield from (f"{block}.{key}" for key in keys.get(block, ()) if block != "methods")
     for block, folder in (("data", "data"), ("encoder", "encoders")):

@@ -6,16 +6,23 @@ Texts are plain: each renderer (text, Markdown, LaTeX, HTML) escapes what it wri
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from xdm_ft.report.charts import Figure
 from xdm_ft.report.words import EMPTY, number, packaged_texts, significant
 from xdm_ft.runtime.settings import Block, OneOrMany
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIDE = 96  # pixels of the longer side of a small image, at most
 
 
 class ReportSettings(Block):
@@ -95,6 +102,22 @@ class Thumbnail:
     jpeg: bytes
     alt: str
     caption: Sequence[str] = ()  # lines
+
+    @classmethod
+    def of(cls, image: Image, alt: str, caption: Sequence[str] = ()) -> Thumbnail:
+        """Returns an RGB image, which it shrinks, with sides of at most `SIDE`."""
+        from PIL import Image as images
+
+        image.thumbnail((SIDE, SIDE))
+        bare = images.new("RGB", image.size)  # without comments and other metadata, which Pillow would write too
+        bare.paste(image)
+        out = io.BytesIO()
+        bare.save(out, "JPEG", quality=80, optimize=True)
+        return cls(out.getvalue(), alt, caption)
+
+    @property
+    def uri(self) -> str:
+        return f"data:image/jpeg;base64,{base64.b64encode(self.jpeg).decode()}"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import dataclasses
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xdm_ft.evaluation import Runs, SummaryRow
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
+SHOWN_LABELS = 20  # of the label curve
 NAMED = 3  # methods, or encoders, at most, that the sentence names
 
 
@@ -341,6 +342,8 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
     yield "tables", f"{run.path / MARKDOWN} (how to read them: xdm-ft explain)"
     if (run.path / ANALYSIS).exists():  # it is not read: a damaged one must not spoil the last screen of a run
         yield "measures", f"{run.path / ANALYSIS} (what they mean: xdm-ft explain analysis)"
+    if "label_curve" in run.results:
+        yield "labels", _labels(run.results["label_curve"])
     if run.records:
         yield "models", str(run.path / "models")
     failed = any(entry["status"] == "failed" for entry in run.results["runs"])
@@ -348,6 +351,15 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
         yield "next", "repair the cause and run the same command: only failed models train"
     if run.records and run.own_rule != ORACLE:
         yield "export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR"
+
+
+def _labels(curve: Mapping[str, Any]) -> str:
+    """What few labels of a new site bring: the mean gain, and those of the domains that were the site."""
+    by_label = [point for point in curve["points"] if point["chosen"] == "label"]
+    point = next((point for point in by_label if point["labels"] == SHOWN_LABELS), by_label[0])
+    gains = words.listed([words.scaled(gain, "accuracy", signed=True) for gain in point["past_gains"].values()])
+    mean = words.scaled(point["gain"], "accuracy", signed=True)
+    return f"{point['labels']} of a new site bring {curve['method']} {mean} points (by domain: {gains})"
 
 
 def _cut(name: str, width: int) -> str:

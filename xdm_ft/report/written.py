@@ -24,7 +24,7 @@ import numpy as np
 
 from xdm_ft.evaluation import set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.report import Section
+from xdm_ft.report import Section, Thumbnail
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
@@ -72,16 +72,14 @@ def write_page(run: Run) -> list[Section]:
     return shown
 
 
-def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
-    """Returns the page. Control characters in names are shown as escapes.
+def _packaged(file: str) -> str:
+    return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
 
-    `drawn`: the SVG of each figure.
-    """
+
+def _rendered(template: str, **values: Any) -> str:
+    """Returns a page. Control characters in names are shown as escapes."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
-
-    def packaged(file: str) -> str:
-        return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
 
     def visible(value: Any) -> Any:
         # not isinstance: Markup is a str too, which `printable` would make plain text, and jinja2 escape
@@ -91,11 +89,25 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=visible
     )
+    style = Markup(_packaged("page.css"))
+    return environment.from_string(_packaged(template)).render(style=style, **values)
+
+
+def sheet(title: str, about: str, thumbnails: Sequence[Thumbnail]) -> str:
+    """Returns a page of small images."""
+    return _rendered("sheet.html.j2", title=title, about=about, thumbnails=thumbnails)
+
+
+def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
+    """Returns the page of a run. `drawn`: the SVG of each figure."""
+    from markupsafe import Markup
+
     # the page's Content-Security-Policy allows the script with this checksum and no other, such as one in a name
-    script = packaged("page.js")
+    script = _packaged("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     models = f"{plural(len(run.records), 'trained model')} in {_shareable(run.path) / 'models'}, one folder each."
-    return environment.from_string(packaged("page.html.j2")).render(
+    return _rendered(
+        "page.html.j2",
         name=str(run.results["recipe"]["name"]),
         sentence=sentence(run),
         numbers=list(_numbers(run)),
@@ -103,7 +115,6 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         models=models,
         next=list(_next_steps(run)) if run.records else [],
         panels=shown,
-        style=Markup(packaged("page.css")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
         WIDE=WIDE,
@@ -113,7 +124,6 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
             _with_start(drawn[figure.name], f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}')
         ),
         figure_width=lambda figure: round(figure.width * PIXELS_PER_INCH),
-        data_uri=lambda image: f"data:image/jpeg;base64,{base64.b64encode(image.jpeg).decode()}",
         number_columns=lambda table: [
             any(cell.value is not None for cell in column) for column in zip(*table.rows, strict=True)
         ],

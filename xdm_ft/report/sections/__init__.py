@@ -41,7 +41,7 @@ def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
             shown += [comparisons.further_comparisons(run, rule), results.all_metrics(run, rule)]
             shown += [selection.selected(run, rule)]
         if own:
-            shown += [results.averaged(run), results.cost(run), published_section(run, rule)]
+            shown += [results.averaged(run), results.label_curve(run), results.cost(run), published_section(run, rule)]
         for section in filter(None, shown):
             if own:
                 yield section

@@ -57,6 +57,7 @@ NEEDS: dict[str, Callable[[Results], bool]] = {
     "encoders": lambda results: bool(several_encoders(results)),
     "analysis": lambda results: False,  # its tables are in the sections that explain them
     "published numbers": lambda results: any(row.get("spread_as_published") for row in results["summary"]),
+    "labels": lambda results: "label_curve" in results,
     "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),
     "at the edge of its range": _is_searched,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -196,7 +195,6 @@ def risk_coverage(run: Run) -> Section | None:
 # --------------------------------------------------------------------------------------------------- confident mistakes
 
 EACH = 6  # images per held-out set
-SIDE = 96  # pixels of the longer side, at most
 SEEDS = 5  # models per held-out set whose mistakes are looked at, at most
 
 
@@ -253,8 +251,6 @@ def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
 
 def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], str]:
     """Returns the images that can be read, and a sentence on the others; empty if there is none."""
-    from PIL import Image
-
     from xdm_ft.data import load_dataset, rows_by_name
     from xdm_ft.images.decode import UnreadableImage
 
@@ -269,16 +265,11 @@ def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], st
             image = dataset.image(rows[mistake.name])
         except UnreadableImage:
             continue  # counted below
-        image.thumbnail((SIDE, SIDE))
-        bare = Image.new("RGB", image.size)  # without comments and other metadata, which Pillow would write too
-        bare.paste(image)
-        out = io.BytesIO()
-        bare.save(out, "JPEG", quality=80, optimize=True)
         label, where = run.class_names[mistake.label], set_name(mistake.held)
         sure = f"{run.class_names[mistake.predicted]}, {100 * mistake.confidence:.0f}% sure"
         if mistake.wrong < mistake.models:
             sure += f" ({mistake.wrong} of {mistake.models} models)"
         lines = where, f"label: {label}", f"predicted: {sure}", mistake.name
-        thumbnails.append(Thumbnail(out.getvalue(), f"{where}: {label}, taken for {sure}", lines))
+        thumbnails.append(Thumbnail.of(image, f"{where}: {label}, taken for {sure}", lines))
     left = len(worst) - len(thumbnails)
     return thumbnails, f"{plural(left, 'image')} can not be read now." if left else ""

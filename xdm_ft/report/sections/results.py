@@ -1,4 +1,4 @@
-"""The table of methods and held-out domains, its intervals and other metrics, costs, and seeds averaged."""
+"""The table of methods and held-out domains, its intervals, other metrics, costs, seeds averaged, labels of a site."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xdm_ft.evaluation import Record, SummaryRow, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
 from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
-from xdm_ft.report.charts import Figure, Look, Mark, Row, looks, points
+from xdm_ft.report.charts import Figure, Line, Look, Mark, Row, curves, looks, points
 from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
 from xdm_ft.report.means import MEASURES, Picked, costs, interval
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, grouped, in_unit, oracle_mark, with_spread
@@ -268,3 +268,61 @@ def _averaged_metric(run: Run, records: Sequence[Record]) -> float | None:
     images = run.images(records[0])
     logits = torch.from_numpy(averaged_log_probabilities(every_class))
     return metric(run.metric, logits, torch.from_numpy(images.labels), torch.from_numpy(images.worst_of))
+
+
+# ------------------------------------------------------------------------------------------------ labels of a new site
+
+HOW = {None: "none", "label": "as xdm-ft label does", "random": "at random"}
+
+
+def label_curve(run: Run) -> Section | None:
+    """What few labels of a new site bring; None if the recipe does not ask for it."""
+    curve = run.results.get("label_curve")
+    if curve is None:
+        return None
+    measured, domains = curve["points"], list(curve["points"][0]["past_gains"])
+    rows = []
+    for point in measured:
+        gains = [point["past_gains"].get(domain) for domain in domains]
+        shown = [Cell(EMPTY if gain is None else words.scaled(gain, "accuracy", signed=True), gain) for gain in gains]
+        ends = point["interval"]
+        interval = Cell(words.between("accuracy", [*ends.values()], signed=True), ends["low"]) if ends else Cell(EMPTY)
+        gain = Cell(words.scaled(point["gain"], "accuracy", signed=True), point["gain"])
+        accuracy = metric_cell(point["accuracy"], "accuracy")
+        rows.append(cells(HOW[point["chosen"]], point["labels"], accuracy, gain, interval, *shown))
+    header = ["images chosen", "labels", "accuracy", "gain", "95% interval", *domains]
+    table = Table("Accuracy in %; gains in points, the mean and those of each domain.", header, rows, labels=2)
+
+    lines = []
+    for how, look in looks(("label", "random")).items():
+        of = [point for point in measured if point["chosen"] in (None, how)]
+        thin = [
+            [(point["labels"], 100 * point["past_gains"][domain]) for point in of if domain in point["past_gains"]]
+            for domain in domains
+        ]
+        band = [
+            (point["labels"], *(100 * end for end in point["interval"].values())) for point in of if point["interval"]
+        ]
+        line = Line(HOW[how], look, [(point["labels"], 100 * point["gain"]) for point in of])
+        lines.append(line._replace(thin=thin, band=[(0, 0, 0), *band] if band else ()) if how == "label" else line)
+    figure = curves(
+        "label-curve",
+        "Gain in accuracy against the number of labelled images of a new site",
+        "Thick: the mean over domains, with its 95% interval; thin: each domain.",
+        {"": lines},
+        ("labelled images of the site", "gain in points"),
+        limits={"xmin": 0},
+        width=4.6,
+        height=3.0,
+    )
+    other = run.chosen not in (None, curve["method"])
+    prefers = f"validation prefers {run.chosen}, whose models can not be adapted" if other else ""
+    fewer = any(len(point["past_gains"]) < len(domains) for point in measured)
+    return make_section(
+        "label-curve",
+        [figure],
+        [table],
+        method=curve["method"],
+        prefers=prefers,
+        fewer="a mean without some domains is of those whose half has enough images" if fewer else "",
+    )

@@ -1,0 +1,249 @@
+"""How well `assess`, `adapt` and thresholds for a risk do at sites with known labels: each domain once as the site.
+
+    python benchmarks/new_site.py PACS --weights FILE      a folder <domain>/<class>/<image>, and an encoder's file
+    python benchmarks/new_site.py PACS --weights FILE --per-class 0    all images
+
+The models are ERM on frozen features (MobileNetV2, 224 px, squash), trained on the other domains, under each of the
+seeds. Of each domain × class up to `--per-class` images are drawn with seed 0. All that is random is drawn with
+stated seeds. Numbers are means over domains and seeds, in points of accuracy. The last line is JSON.
+docs/results.md, "A new site", has measured numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+
+import xdm_ft
+from xdm_ft.evaluation.expected_site import ExpectedAccuracy, card_mean
+from xdm_ft.evaluation.few_labels import threshold_for
+from xdm_ft.export.choose import Choice, read_parts
+from xdm_ft.export.predictor import Model
+from xdm_ft.new_site.reference import site_of
+from xdm_ft.new_site.stored import Stored
+from xdm_ft.report.finished import read_run
+from xdm_ft.training.adaptation import adapted_head, do_no_harm
+
+DRAWS, ADAPTATIONS = 20, 10
+SIDE = 224
+
+
+@dataclass(frozen=True)
+class Site:
+    """A domain, for a model that never saw it. Features [n,K], as the model's head reads them."""
+
+    name: str
+    stored: Stored
+    model: Model
+    z: torch.Tensor
+    corrupted: dict[str, torch.Tensor]
+    labels: np.ndarray
+
+    @property
+    def card(self) -> float:
+        return card_mean(self.stored.past_values)
+
+    def logits(self, z: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model.module.logits(z)
+
+    def expected(self, z: torch.Tensor, rows: np.ndarray) -> tuple[ExpectedAccuracy | None, float]:
+        """Returns what to expect of the model on some of the images, and its accuracy there."""
+        parts = self.stored.parts(self.stored.seen(z[rows]), self.stored.shares)
+        expected = None if parts is None else self.stored.expect(parts, float(len(rows)), len(rows))
+        return expected, float((self.logits(z[rows]).argmax(1).numpy() == self.labels[rows]).mean())
+
+
+def subset(source: Path, target: Path, per_class: int) -> None:
+    """Links up to `per_class` images of every domain × class; 0: all."""
+    draw = np.random.default_rng(0)
+    for folder in sorted(path for path in source.glob("*/*") if path.is_dir()):
+        files = sorted(folder.iterdir())
+        chosen = files if per_class == 0 else [files[i] for i in sorted(draw.permutation(len(files))[:per_class])]
+        (target / folder.relative_to(source)).mkdir(parents=True)
+        for file in chosen:
+            os.symlink(file.resolve(), target / folder.relative_to(source) / file.name)
+
+
+def corruptions() -> dict[str, Callable[[Image.Image], Image.Image]]:
+    draw = np.random.default_rng(1)
+
+    def noisy(image: Image.Image) -> Image.Image:
+        pixels = np.asarray(image, np.float64) + draw.normal(0, 38, (SIDE, SIDE, 3))
+        return Image.fromarray(pixels.round().clip(0, 255).astype(np.uint8))
+
+    return {"blur": lambda image: image.filter(ImageFilter.GaussianBlur(3)), "noise": noisy}
+
+
+def sites(images: Path, weights: str, folder: Path, seeds: int, steps: int) -> Iterator[Site]:
+    encoder = {
+        "name": "timm", "model": "mobilenetv2_100", "weights": weights, "trainable": False, "batch_norm": "train",
+        "kwargs": {"bn_eps": 1e-3, "pad_type": "same"} if "keras" in weights else {},
+        "preprocessing": {"mean": [0.5] * 3, "std": [0.5] * 3, "size": SIDE, "crop": 1.0, "resize": "squash"},
+    }  # fmt: skip
+    xdm_ft.run({
+        "name": "new_site", "data": {"name": "folder", "root": str(images)}, "encoder": encoder, "methods": ["erm"],
+        "protocol": {"name": "leave_one_domain_out", "selection": "train_val", "seeds": seeds},
+        "training": {"batch_size": 32, "sampler": "per_domain", "steps": steps, "optimizer": "adam", "lr": 1e-3},
+        "output": {"dir": str(folder)},
+    })  # fmt: skip
+    run = read_run(folder / "new_site")
+    corrupted = dict[str, dict[str, torch.Tensor]]()
+    for record in run.picked:
+        [name], choice = record.test_domains, Choice("erm", record.test_domains, record.seed)
+        parts = read_parts(run, choice)
+        model = Model(parts, "cpu")
+        files = sorted(path for path in (images / name).glob("*/*"))
+        labels = np.array([model.class_names.index(path.parent.name) for path in files])
+        if name not in corrupted:
+            opened = [Image.open(path).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC) for path in files]
+            of_name = {"": torch.from_numpy(model.encode(files))}
+            for what, change in corruptions().items():
+                of_name[what] = torch.from_numpy(model.encode([change(image) for image in opened]))
+            corrupted[name] = of_name
+        z = corrupted[name]
+        yield Site(name, site_of(run, parts.config), model, z[""], {k: v for k, v in z.items() if k}, labels)
+
+
+@dataclass
+class Statements:
+    """What `assess` said at some sites, beside the truth."""
+
+    expected: list[ExpectedAccuracy]
+    truth: list[float]
+    card: list[float]
+
+    def add(self, site: Site, z: torch.Tensor, rows: np.ndarray) -> None:
+        expected, truth = site.expected(z, rows)
+        if expected is not None:
+            self.expected.append(expected)
+            self.truth.append(truth)
+            self.card.append(site.card)
+
+    def numbers(self, refusing: bool) -> dict[str, float | int]:
+        kept = [i for i, expected in enumerate(self.expected) if not (refusing and expected.refused)]
+        estimate = np.array([self.expected[i].estimate for i in kept])
+        low, high = (np.array([getattr(self.expected[i], end) for i in kept]) for end in ("low", "high"))
+        truth, card = np.array(self.truth)[kept], np.array(self.card)[kept]
+        verdicts = np.array([self.expected[i].verdict for i in kept])
+        bad, said_below, promised = truth < card - 0.05, verdicts == "below", verdicts == "as_promised"
+        error, of_mean = np.abs(estimate - truth).mean(), np.abs(card - truth).mean()
+        return {
+            "sites": len(self.truth),
+            "refused": len(self.truth) - len(kept),
+            "mean_absolute_error": 100 * error,
+            "of_the_card_mean": 100 * of_mean,
+            "skill": 1 - error / of_mean,
+            "covered": 100 * float(((low <= truth) & (truth <= high)).mean()),
+            "as_promised": int(promised.sum()),
+            "as_promised_wrong": int((promised & bad).sum()),
+            "bad": int(bad.sum()),
+            "below_at_bad": 100 * float(said_below[bad].mean()) if bad.any() else float("nan"),
+            "below_at_others": 100 * float(said_below[~bad].mean()) if (~bad).any() else float("nan"),
+        }
+
+
+def of_shares(labels: np.ndarray, draw: np.random.Generator, size: int = 300) -> np.ndarray:
+    """Returns rows with replacement, whose class shares are drawn from Dirichlet(1)."""
+    classes = np.unique(labels)
+    wanted = draw.choice(classes, size, p=draw.dirichlet(np.ones(len(classes))))
+    return np.array([draw.choice(np.flatnonzero(labels == label)) for label in wanted])
+
+
+def adaptation(site: Site, draw: np.random.Generator, per_class: int) -> tuple[float, float, int]:
+    """Returns the gain of the adapted head on the other images, that of what is kept, and the number of labels."""
+    rows = np.concatenate(
+        [draw.permutation(np.flatnonzero(site.labels == label))[:per_class] for label in np.unique(site.labels)]
+    )
+    rest = np.setdiff1d(np.arange(len(site.labels)), rows)
+    head = site.model.module.head
+    assert head is not None
+    about = head.weight.detach(), head.bias.detach(), site.z[rows], torch.from_numpy(site.labels[rows])
+    weight, bias = adapted_head(*about, site.stored.heads.mean, site.stored.heads.deviation)
+    before = (site.logits(site.z[rest]).argmax(1).numpy() == site.labels[rest]).mean()
+    after = ((site.z[rest] @ weight.T + bias).argmax(1).numpy() == site.labels[rest]).mean()
+    kept = do_no_harm(*about, site.stored.heads.mean, site.stored.heads.deviation).kept
+    return float(after - before), float(after - before) if kept else 0.0, len(rows)
+
+
+def at_risk(site: Site, draw: np.random.Generator, labels: int = 50, risk: float = 0.1) -> tuple[bool, float] | None:
+    """Returns whether the threshold of some random labels breaks its risk on the other images, and what it answers;
+    None: there is no threshold."""
+    order = draw.permutation(len(site.labels))
+    logits = site.logits(site.z)
+    confidence, right = logits.double().softmax(1).max(1).values.numpy(), logits.argmax(1).numpy() == site.labels
+    found = threshold_for(risk, confidence[order[:labels]], right[order[:labels]])
+    if found is None:
+        return None
+    answered = confidence[order[labels:]] >= found.value
+    wrong = ~right[order[labels:]][answered]
+    return bool(answered.any() and wrong.mean() > risk), float(answered.mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--weights", required=True, help="a file with the weights of mobilenetv2_100")
+    parser.add_argument("--per-class", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=1000, help="of training the models")
+    given = parser.parse_args()
+    whole, shifted, corrupted = (Statements([], [], []) for _ in range(3))
+    gains, broken, coverage = dict[int, list[tuple[float, float, int]]](), list[bool](), list[float]()
+    found_threshold = list[bool]()
+    with tempfile.TemporaryDirectory() as folder:
+        subset(given.images, Path(folder, "images"), given.per_class)
+        for number, site in enumerate(
+            sites(Path(folder, "images"), given.weights, Path(folder, "output"), given.seeds, given.steps)
+        ):
+            draw, every = np.random.default_rng(number), np.arange(len(site.labels))
+            whole.add(site, site.z, every)
+            for _ in range(DRAWS):
+                shifted.add(site, site.z, of_shares(site.labels, draw))
+                of_labels = at_risk(site, draw)
+                found_threshold.append(of_labels is not None)
+                broken.append(of_labels is not None and of_labels[0])
+                coverage.append(0.0 if of_labels is None else of_labels[1])
+            for z in (site.z, *site.corrupted.values()):
+                corrupted.add(site, z, every)
+            for per_class in (2, 5, 10, 20):
+                for _ in range(ADAPTATIONS):
+                    gains.setdefault(per_class, []).append(adaptation(site, draw, per_class))
+            found, truth = site.expected(site.z, every)
+            print(f"{site.name}: accuracy {truth:.3f}, card mean {site.card:.3f}, {found}", flush=True)
+    results = {
+        name: {"refusals_off": of.numbers(False), "refusing": of.numbers(True)}
+        for name, of in (("domains", whole), ("dirichlet", shifted), ("corrupted", corrupted))
+    }
+    for name, of_both in results.items():
+        for how, numbers in of_both.items():
+            print(f"{name}, {how}:", ", ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
+    adapted = {}
+    for per_class, values in gains.items():
+        plain, kept = (100 * np.array([value[i] for value in values]) for i in (0, 1))
+        adapted[per_class] = {
+            "gain": plain.mean(), "harm_beyond_2": 100 * (plain < -2).mean(), "with_do_no_harm": kept.mean(),
+            "any_harm": 100 * (kept < 0).mean(),
+        }  # fmt: skip
+        print(f"adapt, {per_class} per class:", ", ".join(f"{k} {v:.3g}" for k, v in adapted[per_class].items()))
+    risk = {
+        "found": 100 * float(np.mean(found_threshold)),
+        "broken": 100 * float(np.mean(broken)),
+        "coverage": float(np.mean(coverage)),
+        "coverage_where_found": float(np.sum(coverage) / max(1, np.sum(found_threshold))),
+    }
+    print("risk 10%, 50 labels:", ", ".join(f"{key} {value:.3g}" for key, value in risk.items()))
+    print(json.dumps({**results, "adapt": adapted, "risk": risk}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""ExpectedAccuracy accuracy without labels, and few labels: by hand, by naive solvers, and in simulations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+from scipy.stats import binom, norm, t
+
+from xdm_ft.evaluation.expected_site import (
+    Parts,
+    agreement,
+    confidence_threshold,
+    expect,
+    on_the_line,
+    past_skill,
+    transported_confidence,
+)
+from xdm_ft.evaluation.few_labels import (
+    choose_images,
+    clopper_pearson,
+    difference_estimate,
+    fewest_answered,
+    spread_rows,
+    threshold_for,
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_transport_is_the_linear_program(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet(np.full(4, 0.5), 30), rng.dirichlet(np.ones(4))
+    rows, columns = np.kron(np.eye(30), np.ones(4)), np.kron(np.ones(30), np.eye(4))
+    plan = linprog(-p.ravel(), A_eq=np.vstack([rows, columns]), b_eq=np.concatenate([np.full(30, 1 / 30), q]))
+    assert transported_confidence(p, q) == pytest.approx(-plan.fun, abs=2e-3)
+    assert transported_confidence(p, q) >= -plan.fun - 1e-9, "any v gives an upper bound"
+
+
+def test_transport_with_the_shares_that_are_there_is_the_mean_confidence() -> None:
+    p = np.random.default_rng(0).dirichlet(np.full(3, 0.2), 300)
+    shares = np.bincount(p.argmax(1), minlength=3) / 300
+    assert transported_confidence(p, shares) == pytest.approx(p.max(1).mean(), abs=2e-3)
+
+
+def test_the_line_recovers_accuracies_that_lie_on_it() -> None:
+    a, b, accuracy = 0.8, -0.4, np.array([0.6, 0.7, 0.75, 0.8, 0.9])
+    i, j = np.triu_indices(5, 1)
+    there = norm.cdf(norm.ppf(accuracy[i]) / 2 + norm.ppf(accuracy[j]) / 2 + 0.1)
+    here = norm.cdf(a * norm.ppf(there) + b)
+    expected = norm.cdf(a * norm.ppf(0.9) + b)
+    assert on_the_line(accuracy, there, here, (1000, 1000)) == pytest.approx(expected, abs=1e-9)
+    assert on_the_line(accuracy, np.full(10, 0.7), here, (1000, 1000)) is None
+    assert on_the_line(accuracy, there, np.ones(10), (1000, 1000)) is None
+    predicted = np.array([[0, 1, 1], [0, 1, 2], [1, 1, 2]])
+    assert agreement(predicted) == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+
+
+def test_the_threshold_leaves_as_many_below_as_are_wrong_in_domains_of_one_weight() -> None:
+    confidence = [np.array([0.2, 0.4, 0.6, 0.8]), np.array([0.5, 0.9])]
+    right = [np.array([False, True, True, True]), np.array([True, True])]
+    # of the total weight 2, 1/4 is wrong: the image of 0.2 alone lies below
+    threshold = confidence_threshold(confidence, right)
+    assert threshold == 0.4 and np.mean([(c >= threshold).mean() for c in confidence]) == pytest.approx(7 / 8)
+    assert confidence_threshold(confidence, [~one for one in right]) == pytest.approx(0.9)
+    assert confidence_threshold(confidence, [one & False for one in right]) == math.inf
+
+
+def test_the_interval_and_the_verdicts_by_hand() -> None:
+    values, errors = {"a": 0.9, "b": 0.8, "c": 0.7}, {"a": -0.02, "b": 0.01, "c": 0.02}
+    found = expect(Parts(0.75, 0.8, 0.7), errors, values, 100.0, n=400)
+    half = t.ppf(0.975, 3) * math.sqrt((0.02**2 + 0.01**2 + 0.02**2) / 3 + 0.75 * 0.25 / 100)
+    assert (found.estimate, found.low, found.high) == pytest.approx((0.75, 0.75 - half, 0.75 + half))
+    assert found.verdict == "unknown" and found.refused is None
+    assert expect(Parts(0.69, 0.69, 0.69), errors, values, 1e9, n=400).verdict == "below"
+    small = {"a": 1e-3, "b": 0.0, "c": -1e-3}
+    assert expect(Parts(0.79, 0.79, 0.79), small, values, 1e9, n=400).verdict == "as_promised"
+    assert past_skill(np.array([0.02, 0.01, 0.02]), np.array([0.9, 0.8, 0.7])) == pytest.approx(1 - 0.05 / 0.3)
+
+
+@pytest.mark.parametrize(
+    ("parts", "errors", "n", "reason"),
+    [
+        ((0.7, 0.7, 0.7), (0.01, 0.01), 400, "2 held-out domains; 3"),
+        ((0.7, 0.7, 0.7), (0.01, 0.01, 0.01), 49, "49 images are too few"),
+        ((0.5, 0.6, 0.71), (0.01, 0.01, 0.01), 400, "differ by 21 points"),
+        ((0.7, 0.7, 0.7), (0.2, 0.2, 0.2), 400, "as good an estimate"),
+    ],
+)
+def test_refusals(parts: tuple[float, ...], errors: tuple[float, ...], n: int, reason: str) -> None:
+    past = dict(zip("abc", errors, strict=False))
+    found = expect(Parts(*parts), past, {name: 0.7 + 0.1 * k for k, name in enumerate(past)}, n, n=n)
+    assert found.refused is not None and reason in found.refused
+
+
+def test_labels_are_chosen_once_and_a_quarter_is_random() -> None:
+    rng = np.random.default_rng(0)
+    z, p = rng.normal(size=(300, 8)), rng.dirichlet(np.ones(3), 300)
+    for budget in (1, 8, 40, 120, 299):
+        chosen = choose_images(z, p, budget, np.random.default_rng(1))
+        rows = np.concatenate(chosen)
+        assert len(rows) == budget == len({*rows.tolist()}) and len(chosen.evaluate) == math.ceil(budget / 4)
+        adapting = choose_images(z, p, budget, np.random.default_rng(1), measures=0)
+        assert len(adapting.evaluate) == 0 and len({*adapting.adapt.tolist()}) == budget
+    large = choose_images(z, p, 120, np.random.default_rng(1)).adapt
+    margin = np.diff(np.sort(p, axis=1)[:, -2:], axis=1)[:, 0]
+    assert margin[large].mean() < 0.8 * margin.mean()
+    top = np.sort(p, axis=1)[:, -2:]  # is all that is read
+    same = choose_images(z, p, 120, np.random.default_rng(1)), choose_images(z, top, 120, np.random.default_rng(1))
+    assert np.array_equal(same[0].adapt, same[1].adapt) and not np.array_equal(large, np.sort(large))
+    everything = choose_images(z, p, 1000, np.random.default_rng(1))
+    assert (len(everything.evaluate), len(everything.adapt)) == (75, 225)
+
+
+def test_groups_are_chosen_whole_and_those_that_measure_at_random() -> None:
+    """Also where images of large groups are harder."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(80), rng.integers(1, 12, 80))
+    sizes = np.bincount(groups)
+    order = rng.permutation(len(groups))
+    groups = groups[order]
+    z, p, right = rng.normal(size=(len(groups), 8)), rng.dirichlet(np.ones(3), len(groups)), sizes[groups] < 7
+    rates = []
+    for seed in range(300):
+        chosen = choose_images(z, p, 100, np.random.default_rng(seed), groups)
+        rows = np.concatenate(chosen)
+        assert 95 <= len(rows) == len({*rows.tolist()}) <= 100
+        for part in chosen:
+            taken = np.unique(groups[part])
+            assert np.array_equal(np.bincount(groups[part], minlength=80)[taken], sizes[taken])
+        rates.append((right[chosen.evaluate].sum(), len(chosen.evaluate)))
+    assert np.divide(*np.sum(rates, axis=0)) == pytest.approx(right.mean(), abs=0.02)
+    assert np.mean([n for _, n in rates]) == pytest.approx(25, abs=7)
+    assert {len(np.unique(sizes[groups[rows]])) for rows in choose_images(z, p, 1, rng, groups)} <= {0, 1}
+    none = choose_images(z, p, 2, rng, np.zeros(len(groups), int))
+    assert len(none.evaluate) == len(none.adapt) == 0, "the one group has more than two images"
+
+
+def test_k_means_finds_the_clusters() -> None:
+    rng = np.random.default_rng(0)
+    centres = np.eye(5, 16)
+    z = np.concatenate([centre + 0.05 * rng.normal(size=(40, 16)) for centre in centres])
+    chosen = spread_rows(z, np.arange(200), 5, rng)
+    assert sorted(chosen // 40) == [0, 1, 2, 3, 4]
+    assert len({*spread_rows(np.ones((30, 4)), np.arange(30), 7, rng).tolist()}) == 7, "equal images"
+
+
+@pytest.mark.parametrize("share", [0.6, 0.9, 0.98])
+def test_intervals_of_few_labels_cover(share: float) -> None:
+    for n in (25, 50):
+        covered = sum(
+            binom.pmf(k, n, share) for k in range(n + 1) if (ends := clopper_pearson(k, n))[0] <= share <= ends[1]
+        )
+        assert covered >= 0.95
+
+
+def test_the_difference_estimate_has_the_naive_mean_and_saves_labels() -> None:
+    rng = np.random.default_rng(0)
+    c = rng.uniform(0.3, 1, 5000)
+    right = rng.random(5000) < c
+    rows = rng.choice(5000, 200, replace=False)
+    found = difference_estimate(c, c[rows], right[rows])
+    assert found.value == pytest.approx(c.mean() + (right[rows] - c[rows]).mean())
+    naive = c.var(ddof=1) / 5000 + (right[rows] - c[rows]).var(ddof=1) / 200
+    assert found.error == pytest.approx(naive**0.5) and found.freedom == 199
+    assert found.error < math.sqrt(right[rows].var(ddof=1) / 200) and abs(found.value - right.mean()) < 4 * found.error
+    twice = difference_estimate(c, np.repeat(c[rows], 2), np.repeat(right[rows], 2), np.repeat(np.arange(200), 2))
+    assert twice == pytest.approx(found), "images that are the same twice are one"
+    assert difference_estimate(c, c[rows], right[rows], np.zeros(200)) is None
+
+
+def test_thresholds_keep_their_risk() -> None:
+    assert [fewest_answered(risk) for risk in (0.05, 0.1, 0.2)] == [45, 22, 11]
+    rng, broken, found = np.random.default_rng(0), 0, 0
+    for _ in range(300):
+        c = rng.uniform(0, 1, 100)
+        threshold = threshold_for(0.1, c, rng.random(100) < 0.5 + 0.5 * c)
+        if threshold is not None:
+            found += 1
+            broken += (1 - (0.5 + 0.25 * (1 + threshold.value))) > 0.1  # true risk above the threshold
+    assert found > 30 and broken <= 0.1 * 300
+    sure = threshold_for(0.1, np.linspace(0, 1, 40), np.ones(40, bool))
+    assert sure is not None and (sure.value, sure.answered, sure.wrong) == (0.0, 40, 0)
+    assert threshold_for(0.05, np.linspace(0, 1, 40), np.ones(40, bool)) is None, "fewer than 45 answers"
+    twice = threshold_for(0.1, np.repeat(np.linspace(0, 1, 40), 2), np.ones(80, bool), weight=0.5)
+    assert twice is not None and (twice.value, twice.answered) == (0.0, 80)
+    assert threshold_for(0.1, np.linspace(0, 1, 40), np.ones(40, bool), weight=0.5) is None

@@ -1,0 +1,186 @@
+"""`label_curve: true`: what labels of each held-out domain bring, by hand and in a run that is killed and grows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import t
+from small_runs import document, wait_for
+
+from xdm_ft.cli.parser import main
+from xdm_ft.experiment import label_curve as curve
+from xdm_ft.experiment import run
+from xdm_ft.experiment.label_curve import Adapted, points_of
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.experiment.work import start
+from xdm_ft.protocol.splits import splits, stratified_part
+from xdm_ft.recipe.check import load
+from xdm_ft.recipe.settings import Recipe
+from xdm_ft.training.adaptation import adapted_head
+
+RUN, ROOT = Path("output/tiny"), Path(__file__).resolve().parents[2]
+RECIPE = """\
+name: tiny
+data: {name: digits}
+protocol: {name: leave_one_domain_out, seeds: 1}
+encoder: {name: open_clip, model: demo, weights: demo}
+features: {workers: 0}
+methods: [knn, erm]
+training: {steps: 4, batch_size: 4, evaluate_every: 2, lr: 0.01}
+label_curve: true
+report: {page: false}
+"""
+
+
+def recipe(*overrides: str) -> Recipe:
+    Path("tiny.yaml").write_text(RECIPE)
+    return load("tiny.yaml", [*overrides])
+
+
+def of_run() -> dict[str, Any]:
+    content: dict[str, Any] = document(RUN)["label_curve"]
+    return content
+
+
+# ------------------------------------------------------------------------------------------------------ means, by hand
+
+
+def of_seed(start: float, **gains: float) -> dict[Adapted, float]:
+    adapted = {("label", int(number[1:])): start + gain for number, gain in gains.items()}
+    return {(None, 0): start} | adapted | {("random", number): value - 0.01 for (_, number), value in adapted.items()}
+
+
+def test_points_are_means_over_seeds_then_over_domains() -> None:
+    points = points_of(
+        {
+            ("a",): [of_seed(0.5, n10=0.02, n20=0.1), of_seed(0.7, n10=0.0, n20=0.2)],
+            ("b",): [of_seed(0.2, n10=0.09, n20=0.1), of_seed(0.4, n10=0.09, n20=0.1)],
+            ("c",): [of_seed(0.9, n10=0.01), of_seed(0.9, n10=0.03)],
+            ("too", "few"): [of_seed(0.1), of_seed(0.1)],
+        }
+    )
+    by = {(point["chosen"], point["labels"]): point for point in points}
+    assert [*by] == [(None, 0), ("label", 10), ("label", 20), ("random", 10), ("random", 20)]
+    first = by[None, 0]
+    assert (first["gain"], first["interval"], first["accuracy"]) == (0, None, pytest.approx((0.6 + 0.3 + 0.9) / 3))
+    ten = by["label", 10]
+    assert ten["past_gains"] == pytest.approx({"a": 0.01, "b": 0.09, "c": 0.02})
+    assert ten["accuracies"] == pytest.approx({"a": 0.61, "b": 0.39, "c": 0.92})
+    half = t.ppf(0.975, 2) * np.std([0.01, 0.09, 0.02], ddof=1) / 3**0.5
+    assert ten["interval"] == pytest.approx({"low": 0.04 - half, "high": 0.04 + half})
+    assert ten["gain"] == pytest.approx(0.04)
+    assert by["random", 10]["gain"] == pytest.approx(0.03)
+    twenty = by["label", 20]
+    assert twenty["past_gains"] == pytest.approx({"a": 0.15, "b": 0.1}) and twenty["interval"] is None, "two domains"
+    assert points_of({("few",): [of_seed(0.1)]}) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+def naive(made: Recipe, domain: str, number: int) -> tuple[float, float]:
+    """The accuracy of ERM's model of seed 0 on half of a domain, before and after random labels of the other half."""
+    dataset = read_data(made)
+    features = prepare(made, dataset, build_encoders(made), start(made)).encoders[None].features
+    assert features is not None
+    [split] = [one for one in splits(dataset, made.protocol, 0) if one.test_domains == (domain,)]
+    entry = next(r for r in document(RUN)["runs"] if (r["method"], r["test_domains"]) == ("erm", [domain]))
+    state = load_file(RUN / entry["selected"]["train_val"]["weights"])
+    z, y = features[torch.arange(len(dataset))], torch.from_numpy(dataset.labels)
+    training = z[torch.cat(split.train)].double()
+    mean, deviation = training.mean(0).float(), training.std(0, correction=0).float()
+    rows = np.flatnonzero(dataset.domains == dataset.domain_names.index(domain))
+    half = stratified_part(dataset, rows, 0.5, 0)
+    tested, chosen = np.setdiff1d(rows, half), np.random.default_rng(0).permutation(half)[:number]
+    before = state["head.weight"], state["head.bias"]
+    after = adapted_head(*before, z[chosen], y[chosen], mean, deviation)
+
+    def right(weight: torch.Tensor, bias: torch.Tensor) -> float:
+        return float(((z[tested] @ weight.T + bias).argmax(1) == y[tested]).double().mean())
+
+    return right(*before), right(*after)
+
+
+def killed(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_run_measures_it_once_and_again_when_it_was_killed_or_has_grown(
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(curve, "LABELS", (20, 100))
+    made = recipe("protocol.test_domains=[ink, blurred, chalk]")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(curve, "points_of", killed)
+        run(made)
+    assert "label_curve" not in document(RUN)
+    run(made)
+    first = of_run()
+    points = {(point["chosen"], point["labels"]): point for point in first["points"]}
+    assert len(points) == 1 + 2 * 2 and first["method"] == "erm", "knn has no linear head"
+    assert all(point["interval"] for (how, _), point in points.items() if how)
+    before, after = naive(made, "ink", 20)
+    assert points[None, 0]["accuracies"]["ink"] == before and points["random", 20]["accuracies"]["ink"] == after
+    assert points["label", 100]["gain"] > 0.02
+    text = (RUN / "results.md").read_text()
+    assert "## What labels of a new site bring" in text and "as xdm-ft label does | 100 |" in text
+
+    written = (RUN / "results.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(curve, "adapted_accuracies", killed)
+        run(made)  # nothing is computed again
+    assert (RUN / "results.json").read_bytes() == written
+    capsys.readouterr()
+    assert main(["run", "tiny.yaml", "protocol.test_domains=[ink, blurred, chalk]", "protocol.seeds=2"]) == 0
+    assert "labels   20 of a new site bring" in capsys.readouterr().out
+    grown = of_run()
+    assert grown["of"] != first["of"] and grown["points"] != first["points"]
+    run(recipe("protocol.test_domains=[ink, blurred, chalk]", "protocol.seeds=2", "label_curve=false"))
+    assert "label_curve" not in document(RUN)
+
+
+@pytest.mark.slow
+def test_two_processes_have_one_curve(in_folder: Path) -> None:
+    """The second process waits for the first one, which computes it alone; a run of one process has the same."""
+    overrides = ["protocol.test_domains=[ink, blurred, chalk]", "training.steps=2"]
+    recipe()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    where |= {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "xdm_ft/run.py"), "tiny.yaml", *overrides]
+    ranks = [
+        subprocess.Popen(
+            command, env={**os.environ, **where, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    wait_for(ranks)
+    both = document(RUN)
+    assert both["environment"]["processes"] == 2
+    run(recipe(*overrides, "name=alone"))
+    assert document("output/alone")["label_curve"]["points"] == both["label_curve"]["points"]
+
+
+def test_what_can_not_be_measured_is_one_line(
+    in_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, logger="xdm_ft")
+    monkeypatch.setattr(curve, "LABELS", (1000,))
+    run(recipe("protocol.test_domains=[ink]", "methods=[erm]"))
+    assert "label_curve: no domain has" in caplog.text and "label_curve" not in document(RUN)
+    failing = "training.lr=1.0e+38", "training.steps=60", "name=other"
+    run(recipe("protocol.test_domains=[ink]", "methods=[erm]", *failing))
+    assert "label_curve: no method with a linear head has a value" in caplog.text

@@ -1,0 +1,256 @@
+"""`xdm-ft adapt`: a head for one site, kept only if it is better there."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from xdm_ft.cli.export import export_model
+from xdm_ft.cli.parser import main
+from xdm_ft.export.choose import Choice
+from xdm_ft.export.directory import read_config
+from xdm_ft.export.predictor import load
+from xdm_ft.new_site import adapt as driver
+from xdm_ft.new_site import one_more_domain
+from xdm_ft.new_site.images import prevalence_of
+from xdm_ft.new_site.stored import read_stored
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.training.adaptation import NoHarm, adapted_head, do_no_harm
+
+SITE = "data/PACS/photo"
+
+
+def answer(capsys, *argv):
+    status = main(["adapt", *map(str, argv)])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """Cross-validation that finds every head better: whether it does is another test's matter."""
+
+    def better(*arguments):
+        shown = do_no_harm(*arguments)
+        return NoHarm(shown.labels, shown.before, shown.labels + 99)
+
+    monkeypatch.setattr(driver, "do_no_harm", better)
+
+
+def test_the_adapted_model_is_the_adapted_head(inside, capsys, tmp_path, kept):
+    status, out, err = answer(capsys, "model", SITE, "--out", tmp_path / "new", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["kept"] and found["labels"] == 56 and found["training_images"] == 0, err
+    before, after = load("model"), load(tmp_path / "new")
+    files = sorted(inside.site.glob("*/*"))
+    z = torch.from_numpy(before.encode(files))
+    labels = torch.tensor([before.class_names.index(file.parent.name) for file in files])
+    stored, head = read_stored(inside.model, before.config), before.module.head
+    weight, bias = adapted_head(head.weight, head.bias, z, labels, stored.heads.mean, stored.heads.deviation)
+    assert np.allclose(after.predict_proba(files), (z @ weight.T + bias).softmax(1), atol=1e-5)
+    config = after.config
+    assert (config.temperature, config.fitted_temperature, config.expected, config.site_xxh3) == (1, None, None, None)
+    checksum = json.loads(Path("model/config.json").read_text())["checksum"]
+    assert config.adapted.labels == 56 and config.adapted.model.endswith(checksum)
+    page = (tmp_path / "new/README.md").read_text()
+    assert "for one site alone" in page and "56 labelled images" in page and config.adapted.model in page
+    # the site is what was held out
+    assert "It lacks" not in page and "trained without photo, held out" in page and "of one site alone" in page
+    # what has adapted it has trained it
+    assert len(after.training_images) == len(before.training_images) + 56
+    assert main(["evaluate", str(tmp_path / "new"), SITE]) == 0
+    assert "56 of 56 images trained the model" in capsys.readouterr().out
+    assert main(["assess", str(tmp_path / "new"), SITE]) == 2
+    assert "adapted to one site already" in capsys.readouterr().err
+
+
+def test_a_temperature_is_folded_into_the_head(inside, capsys, tmp_path, kept):
+    export_model("output/small", str(tmp_path / "warm"), Choice("erm", ("photo",)), temperature=True)
+    capsys.readouterr()
+    answer(capsys, tmp_path / "warm", SITE, "--out", tmp_path / "new")
+    warm, after = load(tmp_path / "warm"), load(tmp_path / "new")
+    assert warm.config.temperature != 1 == after.config.temperature
+    stored, head = read_stored(tmp_path / "warm", warm.config), warm.module.head
+    files = sorted(inside.site.glob("*/*"))
+    z = torch.from_numpy(warm.encode(files))
+    labels = torch.tensor([warm.class_names.index(file.parent.name) for file in files])
+    scaled = head.weight / warm.config.temperature, head.bias / warm.config.temperature
+    weight, bias = adapted_head(*scaled, z, labels, stored.heads.mean, stored.heads.deviation)
+    assert np.allclose(after.predict_proba(files), (z @ weight.T + bias).softmax(1), atol=1e-5)
+
+
+def test_the_shipped_model_stays_if_nothing_is_gained(inside, capsys, tmp_path):
+    """Labels at random: no head is better."""
+    files = sorted(str(file) for file in inside.site.glob("*/*"))
+    names = load("model").class_names
+    draw = np.random.default_rng(0)
+    table = tmp_path / "noise.csv"
+    with table.open("w") as file:
+        csv.writer(file).writerows([("path", "label"), *((path, names[draw.integers(7)]) for path in files)])
+    status, out, _ = answer(capsys, "model", table, "--out", tmp_path / "new", "--json")
+    assert status == 0 and json.loads(out)["kept"] is False and not (tmp_path / "new").exists()
+    assert "the shipped model stays" in answer(capsys, "model", table, "--out", tmp_path / "new")[1]
+
+
+def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsys, tmp_path, kept):
+    files = sorted(inside.site.glob("*/*"))
+    rows = [
+        (file, "evaluate" if i % 4 == 0 else "adapt", file.parent.name if i % 3 else "") for i, file in enumerate(files)
+    ]
+    rows.append((inside.folder / "data/PACS/sketch/dog/000.png", "adapt", "dog"))
+    shutil.copy(files[1], tmp_path / "copy.png")
+    rows.append((tmp_path / "copy.png", "adapt", "horse"))
+    with (tmp_path / "site.csv").open("w") as file:
+        csv.writer(file).writerows([("path", "for", "label"), *rows])
+    found = json.loads(answer(capsys, "model", tmp_path / "site.csv", "--out", tmp_path / "new", "--json")[1])
+    wanted = [row for row in rows[:56] if row[1] == "adapt" and row[2]]
+    assert found["labels"] == len(wanted) and found["training_images"] == 1
+    assert found["unlabelled"] == sum(row[1] == "adapt" and not row[2] for row in rows)
+    assert (found["copies"], found["copies_with_another_label"]) == (1, 1)
+
+
+def test_ten_labels_do_and_unreadable_images_do_not_count(inside, capsys, tmp_path, kept):
+    files = sorted(inside.site.glob("*/*"))[::5][:11]
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    for n, status in ((9, 2), (10, 0)):
+        rows = [*((file, file.parent.name) for file in files[:n]), (tmp_path / "bad.png", "dog")]
+        with (tmp_path / "site.csv").open("w") as file:
+            csv.writer(file).writerows([("path", "label"), *rows])
+        found, out, err = answer(capsys, "model", tmp_path / "site.csv", "--out", tmp_path / "new")
+        assert found == status and (tmp_path / "new").exists() == (status == 0), err
+    assert "10 labelled images" in out and "1 unreadable image" in out and "20 labels or more are advised" in out
+
+
+def test_recentring_is_folded_into_the_bias(inside, capsys, tmp_path, kept):
+    given_ = ("--recentre", "--images", SITE)
+    assert answer(capsys, "model", SITE, "--out", tmp_path / "new", *given_)[0] == 0
+    before, after, stored = load("model"), load(tmp_path / "new"), read_stored(Path("model"), load("model").config)
+    files = sorted(inside.site.glob("*/*"))
+    z = torch.from_numpy(before.encode(files))
+    labels = torch.tensor([before.class_names.index(file.parent.name) for file in files])
+    shift = z.mean(0) - torch.full((7,), 1 / 7) @ stored.class_means
+    head = before.module.head
+    weight, bias = adapted_head(head.weight, head.bias, z - shift, labels, stored.heads.mean, stored.heads.deviation)
+    assert np.allclose(after.predict_proba(files), ((z - shift) @ weight.T + bias).softmax(1), atol=1e-4)
+    assert after.config.adapted.recentred
+
+
+def test_bad_input_is_one_line_and_writes_nothing(inside, capsys, tmp_path):
+    few, one, other = tmp_path / "few", tmp_path / "one", tmp_path / "other"
+    for name in ("dog", "horse"):
+        (few / name).mkdir(parents=True)
+        shutil.copy(inside.site / name / "000.png", few / name)
+    shutil.copytree(
+        inside.site, one, ignore=lambda folder, names: set(names) - {"dog"} if folder == str(inside.site) else ()
+    )
+    for i, source in enumerate(sorted(inside.folder.glob("data/PACS/photo/horse/*"))):
+        shutil.copy(source, one / "dog" / f"horse{i}.png")
+    shutil.copytree(inside.site, other)
+    (other / "dog").rename(other / "wolf")
+    out = tmp_path / "new"
+    for argv, words in [
+        ((few,), "too few to adapt: 2 labelled images; label 20 or more"),
+        ((one,), "all labels are dog"),
+        ((other,), 'no class "wolf"'),
+        (("data/PACS/sketch",), "too few to adapt"),
+        (("data/PACS",), "4 domains"),
+        ((SITE, "--group", "(/)"), "too few groups for cross-validation: 1"),
+        ((SITE, "--recentre"), "give both"),
+        ((SITE, "--images", SITE), "give both"),
+        ((SITE, "--prevalence", "dog=1"), "is used by --recentre alone"),
+        ((SITE, "--recentre", "--images", SITE, "--prevalence", "dog=1"), "name all classes"),
+    ]:
+        status, shown, err = answer(capsys, "model", *argv, "--out", out)
+        assert status == 2 and not shown and words in err and not out.exists(), (argv, err)
+    status, _, err = answer(capsys, "output/small", SITE, "--out", out)
+    assert status == 2 and "is a run directory; export a model of it first" in err
+    out.mkdir()
+    (out / "mine").write_text("")
+    status, _, err = answer(capsys, "model", SITE, "--out", out)
+    assert status == 2 and "exists already" in err
+
+
+def test_other_heads_are_refused(inside, capsys, tmp_path):
+    export_model("output/small", str(tmp_path / "cosine"), Choice("cosine", ("photo",)))
+    capsys.readouterr()
+    status, _, err = answer(capsys, tmp_path / "cosine", SITE, "--out", tmp_path / "new")
+    assert status == 2 and "its head is cosine; only linear heads can be adapted" in err
+    assert read_config(tmp_path / "cosine")[0].site_xxh3 is not None  # it can be assessed
+
+
+# class shares
+
+
+@given(st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any))
+def test_shares_are_read_as_they_are_written(counts):
+    names = ("a", "b=c,d", "d, e")
+    q = np.array(counts) / sum(counts)
+    text = ",".join(f"{name}={share:.6f}" for name, share in zip(names, q, strict=True))
+    assert prevalence_of(text, names) == pytest.approx(q, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [("a=.5", "name all classes"), ("a=.5,b=.6", "their sum 1"), ("a=x,b=1", "a share is no number"),
+     ("a=-1,b=2", "0 or more"), ("a=nan,b=1", "0 or more"), ("c=1", "c=1 is no CLASS=SHARE"), ("", "is no CLASS=SHARE"),
+     ("a", "a is no CLASS=SHARE"), ("a=.5,b=.5,c", "c is no CLASS=SHARE"),
+     ("a=.5,a=.5", "twice")],
+)  # fmt: skip
+def test_shares_that_are_none(text, words):
+    with pytest.raises(UserError, match=words):
+        prevalence_of(text, ("a", "b"))
+
+
+# the site as one more domain
+
+
+def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monkeypatch):
+    """The images of another camera: as those of the run, but darker."""
+    for file in sorted(inside.site.glob("*/*")):
+        target = tmp_path / "site" / file.parent.name / file.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.asarray(Image.open(file)) // 2).save(target)
+    out, heads = tmp_path / "new", []
+    argv = ("output/small", tmp_path / "site", "--method", "xdomainmix", "--out", out)
+    trained = one_more_domain.trained_head
+
+    def recorded(job, features, annotations):
+        heads.append((job, trained(job, features, annotations)))
+        return heads[-1][1]
+
+    monkeypatch.setattr(one_more_domain, "trained_head", recorded)
+    found = json.loads(answer(capsys, *argv, "--json")[1])
+    assert found["labels"] == 56 and 0 <= found["before"] <= 56
+    sizes = [sum(map(len, job.split.train)) for job, _ in heads]
+    assert sizes == [4 * 56, *[5 * 56 - 14] * 4, 5 * 56]  # the baseline, four folds, all
+    assert heads[-1][0].split.train_domains == ("art_painting", "cartoon", "photo", "sketch", "site")
+    assert found["kept"] == out.exists() == (found["after"] - found["before"] > found["needed"])
+    monkeypatch.setattr(one_more_domain, "NoHarm", lambda labels, before, after: NoHarm(labels, before, before + 99))
+    if not out.exists():
+        answer(capsys, *argv)
+    model = load(out)
+    assert torch.allclose(model.module.head.weight, heads[-1][1]["head.weight"], atol=1e-6)
+    assert model.config.method["train_domains"][-1] == "site" and model.config.adapted.labels == 56
+    page = (out / "README.md").read_text()
+    assert "xdomainmix of the run small" in page and "It lacks" not in page
+    assert "trained again on all images of the run and of the site" in page and "held out)" not in page
+    assert model.training_images is not None and len(model.training_images) == 5 * 56
+
+
+def test_what_a_run_can_not_do_with_a_site(inside, capsys, tmp_path):
+    out = tmp_path / "new"
+    for argv, words in [
+        (("--method", "nothing"), "no model nothing"),
+        (("--method", "erm", "--held-out", "photo"), "is for model directories"),
+        ((), "is a run directory; export a model of it first"),
+        (("--method", "erm"), "0 labelled images and 56 images that trained the model"),
+    ]:
+        status, _, err = answer(capsys, "output/small", SITE, *argv, "--out", out)
+        assert status == 2 and words in err and not out.exists(), err

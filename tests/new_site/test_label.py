@@ -1,0 +1,198 @@
+"""`xdm-ft label`: which images it chooses, and that `evaluate` reads its table without edits but the labels."""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_models
+from PIL import Image
+
+from xdm_ft.cli.parser import main
+from xdm_ft.export.directory import CHECKSUMS, digest_of, write_directory
+from xdm_ft.export.expected import checksums
+from xdm_ft.export.sources import Item, read_site
+from xdm_ft.new_site.label import COLUMNS
+from xdm_ft.storage.tensors import tensors_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def picture(path, number):
+    """An image with content of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(number).integers(0, 256, (20, 20, 3), np.uint8)).save(path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`images/` of 12 patients with 4 images each, and `model`, which one of these images has trained."""
+    folder = tmp_path_factory.mktemp("label")
+    for number in range(48):
+        picture(folder / f"images/p{number // 4:02}/{number}.png", number)
+    parts = small_models.parts(*small_models.timm("test_resnet"), "linear", normalize=True)
+    trained = checksums([Item("0", str(folder / "images/p00/0.png"))])
+    config = parts.config.model_copy(update={"training_images_xxh3": digest_of(tensors_of({CHECKSUMS: trained}))})
+    parts = dataclasses.replace(parts, config=config, training_images=trained)
+    write_directory(parts, folder / "model", with_encoder=True)
+    return folder
+
+
+@pytest.fixture
+def site(made, tmp_path, monkeypatch):
+    """A copy of the images, beside the model."""
+    shutil.copytree(made / "images", tmp_path / "images")
+    (tmp_path / "model").symlink_to(made / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def label(site, capsys):
+    """`label(*arguments, status=0)`: what `xdm-ft label model` prints."""
+
+    def label(*arguments, status=0):
+        assert main(["label", "model", *map(str, arguments)]) == status
+        return capsys.readouterr()
+
+    return label
+
+
+def rows_of(file):
+    with open(file, encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def fill_in(file, name="cat"):
+    """Writes a label into each row, and changes nothing else."""
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    assert all(line.endswith(",") for line in lines[1:])
+    Path(file).write_text("\n".join([lines[0], *(f"{line}{name}" for line in lines[1:])]), encoding="utf-8")
+
+
+def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
+    told = label("images", "--budget", 20, "--out", "to_label.csv").out
+    assert told.startswith("wrote to_label.csv: 20 of 47 images to label\n5 drawn at random to evaluate the model, 15 ")
+    assert "1 image left out, as they trained the model" in told
+    rows = rows_of("to_label.csv")
+    assert tuple(rows[0]) == COLUMNS and {row["label"] for row in rows} == {row["group"] for row in rows} == {""}
+    assert [row["for"] for row in rows] == ["evaluate"] * 5 + ["adapt"] * 15
+    assert len({row["path"] for row in rows}) == 20 and "images/p00/0.png" not in {row["path"] for row in rows}
+    assert main(["predict", "model", "to_label.csv", "--out", "predictions.csv", "--batch-size", "16"]) == 0
+    told = [(row["predicted"], row["probability"]) for row in rows]
+    assert told == [(row["label"], row["probability"]) for row in rows_of("predictions.csv")]
+    fill_in("to_label.csv")
+    found = read_site("to_label.csv", small_models.CLASSES, {})
+    assert [os.path.normpath(item.path) for item in found.items] == [
+        row["path"] for row in rows[:5]
+    ] and found.groups is None
+    assert len(read_site("to_label.csv", small_models.CLASSES, {}, purpose="adapt").items) == 15
+    assert main(["evaluate", "model", "to_label.csv"]) == 0
+
+
+def test_the_same_images_are_chosen_again_and_a_document_says_how_many(site, label):
+    label("images", "--budget", 30, "--out", "a.csv")
+    shutil.copy("images/p03/12.png", "images/copy.png")
+    Path("images/broken.png").write_bytes(b"no image")
+    told = label("images", "--budget", 30, "--out", "b.csv", "--json").out
+    found = json.loads(told)
+    documented = (DOCS / "command_line.md").read_text(encoding="utf-8")
+    assert all(f"`{key}`" in documented for key in found)
+    counts = {"images": 47, "evaluate": 8, "adapt": 22, "copies": 1, "training_images": 1, "groups": None, "seed": 0}
+    assert counts.items() <= found.items() and list(found["unreadable"]) == ["images/broken.png"]
+    label("images", "--budget", 30, "--out", "c.csv")
+    assert Path("b.csv").read_bytes() == Path("c.csv").read_bytes()
+    label("images", "--budget", 100, "--out", "all.csv")
+    assert len(rows_of("all.csv")) == 47, "all that there are"
+
+
+@pytest.mark.parametrize("how", ["expression", "column", "named column"])
+def test_groups_are_labelled_whole(site, label, how):
+    given, options = "images", ["--group", r"p\d\d"]
+    if how != "expression":
+        name = "group" if how == "column" else "patient"
+        lines = [f"images/p{number // 4:02}/{number}.png,=p{number // 4}" for number in range(48)]
+        Path("site.csv").write_text("\n".join([f"path,{name}", *lines]))
+        given, options = "site.csv", [] if how == "column" else ["--group", "patient"]
+    told = label(given, "--budget", 23, "--out", "out.csv", *options).out
+    rows = rows_of("out.csv")
+    assert f"{len(rows)} of 47 images to label in 6 groups" in told and 20 <= len(rows) <= 23
+    by_group = {}
+    for row in rows:
+        by_group.setdefault((row["group"], row["for"]), []).append(row["path"])
+    assert len(by_group) == len({group for group, _ in by_group}) == 6, "a group has one purpose"
+    assert all(len(paths) == (3 if "images/p00/1.png" in paths else 4) for paths in by_group.values())
+    fill_in("out.csv")
+    found = read_site("out.csv", small_models.CLASSES, {})
+    assert found.groups is not None and len(set(found.groups)) == 2
+
+
+def test_paths_lead_to_the_images_from_the_folder_of_the_table(site, label, monkeypatch):
+    """As they were given if they do so, else absolute."""
+    Path("-p").mkdir()
+    for number, name in enumerate(("-p/=1.png", "-p/ü, 2.png", "=3.png", "+4.png", "@5.png", " 6.png")):
+        picture(Path(name), 100 + number)
+    given = ["./-p", "=3.png", "+4.png", "@5.png", " 6.png", site / "images/p01"]
+    label(*given, "--budget", 99, "--out", "here.csv")
+    names = {row["path"] for row in rows_of("here.csv")}
+    assert {"././-p/=1.png", "././-p/ü, 2.png", "./=3.png", "./+4.png", "./@5.png", "./ 6.png"} <= names
+    assert f"{site}/images/p01/4.png" in names
+    label(*given, "--budget", 99, "--out", "sub/there.csv")
+    assert {os.path.normpath(row["path"]) for row in rows_of("sub/there.csv")} == {str(site / name) for name in names}
+    shutil.copytree("images/p02", "tables/images")
+    Path("tables/site.csv").write_text("path\nimages/8.png\nimages/9.png\n")
+    label("tables/site.csv", "--budget", 9, "--out", "tables/out.csv")
+    assert {row["path"] for row in rows_of("tables/out.csv")} == {"images/8.png", "images/9.png"}
+    label("tables/site.csv", "--budget", 9, "--out", "out.csv")
+    assert {row["path"] for row in rows_of("out.csv")} == {f"{site}/tables/images/{n}.png" for n in (8, 9)}
+    monkeypatch.chdir("/")
+    for file, count in (("here.csv", 10), ("sub/there.csv", 10), ("tables/out.csv", 2), ("out.csv", 2)):
+        fill_in(site / file)
+        number = len(read_site(str(site / file), small_models.CLASSES, {}).items)
+        assert number == math.ceil(count / 4), "each of them exists"
+
+
+def test_a_sheet_shows_the_images_and_no_prediction(site, label):
+    picture(Path("images/<b>.png"), 70)
+    label("images", "--budget", 99, "--out", "out.csv", "--sheet", "sheet.html")
+    page, rows = Path("sheet.html").read_text(encoding="utf-8"), rows_of("out.csv")
+    shown = re.findall(r"<bdi>row (\d+)</bdi></span><span><bdi>([^<]*)</bdi>", page)
+    assert shown == [(str(n), row["path"].replace("<b>", "&lt;b&gt;")) for n, row in enumerate(rows, start=2)]
+    assert page.count("data:image/jpeg;base64,") == len(rows) == 48 and "http" not in page.replace("http-equiv", "")
+    assert not any(name in page for name in small_models.CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["images", "--budget", "0", "--out", "x.csv"], "--budget: 0 is not positive"),
+        (["images", "--budget", "9", "--out", "x.parquet"], "--out: x.parquet is not the name of a CSV file"),
+        (["images", "--budget", "9", "--out", "taken.csv"], "taken.csv: exists already"),
+        (["images", "--budget", "9", "--out", "x.csv", "--sheet", "taken.csv"], "taken.csv: exists already"),
+        (["images", "--budget", "9", "--out", "x.csv", "--sheet", "x.csv"], "--sheet: x.csv is the table"),
+        (["empty", "--budget", "9", "--out", "x.csv"], "empty: contains no image"),
+        (["missing", "--budget", "9", "--out", "x.csv"], "missing: does not exist"),
+        (["images", "--budget", "9", "--out", "x.csv", "--group", "("], "--group: ( is not a regular expression"),
+        (["images", "--budget", "9", "--out", "x.csv", "--group", "q"], "--group: q matches nothing in images/p00/0"),
+        (["images", "--budget", "2", "--out", "x.csv", "--group", "p.."], "--budget: every group has more than 2"),
+        (["half.csv", "--budget", "9", "--out", "x.csv"], "--group: 1 of 2 images have no group, the first: images/p"),
+        (["images/p00/0.png", "--budget", "9", "--out", "x.csv"], "images/p00/0.png: all 1 image trained the model"),
+        (["broken.png", "--budget", "9", "--out", "x.csv"], "broken.png: no image can be read"),
+        (["b\udcff.png", "--budget", "9", "--out", "x.csv"], r"b\udcff.png: the name is not UTF-8"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_writes_nothing(site, label, arguments, line):
+    Path("empty").mkdir()
+    for name in ("taken.csv", "broken.png", "b\udcff.png"):
+        Path(name).write_bytes(b"")
+    Path("half.csv").write_text("path,group\nimages/p01/4.png,a\nimages/p01/5.png,\n")
+    before = {*site.rglob("*")}
+    said = label(*arguments, status=2)
+    (told,) = [text for text in said.err.splitlines() if text.startswith("xdm-ft:")]
+    assert line in told and said.out == "" and {*site.rglob("*")} == before

@@ -1,0 +1,111 @@
+"""A head that a few labelled images adapt: against a naive loop, its invariances, and when it is kept."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from xdm_ft.training import adaptation
+from xdm_ft.training.adaptation import adapted_head, correct, do_no_harm, folds_of, ridge_strength
+
+
+def site(n=60, width=6, classes=3, shift=0.0, seed=0):
+    """The shipped head and its features' statistics, and images of a site whose features are shifted."""
+    draw = torch.Generator().manual_seed(seed)
+    centres = 2 * torch.randn(classes, width, generator=draw)
+    labels = torch.arange(n) % classes
+    z = 5 + centres[labels] + torch.randn(n, width, generator=draw) + shift * torch.tensor([1.0, -1.0, 1, -1, 1, -1])
+    weight = centres.clone()
+    bias = -0.5 * (centres**2).sum(1) - 5 * centres.sum(1)
+    return weight, bias, z, labels, torch.full((width,), 5.0), torch.full((width,), 2.0)
+
+
+def naive(weight, bias, z, labels, mean, deviation):
+    """The same as one linear layer on standardised features, step by step."""
+    layer = nn.Linear(len(mean), len(weight))
+    with torch.no_grad():
+        layer.weight.copy_(weight * deviation)
+        layer.bias.copy_(bias + weight @ mean)
+    start = [parameter.detach().clone() for parameter in layer.parameters()]
+    optimizer, kept = torch.optim.Adam(layer.parameters(), lr=3e-3), []
+    for _ in range(80):
+        loss = nn.functional.cross_entropy(layer((z - mean) / deviation), labels)
+        moved = sum(((now - before) ** 2).sum() for now, before in zip(layer.parameters(), start, strict=True))
+        optimizer.zero_grad()
+        (loss + ridge_strength(len(z)) / 2 * moved).backward()
+        optimizer.step()
+        kept.append([parameter.detach().clone() for parameter in layer.parameters()])
+    w, b = (torch.stack(values).mean(0) for values in zip(*kept[40:], strict=True))
+    return w / deviation, b - (w / deviation) @ mean
+
+
+def test_it_is_what_a_naive_loop_finds():
+    made = site(shift=1.0)
+    for ours, theirs in zip(adapted_head(*made), naive(*made), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_strengths_of_the_penalty():
+    assert [ridge_strength(n) for n in (1, 10, 50)] == [1, 1, 1]
+    assert [ridge_strength(n) for n in (100, 1000)] == pytest.approx([0.1, 0.1])
+    assert ridge_strength(71) == pytest.approx(10**-0.5, rel=0.02)  # √(50 · 100) = 70.7
+
+
+def test_other_units_of_the_features_give_the_same_logits():
+    weight, bias, z, labels, mean, deviation = site(shift=1.0)
+    a, b = adapted_head(weight, bias, z, labels, mean, deviation)
+    scaled = adapted_head(
+        weight / 10, bias - (weight / 10).sum(1) * 3, 10 * z + 3, labels, 10 * mean + 3, 10 * deviation
+    )
+    assert torch.allclose((10 * z + 3) @ scaled[0].T + scaled[1], z @ a.T + b, atol=1e-3)
+
+
+@pytest.mark.parametrize("name, value", [("LR", 0.0), ("ridge_strength", lambda labels: 1e9)])
+def test_a_head_that_can_not_move_is_the_shipped_one(monkeypatch, name, value):
+    weight, bias, z, labels, mean, deviation = site(10, shift=1.0)
+    monkeypatch.setattr(adaptation, name, value)
+    a, b = adapted_head(weight, bias, z, labels, mean, deviation)
+    assert torch.allclose(z @ a.T + b, z @ weight.T + bias, atol=0.02)  # Adam's first step is 3e-3 at any λ
+
+
+def test_the_order_of_images_changes_nothing():
+    weight, bias, z, labels, mean, deviation = site(shift=1.0)
+    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(1))
+    first, other = (adapted_head(weight, bias, z[o], labels[o], mean, deviation) for o in (slice(None), order))
+    assert torch.allclose(first[0], other[0], atol=1e-4)
+
+
+def test_a_class_without_labels_and_a_feature_that_never_varied():
+    weight, bias, z, labels, mean, deviation = site(shift=1.0)
+    deviation[2] = 0
+    few = labels != 1
+    adapted = adapted_head(weight, bias, z[few], labels[few], mean, deviation)
+    assert all(value.isfinite().all() for value in adapted)
+    assert correct(*adapted, z[few], labels[few]) >= correct(weight, bias, z[few], labels[few])
+
+
+def test_a_shifted_site_is_learned_and_noise_is_not():
+    weight, bias, z, labels, mean, deviation = site(90, shift=3.0)
+    weight, bias = 0.3 * weight, 0.3 * bias
+    shown = do_no_harm(weight, bias, z, labels, mean, deviation)
+    assert shown.kept and shown.labels == 90 and shown.after > shown.before + (0.15 * 90) ** 0.5
+    noise = torch.from_numpy(np.random.default_rng(0).permutation(labels.numpy()))
+    assert not do_no_harm(*site(90)[:3], noise, mean, deviation).kept
+    fits = do_no_harm(*site(90))  # nothing is left to gain
+    assert not fits.kept and fits.before > 80
+
+
+@given(st.lists(st.integers(0, 12), min_size=4, max_size=60))
+def test_folds_hold_whole_groups(groups):
+    groups = np.array(groups)
+    if len(np.unique(groups)) < 4:
+        with pytest.raises(ValueError, match="too few"):
+            folds_of(groups)
+        return
+    fold = folds_of(groups)
+    assert all(len(np.unique(fold[groups == group])) == 1 for group in groups)
+    sizes = np.bincount(fold, minlength=4)
+    assert sizes.min() > 0 and sizes.max() - sizes.min() <= np.bincount(groups).max()
+    assert (folds_of(groups) == fold).all()

@@ -1,0 +1,65 @@
+"""`xdm-ft adapt`: a model for one site, if labelled images there show that it is better."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from xdm_ft.cli import Answer, left_out
+from xdm_ft.cli.predict import check_batch_size, load_model
+from xdm_ft.export.directory import refuse_taken
+from xdm_ft.new_site.adapt import ADVISED, Adaptation, adapt, adapt_run
+from xdm_ft.new_site.images import prevalence_of
+from xdm_ft.new_site.stored import refuse_run
+from xdm_ft.report.finished import is_run
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.storage.names import expand_user
+
+
+def main(arguments: argparse.Namespace) -> Answer:
+    """Writes the adapted model, or nothing if the shipped one stays. Raises `UserError`, see `adapt`."""
+    check_batch_size(arguments)
+    out = expand_user(arguments.out, "--out")
+    if arguments.recentre != (arguments.images is not None):
+        raise UserError("--recentre: needs all images of the site; give both --recentre and --images, or none")
+    if arguments.prevalence is not None and not arguments.recentre:
+        raise UserError("--prevalence: is used by --recentre alone; add --recentre and --images, or leave it out")
+    refuse_taken(out)
+    common = {"group": arguments.group, "batch_size": arguments.batch_size}
+    if is_run(Path(arguments.model).expanduser()) and arguments.method is not None:
+        if arguments.recentre or arguments.held_out is not None:
+            option = "--recentre" if arguments.recentre else "--held-out"
+            raise UserError(f"{option}: is for model directories; with a run directory, all its images train")
+        run = adapt_run(arguments.model, arguments.method, arguments.site, out, **common)
+        return Answer(run, list(lines(run)))
+    refuse_run(arguments.model, ", or name a method that is trained again with the site: --method")
+    model = load_model(arguments)
+    shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
+    found = adapt(
+        model, arguments.model, arguments.site, out, encoder_weights=arguments.encoder_weights,
+        prevalence=shares, images=arguments.images, **common,
+    )  # fmt: skip
+    return Answer(found, list(lines(found)))
+
+
+def lines(found: Adaptation) -> Iterator[str]:
+    """Yields the text of an adaptation."""
+    groups = "images assumed independent" if found.groups is None else plural(found.groups, "group")
+    yield f"{plural(found.labels, 'labelled image')}, {groups}"
+    gain = found.after - found.before
+    counts = f"{found.after} of {found.labels} correct, {found.before} by the shipped model"
+    yield f"cross-validation: {counts}: {gain:+d}; it must gain more than {found.needed:.1f}"
+    if found.kept:
+        yield f"wrote {found.out}: a model for this site alone, {100 * gain / found.labels:+.1f} points"
+        yield f"Other labelled images of the site say how good it is there: xdm-ft evaluate {found.out} SITE"
+    else:
+        yield "the shipped model stays: the adapted one is not clearly better here"
+    if found.labels < ADVISED:
+        yield f"{ADVISED} labels or more are advised"
+    if found.absent_classes:
+        names = ", ".join(found.absent_classes)
+        yield f"No label of {plural(len(found.absent_classes), 'class')} of the model: {names}"
+    if found.unlabelled:
+        yield f"{plural(found.unlabelled, 'row')} without a label left out"
+    yield from left_out(found.unreadable, found.copies, found.copies_with_another_label, found.training_images)

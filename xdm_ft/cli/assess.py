@@ -1,0 +1,87 @@
+"""`xdm-ft assess`: the expected accuracy of a model on unlabelled images of a new site, or why it can not be said."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+
+from xdm_ft.cli import Answer, columns, left_out
+from xdm_ft.cli.predict import check_batch_size, load_model
+from xdm_ft.evaluation.expected_site import BELOW, NEARLY
+from xdm_ft.export.card import shown
+from xdm_ft.new_site.assess import Assessment, assess
+from xdm_ft.new_site.images import prevalence_of
+from xdm_ft.new_site.stored import refuse_run
+from xdm_ft.runtime.errors import plural
+
+NAMES = {"cot": "COT", "aline": "ALine-D", "atc": "ATC"}
+
+
+def main(arguments: argparse.Namespace) -> Answer:
+    """Raises `UserError` for a model that can not be assessed, and for images that can not be listed."""
+    check_batch_size(arguments)
+    refuse_run(arguments.model)
+    model = load_model(arguments)
+    shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
+    assessment = assess(model, arguments.model, arguments.images, shares, arguments.group, arguments.batch_size)
+    domains = {name: of.model_dump(mode="json") for name, of in assessment.domains.items()}
+    return Answer({**vars(assessment), "domains": domains}, list(lines(assessment)))
+
+
+def lines(found: Assessment) -> Iterator[str]:
+    """Yields the text of an assessment."""
+    groups = "images assumed independent" if found.groups is None else plural(found.groups, "group")
+    yield from (f"{plural(found.images, 'image')}, {groups}", "")
+    if found.estimate is None:
+        yield f"No expected accuracy: {found.refused}"
+    else:
+        ends = f"{_rate(found.low)} to {_rate(found.high)}"
+        rows = [("", "accuracy", "95%"), ("expected at this site", _rate(found.estimate), ends)]
+        yield from columns([*rows, ("mean over held-out domains", _rate(found.card), "")])
+    yield ""
+    if found.parts is not None:
+        yield from columns([("estimate by", ""), *((NAMES[n], _rate(v)) for n, v in found.parts.items())])
+        yield ""
+    if found.domains:
+        table = [("held-out domain", "accuracy", "estimate", "error")]
+        for name, of in found.domains.items():
+            cells = ("–", "–")
+            if of.parts is not None and of.error is not None:
+                cells = (_rate(of.accuracy + of.error), f"{100 * of.error:+.1f}")
+            table.append((name, _rate(of.accuracy), *cells))
+        yield from (*columns(table), "")
+    yield judgement(found)
+    yield from _reservations(found)
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else shown("accuracy", value)
+
+
+def judgement(found: Assessment) -> str:
+    """Returns the verdict in words."""
+    if found.verdict == "below":
+        return f"below the card: more than {100 * BELOW:.0f} points under the mean over held-out domains"
+    if found.verdict == "as_promised":
+        return f"as promised: not more than {100 * NEARLY:.0f} points under the mean over held-out domains"
+    widths = ", ".join(f"{n} labels ± {100 * half:.0f}" for n, half in found.half_widths.items())
+    expected = f"; expected to give, in points: {widths}" if widths else ""
+    command = f"xdm-ft label {shlex.quote(found.model)} IMAGES --budget 100 --out to_label.csv"
+    return f"unknown: label images to know: {command}{expected}"
+
+
+def _reservations(found: Assessment) -> Iterator[str]:
+    """Yields what limits the estimate, and which images do not count."""
+    if found.prevalence is None:
+        yield "Assumes class shares as in training; --prevalence gives others."
+    if found.is_far:
+        yield "These images are farther from the training images than every held-out domain was: less is known here."
+    for risk, worst in found.risks.items():
+        what = f"For at most {100 * float(risk):g}% wrong answers"
+        if worst.threshold is None:
+            yield f"{what}, no threshold of the probability was enough at {worst.domain}, a held-out domain."
+        else:
+            record = f"a threshold found so was broken at {worst.broken} of {plural(worst.sites, 'site')}"
+            yield f"{what}, {worst.domain}, the worst held-out domain, needs {worst.threshold:.2f}; {record}."
+    yield from left_out(found.unreadable, found.copies, 0, found.training_images)

@@ -1,0 +1,49 @@
+"""`xdm-ft label`: which images of a new site to label, as a table to fill in."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Sequence
+
+from xdm_ft.cli import Answer, left_out
+from xdm_ft.cli.predict import check_batch_size, load_model
+from xdm_ft.new_site.label import Labelling, label, refuse_taken
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.storage.names import expand_user
+
+
+def main(arguments: argparse.Namespace) -> Answer:
+    """Raises `UserError` for a budget below 1, for files that exist, and as `new_site.label.label` does."""
+    check_batch_size(arguments)
+    if arguments.budget < 1:
+        raise UserError(f"--budget: {arguments.budget} is not positive; give the number of images that you can label")
+    out = expand_user(arguments.out, "--out")
+    if out.suffix.lower() != ".csv":
+        raise UserError(f"--out: {out} is not the name of a CSV file; end it in .csv")
+    html = None if arguments.sheet is None else expand_user(arguments.sheet, "--sheet")
+    if html == out:
+        raise UserError(f"--sheet: {out} is the table; name another file")
+    refuse_taken(out, html)  # before the model is loaded
+    model, images = load_model(arguments), arguments.images
+    made = label(model, arguments.model, images, arguments.budget, out, html, arguments.group, arguments.batch_size)
+    return Answer(made, list(lines(made, model.class_names)))
+
+
+def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
+    """Yields the text of what was chosen."""
+    number = made.evaluate + made.adapt
+    groups = "" if made.groups is None else f" in {plural(made.groups, 'group')}"
+    yield f"wrote {made.out}: {number} of {plural(made.images, 'image')} to label{groups}"
+    yield f"{made.evaluate} drawn at random to evaluate the model, {made.adapt} chosen to adapt it (seed {made.seed})"
+    if made.sheet is not None:
+        yield f"wrote {made.sheet}: the images of its rows"
+    if made.in_large_groups:
+        text = plural(made.in_large_groups, "image")
+        yield f"{text} could not be chosen, in groups larger than --budget: what is measured does not hold for them"
+    yield from left_out(made.unreadable, made.copies, 0, made.training_images)
+    yield f"Fill in its column label ({', '.join(class_names)}), from the first row on, then run"
+    command = f"{shlex.quote(made.model)} {shlex.quote(str(made.out))}"
+    yield f"  xdm-ft evaluate {command}"
+    if made.adapt:
+        yield f"  xdm-ft adapt {command} --out DIR"

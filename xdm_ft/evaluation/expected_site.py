@@ -1,0 +1,193 @@
+"""The accuracy of a model at a new site whose images have no labels.
+
+Three estimates, each of which fails somewhere, and their median:
+
+* COT (Lu et al. 2023, "Characterizing Out-of-Distribution Error via Optimal Transport"): the most confidence that an
+  assignment of the images to classes with the class shares q can have, less what confidence is above accuracy on
+  validation images. Needs the class shares of the site.
+* ALine-D (Baek et al. 2022, "Agreement-on-the-Line"): on the probit scale, the agreement of two heads at the site
+  depends linearly on their agreement on validation images, and accuracy has the same slope.
+* ATC (Garg et al. 2022, "Leveraging Unlabeled Data to Predict Out-of-Distribution Performance"): the share of images
+  above the confidence that as many held-out images reach as are right.
+
+How far the same estimate was off at each held-out domain, by heads that never saw it, gives the interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import logsumexp, ndtr, ndtri, softmax, stdtrit
+
+from xdm_ft.evaluation.verdicts import ALPHA
+
+SMOOTHING = 0.01  # ε of COT's dual, in units of probability
+BELOW, NEARLY = 0.10, 0.05  # less than the card's mean: surely worse, and still as promised
+MAX_SPREAD = 0.20  # of the three estimates: farther apart they say nothing
+MIN_DOMAINS, MIN_IMAGES = 3, 50
+LABELS = (25, 50, 100, 200)  # numbers of labels whose half width is printed
+MAX_VALUES = 20_000_000  # probabilities of a transport plan; of more images, a sample that depends on n and C only
+
+
+def transported_confidence(p: np.ndarray, shares: np.ndarray) -> float:
+    """Returns the largest mean probability of the class that each image is assigned, if the classes get these shares.
+
+    p: probabilities, float64 [n,C]; shares: q, float64 [C], of sum 1. By duality it is the minimum over v [C] of
+    q·v + mean_i max_y(p_iy − v_y). L-BFGS finds v for a smooth maximum; the value is that of the maximum itself.
+    """
+
+    def smooth(v: np.ndarray) -> tuple[float, np.ndarray]:
+        scaled = (p - v) / SMOOTHING
+        value = shares @ v + SMOOTHING * logsumexp(scaled, axis=1).mean()
+        return float(value), shares - softmax(scaled, axis=1).mean(0)
+
+    found = minimize(smooth, np.zeros(p.shape[1]), jac=True, method="L-BFGS-B")
+    return float(shares @ found.x + (p - found.x).max(1).mean())
+
+
+def agreement(predicted: np.ndarray) -> np.ndarray:
+    """Returns the share of images on which each pair of heads agrees: predicted int64 [M,n] → [M(M−1)/2], in order."""
+    first, second = np.triu_indices(len(predicted), 1)
+    return np.array([(predicted[i] == predicted[j]).mean() for i, j in zip(first, second, strict=True)])
+
+
+def on_the_line(
+    accuracy: np.ndarray, agreement_there: np.ndarray, agreement_here: np.ndarray, images: tuple[int, int]
+) -> float | None:
+    """Returns ALine-D's accuracy of the last of M heads at the site; None if the heads agree everywhere.
+
+    accuracy: [M], on validation images. Agreements of all pairs, [M(M−1)/2], there (validation) and here (the site), in
+    the order of `agreement`. `images`: their numbers there and here. Rates are clipped to [1/2n, 1 − 1/2n], as Φ⁻¹ of 0
+    and 1 is infinite.
+    """
+
+    def probit(rate: np.ndarray, n: int) -> np.ndarray:
+        return ndtri(rate.clip(1 / (2 * n), 1 - 1 / (2 * n)))
+
+    there, here = probit(agreement_there, images[0]), probit(agreement_here, images[1])
+    if np.ptp(there) == 0 or np.ptp(here) == 0:
+        return None
+    slope = float(np.polyfit(there, here, 1)[0])
+    of_head = probit(accuracy, images[0])
+    first, second = np.triu_indices(len(accuracy), 1)
+    design = np.zeros((len(first), len(accuracy)))
+    pairs = np.arange(len(first))
+    design[pairs, first] = design[pairs, second] = 0.5
+    target = here + slope * ((of_head[first] + of_head[second]) / 2 - there)
+    return float(ndtr(np.linalg.lstsq(design, target, rcond=None)[0][-1]))
+
+
+def confidence_threshold(confidence: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> float:
+    """Returns ATC's threshold: as many held-out images lie below it as are wrong.
+
+    For each held-out domain the confidence max p of its images [n_d], and whether the head is right on them; each
+    domain has the same weight.
+    """
+    s, weight = np.concatenate(confidence), np.concatenate([np.full(len(c), 1 / len(c)) for c in confidence])
+    wrong = sum(1 - float(np.mean(of_domain)) for of_domain in right)
+    order = np.argsort(s, kind="stable")
+    below = np.cumsum(weight[order])
+    number = int(np.searchsorted(below, wrong + 1e-9, side="right"))  # of images below the threshold
+    return float(s[order[number]]) if number < len(s) else math.inf
+
+
+class Parts(NamedTuple):
+    """The three estimates, each within [0, 1]."""
+
+    cot: float
+    aline: float
+    atc: float
+
+    @property
+    def estimate(self) -> float:
+        return sorted(self)[1]
+
+    @property
+    def spread(self) -> float:
+        return max(self) - min(self)
+
+
+class Validated(NamedTuple):
+    """What M heads show on their validation images; the last of them is the one whose accuracy is estimated."""
+
+    accuracies: np.ndarray  # [M]
+    agreements: np.ndarray  # [M(M−1)/2], as `agreement` returns them
+    images: int
+    offset: float  # COT: mean confidence of the last head less its accuracy
+
+
+def parts_at(
+    p: np.ndarray, predicted: np.ndarray, known: Validated, shares: np.ndarray, threshold: float
+) -> Parts | None:
+    """Returns the three estimates at a site; None if the heads agree everywhere.
+
+    p: calibrated probabilities of the last head, float64 [n,C]. predicted: classes by all heads, int64 [M,n]. `shares`:
+    of the classes there, [C]. `threshold`: ATC's.
+    """
+    line = on_the_line(known.accuracies, known.agreements, agreement(predicted), (known.images, predicted.shape[1]))
+    if line is None:
+        return None
+    most = max(1, MAX_VALUES // p.shape[1])
+    drawn = p if len(p) <= most else p[np.random.default_rng(0).choice(len(p), most, replace=False)]
+    transport = transported_confidence(drawn, shares) - known.offset
+    estimates = (transport, line, float((p.max(1) >= threshold).mean()))
+    return Parts(*(min(1.0, max(0.0, estimate)) for estimate in estimates))
+
+
+class ExpectedAccuracy(NamedTuple):
+    """What to expect at the site, or why it can not be said."""
+
+    estimate: float
+    low: float  # nan: no past error is known
+    high: float
+    parts: Parts
+    verdict: str  # below, as_promised or unknown
+    refused: str | None  # the reason why no number should be shown
+
+
+def expect(
+    parts: Parts, past_errors: Mapping[str, float], past_values: Mapping[str, float], images: float, *, n: int
+) -> ExpectedAccuracy:
+    """Returns the expected accuracy at a site with its 95% interval.
+
+    `past_errors`: {held-out domain: the same estimate there minus the truth}; `past_values`: {domain: accuracy there of
+    the head without it}, also of domains without an estimate. `images`: their effective number at the site; `n`: their
+    number.
+    """
+    errors = np.array([*past_errors.values()], np.float64)
+    values = np.array([past_values[domain] for domain in past_errors], np.float64)
+    estimate, card, low, high = parts.estimate, card_mean(past_values), math.nan, math.nan
+    if len(errors):
+        variance = float(np.mean(errors**2)) + estimate * (1 - estimate) / images
+        half = float(stdtrit(len(errors), 1 - ALPHA / 2)) * variance**0.5
+        low, high = max(0.0, estimate - half), min(1.0, estimate + half)
+    verdict = "below" if estimate < card - BELOW else "as_promised" if low >= card - NEARLY else "unknown"
+    return ExpectedAccuracy(estimate, low, high, parts, verdict, _refusal(parts, errors, values, n))
+
+
+def card_mean(past_values: Mapping[str, float]) -> float:
+    """Returns the mean accuracy over held-out domains; nan without one."""
+    return float(np.mean([*past_values.values()])) if past_values else math.nan
+
+
+def past_skill(errors: np.ndarray, values: np.ndarray) -> float:
+    """Returns 1 − MAE / MAE of the mean of the other domains, of the estimates at the D held-out domains."""
+    others = (values.sum() - values) / (len(values) - 1)
+    naive = float(np.abs(others - values).mean())
+    return 1 - float(np.abs(errors).mean()) / naive if naive > 0 else -math.inf
+
+
+def _refusal(parts: Parts, errors: np.ndarray, values: np.ndarray, n: int) -> str | None:
+    if len(errors) < MIN_DOMAINS:
+        return f"past errors are known of {len(errors)} held-out domains; {MIN_DOMAINS} are needed"
+    if n < MIN_IMAGES:
+        return f"{n} images are too few; {MIN_IMAGES} are needed"
+    if parts.spread > MAX_SPREAD:
+        return f"the three estimates differ by {100 * parts.spread:.0f} points, more than {100 * MAX_SPREAD:.0f}"
+    if past_skill(errors, values) <= 0:
+        return "at the held-out domains, the mean of the other domains was as good an estimate"
+    return None

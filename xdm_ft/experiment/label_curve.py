@@ -1,0 +1,139 @@
+"""`label_curve: true`: what few labelled images of a new site bring, each held-out domain once as the site.
+
+The models of the run that never saw a domain are adapted with labelled images of one half of it, and tested on the
+other half. It takes seconds, on cached features: an interrupted run computes it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from xdm_ft.evaluation import Held, Record, set_name
+from xdm_ft.evaluation.few_labels import choose_images
+from xdm_ft.evaluation.trials import choose_method, picked_trials
+from xdm_ft.evaluation.verdicts import FEWEST_SETS, over_sets
+from xdm_ft.experiment.analyse import read_weights
+from xdm_ft.experiment.pieces import RunContext
+from xdm_ft.experiment.prepare import make_job
+from xdm_ft.experiment.results import RunResults, inputs
+from xdm_ft.experiment.work import one_thread
+from xdm_ft.features.cache import standard
+from xdm_ft.protocol.splits import stratified_part
+from xdm_ft.runtime.progress import progress
+from xdm_ft.runtime.watchdog import from_main
+from xdm_ft.storage import json_digest
+from xdm_ft.training.adaptation import adapted_head
+from xdm_ft.version import __version__
+
+logger = logging.getLogger("xdm_ft")
+LABELS = 10, 20, 50, 100, 200  # images to adapt a model with
+AS_LABEL, AT_RANDOM = "label", "random"
+Adapted = tuple[str | None, int]
+"""How images were chosen, and their number; (None, 0): the model as it was trained."""
+
+
+def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | None:
+    """Returns `label_curve` of results.json, of the method that validation prefers among those that can be adapted.
+
+    That of an earlier run stays if nothing that it depends on has changed. The main process computes it. Returns None,
+    and says why, if there is no such method, or if the domains have too few images.
+    """
+    plan, protocol = context.plan, context.plan.recipe.protocol
+    adaptable = {item.label for item in plan.recipe.methods if item.adapts_to_sites}
+    records = [record for record in results.records.values() if record.method in adaptable]
+    rows = [row for row in results.summary.rows if row.selection == protocol.selection]
+    choice = choose_method(records, rows, protocol.selection, protocol.metric)
+    if choice is None:
+        logger.warning("label_curve: no method with a linear head has a value in all of its runs; there is no curve")
+        return None
+    of_method = [record for record in records if record.method == choice.method]
+    picked = picked_trials(of_method, protocol.selection, protocol.metric)
+    models = [[record.key, record.selected[protocol.selection].to_json()] for record in picked]
+    identity = json_digest([__version__, inputs(plan.dataset, context.prepared), models])
+    before = results.label_curve
+    if before is not None and before["of"] == identity:
+        return before
+    accuracies: dict[Held, list[Mapping[Adapted, float]]] = {}  # of each held-out set, by seed
+    if context.accelerator.is_main_process:
+        with one_thread(), progress("label curve", len(picked), "models") as bar:  # its products are small
+            for record in picked:
+                accuracies.setdefault(record.test_domains, []).append(adapted_accuracies(context, record))
+                bar.advance()
+    points = from_main(context.accelerator, points_of(accuracies))
+    if not points:
+        fewest = 2 * LABELS[0]
+        logger.warning("label_curve: no domain has %d images in two parts without a common group; no curve", fewest)
+        return None
+    return {"of": identity, "method": choice.method, "selection": protocol.selection, "points": points}
+
+
+def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, float]:
+    """Returns the accuracy of a model on one half of its held-out images, after labels of the other half adapted it.
+
+    Numbers of labels that this half can not give are left out.
+    """
+    plan, planned, seed = context.plan, context.plan.by_key[record.key], record.seed
+    features = context.prepared.for_method(planned.item).features_of(make_job(plan, context.prepared, planned, {}))
+    state = read_weights(context, record)
+    weight, bias = state["head.weight"].float(), state["head.bias"].float()  # [C,K], [C]
+    mean, deviation = standard(features, torch.cat(planned.split.train).sort().values)
+    rows = planned.split.evaluation["test"].sort().values.numpy()
+    is_offered = np.isin(rows, stratified_part(plan.dataset, rows, 0.5, seed))
+    z, labels = features[torch.from_numpy(rows).to(features.device)].cpu(), plan.annotations.labels[rows]
+    offered, tested = np.flatnonzero(is_offered), torch.from_numpy(~is_offered)
+
+    def accuracy(weight: torch.Tensor, bias: torch.Tensor) -> float:
+        predicted = torch.addmm(bias, z[tested], weight.T).argmax(1)
+        return float((predicted == labels[tested]).double().mean())
+
+    temperature = record.selected[plan.recipe.protocol.selection].temperature or 1.0
+    p = (torch.addmm(bias, z, weight.T).double() / temperature).softmax(1).numpy()
+    of_offered, every = z[offered].numpy(), np.random.default_rng(seed).permutation(len(offered))
+    groups = None
+    if plan.dataset.groups is not None:  # whole, as a user labels a patient
+        groups = np.unique(plan.dataset.groups[rows][offered], return_inverse=True)[1]
+        first = np.unique(groups[every], return_index=True)[1]  # [G]: place of each group's first image
+        every = every[np.argsort(first[groups[every]], kind="stable")]
+    accuracies: dict[Adapted, float] = {(None, 0): accuracy(weight, bias)}
+    for number in (number for number in LABELS if number <= len(offered)):
+        # the other half measures
+        as_label = choose_images(of_offered, p[offered], number, np.random.default_rng([seed, number]), groups, 0)
+        for how, chosen in ((AS_LABEL, offered[as_label.adapt]), (AT_RANDOM, offered[every[:number]])):
+            adapted = adapted_head(weight, bias, z[chosen], labels[chosen], mean, deviation)
+            accuracies[how, number] = accuracy(*adapted)
+    return accuracies
+
+
+def points_of(accuracies: Mapping[Held, Sequence[Mapping[Adapted, float]]]) -> list[dict[str, Any]]:
+    """Returns the points of the curve: means over held-out sets of the means over seeds.
+
+    Domains vary more than seeds do, so the interval of a gain is that over domains, for new ones: from three on. A
+    point without enough images in some domain is of the others.
+    """
+    points = []
+    usable = {held: seeds for held, seeds in accuracies.items() if all(len(of_seed) > 1 for of_seed in seeds)}
+    for chosen in [(None, 0), *((how, number) for how in (AS_LABEL, AT_RANDOM) for number in LABELS)]:
+        by_set, gains = dict[str, float](), dict[str, float]()
+        for held, seeds in usable.items():
+            if all(chosen in of_seed for of_seed in seeds):
+                by_set[set_name(held)] = float(np.mean([of_seed[chosen] for of_seed in seeds]))
+                gains[set_name(held)] = float(np.mean([of_seed[chosen] - of_seed[None, 0] for of_seed in seeds]))
+        if gains:
+            estimate = over_sets([*gains.values()]) if len(gains) >= FEWEST_SETS and chosen[1] else None
+            points.append(
+                {
+                    "chosen": chosen[0],
+                    "labels": chosen[1],
+                    "accuracy": float(np.mean([*by_set.values()])),
+                    "gain": float(np.mean([*gains.values()])),
+                    "interval": None if estimate is None else estimate.interval()._asdict(),
+                    "accuracies": by_set,
+                    "past_gains": gains,
+                }
+            )
+    return points

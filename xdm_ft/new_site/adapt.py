@@ -1,0 +1,264 @@
+"""A model for one site: `training/adaptation.py` on its labelled images, written as a model directory if it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xdm_ft.experiment.plan import hparams
+from xdm_ft.export import SINGLE, AdaptedConfig, HeadConfig, Parts, build_head, with_prefix
+from xdm_ft.export.choose import Choice, chosen_method, read_parts, training_images
+from xdm_ft.export.directory import (
+    CHECKSUMS,
+    checksum_of,
+    digest_of,
+    new_directory,
+    read_directory,
+    write_changed,
+    write_directory,
+)
+from xdm_ft.export.predictor import Model
+from xdm_ft.export.sources import Site, Sources, read_site
+from xdm_ft.heads.linear import Linear
+from xdm_ft.new_site.images import Readable, distinct, known_training_images, readable, unlabelled_images
+from xdm_ft.new_site.one_more_domain import with_one_more_domain
+from xdm_ft.new_site.stored import Stored, read_stored, without_site
+from xdm_ft.report.finished import read_run
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.storage.tensors import tensors_of
+from xdm_ft.training.adaptation import FOLDS, NoHarm, adapted_head, correct, do_no_harm
+
+FEWEST, ADVISED = 10, 20  # labelled images
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    model: str
+    site: str
+    out: Path
+    kept: bool  # whether the adapted model is written; else the shipped one stays
+    labels: int  # labelled images that count
+    groups: int | None  # of them; None: images assumed independent
+    before: int  # images that the model classifies correctly
+    after: int  # the same in cross-validation for the adapted head
+    needed: float  # `after` must exceed `before` by more than this
+    recentred: bool
+    absent_classes: tuple[str, ...]  # without a label
+    unlabelled: int  # rows without a label: left out
+    copies: int  # of other images here: left out
+    copies_with_another_label: int
+    training_images: int | None  # images that trained the model: left out; None: unknown
+    unreadable: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    """The labelled images of a site that count: each once, none that trained the model, all of them readable."""
+
+    site: Site
+    content: np.ndarray  # their checksums, uint8 [n,16]
+    z: Tensor  # their features [n,K], as the model's head reads them
+    about: dict[str, Any]  # fields of `Adaptation` on the others
+
+    @property
+    def labels(self) -> Tensor:
+        return torch.from_numpy(self.site.labels)
+
+    def config(self, model: str, shown: NoHarm, recentred: bool) -> AdaptedConfig:
+        groups = None if self.site.groups is None else len(np.unique(self.site.groups))
+        return AdaptedConfig(
+            model=model, labels=shown.labels, groups=groups, before=shown.before, after=shown.after, recentred=recentred
+        )
+
+    def adaptation(self, name: str, path: str, out: Path, shown: NoHarm, config: AdaptedConfig) -> Adaptation:
+        return Adaptation(
+            model=name, site=path, out=out, kept=shown.kept, labels=shown.labels, groups=config.groups,
+            before=shown.before, after=shown.after, needed=shown.needed, recentred=config.recentred, **self.about,
+        )  # fmt: skip
+
+
+def adapt(
+    model: Model,
+    name: str,
+    path: str,
+    out: Path,
+    *,
+    encoder_weights: str | None = None,
+    group: str | None = None,
+    prevalence: np.ndarray | None = None,
+    images: Sequence[str] | None = None,
+    batch_size: int | None = None,
+) -> Adaptation:
+    """Adapts the head to the labelled images of `path`, see `read_site`, and writes the model unless it is no better.
+
+    `images`: all images of the site, whose mean feature is moved to where those of the training classes would be, with
+    the class shares `prevalence` [C], or those of the labels. Raises `UserError` if the model or the labels do not do.
+    """
+    stored, config, head = read_stored(model.folder, model.config), model.config, model.module.head
+    if not isinstance(head, Linear):
+        raise UserError(f"{name}: its head is {config.head.name}; only linear heads can be adapted")
+    labelled = _labelled(model, name, path, group, known_training_images(model, name), batch_size)
+    z, labels = labelled.z, labelled.labels
+    # of logits that are divided by a temperature: what the model says now is where it starts
+    weight, bias = (tensor.detach().cpu() / config.temperature for tensor in (head.weight, head.bias))
+    shift = torch.zeros(len(stored.heads.mean))
+    if images is not None:
+        shift = _shift(model, name, images, stored, labels, prevalence, batch_size)
+    about = weight, bias, z - shift, labels, stored.heads.mean, stored.heads.deviation
+    shown = do_no_harm(*about, labelled.site.groups)._replace(before=correct(weight, bias, z, labels))
+    before = f"the model whose config.json has the checksum {checksum_of(model.folder)}"
+    adapted = labelled.config(before, shown, images is not None)
+    if shown.kept:
+        parts = read_directory(model.folder, encoder_weights)
+        linear, moved = adapted_head(*about)
+        parts = _adapted(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
+        with new_directory(out) as temporary:
+            write_changed(model.folder, parts, temporary)
+    return labelled.adaptation(name, path, out, shown, adapted)
+
+
+def adapt_run(
+    folder: str, method: str, path: str, out: Path, *, group: str | None = None, batch_size: int | None = None
+) -> Adaptation:
+    """Trains a method of a run again, with the labelled images of `path` as one more domain, and writes the model.
+
+    It is not written if it is no better there than the same training without the site. Raises `UserError` if the method
+    has no model on frozen features, if the run's images can not be read, or if the labels do not do.
+    """
+    run = read_run(Path(folder).expanduser())
+    chosen_method(run, Choice(method))
+    selected = [record for record in run.records if record.method == method and run.rule in record.selected]
+    if not selected:
+        raise UserError(f"{folder}: no model of {method} was selected by {run.rule}; name another method")
+    held_out = selected[0].test_domains
+    parts = read_parts(run, Choice(method, held_out))
+    if reason := without_site(parts.config):
+        raise UserError(f"{folder}: {method} can not be adapted: {reason}")
+    domains = list(dict.fromkeys([*parts.config.method["train_domains"], *held_out]))
+    of_all = {**parts.config.method, "train_domains": domains, "test_domains": []}
+    parts = replace(parts, config=parts.config.model_copy(update={"method": of_all}))
+    known, model = training_images(run, parts.config), Model(parts)
+    if known is None:
+        raise UserError(f"{folder}: --method needs the images of the run")
+    labelled = _labelled(model, folder, path, group, known, batch_size)
+    name = "site" if "site" not in domains else "new site"
+    shown, state, fit = with_one_more_domain(run, parts, labelled.site, name)
+    adapted = labelled.config(f"{method} of the run {run.path.resolve().name}, trained without them", shown, False)
+    if shown.kept:
+        model_of_fit, own = fit.model, {key: value for key, value in of_all.items() if key != "trial"}
+        settings = hparams(model_of_fit.item, model_of_fit.training)
+        own |= {"train_domains": [*domains, name], "steps": model_of_fit.steps, "hparams": settings}
+        update = {
+            "method": own | {"seed": run.results["recipe"]["protocol"]["seeds"][0]},
+            "head": HeadConfig(name=model_of_fit.item.head.name, settings=model_of_fit.item.head.kwargs()),
+            "step": fit.step,
+            "chosen": f"{method} trained again on all images of the run and of the site, with its settings there",
+            "results": {},
+            "few_images": {},
+            "reference_xxh3": None,
+        }
+        parts = replace(parts, config=parts.config.model_copy(update=update), reference=None, training_images=known)
+        parts = _adapted(parts, with_prefix(state, "head"), adapted, labelled.content)
+        with new_directory(out) as temporary:
+            write_directory(parts, temporary, None)
+    return labelled.adaptation(folder, path, out, shown, adapted)
+
+
+def _labelled(
+    model: Model, name: str, path: str, group: str | None, known: np.ndarray | None, batch_size: int | None
+) -> _Labelled:
+    """Reads the labelled images. `known`: checksums of the images that trained the model. Raises `UserError`."""
+    class_names = model.config.class_names
+    site = read_site(path, class_names, model.config.renamed, group, "adapt")
+    if len(site.domain_names) > 1:
+        named = ", ".join(site.domain_names[:8])
+        raise UserError(f"{path}: holds {len(site.domain_names)} domains ({named}); a model is adapted to one site")
+    every = distinct(site.items, known)
+    left, unreadable = every.untrained(), dict[str, str]()
+    items = [site.items[row] for row in left.rows]
+    z, read = features_of(
+        model, readable(model, name, path, items, left.content, unreadable, what="adapt", batch_size=batch_size)
+    )
+    rows = left.rows[read]
+    about: dict[str, Any] = {
+        "unlabelled": site.unlabelled,
+        "copies": every.copies,
+        "copies_with_another_label": int((site.labels != site.labels[every.first]).sum()),
+        "training_images": every.training_images,
+        "unreadable": unreadable,
+    }
+    site = site.rows(rows)
+    _refuse(path, torch.from_numpy(site.labels), site.groups, about["training_images"], class_names)
+    about["absent_classes"] = tuple(n for i, n in enumerate(class_names) if not (site.labels == i).any())
+    return _Labelled(site, left.content[read], z, about)
+
+
+def features_of(model: Model, images: Iterable[Readable]) -> tuple[Tensor, np.ndarray]:
+    """Returns the features float32 [n,K] of images as the head reads them, and their rows among those asked for."""
+    z, rows = [torch.zeros(0, model.config.encoder.width)], list[int]()
+    for batch in images:
+        z.append(model.module.as_read(batch.encoded))
+        rows += batch.rows
+    return torch.cat(z), np.array(rows, np.int64)
+
+
+def _refuse(
+    path: str, labels: Tensor, groups: np.ndarray | None, trained: int | None, class_names: Sequence[str]
+) -> None:
+    n, trained_too = len(labels), f" and {plural(trained, 'image')} that trained the model" if trained else ""
+    if n < FEWEST:
+        raise UserError(
+            f"{path}: too few to adapt: {plural(n, 'labelled image')}{trained_too}; label {ADVISED} or more"
+        )
+    if len(labels.unique()) == 1:
+        only = class_names[int(labels[0])]
+        raise UserError(f"{path}: all labels are {only}; label images of other classes too")
+    if groups is not None and len(np.unique(groups)) < FOLDS:
+        few = f"too few groups for cross-validation: {len(np.unique(groups))}"
+        raise UserError(f"{path}: {few}; label images of {FOLDS} or more")
+
+
+def _shift(
+    model: Model,
+    name: str,
+    images: Sequence[str],
+    stored: Stored,
+    labels: Tensor,
+    prevalence: np.ndarray | None,
+    batch_size: int | None,
+) -> Tensor:
+    """Returns mean_U − Σ_y q_y μ_y, [K], of all images U of the site and the class means μ of training."""
+    if prevalence is None and len(labels) < ADVISED:
+        raise UserError(
+            f"--recentre: with fewer than {ADVISED} labels it needs class shares; add --prevalence a=.3,b=.7"
+        )
+    shares = np.bincount(labels.numpy(), minlength=len(stored.shares)) / len(labels)
+    q = torch.from_numpy(shares if prevalence is None else prevalence).float()
+    listed = unlabelled_images(model, name, Sources(images))
+    every = readable(model, name, images[0], listed.items, listed.content, {}, what="recentre", batch_size=batch_size)
+    z, _ = features_of(model, every)
+    return z.mean(0) - q @ stored.class_means
+
+
+def _adapted(parts: Parts, head: Mapping[str, Tensor], adapted: AdaptedConfig, images: np.ndarray) -> Parts:
+    """Returns the model with another head. `images`: checksums of those that have adapted it."""
+    new = build_head(parts.config.head, parts.config.encoder.width, len(parts.config.class_names), head)
+    known = [] if parts.training_images is None else [parts.training_images]
+    trained = np.unique(np.concatenate([*known, images[images.any(1)]]), axis=0) if known else None
+    update = {
+        "adapted": adapted,
+        "temperature": 1.0,
+        "fitted_temperature": None,
+        "expected": None,
+        "site_xxh3": None,
+        "training_images_xxh3": None if trained is None else digest_of(tensors_of({CHECKSUMS: trained})),
+        "chosen": f"adapted to one site by {plural(adapted.labels, 'labelled image')}; {parts.config.chosen}",
+    }
+    config = parts.config.model_copy(update=update)
+    return replace(parts, config=config, heads={SINGLE: new}, training_images=trained)

@@ -1,0 +1,130 @@
+"""How good a model is expected to be at a site without labels: `evaluation/expected_site.py` on the site's images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xdm_ft.evaluation.expected_site import LABELS, card_mean
+from xdm_ft.evaluation.few_labels import expected_half_width
+from xdm_ft.evaluation.predictions import effective_number
+from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.export.predictor import Model
+from xdm_ft.export.sources import Item, Sources
+from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
+from xdm_ft.new_site.stored import AtDomain, Seen, Stored, read_stored
+
+AGREE = "the heads agree everywhere"
+
+
+@dataclass(frozen=True)
+class WorstThreshold:
+    """The largest of the held-out domains' thresholds for a risk. It is no threshold of this site."""
+
+    domain: str  # where it was needed, or where none was enough
+    threshold: float | None
+    broken: int  # domains where the largest threshold of the others had a larger risk
+    sites: int  # domains where that threshold left answers
+
+
+def worst_thresholds(stored: Stored) -> dict[str, WorstThreshold]:
+    """Returns {risk: the threshold of the worst held-out domain, with its record}."""
+    domains = stored.about.domains
+    worst = dict[str, WorstThreshold]()
+    for risk in next(iter(domains.values())).risks if domains else ():
+        at = {name: of.risks[risk] for name, of in domains.items()}
+        values = {name: math.inf if of.threshold is None else of.threshold for name, of in at.items()}
+        name = max(values, key=values.__getitem__)
+        tried = [of.risk for of in at.values() if of.risk is not None]
+        broken = sum(value > float(risk) for value in tried)
+        worst[risk] = WorstThreshold(name, at[name].threshold, broken, len(tried))
+    return worst
+
+
+@dataclass(frozen=True)
+class Assessment:
+    model: str
+    estimate: float | None  # of the accuracy at the site; None: refused
+    low: float | None  # 95% interval
+    high: float | None
+    verdict: str  # below, as_promised or unknown
+    card: float | None  # mean accuracy of the reference heads at the held-out domains; None: there are none
+    parts: dict[str, float] | None  # the three estimates: cot, aline, atc
+    past_errors: dict[str, float]  # {held-out domain: the same estimate there minus the accuracy}
+    domains: dict[str, AtDomain]
+    refused: str | None  # why there is no number
+    prevalence: dict[str, float] | None  # class shares that were given; None: those of the training images
+    images: int
+    groups: int | None
+    copies: int  # of other images here: left out
+    training_images: int | None  # images here that trained the model: left out; None: unknown
+    unreadable: dict[str, str]
+    distance: float | None  # median distance of the images from the training images; None: unknown
+    is_far: bool  # farther than every held-out domain
+    half_widths: dict[int, float]  # {labels: half of the interval that they are expected to give}
+    risks: dict[str, WorstThreshold]  # {risk: threshold of the worst held-out domain}
+
+
+def assess(
+    model: Model,
+    name: str,
+    paths: Sequence[str],
+    prevalence: np.ndarray | None,
+    group: str | None,
+    batch_size: int | None,
+) -> Assessment:
+    """Estimates the accuracy of the model on the images of `paths`, see `Sources`.
+
+    `prevalence`: class shares of the site, [C]; None: those of the training images. Images count once, and those that
+    trained the model do not count. Raises `UserError` for a model without `site.safetensors`, and without images.
+    """
+    stored = read_stored(model.folder, model.config)
+    listed = unlabelled_images(model, name, Sources(paths, group, option="--group", column="group"))
+    unreadable = dict[str, str]()
+    p, predicted, distances, items = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[Item]()
+    for batch in readable(
+        model, name, paths[0], listed.items, listed.content, unreadable, what="assess", batch_size=batch_size
+    ):
+        seen = stored.seen(model.module.as_read(batch.encoded))
+        p.append(seen.p)
+        predicted.append(seen.predicted)
+        if model.reference is not None:
+            distances.append(model.reference.distance(batch.encoded.numpy()))
+        items += batch.items
+    groups = group_numbers(items)
+    sizes = np.ones(len(items), np.int64) if groups is None else np.bincount(groups)
+    shares = stored.shares if prevalence is None else prevalence
+    parts, expected = stored.parts(Seen(np.concatenate(p), np.concatenate(predicted, 1)), shares), None
+    if parts is not None:
+        expected = stored.expect(parts, effective_number(sizes), len(items))
+    refused = AGREE if expected is None else expected.refused
+    if model.config.expected is not None and model.config.expected.selection == ORACLE:
+        refused = "the model was picked by labels of the held-out domains (selection: oracle)"
+    far = [of.distance for of in stored.about.domains.values()]
+    distance = float(np.median(np.concatenate(distances))) if distances else None
+    known = expected if refused is None else None
+    return Assessment(
+        model=name,
+        estimate=None if known is None else known.estimate,
+        low=None if known is None else known.low,
+        high=None if known is None else known.high,
+        verdict="unknown" if known is None else known.verdict,
+        card=card_mean(stored.past_values) if stored.past_values else None,
+        parts=None if parts is None else parts._asdict(),
+        past_errors=stored.past_errors,
+        domains=stored.about.domains,
+        refused=refused,
+        prevalence=None if prevalence is None else dict(zip(model.class_names, map(float, prevalence), strict=True)),
+        images=len(items),
+        groups=None if groups is None else len(sizes),
+        copies=listed.copies,
+        training_images=listed.training_images,
+        unreadable=unreadable,
+        distance=distance,
+        is_far=distance is not None and bool(far) and distance > max(far),
+        half_widths={} if known is None else {n: expected_half_width(known.estimate, n) for n in LABELS},
+        risks=worst_thresholds(stored),
+    )

@@ -1,0 +1,163 @@
+"""Which images of a new site to label: `evaluation/few_labels.py` on the site's images, and a table to fill in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.nn.functional as F
+
+from xdm_ft.evaluation.few_labels import choose_images
+from xdm_ft.export import probabilities
+from xdm_ft.export.predict import decimals
+from xdm_ft.export.predictor import Model
+from xdm_ft.export.sources import FOR, Item, Purpose, Sources
+from xdm_ft.images.decode import decode
+from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
+from xdm_ft.report import SIDE, Thumbnail
+from xdm_ft.report.written import sheet
+from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.storage.atomic import disk_errors, replace_file, replace_text
+from xdm_ft.storage.lines import csv_line
+
+SEED = 0  # of all draws: the same images, model and budget give the same table
+COLUMNS = ("path", "group", FOR, "predicted", "probability", "label")
+FIRST_ROW = 2  # of the table, as a spreadsheet numbers it
+
+
+@dataclass(frozen=True)
+class ToLabel:
+    """An image to label."""
+
+    item: Item
+    purpose: Purpose
+    predicted: str
+    probability: float  # of that class
+
+
+@dataclass(frozen=True)
+class Labelling:
+    model: str
+    out: Path
+    sheet: Path | None
+    images: int  # that were chosen from
+    evaluate: int  # chosen at random, to measure the model
+    adapt: int  # chosen to adapt it
+    groups: int | None  # that were chosen; None: images assumed independent
+    in_large_groups: int  # images that could not be chosen, as their groups have more images than the budget
+    seed: int
+    copies: int  # of other images here: left out
+    training_images: int | None  # images here that trained the model: left out; None: unknown
+    unreadable: dict[str, str]
+
+
+def label(
+    model: Model,
+    name: str,
+    paths: Sequence[str],
+    budget: int,
+    out: Path,
+    html: Path | None,
+    group: str | None,
+    batch_size: int | None,
+) -> Labelling:
+    """Chooses at most `budget` of the images of `paths`, see `Sources`, and writes their table.
+
+    Groups, which are chosen whole, are the column `group` of a table, or what `group` says. `html`: the page of small
+    images to write. Raises `UserError` for images that can not be listed or have no group, if no group is small enough,
+    and for a file that exists.
+    """
+    refuse_taken(out, html)
+    sources = Sources(paths, group, option="--group", column="group")
+    listed = unlabelled_images(model, name, sources)
+    _refuse_names(listed.items)
+    # halves of unit features: 100,000 images of 1,024 take 0.2 GB
+    z = np.empty((len(listed.items), model.config.encoder.width), np.float16)
+    largest, classes = np.empty((len(z), 2), np.float32), np.empty(len(z), np.int64)
+    items, unreadable = list[Item](), dict[str, str]()
+    for batch in readable(
+        model, name, paths[0], listed.items, listed.content, unreadable, what="predict", batch_size=batch_size
+    ):
+        rows, p = slice(len(items), len(items) + len(batch.items)), probabilities(batch.logits).numpy()
+        # stable: of equal probabilities the first class is predicted, as by `predict`
+        order = np.argsort(-p, axis=1, kind="stable")[:, :2]
+        classes[rows], largest[rows] = order[:, 0], np.take_along_axis(p, order, 1)
+        z[rows] = F.normalize(model.module.as_read(batch.encoded), dim=1).half().numpy()
+        items += batch.items
+    n, groups = len(items), group_numbers(items)
+    chosen = choose_images(z[:n], largest[:n], budget, np.random.default_rng(SEED), groups)
+    if not len(chosen.evaluate):
+        raise UserError(
+            f"--budget: every group has more than {plural(budget, 'image')}, and is labelled whole; raise it"
+        )
+    purposes: dict[Purpose, np.ndarray] = {"evaluate": chosen.evaluate, "adapt": chosen.adapt}
+    pairs = [(purpose, row) for purpose, rows_of in purposes.items() for row in rows_of]
+    values = decimals(largest[[row for _, row in pairs], 0])
+    rows_to_label = [
+        ToLabel(items[row], purpose, model.class_names[classes[row]], value)
+        for (purpose, row), value in zip(pairs, values, strict=True)
+    ]
+    write(rows_to_label, out, html)
+    sizes = None if groups is None else np.bincount(groups)
+    return Labelling(
+        model=name,
+        out=out,
+        sheet=html,
+        images=n,
+        evaluate=len(chosen.evaluate),
+        adapt=len(chosen.adapt),
+        groups=None if groups is None else len(np.unique(groups[np.concatenate(chosen)])),
+        in_large_groups=0 if sizes is None else int(sizes[sizes > budget].sum()),
+        seed=SEED,
+        copies=listed.copies,
+        training_images=listed.training_images,
+        unreadable=unreadable,
+    )
+
+
+def refuse_taken(*files: Path | None) -> None:
+    """Raises `UserError` for a file that exists."""
+    for file in files:
+        if file is not None:
+            with disk_errors(file):
+                if file.exists():
+                    raise UserError(f"{file}: exists already; name another file, or delete it")
+
+
+def _refuse_names(items: Sequence[Item]) -> None:
+    """Raises `UserError` for a name that no table can hold: tables are UTF-8."""
+    for item in items:
+        if not item.path.isprintable() and any("\ud800" <= character <= "\udfff" for character in item.path):
+            raise UserError(f"{printable(item.path)}: the name is not UTF-8, so that no table can hold it; rename it")
+
+
+def write(rows: Sequence[ToLabel], out: Path, html: Path | None) -> None:
+    """Writes the table with an empty column label, and the page of small images. Raises `UserError`."""
+    paths = [path_from(out, row.item) for row in rows]
+    cells = [
+        (path, row.item.group, row.purpose, row.predicted, row.probability, "")
+        for row, path in zip(rows, paths, strict=True)
+    ]
+    lines = [csv_line(COLUMNS, row) for row in (COLUMNS, *cells)]
+    replace_file(out, lambda file: file.write_text("".join(lines), encoding="utf-8", newline=""))
+    if html is not None:
+        thumbnails = []
+        for number, (row, path) in enumerate(zip(rows, paths, strict=True), start=FIRST_ROW):
+            image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE)
+            thumbnails.append(Thumbnail.of(image, f"row {number}", (f"row {number}", path)))
+        # without the model's predictions: a label must not depend on them
+        about = f"Rows of {out.name}. Write the class of each image into its column label."
+        replace_text(html, sheet(f"{plural(len(rows), 'image')} to label", about, thumbnails))
+
+
+def path_from(table: Path, item: Item) -> str:
+    """Returns the path of an image as a table has it, whose paths start at the table's folder.
+
+    It is as the user gave it if that leads to the image from there, else absolute.
+    """
+    content = os.path.join(os.getcwd(), os.fsdecode(item.content))
+    given = os.path.join(os.path.abspath(table.parent), item.path)
+    return item.path if os.path.normpath(given) == os.path.normpath(content) else content

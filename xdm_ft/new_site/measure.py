@@ -1,0 +1,104 @@
+"""What a few labels show of a model at a site besides its metrics.
+
+These are a threshold for a wanted risk, and the accuracy with the help of images without labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from xdm_ft.evaluation.few_labels import difference_estimate, fewest_answered, threshold_for
+from xdm_ft.evaluation.intervals import Bounds, within_bounds
+from xdm_ft.evaluation.predictions import effective_number
+from xdm_ft.export import ModelConfig, probabilities
+from xdm_ft.export.expected import Labelled
+from xdm_ft.export.predict import decimals
+from xdm_ft.export.predictor import Model
+from xdm_ft.export.sources import Sources
+from xdm_ft.new_site.images import readable, unlabelled_images
+from xdm_ft.runtime.errors import plural
+
+FEWEST_LABELS = 100  # for the difference estimate: with fewer, its t interval is too narrow
+
+
+@dataclass(frozen=True)
+class AtRisk:
+    """The lowest threshold for a wanted risk, or why there is none."""
+
+    risk: float
+    threshold: float | None
+    answered: int | None  # of the labelled images
+    wrong: int | None
+    labels: int
+    refused: str | None
+
+
+@dataclass(frozen=True)
+class WithImages:
+    """The accuracy by the difference estimate, or why there is none."""
+
+    value: float | None
+    interval: Bounds | None  # 95%
+    images: int | None  # of the site, with and without labels
+    unreadable: int  # images that were left out
+    refused: str | None
+
+
+def _trained(images: Labelled) -> str | None:
+    """Returns why these images measure nothing at a new site; None: they do."""
+    trained = 0 if images.trained is None else int(images.trained.sum())
+    return f"{trained} of these images trained the model" if trained else None
+
+
+def at_risk(images: Labelled, risk: float) -> AtRisk:
+    """Returns the threshold of the probability, as `predict` prints it, from a random sample of a site."""
+    right = images.logits.argmax(1).numpy() == images.site.labels
+    confidence = np.array(decimals(probabilities(images.logits).numpy().max(1)))
+    groups, n, fewest = images.site.groups, len(right), fewest_answered(risk)
+    effective = n if groups is None else effective_number(np.unique(groups, return_counts=True)[1])
+    refused = _trained(images)
+    if refused is None and len(np.unique(images.site.labels)) == 1:
+        refused = "all labels are of one class, and say nothing of the others"
+    found = None if refused else threshold_for(risk, confidence, right, weight=effective / n)
+    if found is None and refused is None:
+        if effective < fewest:
+            here = plural(n, "label") if groups is None else f"{plural(n, 'label')} in {len(np.unique(groups))} groups"
+            refused = f"too few labels: {here}; {fewest} or more{'' if groups is None else ' groups'} can show it"
+        else:
+            most = np.argsort(-confidence, kind="stable")[: int(np.ceil(fewest * n / effective))]
+            refused = f"no threshold passes; of the {len(most)} most certain answers {(~right[most]).sum()} are wrong"
+    value, answered, wrong = (None, None, None) if found is None else (found.value, found.answered, found.wrong)
+    return AtRisk(risk, value, answered, wrong, n, refused)
+
+
+def with_images(model: Model, name: str, sources: Sources, images: Labelled, batch_size: int | None) -> WithImages:
+    """Estimates the accuracy at a site from labelled images and all images of `sources`.
+
+    Raises `UserError` for images that can not be listed.
+    """
+    n, refused = len(images.logits), _trained(images)
+    if refused is None and n < FEWEST_LABELS:
+        refused = f"too few labels: {n}; {FEWEST_LABELS} are needed"
+    if refused is not None:
+        return WithImages(None, None, None, 0, refused)
+    listed, confidence = unlabelled_images(model, name, sources), list[np.ndarray]()
+    unreadable = dict[str, str]()
+    for batch in readable(
+        model, name, sources.paths[0], listed.items, listed.content, unreadable, what="predict", batch_size=batch_size
+    ):
+        confidence.append(_calibrated(batch.logits, model.config))
+    right, of_all = images.logits.argmax(1).numpy() == images.site.labels, np.concatenate(confidence)
+    found = difference_estimate(of_all, _calibrated(images.logits, model.config), right, images.site.groups)
+    if found is None:
+        return WithImages(None, None, len(of_all), len(unreadable), "a single group or image has no spread")
+    return WithImages(found.value, within_bounds("accuracy", *found.interval()), len(of_all), len(unreadable), None)
+
+
+def _calibrated(logits: Tensor, config: ModelConfig) -> np.ndarray:
+    """Returns the largest probability of each row, float64 [n], at the temperature that was fitted for the model."""
+    scale = config.temperature / (config.fitted_temperature or config.temperature)
+    largest: np.ndarray = (logits.double() * scale).softmax(1).max(1).values.numpy()
+    return largest

@@ -1,0 +1,394 @@
+"""The heads that measure a model at new sites: trained when it is exported, while its run and features are at hand.
+
+For the domains of the model, and for the same without one and without two of them: what a head shows on a domain that
+it never saw tells how far the estimates of `evaluation/expected_site.py` are off.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xdm_ft.algorithms import Solver
+from xdm_ft.evaluation import ModelKey
+from xdm_ft.evaluation.distance import class_means, fit
+from xdm_ft.evaluation.expected_site import MIN_DOMAINS, Validated, agreement, confidence_threshold, parts_at
+from xdm_ft.evaluation.few_labels import threshold_for
+from xdm_ft.evaluation.metrics import temperature
+from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.experiment.final_fit import Fit, fit_of_runs
+from xdm_ft.experiment.plan import Plan, PlannedModel, domains_needed, make_plan, read_data
+from xdm_ft.experiment.prepare import Prepared, build_encoders, make_job, prepare
+from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.experiment.work import launched, one_thread
+from xdm_ft.export import ModelConfig, Parts
+from xdm_ft.export.directory import digest_of
+from xdm_ft.features.cache import Features, standard
+from xdm_ft.heads.linear import Linear
+from xdm_ft.images import ImageDataset
+from xdm_ft.new_site.stored import About, AtDomain, Heads, RiskAt, Seen, Stored, without_site
+from xdm_ft.protocol.splits import Split, check_classes, split_of_rows, with_validation
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.components import Component, find
+from xdm_ft.recipe.method import MethodCommon, MethodItem
+from xdm_ft.recipe.settings import Cluster
+from xdm_ft.report.finished import Run
+from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.progress import progress
+from xdm_ft.runtime.tensors import Annotations, Criteria
+from xdm_ft.training import Job, Training
+from xdm_ft.training.bank.train import solve, train_chunk
+from xdm_ft.training.selection import FINAL_FIT
+
+logger = logging.getLogger("xdm_ft")
+RISKS = (0.05, 0.1, 0.2)
+STARTS, SNAPSHOTS = 4, (5, 20, 80, 300)  # of the bank: random initialisations, numbers of steps
+BANK = Training(optimizer="adamw", lr=1e-3, batch_size=96, sampler="pooled", steps=300, evaluate_every=5)
+ALL_PAIRS, MAX_PAIRS = 12, 66  # up to so many domains each pair of them is left out once; else so many pairs
+MAX_BYTES = 64_000_000  # of the stored heads
+ROWS_AT_ONCE = 8192
+_Answers = tuple[np.ndarray, np.ndarray]
+"""Of the reference head on some images: its confidence max p, float64 [n], and whether it is right, bool [n]."""
+
+
+def with_site(run: Run, parts: Parts) -> Parts:
+    """Returns a model of the run with what tells of new sites, if there is such; says why if it can not be made."""
+    if reason := without_site(parts.config):
+        logger.info("no heads for new sites: %s", reason)
+        return parts
+    try:
+        tensors = site_of(run, parts.config).tensors()
+    except (UserError, OSError) as error:
+        reason = printable(error)[:200]
+        logger.warning("%s: `assess` and `adapt` will not work with this model: %s", run.path, reason)
+        return parts
+    config = parts.config.model_copy(update={"site_xxh3": digest_of(tensors)})
+    return replace(parts, config=config, site=tensors)
+
+
+def site_of(run: Run, config: ModelConfig) -> Stored:
+    """Trains the heads. Raises `UserError` if the data of the run can not be read, or are not enough."""
+    label, held_out = str(config.method["label"]), tuple(config.method["test_domains"])
+    seed, records = int(config.method["seed"]), [record for record in run.records if record.method == label]
+    picked = picked_trials(records, run.rule, run.metric)
+    if held_out:
+        key = ModelKey(label, held_out, seed, config.method.get("trial", 0))
+        picked = [record for record in records if record.key == key]
+    with prepared_run(run, label) as (plan, prepared):
+        content = run.results["environment"].get("data", {}).get("content")
+        if content not in (None, prepared.content):
+            raise UserError("the images have changed since the run")
+        fit = fit_of_runs(plan, picked, prepared.unreadable)
+        split = plan.by_key[picked[0].key].split if held_out else fit.model.split
+        split = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, seed)
+        return _Study(plan, prepared, fit, split, seed).stored()
+
+
+@contextmanager
+def prepared_run(
+    run: Run, label: str, also: Callable[[ImageDataset], ImageDataset] | None = None
+) -> Iterator[tuple[Plan, Prepared]]:
+    """Yields the plan of a run and the features that a method reads, on one thread: products of heads are small.
+
+    `also`: returns the run's data set with more images behind its own, which are prepared too. Raises `UserError` if
+    the run's data can not be read.
+    """
+    recipe = replace(check(written_recipe(run.path, run.results)), cluster=Cluster())
+    alone = replace(recipe, methods=tuple(item for item in recipe.methods if item.label == label))
+    with launched(recipe) as accelerator:
+        dataset = read_data(recipe)
+        every = dataset if also is None else also(dataset)
+        prepared = prepare(alone, every, build_encoders(alone), accelerator, run.results["environment"])
+        own = [row for row in prepared.unreadable if row < len(dataset)]
+        with one_thread():
+            yield make_plan(recipe, dataset).without(own), prepared.to(accelerator.device)
+
+
+class _Trained(NamedTuple):
+    """Heads that never saw some domains, and what they show on the validation images of the others."""
+
+    heads: Heads
+    temperature: float  # of the reference head
+    known: Validated
+
+
+@dataclass(frozen=True)
+class _Study:
+    """The images of a model, in `split`: those that train heads, and those of `train_val` that measure them."""
+
+    plan: Plan
+    prepared: Prepared
+    fit: Fit
+    split: Split
+    seed: int
+
+    @property
+    def dataset(self) -> ImageDataset:
+        return self.plan.dataset
+
+    @property
+    def item(self) -> MethodItem:
+        return self.fit.model.item
+
+    @property
+    def features(self) -> Features:
+        """As the model's head reads them."""
+        encoder = self.prepared.for_method(self.item)
+        assert encoder.features is not None, "the encoder is frozen"
+        return encoder.features.normalized() if self.item.reads_normalized else encoder.features
+
+    def stored(self) -> Stored:
+        names = self.split.train_domains
+        pairs = pairs_of(len(names), self.seed) if len(names) >= MIN_DOMAINS else []
+        singles = range(len(names)) if pairs else range(0)
+        if not len(self.split.evaluation["train_val"]):
+            raise UserError("there are no validation images of its training domains")
+        domains = self.dataset.domains
+        own = {
+            name: np.flatnonzero(self._of_model & (domains == self.dataset.domain_names.index(name))) for name in names
+        }
+        with progress("heads for new sites", 1 + len(singles) + len(pairs), "sets of domains") as bar:
+            whole = self._heads(())
+            bar.advance()
+            # what measures at one domain is made of what the others show, by heads that saw neither
+            by_others = {name: list[_Answers]() for name in names}
+            for first, second in ((names[i], names[j]) for i, j in pairs):
+                with self._skipped():
+                    heads = self._heads((first, second))
+                    by_others[first].append(self._answers(self._seen(heads, own[second]), own[second]))
+                    by_others[second].append(self._answers(self._seen(heads, own[first]), own[first]))
+                bar.advance()
+            at, answers = dict[str, AtDomain](), dict[str, _Answers]()
+            for name in (names[i] for i in singles):
+                with self._skipped():
+                    heads = self._heads((name,))
+                    seen = self._seen(heads, own[name])
+                    at[name] = self._at(name, heads, seen, by_others[name], own[name])
+                    answers[name] = self._answers(seen, own[name])
+                bar.advance()
+        for name, of in at.items():
+            of.risks.update({f"{risk:g}": risk_at(risk, name, answers) for risk in RISKS})
+        threshold = atc_threshold([*answers.values()])
+        reads = torch.cat([*self.split.train]).sort().values
+        means = class_means(lambda: self._blocks(self.features, reads), len(self.dataset.class_names))[1]
+        about = About(
+            heads=self._description(self._item(self.split)),
+            temperature=whole.temperature,
+            offset=whole.known.offset,
+            threshold=threshold,
+            images=whole.known.images,
+            domains=at,
+        )
+        shares = self._shares(self._of_model)
+        return Stored(
+            about, whole.heads, torch.from_numpy(means).float(), shares, whole.known.accuracies, whole.known.agreements
+        )
+
+    @contextmanager
+    def _skipped(self) -> Iterator[None]:
+        """Context of heads without some domains, which a user does without if too few images are left for them."""
+        try:
+            yield
+        except UserError as error:
+            logger.warning("heads for new sites: some are left out: %s", printable(error)[:200])
+
+    @property
+    def _of_model(self) -> np.ndarray:
+        """Which rows are those of the model, bool [N]."""
+        of_model = np.zeros(len(self.dataset), bool)
+        of_model[torch.cat([*self.split.train, self.split.evaluation["train_val"]]).numpy()] = True
+        return of_model
+
+    def _shares(self, rows: np.ndarray) -> np.ndarray:
+        counts = np.bincount(self.dataset.labels[rows], minlength=len(self.dataset.class_names))
+        return counts / counts.sum()
+
+    def _answers(self, seen: Seen, rows: np.ndarray) -> _Answers:
+        return seen.p.max(1), seen.predicted[-1] == self.dataset.labels[rows]
+
+    def _at(self, name: str, trained: _Trained, seen: Seen, others: Sequence[_Answers], rows: np.ndarray) -> AtDomain:
+        """Returns what the heads without a domain show on its images `rows`, but for the risks."""
+        accuracy = float(self._answers(seen, rows)[1].mean())
+        shares = self._shares(self._of_model & (self.dataset.domains != self.dataset.domains[rows[0]]))
+        threshold = atc_threshold(others)
+        parts = parts_at(seen.p, seen.predicted, trained.known, shares, math.inf if threshold is None else threshold)
+        encoded, split = self.prepared.for_method(self.item).features, self._without((name,))
+        assert encoded is not None
+        training, validation = torch.cat([*split.train]).sort().values, split.evaluation["train_val"]
+        reference = fit(
+            lambda: self._blocks(encoded, training), lambda: self._blocks(encoded, validation),
+            len(self.dataset.class_names),
+        )  # fmt: skip
+        distances = [reference.distance(z) for z, _ in self._blocks(encoded, torch.from_numpy(rows))]
+        return AtDomain(
+            accuracy=accuracy,
+            images=len(rows),
+            parts=parts,
+            error=None if parts is None else parts.estimate - accuracy,
+            distance=float(np.median(np.concatenate(distances))),
+            risks={},
+        )
+
+    def _blocks(self, features: Features, rows: Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for some in rows.split(ROWS_AT_ONCE):
+            yield features[some.to(features.device)].cpu().numpy(), self.dataset.labels[some.numpy()]
+
+    def _without(self, names: Sequence[str]) -> Split:
+        """Returns the split without some of its domains, and without other images of their groups."""
+        dataset, split = self.dataset, self.split
+        left_out = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in names])
+        if dataset.groups is not None:
+            left_out |= np.isin(dataset.groups, np.unique(dataset.groups[left_out]))
+        rows, validation = torch.cat([*split.train]).sort().values.numpy(), split.evaluation["train_val"].numpy()
+        rows, validation = rows[~left_out[rows]], validation[~left_out[validation]]
+        numbers = [dataset.domain_names.index(name) for name in split.train_domains if name not in names]
+        without = ", ".join(names)
+        check_classes(dataset, rows, numbers, f" left for training without {without}")
+        if not len(validation):
+            raise UserError(f"there are no validation images without {without}")
+        return split_of_rows(dataset, (*split.test_domains, *names), numbers, rows, {"train_val": validation})
+
+    def _item(self, split: Split) -> MethodItem:
+        """Returns the method of a reference head: the model's own, or what takes its place."""
+        item = self.item
+        if item.is_solver:
+            return item if item.algorithm.name in ("linear_probe", "zero_shot") else _linear_erm(item)
+        if item.head.name != "linear":
+            return _linear_erm(item)
+        return _erm(item) if len(split.train_domains) < domains_needed(item) else item
+
+    def _description(self, item: MethodItem) -> str:
+        own = "as the model" if item is self.item else f"linear ERM, in place of {self.item.label}"
+        images = sum(map(len, self.split.train))
+        return f"{own}; trained on {plural(images, 'image')} of {plural(len(self.split.train_domains), 'domain')}"
+
+    def _heads(self, names: Sequence[str]) -> _Trained:
+        """Trains the heads without some domains."""
+        split, features = self._without(names), self.features
+        rows = torch.cat([*split.train]).sort().values
+        mean, deviation = standard(features, rows)
+        item = self._item(split)
+        # class embeddings fit features as they are
+        reads = features if item.reads_text else features.standardized(mean, deviation)
+        annotations = self.plan.annotations
+        fit = replace(self.fit, model=replace(self.fit.model, item=item, split=split))
+        if item.head.block is not self.item.head.block:  # another kind of head: all steps of the recipe
+            training = fit.model.training.model_copy(update={"evaluate_every": None, "patience": None})
+            fit = replace(fit, model=replace(fit.model, training=training), step=fit.model.steps, averaged_from=None)
+        state = trained_head(fit.job(self.plan, self.prepared, self.seed), reads, annotations)
+        weight, bias = state["head.weight"].float(), state["head.bias"].float()
+        if item.reads_text:
+            bias, weight = bias + weight @ mean, weight * deviation
+        weights = torch.cat([weight, bias[:, None]], 1)[None]
+        if len(names) < 2:
+            weights = torch.cat([self._bank(split, features.standardized(mean, deviation), annotations), weights])
+        # as the file keeps them, so that what is measured is what is stored
+        heads = Heads(weights.detach().half().float(), mean, deviation)
+        validation = split.evaluation["train_val"].numpy()
+        logits, labels = self._logits(heads, validation), self.dataset.labels[validation]
+        fitted = temperature(logits[-1], torch.from_numpy(labels)) or 1.0
+        seen = Seen.of(logits, fitted)
+        accuracies = (seen.predicted == labels).mean(1)
+        offset = float(seen.p.max(1).mean() - accuracies[-1])
+        return _Trained(heads, fitted, Validated(accuracies, agreement(seen.predicted), len(labels), offset))
+
+    def _bank(self, split: Split, features: Features, annotations: Annotations) -> Tensor:
+        """Returns linear ERM heads float32 [M,C,K+1]: several initialisations, each after several numbers of steps."""
+        classes, snapshots = len(self.dataset.class_names), list(SNAPSHOTS)
+        while snapshots and 2 * (1 + STARTS * len(snapshots)) * classes * (features.width + 1) > MAX_BYTES:
+            snapshots = snapshots[1:]
+        rules = {f"step {step}": {step: 1.0} for step in snapshots}
+        if not rules:
+            raise UserError(f"heads of {classes} classes and {features.width} features are too large to be stored")
+        item, jobs = _linear_erm(self.item), list[Job]()
+        for seed in range(self.seed, self.seed + STARTS):
+            key = ModelKey(item.label, split.test_domains, seed, 0)
+            model = PlannedModel(key, item, BANK, split, int(BANK.steps or 0))
+            job = make_job(self.plan, self.prepared, model, rules)
+            jobs.append(replace(job, setup=replace(job.setup, loss_average="sample", class_weight=None)))
+        trained = train_chunk(
+            jobs, features, annotations.to(features.device), Criteria(tuple(rules), "accuracy"), record=_nothing
+        )
+        heads = list[Tensor]()
+        for of_start in trained:
+            if of_start.failure is not None:
+                raise UserError(f"a head of the bank has failed: {of_start.failure}")
+            for rule in rules:
+                state = of_start.selected[rule].state
+                heads.append(torch.cat([state["head.weight"], state["head.bias"][:, None]], 1))
+        return torch.stack(heads)
+
+    def _logits(self, heads: Heads, rows: np.ndarray) -> Tensor:
+        """Returns the logits [M,n,C] of all heads on images of the data set."""
+        parts = torch.from_numpy(rows).split(ROWS_AT_ONCE)
+        features = self.features
+        return torch.cat([heads.logits(features[some.to(features.device)].cpu()) for some in parts], 1)
+
+    def _seen(self, trained: _Trained, rows: np.ndarray) -> Seen:
+        return Seen.of(self._logits(trained.heads, rows), trained.temperature)
+
+
+def trained_head(job: Job, features: Features, annotations: Annotations) -> Mapping[str, Tensor]:
+    """Trains the head of a final fit and returns its weights. Raises `UserError` if there are none."""
+    criteria = Criteria((FINAL_FIT,), "accuracy")
+    if isinstance(job.new_method(), Solver):
+        trained = solve(job, features, annotations, criteria)
+    else:
+        [trained] = train_chunk([job], features, annotations.to(features.device), criteria, record=_nothing)
+    if trained.failure is not None:
+        raise UserError(f"{job.method}: the head has failed: {trained.failure}")
+    return trained.selected[FINAL_FIT].state
+
+
+def pairs_of(domains: int, seed: int) -> list[tuple[int, int]]:
+    """Returns the pairs of domains that are left out together: all, or of many domains some, as many of each."""
+    if domains <= ALL_PAIRS:
+        return list(combinations(range(domains), 2))
+    order = np.random.default_rng(seed).permutation(domains).tolist()
+    ring = [(order[i], order[(i + step) % domains]) for step in range(1, (domains + 1) // 2) for i in range(domains)]
+    return ring[: max(MAX_PAIRS, domains)]
+
+
+def atc_threshold(seen: Sequence[_Answers]) -> float | None:
+    """Returns ATC's threshold of held-out domains, each with confidence [n] and right [n]; None: above every one."""
+    threshold = confidence_threshold([c for c, _ in seen], [right for _, right in seen]) if seen else math.inf
+    return None if math.isinf(threshold) else threshold
+
+
+def risk_at(risk: float, name: str, seen: Mapping[str, _Answers]) -> RiskAt:
+    """Returns the threshold for a risk at a held-out domain, and how the others' largest one does there."""
+    found = {domain: threshold_for(risk, *values) for domain, values in seen.items()}
+    own, others = found[name], [threshold for domain, threshold in found.items() if domain != name]
+    tried = None if None in others else max(threshold.value for threshold in others if threshold is not None)
+    confidence, right = seen[name]
+    answered = confidence >= (math.inf if tried is None else tried)
+    return RiskAt(
+        threshold=None if own is None else own.value,
+        tried=tried,
+        risk=float((~right[answered]).mean()) if answered.any() else None,
+        answered=float(answered.mean()),
+    )
+
+
+def _erm(item: MethodItem) -> MethodItem:
+    """Returns plain ERM with the encoder and the head of a method."""
+    erm = Component("erm", find("algorithms", "erm"), MethodCommon(name="erm"), ())
+    return replace(item, algorithm=erm, sharpness=None, averaging=None)
+
+
+def _linear_erm(item: MethodItem) -> MethodItem:
+    linear = Component("linear", Linear, MethodCommon(name="erm"), ())
+    return replace(_erm(item), head=linear, head_init="random")
+
+
+def _nothing(step: int, values: object) -> None:
+    """No curve is kept of these heads."""

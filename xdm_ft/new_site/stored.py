@@ -1,0 +1,210 @@
+"""`site.safetensors` of a model directory: what is needed to judge the model at a site without labels.
+
+The shipped model has seen all labelled images, so other heads measure: the reference head, with the model's method and
+settings, and a bank of ERM heads, both trained on a part of the images of each domain. All of them read standardised
+features. No image's feature is stored, but for the mean feature of each class.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field, ValidationError
+from torch import Tensor
+
+from xdm_ft.evaluation.expected_site import ExpectedAccuracy, Parts, Validated, expect, parts_at
+from xdm_ft.export import ModelConfig, first_fault
+from xdm_ft.export.directory import AGAIN, CONFIG, SITE, digest_of
+from xdm_ft.report.finished import is_run
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.settings import Block
+from xdm_ft.storage.lines import Damaged, json_object, one_line
+from xdm_ft.storage.tensors import read_checked
+
+Share = Annotated[float, Field(ge=0, le=1)]
+SINGLE, DOUBLE = ("heads", "mean", "deviation", "class_means"), ("shares", "accuracies", "agreements")
+ABOUT = "about"  # name of the tensor with the JSON document, in bytes
+
+
+class RiskAt(Block):
+    """A threshold of the confidence for a risk, at one held-out domain, by the heads that never saw it."""
+
+    threshold: Share | None  # the lowest whose answers there are shown to have at most the risk; None: there is none
+    tried: Share | None  # the largest of the other domains' thresholds; None: one of them has none
+    risk: Share | None  # of the answers here at `tried`; None: there are none
+    answered: Share  # share of the images here that `tried` answers
+
+
+class AtDomain(Block):
+    """What heads that never saw a domain show on it."""
+
+    accuracy: Share  # of the reference head without it
+    images: Annotated[int, Field(ge=1)]
+    parts: tuple[Share, Share, Share] | None  # the three estimates of that accuracy; None: the heads agree everywhere
+    error: Annotated[float, Field(ge=-1, le=1)] | None  # their median minus the accuracy
+    distance: Annotated[float, Field(ge=0)]  # median of its images from the training images of the others
+    risks: dict[str, RiskAt]  # by the risk: "0.05"
+
+
+class About(Block):
+    """The numbers of the file."""
+
+    format: Literal[1] = 1
+    heads: str  # one line: what the reference head is, and on which images it is
+    temperature: Annotated[float, Field(gt=0)]  # of the reference head, fitted on its validation images
+    offset: Annotated[float, Field(ge=-1, le=1)]  # `Validated.offset`
+    threshold: Share | None  # ATC's; None: above every confidence
+    images: Annotated[int, Field(ge=1)]  # validation images
+    domains: dict[str, AtDomain]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Linear heads that read (z − mean) / deviation of features z as the model's head reads them."""
+
+    weights: Tensor  # float32 [M,C,K+1]: the bank, the reference head last; bias last
+    mean: Tensor  # float32 [K], of training features
+    deviation: Tensor  # float32 [K], above 0
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Features [n,K] → logits float32 [M,n,C]."""
+        standard = (z - self.mean) / self.deviation
+        return torch.einsum("nk,mck->mnc", standard, self.weights[..., :-1]) + self.weights[:, None, :, -1]
+
+
+class Seen(NamedTuple):
+    """What heads make of some images."""
+
+    p: np.ndarray  # calibrated probabilities of the reference head, float64 [n,C]
+    predicted: np.ndarray  # classes by all heads, the reference head's last, int64 [M,n]
+
+    @classmethod
+    def of(cls, logits: Tensor, temperature: float) -> Seen:
+        return cls((logits[-1].double() / temperature).softmax(-1).numpy(), logits.argmax(-1).numpy())
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The contents of the file."""
+
+    about: About
+    heads: Heads
+    class_means: Tensor  # float32 [C,K], of training features; 0 for a class without images
+    shares: np.ndarray  # float64 [C], of the classes in training
+    accuracies: np.ndarray  # float64 [M] of all heads on the validation images
+    agreements: np.ndarray  # float64 [M(M−1)/2]
+
+    @property
+    def known(self) -> Validated:
+        return Validated(self.accuracies, self.agreements, self.about.images, self.about.offset)
+
+    @property
+    def past_errors(self) -> dict[str, float]:
+        return {name: of.error for name, of in self.about.domains.items() if of.error is not None}
+
+    @property
+    def past_values(self) -> dict[str, float]:
+        return {name: of.accuracy for name, of in self.about.domains.items()}
+
+    def seen(self, z: Tensor) -> Seen:
+        return Seen.of(self.heads.logits(z), self.about.temperature)
+
+    def parts(self, seen: Seen, shares: np.ndarray) -> Parts | None:
+        """Returns the three estimates of the accuracy, as `parts_at`, at a site with these class shares [C]."""
+        threshold = math.inf if self.about.threshold is None else self.about.threshold
+        return parts_at(seen.p, seen.predicted, self.known, shares, threshold)
+
+    def expect(self, parts: Parts, images: float, n: int) -> ExpectedAccuracy:
+        """Returns the expected accuracy at a site of `n` images, of which `images` is the effective number."""
+        return expect(parts, self.past_errors, self.past_values, images, n=n)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors of the file."""
+        about = json.dumps(self.about.model_dump(mode="json"), allow_nan=False).encode()
+        return {
+            ABOUT: torch.from_numpy(np.frombuffer(about, np.uint8).copy()),
+            "heads": self.heads.weights.half(),
+            "mean": self.heads.mean,
+            "deviation": self.heads.deviation,
+            "class_means": self.class_means,
+            "shares": torch.from_numpy(self.shares),
+            "accuracies": torch.from_numpy(self.accuracies),
+            "agreements": torch.from_numpy(self.agreements),
+        }
+
+
+def without_site(config: ModelConfig) -> str | None:
+    """Returns why no site file is made of such a model, in one line; None: it can be made."""
+    if config.adapted is not None:
+        return "it was adapted to one site already; use the model it came from"
+    if config.encoder.trained is not False:
+        return "its encoder was trained, and only models whose encoder is frozen can"
+    if config.members:
+        return "it is an ensemble; export one model"
+    if config.wise_ft is not None or "alpha" in config.method.get("hparams", {}):
+        return "it is a mean of weights (WiSE-FT); export a model without it"
+    return None
+
+
+def refuse_run(folder: str, otherwise: str = "") -> None:
+    """Raises `UserError` for a run directory, whose models have no site file. `otherwise`: another remedy."""
+    if is_run(Path(folder).expanduser()):
+        remedy = f"export a model of it first: xdm-ft export {folder} DIR{otherwise}"
+        raise UserError(f"{folder}: is a run directory; {remedy}")
+
+
+def read_stored(folder: Path, config: ModelConfig) -> Stored:
+    """Reads the file of a model directory. Raises `UserError` if there is none, or if it is damaged."""
+    path = folder / SITE
+    reason = without_site(config)
+    if reason is not None:
+        raise UserError(f"{folder}: the model can not be assessed or adapted at a new site: {reason}")
+    if config.site_xxh3 is None:
+        raise UserError(f"{folder}: has no {SITE}, which tells of new sites; export it again")
+    try:
+        tensors, _ = read_checked(path)
+        if digest_of(tensors) != config.site_xxh3:
+            raise Damaged(f"it is of another model than {CONFIG}")
+        return _stored(tensors, len(config.class_names), config.encoder.width)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: does not exist; {AGAIN}") from error
+    except (Damaged, ValueError, RecursionError) as error:
+        reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
+        raise UserError(f"{path}: is damaged ({reason[:200]}); {AGAIN}") from error
+
+
+def _stored(tensors: Mapping[str, Tensor], classes: int, width: int) -> Stored:
+    """Raises `Damaged` or `ValueError` unless the tensors fit the model."""
+    weights = tensors.get("heads", torch.empty(0))
+    heads = len(weights) if weights.ndim == 3 else 0
+    shapes = {
+        "heads": (max(1, heads), classes, width + 1),
+        "mean": (width,),
+        "deviation": (width,),
+        "class_means": (classes, width),
+        "shares": (classes,),
+        "accuracies": (heads,),
+        "agreements": (heads * (heads - 1) // 2,),
+    }
+    for name, shape in shapes.items():
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise Damaged(f"{name} is missing or has another shape than {list(shape)}")
+        if not tensor.isfinite().all():
+            raise Damaged(f"{name} holds values that are not finite")
+    about = tensors.get(ABOUT, torch.empty(0, dtype=torch.uint8))
+    if about.dtype != torch.uint8:
+        raise Damaged(f"{ABOUT} holds no text")
+    document = About.model_validate(json_object(about.numpy().tobytes()))
+    if not (tensors["deviation"] > 0).all() or not math.isclose(float(tensors["shares"].sum()), 1, abs_tol=1e-6):
+        raise Damaged("deviations must be above 0, and class shares must have the sum 1")
+    weights, mean, deviation, means = (tensors[name].float() for name in SINGLE)
+    shares, accuracies, agreements = (tensors[name].double().numpy() for name in DOUBLE)
+    return Stored(document, Heads(weights, mean, deviation), means, shares, accuracies, agreements)
