@@ -55,6 +55,7 @@ def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
 def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "xdm_ft")
     monkeypatch.setattr(module, "LOG_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 5.0))
     other = RunDirectory(tmp_path, "1", main=False)
     with progress(RunDirectory(tmp_path)) as run, progress(other, shows=False) as hidden:
         with hidden.of_piece("a", "erm", 10) as part:
@@ -197,8 +198,11 @@ from xdm_ft.runtime.interrupt import Interrupted, deferred, handled, stop_reques
 folder = pathlib.Path(sys.argv[1])
 def work(number):
     if number == 0:
+        (folder / "done").touch()
         return
     with deferred():
+        while not (folder / "done").exists():
+            time.sleep(0.01)
         time.sleep(0.2)  # until the parent waits
         print("started", flush=True)
         while not stop_requested():

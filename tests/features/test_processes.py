@@ -226,7 +226,7 @@ def test_a_file_that_changes_while_features_are_computed(server: Served, tmp_pat
 
 
 def measured(folder: Path, *more: str) -> subprocess.Popen[str]:
-    images = ["--images", "3000", "--row-group", "100", "--size", "96", "--cache-mb", "4"]  # 27 kB each
+    images = ["--images", "6000", "--row-group", "100", "--size", "96", "--cache-mb", "4"]  # 27 kB each
     command = [sys.executable, str(BENCHMARK), *images, "--folder", str(folder), *more]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARK.parents[1])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -241,10 +241,10 @@ def test_extraction_over_http_killed_and_resumed_at_flat_memory(tmp_path: Path) 
     killed.communicate()
     kept = 256 * done(tmp_path / "cache")
     found, warm = (json.loads(measured(tmp_path).communicate(timeout=400)[0].splitlines()[-1]) for _ in range(2))
-    assert found["extracted"] == 3000 - kept > 0
-    assert found["distinct"] == 3000 and found["hashed_requests"] == 0
+    assert found["extracted"] == 6000 - kept > 0
+    assert found["distinct"] == 6000 and found["hashed_requests"] == 0
     first, _, last = found["thirds_megabytes"]
-    assert last - first < 25, "of 83 MB of images"
+    assert last - first < 60, "of 166 MB of images; the libraries reach their size at some batch, and differ by 30"
     assert warm["extracted"] == 0 and warm["requests"] == 0, "a warm start opens no file"
     assert np.isclose(warm["mean"], found["mean"])
 

@@ -84,10 +84,7 @@ def undisturbed(command: Command, recipe: Path, folder: Path) -> dict[str, str]:
     first = functools.partial(kill_itself, counts=folder / "expected.counts", prepare=command.prepare)
     if command.grows_from is not None:
         if command.grows_from_killed:
-            run = Run(recipe, expected, *command.grows_from, cores=command.cores)
-            run.changes(6, CHECKPOINTS)
-            run.send()
-            assert run.end() == -signal.SIGKILL
+            killed(command, recipe, expected, command.grows_from, at_file="checkpoints", number=6)
         else:
             assert Run(recipe, expected, *command.grows_from, cores=command.cores, first=first).end() == 0
             before = records(expected)

@@ -61,7 +61,7 @@ from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
-from xdm_ft.training.end_to_end.train import take_step
+from xdm_ft.training.end_to_end.train import shut_down, take_step
 
 ALGORITHMS = {name: cls for name in names("algorithms") if issubclass(cls := find("algorithms", name), Algorithm)}
 CACHED = [name for name, cls in ALGORITHMS.items() if not cls.frozen_reason]
@@ -323,7 +323,7 @@ def walk_all(folder: Path) -> None:
         for accumulation, (name, case) in product((1, 2), parts_cases().items()):
             file = f"{name}, {accelerator.process_index}, {accumulation}.safetensors"
             save_file(walked(case, accelerator, accumulation), folder / file)
-    accelerator.wait_for_everyone()
+    shut_down(accelerator)
 
 
 @pytest.fixture(scope="module")

@@ -134,13 +134,15 @@ few = dataclasses.replace(job, split=dataclasses.replace(split, train=tuple(rows
 solve(few, features, annotations, Criteria(("train_val",), "accuracy"))  # what libraries set up once
 memory = PeakMemory(torch.device("cpu"))
 solve(job, features, annotations, Criteria(("train_val",), "accuracy"))
-print(memory.peak / (4 * n * width))
+print(-1 if memory.peak is None else memory.peak / (4 * n * width))
 """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/training")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert 0.9 < float(done.stdout) < 1.3
+    if (share := float(done.stdout)) < 0:
+        pytest.skip("this system does not tell")
+    assert 0.7 < share < 1.6, "a second copy would be 2; the count errs on many cores"
 
 
 def test_more_dimensions_than_images_and_a_constant_dimension() -> None:
