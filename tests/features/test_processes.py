@@ -116,16 +116,16 @@ def start(cache: Path, images: Path, seconds_per_batch: float, views: int = 0) -
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Waits for the process and returns the number of images that it computed, and the hash of all features."""
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0
     extracted, of_all = output.split()
     return int(extracted), of_all
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < until, "waited a minute"
+        assert time.monotonic() < until, "waited five minutes"
         time.sleep(0.01)
 
 
@@ -141,7 +141,7 @@ def test_of_two_runs_one_waits_and_takes_over_when_the_other_is_killed(tmp_path:
     for path in sorted(images.iterdir())[SHARD + 7 :]:
         (more / path.name).hardlink_to(path)
     undisturbed = start(tmp_path / "undisturbed", images, 0.0, views=1)
-    killed = start(cache, images, 0.1)
+    killed = start(cache, images, 0.4)
     wait_for(lambda: done(cache) >= 2)
     other = start(cache, more, 0.02, views=1)
     wait_for(lambda: done(cache) >= 3)
@@ -228,14 +228,16 @@ def test_a_file_that_changes_while_features_are_computed(server: Served, tmp_pat
 def measured(folder: Path, *more: str) -> subprocess.Popen[str]:
     images = ["--images", "6000", "--row-group", "100", "--size", "96", "--cache-mb", "4"]  # 27 kB each
     command = [sys.executable, str(BENCHMARK), *images, "--folder", str(folder), *more]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARK.parents[1])}
+    memory = {"LOCAL_WORLD_SIZE": str(len(os.sched_getaffinity(0))), "MALLOC_ARENA_MAX": "1"}  # whatever the cores:
+    memory |= {"ARROW_DEFAULT_MEMORY_POOL": "system"}  # one thread decodes, and nobody keeps what it has freed
+    environment = {**os.environ, **memory, "PYTHONPATH": str(BENCHMARK.parents[1])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.slow
 def test_extraction_over_http_killed_and_resumed_at_flat_memory(tmp_path: Path) -> None:
     """The benchmark with few images: its second start resumes the first one, which is killed."""
-    killed = measured(tmp_path, "--seconds-per-batch", "0.05")
+    killed = measured(tmp_path, "--seconds-per-batch", "0.2")
     wait_for(lambda: done(tmp_path / "cache") >= 2)
     killed.kill()
     killed.communicate()

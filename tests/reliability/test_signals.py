@@ -45,9 +45,16 @@ def workers_of(pid, count):
     return workers
 
 
+def has_ended(process):
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def all_end(processes):
     until = time.monotonic() + 3
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+    while not all(map(has_ended, processes)):
         if time.monotonic() > until:
             return False
         time.sleep(0.02)

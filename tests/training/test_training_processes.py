@@ -37,8 +37,8 @@ from xdm_ft.training.end_to_end.train import shut_down
 
 pytestmark = pytest.mark.slow
 MIXING = partial(XDomainMix, warmup_steps=1, quantile_steps=1)
-# 5 and 15 images do not divide by 2 processes × 2 micro-batches; not Adam above a cut: the bias of attention's keys has
-# no effect, and Adam would make its rounding as large as any gradient
+# 5 and 15 images do not divide by 2 processes × 2 micro-batches; not Adam above a cut or for an MLP: the bias of
+# attention's keys has no effect, hidden units nearly none, and Adam would make their rounding as large as any gradient
 BASE = {"batch_size": 5, "encoder_lr": 0.003, "clip_norm": 0.5}
 SGD = BASE | {"optimizer": "sgd", "encoder_lr": 0.03}
 
@@ -62,7 +62,7 @@ CASES = {
         make_job(head=Cosine), BASE | {"sampler": "class_balanced"}, (1, 1),
         {"batch_norm": "frozen", "augmentation": "domainbed"},
     ),
-    "partners": Case(make_job(MIXING, sharpness=SHARP, head=MLP)),
+    "partners": Case(make_job(MIXING, sharpness=SHARP, head=MLP), SGD),
     "pooled partners": Case(make_job(MIXING, sharpness=SHARP), BASE | {"sampler": "pooled", "batch_size": 15}),
     "local partners": Case(make_job(partial(MIXING, partners="local"))),
     "blocks, cache, parts": Case(
@@ -116,4 +116,4 @@ def test_two_processes_equal_one(name: str, folder: Path) -> None:
 
 
 def close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one.double(), other.double(), rtol=0, atol=1e-5)
+    return torch.allclose(one.double(), other.double(), rtol=0, atol=3e-5)  # other partners are 2e-4 to 4e-2 away
