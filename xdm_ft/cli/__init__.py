@@ -13,6 +13,8 @@ from typing import Any
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.terminal import show
 
+UNKNOWN_TRAINING = "whether any image trained the model is unknown, as there are no checksums of its training images"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -69,16 +71,25 @@ def left_out(
     `unreadable`: image → why. `other_label`: copies with another label. `training_images`: images that trained the
     model; None: unknown.
     """
-    if unreadable:
-        name, reason = next(iter(unreadable.items()))
-        yield f"{plural(len(unreadable), 'unreadable image')} left out, the first: {name}: {reason}"
+    yield from unreadable_left_out(unreadable)
     if copies:
-        contrary = f", {other_label} of them with another label" if other_label else ""
-        yield f"{copies} {'copy' if copies == 1 else 'copies'} left out, as an image counts once{contrary}"
+        yield copies_left_out(copies, other_label)
     if training_images:
         yield f"{plural(training_images, 'image')} left out, as they trained the model"
     elif training_images is None:
-        yield "whether any image trained the model is unknown, as there are no checksums of its training images"
+        yield UNKNOWN_TRAINING
+
+
+def unreadable_left_out(unreadable: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line if there are such images, {image: why}."""
+    if unreadable:
+        name, reason = next(iter(unreadable.items()))
+        yield f"{plural(len(unreadable), 'unreadable image')} left out, the first: {name}: {reason}"
+
+
+def copies_left_out(copies: int, other_label: int) -> str:
+    contrary = f", {other_label} of them with another label" if other_label else ""
+    return f"{copies} {'copy' if copies == 1 else 'copies'} left out, as an image counts once{contrary}"
 
 
 def columns(rows: Iterable[tuple[str, ...]], numbers: bool = True) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def lines(found: Adaptation) -> Iterator[str]:
     yield f"cross-validation: {counts}: {gain:+d}; it must gain more than {found.needed:.1f}"
     if found.kept:
         yield f"wrote {found.out}: a model for this site alone, {100 * gain / found.labels:+.1f} points"
-        yield f"Other labelled images of the site say how good it is there: xdm-ft evaluate {found.out} SITE"
+        command = f"xdm-ft evaluate {shlex.quote(str(found.out))} SITE"
+        yield f"Other labelled images of the site say how good it is there: {command}"
     else:
         yield "the shipped model stays: the adapted one is not clearly better here"
     if found.labels < ADVISED:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xdm_ft.cli import Answer, columns
+from xdm_ft.cli import UNKNOWN_TRAINING, Answer, columns, copies_left_out, unreadable_left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
@@ -113,17 +113,10 @@ class Evaluation:
             yield f"All labels are {present[0]}: the accuracy is that of this class alone"
         if self.unlabelled:
             yield f"{plural(self.unlabelled, 'row')} without a label left out"
-        if self.unreadable:
-            name, reason = next(iter(self.unreadable.items()))
-            yield f"{plural(len(self.unreadable), 'unreadable image')} left out, the first: {name}: {reason}"
-        copies = "no copies"
-        if self.copies:
-            contrary = self.copies_with_another_label
-            other = f", {contrary} of them with another label" if contrary else ""
-            word = "copy" if self.copies == 1 else "copies"
-            copies = f"{self.copies} {word} left out, as an image counts once{other}"
+        yield from unreadable_left_out(self.unreadable)
+        copies = copies_left_out(self.copies, self.copies_with_another_label) if self.copies else "no copies"
         if self.training_images is None:
-            trained = "whether any image trained the model is unknown, as there are no checksums of its training images"
+            trained = UNKNOWN_TRAINING
         elif not self.training_images:
             trained = "none of these images trained the model"
         else:

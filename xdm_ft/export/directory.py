@@ -130,14 +130,6 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     if part is not None:
         state = encoder.state_dict()
         write_checked(folder / PART, _unshared({name: state[name] for name in parts.trained_names}), PYTORCH)
-    heads = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
-    write_checked(folder / WEIGHTS, heads, PYTORCH)
-    if parts.reference is not None:
-        write_checked(folder / REFERENCE, tensors_of(parts.reference.arrays()), PYTORCH)
-    if parts.site is not None:
-        write_checked(folder / SITE, parts.site, PYTORCH)
-    if parts.training_images is not None:
-        write_checked(folder / TRAINING_IMAGES, tensors_of({CHECKSUMS: parts.training_images}), PYTORCH)
     identity = config.encoder.identity
     if identity is not None and identity["model"].startswith(LOCAL_FOLDER):
         identity = None
@@ -162,7 +154,7 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
         return value
 
     written = ModelConfig.model_validate(replaced(written.model_dump(mode="json")))
-    _describe(written, folder, heads, card(written, config.encoder.settings, parts.training_features))
+    _write_rest(parts, written, folder)
     return written
 
 
@@ -171,23 +163,28 @@ def write_changed(source: Path, parts: Parts, folder: Path) -> None:
 
     Raises `UserError` if a file can not be read or written.
     """
-    config, model = parts.config, str(parts.config.encoder.settings["model"])
-    for name in (ENCODER, PART, REFERENCE, TEXT_CONFIG, *([model] if model.endswith(".json") else [])):
+    model = str(parts.config.encoder.settings["model"])
+    for name in (ENCODER, PART, TEXT_CONFIG, *([model] if model.endswith(".json") else [])):
         if (source / name).is_file():
             with disk_errors(folder / name):
                 shutil.copyfile(source / name, folder / name)
+    _write_rest(parts, parts.config, folder)
+
+
+def _write_rest(parts: Parts, config: ModelConfig, folder: Path) -> None:
+    """Writes all but the encoder, with this config."""
     heads = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
     write_checked(folder / WEIGHTS, heads, PYTORCH)
+    if parts.reference is not None:
+        write_checked(folder / REFERENCE, tensors_of(parts.reference.arrays()), PYTORCH)
+    if parts.site is not None:
+        write_checked(folder / SITE, parts.site, PYTORCH)
     if parts.training_images is not None:
         write_checked(folder / TRAINING_IMAGES, tensors_of({CHECKSUMS: parts.training_images}), PYTORCH)
-    _describe(config, folder, heads, card(config, config.encoder.settings, parts.training_features))
-
-
-def _describe(config: ModelConfig, folder: Path, heads: Mapping[str, Tensor], page: str) -> None:
     document = {**config.model_dump(mode="json"), "weights_xxh3": digest_of(heads)}
     document["checksum"] = json_digest(document)
     replace_text(folder / "example.py", EXAMPLE)
-    replace_text(folder / "README.md", page)
+    replace_text(folder / "README.md", card(config, parts.config.encoder.settings, parts.training_features))
     replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -230,7 +227,7 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
     Raises `UserError` if a file is missing, damaged or of another model, or if the encoder's weights are other ones.
     """
     config, weights_xxh3 = read_config(folder)
-    state = _read_tensors(folder / WEIGHTS, weights_xxh3)
+    state = read_described(folder / WEIGHTS, weights_xxh3)
     width, classes = config.encoder.width, len(config.class_names)
     # `head` of head.weight, `members.0` of members.0.weight
     prefixes = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("members.")]) for name in state)
@@ -241,7 +238,7 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
     reference = images = None
     if config.reference_xxh3 is not None:
         try:
-            reference = reference_from(_read_tensors(folder / REFERENCE, config.reference_xxh3), width)
+            reference = reference_from(read_described(folder / REFERENCE, config.reference_xxh3), width)
         except Damaged as error:
             raise UserError(f"{folder / REFERENCE}: is damaged ({error}); {AGAIN}") from error
     encoder = _read_encoder(folder, config, encoder_weights)
@@ -249,13 +246,13 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
         raise UserError(f"{folder / CONFIG}: encoder.width: {width} is not that of the encoder, {encoder.width}")
     path = folder / TRAINING_IMAGES
     if config.training_images_xxh3 is not None and path.exists():  # it stays at home when a model is uploaded
-        images = _read_tensors(path, config.training_images_xxh3).get(CHECKSUMS)
+        images = read_described(path, config.training_images_xxh3).get(CHECKSUMS)
         if images is None or images.dtype != torch.uint8 or images.ndim != 2 or images.shape[1] != 16:
             raise UserError(f"{path}: holds no checksums of images; {AGAIN}")
     return Parts(config, encoder, heads, reference, None if images is None else images.numpy())
 
 
-def _read_tensors(path: Path, xxh3: str) -> dict[str, Tensor]:
+def read_described(path: Path, xxh3: str) -> dict[str, Tensor]:
     """Returns the tensors of a file of a model directory. Raises `UserError` unless they are those of its config."""
     try:
         tensors, _ = read_checked(path)
@@ -294,7 +291,7 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
     check_encoder(encoder, expected.named_xxh3, weights, folder)
     if expected.part is not None:
         try:
-            load_trained(encoder, _read_tensors(folder / PART, expected.part.xxh3))
+            load_trained(encoder, read_described(folder / PART, expected.part.xxh3))
         except ValueError as error:
             raise UserError(f"{folder / PART}: does not fit the encoder ({error}); {AGAIN}") from error
         check_encoder(encoder, expected.xxh3, PART, folder)

@@ -45,8 +45,10 @@ class Distinct(NamedTuple):
 
     def untrained(self) -> Distinct:
         """Returns those that did not train the model, or of which that is unknown."""
-        new = np.ones(len(self.rows), bool) if self.trained is None else ~self.trained
-        return self._replace(rows=self.rows[new], content=self.content[new])
+        if self.trained is None:
+            return self
+        new = ~self.trained
+        return self._replace(rows=self.rows[new], content=self.content[new], trained=self.trained[new])
 
 
 def distinct(items: Sequence[Item], known: np.ndarray | None) -> Distinct:

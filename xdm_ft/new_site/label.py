@@ -79,7 +79,7 @@ def label(
     largest, classes = np.empty((len(z), 2), np.float32), np.empty(len(z), np.int64)
     items, unreadable = list[Item](), dict[str, str]()
     for batch in readable(
-        model, name, paths[0], listed.items, listed.content, unreadable, what="predict", batch_size=batch_size
+        model, name, paths[0], listed.items, listed.content, unreadable, what="label", batch_size=batch_size
     ):
         rows, p = slice(len(items), len(items) + len(batch.items)), probabilities(batch.logits).numpy()
         # stable: of equal probabilities the first class is predicted, as by `predict`

@@ -32,7 +32,7 @@ from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.experiment.work import launched, one_thread
 from xdm_ft.export import ModelConfig, Parts
 from xdm_ft.export.directory import digest_of
-from xdm_ft.features.cache import Features, standard
+from xdm_ft.features.cache import ROWS_AT_ONCE, Features, standard
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images import ImageDataset
 from xdm_ft.new_site.stored import About, AtDomain, Heads, RiskAt, Seen, Stored, without_site
@@ -55,7 +55,6 @@ STARTS, SNAPSHOTS = 4, (5, 20, 80, 300)  # of the bank: random initialisations, 
 BANK = Training(optimizer="adamw", lr=1e-3, batch_size=96, sampler="pooled", steps=300, evaluate_every=5)
 ALL_PAIRS, MAX_PAIRS = 12, 66  # up to so many domains each pair of them is left out once; else so many pairs
 MAX_BYTES = 64_000_000  # of the stored heads
-ROWS_AT_ONCE = 8192
 _Answers = tuple[np.ndarray, np.ndarray]
 """Of the reference head on some images: its confidence max p, float64 [n], and whether it is right, bool [n]."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,11 @@ from torch import Tensor
 
 from xdm_ft.evaluation.expected_site import ExpectedAccuracy, Parts, Validated, expect, parts_at
 from xdm_ft.export import ModelConfig, first_fault
-from xdm_ft.export.directory import AGAIN, CONFIG, SITE, digest_of
+from xdm_ft.export.directory import AGAIN, SITE, read_described
 from xdm_ft.report.finished import is_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import Damaged, json_object, one_line
-from xdm_ft.storage.tensors import read_checked
 
 Share = Annotated[float, Field(ge=0, le=1)]
 SINGLE, DOUBLE = ("heads", "mean", "deviation", "class_means"), ("shares", "accuracies", "agreements")
@@ -156,7 +156,7 @@ def without_site(config: ModelConfig) -> str | None:
 def refuse_run(folder: str, otherwise: str = "") -> None:
     """Raises `UserError` for a run directory, whose models have no site file. `otherwise`: another remedy."""
     if is_run(Path(folder).expanduser()):
-        remedy = f"export a model of it first: xdm-ft export {folder} DIR{otherwise}"
+        remedy = f"export a model of it first: xdm-ft export {shlex.quote(folder)} DIR{otherwise}"
         raise UserError(f"{folder}: is a run directory; {remedy}")
 
 
@@ -168,13 +168,9 @@ def read_stored(folder: Path, config: ModelConfig) -> Stored:
         raise UserError(f"{folder}: the model can not be assessed or adapted at a new site: {reason}")
     if config.site_xxh3 is None:
         raise UserError(f"{folder}: has no {SITE}, which tells of new sites; export it again")
+    tensors = read_described(path, config.site_xxh3)
     try:
-        tensors, _ = read_checked(path)
-        if digest_of(tensors) != config.site_xxh3:
-            raise Damaged(f"it is of another model than {CONFIG}")
         return _stored(tensors, len(config.class_names), config.encoder.width)
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: does not exist; {AGAIN}") from error
     except (Damaged, ValueError, RecursionError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
         raise UserError(f"{path}: is damaged ({reason[:200]}); {AGAIN}") from error
