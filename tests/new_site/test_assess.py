@@ -126,9 +126,9 @@ def test_a_model_picked_by_test_labels_gets_no_number(inside):
 def found(**changes):
     at = AtDomain(accuracy=0.8, images=100, parts=(0.7, 0.8, 0.9), error=0.0, distance=3.0, risks={})
     plain = Assessment(
-        model="m", estimate=0.7, low=0.6, high=0.8, verdict="unknown", card=0.8, parts=None, past_errors={},
-        domains={"a": at}, refused=None, prevalence=None, images=60, groups=None, copies=0, training_images=0,
-        unreadable={}, distance=2.0, is_far=False, half_widths={25: 0.2, 50: 0.14}, risks={},
+        model="m", estimate=0.7, low=0.6, high=0.8, verdict="unknown", heads="linear ERM", card=0.8, parts=None,
+        past_errors={}, domains={"a": at}, refused=None, prevalence=None, images=60, groups=None, copies=0,
+        training_images=0, unreadable={}, distance=2.0, is_far=False, half_widths={25: 0.2, 50: 0.14}, risks={},
     )  # fmt: skip
     return "\n".join(lines(replace(plain, **changes)))
 
@@ -136,6 +136,7 @@ def found(**changes):
 def test_each_verdict_has_its_words():
     text = found()
     assert "unknown: label images to know" in text and "25 labels ± 20, 50 labels ± 14" in text
+    assert "of the reference head: linear ERM" in text
     assert "60.0% to 80.0%" in text and "Assumes class shares as in training" in text
     assert "below the card" in found(verdict="below") and "as promised" in found(verdict="as_promised")
     assert "Assumes" not in found(prevalence={"a": 0.5, "b": 0.5})

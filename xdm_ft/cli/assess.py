@@ -38,7 +38,7 @@ def lines(found: Assessment) -> Iterator[str]:
     else:
         ends = f"{_rate(found.low)} to {_rate(found.high)}"
         rows = [("", "accuracy", "95%"), ("expected at this site", _rate(found.estimate), ends)]
-        yield from columns([*rows, ("mean over held-out domains", _rate(found.card), "")])
+        yield from columns([*rows, ("reference head, mean over held-out domains", _rate(found.card), "")])
     yield ""
     if found.parts is not None:
         yield from columns([("estimate by", ""), *((NAMES[n], _rate(v)) for n, v in found.parts.items())])
@@ -73,6 +73,7 @@ def judgement(found: Assessment) -> str:
 
 def _reservations(found: Assessment) -> Iterator[str]:
     """Yields what limits the estimate, and which images do not count."""
+    yield f"All of it is of the reference head: {found.heads}."
     if found.prevalence is None:
         yield "Assumes class shares as in training; --prevalence gives others."
     if found.is_far:

@@ -118,7 +118,7 @@ class Evaluation:
         if self.training_images is None:
             trained = UNKNOWN_TRAINING
         elif not self.training_images:
-            trained = "none of these images trained the model"
+            trained = "none has the bytes of an image that trained the model"
         else:
             share = f"{self.training_images} of {plural(self.whole.images, 'image')}"
             trained = f"{share} trained the model: what is measured on them does not hold for new ones"

@@ -211,7 +211,7 @@ def features_of(model: Model, images: Iterable[Readable]) -> tuple[Tensor, np.nd
 def _refuse(
     path: str, labels: Tensor, groups: np.ndarray | None, trained: int | None, class_names: Sequence[str]
 ) -> None:
-    n, trained_too = len(labels), f" and {plural(trained, 'image')} that trained the model" if trained else ""
+    n, trained_too = len(labels), f" and {plural(trained, 'training image')}" if trained else ""
     if n < FEWEST:
         raise UserError(
             f"{path}: too few to adapt: {plural(n, 'labelled image')}{trained_too}; label {ADVISED} or more"

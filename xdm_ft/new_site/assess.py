@@ -51,6 +51,7 @@ class Assessment:
     low: float | None  # 95% interval
     high: float | None
     verdict: str  # below, as_promised or unknown
+    heads: str  # what the reference head is, whose accuracy this is: the model's own method, or what stands for it
     card: float | None  # mean accuracy of the reference heads at the held-out domains; None: there are none
     parts: dict[str, float] | None  # the three estimates: cot, aline, atc
     past_errors: dict[str, float]  # {held-out domain: the same estimate there minus the accuracy}
@@ -112,6 +113,7 @@ def assess(
         low=None if known is None else known.low,
         high=None if known is None else known.high,
         verdict="unknown" if known is None else known.verdict,
+        heads=stored.about.heads,
         card=card_mean(stored.past_values) if stored.past_values else None,
         parts=None if parts is None else parts._asdict(),
         past_errors=stored.past_errors,

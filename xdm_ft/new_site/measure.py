@@ -69,7 +69,8 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
             refused = f"too few labels: {here}; {fewest} or more{'' if groups is None else ' groups'} can show it"
         else:
             most = np.argsort(-confidence, kind="stable")[: int(np.ceil(fewest * n / effective))]
-            refused = f"no threshold passes; of the {len(most)} most certain answers {(~right[most]).sum()} are wrong"
+            among = f"{(~right[most]).sum()} of the {len(most)} most certain answers wrong"
+            refused = f"no threshold passes, with {among}; adapt the model first, or name a larger risk"
     value, answered, wrong = (None, None, None) if found is None else (found.value, found.answered, found.wrong)
     return AtRisk(risk, value, answered, wrong, n, refused)
 
