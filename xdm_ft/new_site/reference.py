@@ -260,9 +260,9 @@ class _Study:
         """Returns the method of a reference head: the model's own, or what takes its place."""
         item = self.item
         if item.is_solver:
-            return item if item.algorithm.name in ("linear_probe", "zero_shot") else _linear_erm(item)
+            return item if item.algorithm.name in ("linear_probe", "zero_shot") else linear_erm(item)
         if item.head.name != "linear":
-            return _linear_erm(item)
+            return linear_erm(item)
         return _erm(item) if len(split.train_domains) < domains_needed(item) else item
 
     def _description(self, item: MethodItem) -> str:
@@ -308,7 +308,7 @@ class _Study:
         rules = {f"step {step}": {step: 1.0} for step in snapshots}
         if not rules:
             raise UserError(f"heads of {classes} classes and {features.width} features are too large to be stored")
-        item, jobs = _linear_erm(self.item), list[Job]()
+        item, jobs = linear_erm(self.item), list[Job]()
         for seed in range(self.seed, self.seed + STARTS):
             key = ModelKey(item.label, split.test_domains, seed, 0)
             model = PlannedModel(key, item, BANK, split, int(BANK.steps or 0))
@@ -384,7 +384,8 @@ def _erm(item: MethodItem) -> MethodItem:
     return replace(item, algorithm=erm, sharpness=None, averaging=None)
 
 
-def _linear_erm(item: MethodItem) -> MethodItem:
+def linear_erm(item: MethodItem) -> MethodItem:
+    """Returns plain ERM with a linear head and the encoder of a method."""
     linear = Component("linear", Linear, MethodCommon(name="erm"), ())
     return replace(_erm(item), head=linear, head_init="random")
 

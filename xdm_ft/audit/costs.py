@@ -1,0 +1,141 @@
+"""What a finding costs: held-out accuracy of heads trained without the affected images, less that of all images.
+
+A difference is judged as two rows of a table are (`evaluation/verdicts.py`): over seeds and test images, with Holm's
+correction over the findings of a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from xdm_ft.audit.heads import Study, Wanted
+from xdm_ft.evaluation import Held, Runs
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
+from xdm_ft.evaluation.verdicts import NO_VERDICT, Comparison, Interval, Pair, WithoutGroups, compared, judge
+
+RULE = "audit"  # in place of a selection rule's name
+
+
+@dataclass(frozen=True)
+class Answered(Runs):
+    """The answers of heads under every seed, on the images of some held-out sets."""
+
+    answers: Mapping[tuple[Held, int], Prediction] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, answers: Sequence[Prediction]) -> Answered:
+        held_out = tuple(dict.fromkeys(answer.test_domains for answer in answers))
+        by_key = {(answer.test_domains, answer.seed): replace(answer, method=name) for answer in answers}
+        return cls(name, RULE, "accuracy", held_out, (), answers=by_key)
+
+    @property
+    def planned_seeds(self) -> list[int]:
+        return sorted({seed for _, seed in self.answers})
+
+    @property
+    def values(self) -> dict[tuple[Held, int], float]:
+        return {key: float((of.predicted == of.images.labels).mean()) for key, of in self.answers.items()}
+
+    @property
+    def accuracy(self) -> float:
+        """The mean over seeds and held-out sets."""
+        return float(np.mean([*self.values.values()]))
+
+    def at(self, held_out: Sequence[Held]) -> Answered:
+        """Returns the answers on some of the held-out sets."""
+        return Answered.of(self.method, [of for (held, _), of in self.answers.items() if held in held_out])
+
+
+def difference(first: Answered, second: Answered) -> Comparison:
+    """Returns the accuracy of the first less that of the second, on the same images, before any correction."""
+    pair = Pair(replace(first, method="first"), replace(second, method="second"))
+    answers = [replace(of, method=runs.method) for runs in pair for _, of in sorted(runs.answers.items())]  # type: ignore[attr-defined]
+    row = compared(pair, WithoutGroups("accuracy", [pair], answers))
+    assert row is not None, "every seed is complete"
+    return row
+
+
+def judged(rows: Sequence[Comparison]) -> list[Comparison]:
+    """Returns the comparisons of a kind with their verdicts; Holm's correction is over all of them."""
+    return judge("accuracy", rows, [True] * len(rows))
+
+
+class Change(NamedTuple):
+    """What is done to the images that train."""
+
+    what: str
+    images: int
+    left_out: Mapping[Held, np.ndarray]  # {held-out set: rows that neither train nor validate}; others do not change
+    labels: torch.Tensor | None = None  # int64 [N], to train with
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a change of the images that train does to the held-out accuracy. None where it can't be known."""
+
+    what: str
+    images: int
+    before: float | None
+    after: float | None
+    difference: float | None  # after − before
+    interval: Interval | None  # 95%
+    p: float | None
+    p_holm: float | None
+    verdict: str
+    note: str
+
+
+def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ()) -> list[Cost]:
+    """Trains heads with and without each change, and returns what it costs, in the same order.
+
+    `untested`: rows that are left out of the test images, since their own labels are in doubt.
+    """
+    heads = list[tuple[int, bool, Wanted]]()  # number of the change, whether it is made
+    for number, change in enumerate(changes):
+        for seed, split in study.heads:
+            rows = split.evaluation["test"]
+            rows = rows[~torch.isin(rows, torch.tensor(untested, dtype=torch.int64))]
+            without = change.left_out.get(split.test_domains)
+            changed = study.without(split, without) if without is not None and len(rows) else None
+            if changed is not None:
+                heads += [(number, False, Wanted(split, rows, seed))]
+                heads += [(number, True, Wanted(changed, rows, seed, change.labels))]
+    predicted = study.predictions([head for _, _, head in heads], "costs")
+    answers: dict[tuple[int, bool], list[Prediction]] = {}
+    for (number, is_changed, head), classes in zip(heads, predicted, strict=True):
+        answers.setdefault((number, is_changed), []).append(prediction(study, head, classes))
+    ends = {
+        number: (Answered.of("before", answers[number, False]), Answered.of("after", answers[number, True]))
+        for number, _ in answers
+    }
+    verdicts = dict(zip(ends, judged([difference(after, before) for before, after in ends.values()]), strict=True))
+    return [_cost(change, ends.get(number), verdicts.get(number)) for number, change in enumerate(changes)]
+
+
+def prediction(study: Study, head: Wanted, predicted: np.ndarray) -> Prediction:
+    """Returns the predicted classes int64 [n] of a head as a row of a table has them."""
+    images = HeldOutImages.of(study.dataset, head.rows.numpy())
+    return Prediction("", head.split.test_domains, head.seed, RULE, images, predicted)
+
+
+def _cost(change: Change, ends: tuple[Answered, Answered] | None, row: Comparison | None) -> Cost:
+    if ends is None or row is None:
+        note = "nothing changes" if not change.left_out else "too few images are left to train on"
+        return Cost(change.what, change.images, None, None, None, None, None, None, NO_VERDICT, note)
+    return Cost(
+        what=change.what,
+        images=change.images,
+        before=ends[0].accuracy,
+        after=ends[1].accuracy,
+        difference=row.difference,
+        interval=row.on_these and row.on_these.interval(),
+        p=row.p_here and row.p_here.plain,
+        p_holm=row.p_here and row.p_here.holm,
+        verdict=f"{row.here} {row.where}" if row.is_found else row.here,
+        note=row.note,
+    )

@@ -1,0 +1,107 @@
+"""Label errors: images whose label heads doubt that were trained on other images, those of the same domain too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from xdm_ft.audit.costs import Change, Cost, costs
+from xdm_ft.audit.heads import Study, Wanted
+from xdm_ft.protocol.splits import split_of_rows
+
+FOLDS = 5
+MOST_SEEDS = 5  # whose probabilities are averaged
+SUSPECT = -0.7  # score of an image whose label is likely wrong
+LISTED = 20
+CONFUSED = 10
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What heads say of the labels of n images."""
+
+    rows: np.ndarray  # int64 [n], of the data set
+    score: np.ndarray  # float64 [n]: p(label) − the largest p of another class
+    suggested: np.ndarray  # int64 [n], that other class
+
+    @property
+    def doubtful(self) -> np.ndarray:
+        """Positions of the images for which another class is more likely than their label, the worst first."""
+        order = np.argsort(self.score, kind="stable")
+        return order[self.score[order] < 0]
+
+    @property
+    def suspects(self) -> np.ndarray:
+        """Positions of the images whose label is likely wrong, the worst first."""
+        return self.doubtful[self.score[self.doubtful] <= SUSPECT]
+
+
+def label_scores(study: Study) -> Labels | None:
+    """Scores every image by heads of a cross-validation over mixed domains that did not see it, or its group.
+
+    Heads that have not seen the domain are wrong at a hard domain where the label is right: they find half as much.
+    Probabilities are means over seeds. The score is 0 where no other fold has an image of the class. Returns None for
+    one class, or with fewer images, or groups, than folds.
+    """
+    dataset, rows = study.dataset, study.readable
+    labels, domains = dataset.labels[rows], dataset.domains[rows]
+    fold_of = _folds(labels, domains, None if dataset.groups is None else dataset.groups[rows])
+    if fold_of is None:
+        return None
+    seeds, wanted = study.seeds[:MOST_SEEDS], list[Wanted]()
+    p, unseen = np.zeros((len(rows), len(dataset.class_names)), np.float32), np.zeros(len(rows), bool)
+    for fold in range(FOLDS):
+        train, tested = rows[fold_of != fold], torch.from_numpy(rows[fold_of == fold])
+        unseen |= (fold_of == fold) & ~np.isin(labels, dataset.labels[train])
+        split = split_of_rows(dataset, (f"fold {fold}",), np.unique(dataset.domains[train]).tolist(), train, {})
+        wanted += [Wanted(split, tested, seed) for seed in seeds]
+    for number, logits in study.answers(wanted, "label errors"):
+        p[fold_of == number // len(seeds)] += logits.softmax(1).numpy() / len(seeds)
+    every = np.arange(len(rows))
+    of_label = p[every, labels].astype(np.float64)
+    p[every, labels] = -1
+    suggested = p.argmax(1)
+    return Labels(rows, np.where(unseen, 0.0, of_label - p[every, suggested]), suggested)
+
+
+def _folds(labels: np.ndarray, domains: np.ndarray, groups: np.ndarray | None) -> np.ndarray | None:
+    """Returns the fold of each image, int64 [n], equal shares of each class and domain in each; None: too few.
+
+    A group is in one fold, and counts as its first image.
+    """
+    firsts, members = np.arange(len(labels)), np.arange(len(labels))
+    if groups is not None:
+        _, firsts, members = np.unique(groups, return_index=True, return_inverse=True)
+    if len(firsts) < FOLDS or len(np.unique(labels)) < 2:
+        return None
+    stratum = (domains * (labels.max() + 1) + labels)[firsts]
+    drawn = np.random.default_rng(0).permutation(len(firsts))
+    fold_of = np.empty(len(firsts), np.int64)
+    fold_of[drawn[np.argsort(stratum[drawn], kind="stable")]] = np.arange(len(firsts)) % FOLDS
+    return fold_of[members]
+
+
+def confused(study: Study, labels: Labels) -> list[tuple[str, str, int]]:
+    """Returns pairs (label, suggested class, images) of the suspects, the most frequent first."""
+    names, suspects = study.dataset.class_names, labels.suspects
+    of_label = study.dataset.labels[labels.rows[suspects]].tolist()
+    pairs = Counter(zip(of_label, labels.suggested[suspects].tolist(), strict=True))
+    return [(names[label], names[other], images) for (label, other), images in pairs.most_common(CONFUSED)]
+
+
+def label_costs(study: Study, labels: Labels) -> list[Cost]:
+    """Returns what leaving out the suspects, and relabelling them, does; they are not tested on."""
+    rows = labels.rows[labels.suspects]
+    if not len(rows):
+        return []
+    relabelled = torch.from_numpy(study.dataset.labels.copy())
+    relabelled[torch.from_numpy(rows)] = torch.from_numpy(labels.suggested[labels.suspects])
+    held_out, none = [split.test_domains for _, split in study.heads], np.empty(0, np.int64)
+    changes = [
+        Change("left out of training", len(rows), dict.fromkeys(held_out, rows)),
+        Change("relabelled in training", len(rows), dict.fromkeys(held_out, none), relabelled),
+    ]
+    return costs(study, changes, untested=rows.tolist())

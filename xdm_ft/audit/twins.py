@@ -1,0 +1,142 @@
+"""Twin domains: what leaving one out of training costs the other, beyond what fewer images cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from xdm_ft.audit.costs import Answered, difference, judged, prediction
+from xdm_ft.audit.heads import Study, Wanted
+from xdm_ft.evaluation import set_name
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.verdicts import NO_VERDICT, WORSE, Interval
+from xdm_ft.protocol.splits import Split
+
+FEWEST_UNITS = 3  # with two, nothing is left to train on
+ALL_PAIRS = 12  # of more domains, only pairs that may be twins are left out together
+NEAREST = 0.5  # share of the images of each twin whose nearest foreign image lies in the other
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Held-out accuracy on one unit with another one left out of training too. Accuracies are means over seeds."""
+
+    domain: str
+    without: str
+    accuracy: float
+    accuracy_without: float
+    accuracy_matched: float  # a random part of the training images, of the same size, left out
+    loss: float  # accuracy − accuracy_without
+    loss_interval: Interval | None  # 95%
+    expected_loss: float  # accuracy − accuracy_matched
+    excess: float  # loss − expected_loss
+    interval: Interval | None  # of the excess, 95%
+    p: float | None
+    p_holm: float | None
+    verdict: str
+    note: str
+
+
+@dataclass(frozen=True)
+class DomainPairs:
+    names: list[str]  # U units: domains, or those that are held out together
+    nearest: list[list[float | None]]
+    """Share of the images of a row's unit whose nearest image of another unit lies in the column's, [U,U]."""
+    left_out: list[LeftOut]
+    note: str
+    twins: list[list[str]]
+
+
+def units_of(study: Study) -> list[tuple[str, ...]]:
+    """Returns the domains that are held out together, and every other domain alone."""
+    sets = [split.test_domains for _, split in study.heads if not set(split.test_domains) & set(split.train_domains)]
+    units = list(dict.fromkeys(sets))
+    in_set = {name for unit in units for name in unit}
+    present = np.unique(study.dataset.domains[study.readable])
+    names = [study.dataset.domain_names[number] for number in present.tolist()]
+    units += [(name,) for name in names if name not in in_set]
+    return sorted(units, key=lambda unit: names.index(unit[0]))
+
+
+def domain_pairs(study: Study, units: Sequence[tuple[str, ...]], nearest: np.ndarray) -> DomainPairs:
+    """Leaves two units out at a time.
+
+    `nearest` float64 [U,U]: the shares of `DomainPairs`. Twins are pairs of which each is the other's nearest for most
+    images, and where the loss of one of the two, less that of as many random images, is shown (D = 1, Holm's correction
+    over the pairs that may be twins).
+    """
+    names = [set_name(unit) for unit in units]
+    shares = [[None if i == j else float(nearest[i, j]) for j in range(len(units))] for i in range(len(units))]
+    if len(units) < FEWEST_UNITS:
+        return DomainPairs(names, shares, [], f"leaving two out needs {FEWEST_UNITS} domains or more", [])
+    near = (nearest > NEAREST) & (nearest.T > NEAREST)
+    cells = list[_Cell]()
+    for seed, split in study.heads:
+        if split.test_domains in units:
+            i = list(units).index(split.test_domains)
+            for j, unit in enumerate(units):
+                if j != i and set(unit) <= set(split.train_domains) and (near[i, j] or len(units) <= ALL_PAIRS):
+                    cells += _cells(study, split, seed, i, j, unit)
+    predicted = study.predictions([head for cell in cells for head in cell.heads], "two domains left out")
+    answers: dict[tuple[int, int], tuple[list[Prediction], list[Prediction], list[Prediction]]] = {}
+    for number, cell in enumerate(cells):
+        of_cell = answers.setdefault((cell.domain, cell.without), ([], [], []))
+        for kept, head, classes in zip(of_cell, cell.heads, predicted[3 * number : 3 * number + 3], strict=True):
+            kept.append(prediction(study, head, classes))
+    runs = {
+        pair: [Answered.of(name, of) for name, of in zip(("all", "without", "matched"), kept, strict=True)]
+        for pair, kept in answers.items()
+    }
+    excess = {pair: difference(without, matched) for pair, (_, without, matched) in runs.items()}
+    candidates = [pair for pair in runs if near[pair]]
+    verdicts = dict(zip(candidates, judged([excess[pair] for pair in candidates]), strict=True))
+    rows = list[LeftOut]()
+    for pair, (everything, without, matched) in runs.items():
+        row, loss = verdicts.get(pair, excess[pair]), difference(everything, without)
+        rows.append(
+            LeftOut(
+                domain=names[pair[0]],
+                without=names[pair[1]],
+                accuracy=everything.accuracy,
+                accuracy_without=without.accuracy,
+                accuracy_matched=matched.accuracy,
+                loss=loss.difference,
+                loss_interval=loss.on_these and loss.on_these.interval(),
+                expected_loss=everything.accuracy - matched.accuracy,
+                excess=-row.difference,
+                interval=None if row.on_these is None else Interval(*(-end for end in row.on_these.interval()[::-1])),
+                p=row.p_here and row.p_here.plain,
+                p_holm=row.p_here and row.p_here.holm,
+                verdict=row.here if pair in verdicts else NO_VERDICT,
+                note=row.note if pair in verdicts else "not nearest to each other for most images, so no twins",
+            )
+        )
+    shown = {frozenset(pair) for pair, row in verdicts.items() if row.here == WORSE}
+    twins = [sorted(pair) for pair in shown]
+    note = "" if len(units) <= ALL_PAIRS else f"of {len(units)} domains, only pairs that may be twins are left out"
+    return DomainPairs(names, shares, rows, note, [[names[i], names[j]] for i, j in sorted(twins)])
+
+
+class _Cell(NamedTuple):
+    domain: int  # of the units
+    without: int
+    heads: tuple[Wanted, Wanted, Wanted]  # with all images; without the other unit; without as many random ones
+
+
+def _cells(study: Study, split: Split, seed: int, i: int, j: int, unit: Sequence[str]) -> list[_Cell]:
+    """Returns the heads of a cell under one seed; none if too few images are left to train on."""
+    dataset, test = study.dataset, split.evaluation["test"]
+    left_out = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in unit])
+    if dataset.groups is not None:  # their other images too
+        left_out |= np.isin(dataset.groups, np.unique(dataset.groups[left_out]))
+    train = torch.cat([*split.train]).numpy()
+    size, drawn = int(left_out[train].sum()), np.random.default_rng([seed, i, j])
+    without = study.without(split, np.flatnonzero(left_out))
+    matched = study.without(split, drawn.choice(train, size, replace=False))
+    if without is None or matched is None:
+        return []
+    return [_Cell(i, j, (Wanted(split, test, seed), Wanted(without, test, seed), Wanted(matched, test, seed)))]
