@@ -1,0 +1,213 @@
+"""Heads on parts of the training images, what a part costs, twin domains and label errors."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.audit.studies import clusters, study
+from xdm_ft.audit.costs import Change, costs
+from xdm_ft.audit.heads import Wanted
+from xdm_ft.audit.labels import FOLDS, _folds, confused, label_costs, label_scores
+from xdm_ft.audit.twins import domain_pairs, units_of
+from xdm_ft.runtime.errors import UserError
+
+
+def test_heads_do_not_see_the_images_that_are_left_out_and_are_those_of_a_run_without_them():
+    z, labels, domains = clusters()
+    whole = study(z, labels, domains)
+    seed, split = whole.heads[0]
+    rows = torch.cat([*split.train]).numpy()[::7]
+    other = z.copy()
+    other[rows] = 1e6  # a head that saw one of these would be another head
+    changed = whole.without(split, rows)
+    assert not np.isin(torch.cat([*changed.train]).numpy(), rows).any()
+    assert sum(map(len, changed.train)) + len(rows) == sum(map(len, split.train))
+    test = split.evaluation["test"]
+    answers = [
+        dict(of.answers([Wanted(changed, test, seed)], "a test"))[0] for of in (whole, study(other, labels, domains))
+    ]
+    torch.testing.assert_close(answers[0], answers[1])
+
+
+def test_equal_heads_are_trained_once_and_answer_for_their_own_images():
+    z, labels, domains = clusters(images=10)
+    whole = study(z, labels, domains)
+    (seed, first), (_, second) = whole.heads[0], whole.heads[3]
+    both = [whole.without(first, np.flatnonzero(domains == 1)), whole.without(second, np.flatnonzero(domains == 0))]
+    assert [split.test_domains for split in both] == [("d0",), ("d1",)]
+    wanted = [Wanted(both[0], first.evaluation["test"], seed), Wanted(both[1], second.evaluation["test"], seed)]
+    answers = dict(whole.answers(wanted, "a test"))
+    alone = dict(whole.answers(wanted[1:], "a test"))
+    torch.testing.assert_close(answers[1], alone[0])
+    assert len(answers[0]) == len(answers[1]) == 30
+
+
+def test_a_domain_that_loses_all_images_trains_no_more_and_one_class_is_too_few():
+    z, labels, domains = clusters(images=10, classes=2)
+    whole = study(z, labels, domains)
+    split = whole.heads[0][1]
+    assert whole.without(split, np.flatnonzero(domains == 1)).train_domains == ("d2", "d3")
+    assert whole.without(split, np.flatnonzero(labels == 1)) is None
+
+
+def test_a_head_that_fails_is_one_line():
+    z, labels, domains = clusters(images=10)
+    z[5] = np.nan
+    broken = study(z, labels, domains)
+    with pytest.raises(UserError, match="the head has failed"):
+        broken.predictions([Wanted(split, split.evaluation["test"], seed) for seed, split in broken.heads], "a test")
+
+
+def test_what_a_change_costs_is_the_difference_of_accuracies():
+    """Left out: a domain whose labels are wrong. The others are better without it."""
+    z, labels, domains = clusters(images=60, spread=2.0)
+    labels = np.where(domains == 3, (labels + 1) % 3, labels)
+    wrong = study(z, labels, domains)
+    sets = {("d0",), ("d1",), ("d2",)}
+    left_out = dict.fromkeys(sets, np.flatnonzero(domains == 3))
+    better, nothing, missing = costs(
+        wrong,
+        [
+            Change("left out of training", 180, left_out),
+            Change("left out of training", 0, dict.fromkeys(sets, np.empty(0, np.int64))),
+            Change("left out of training", 0, {}),
+        ],
+    )
+    assert better.difference == pytest.approx(better.after - better.before)
+    assert better.difference > 0.1
+    assert better.verdict == "better on these domains"
+    assert better.interval.low < better.difference < better.interval.high
+    assert better.p < better.p_holm <= 1
+    assert (nothing.difference, nothing.verdict) == (0, "no clear difference")
+    assert (missing.difference, missing.verdict, missing.note) == (None, "no verdict", "nothing changes")
+
+
+# Twin domains
+
+
+def shares(pairs, units):
+    """Nearest shares of which these pairs of units are each other's nearest."""
+    nearest = np.full((units, units), 0.1)
+    for i, j in pairs:
+        nearest[i, j] = nearest[j, i] = 0.9
+    return nearest
+
+
+def with_twins(strength, seed=0):
+    """Domains 0 and 1 share directions of the classes that no other domain has, besides those of all domains."""
+    rng = np.random.default_rng(seed)
+    labels, domains = np.tile(np.repeat(np.arange(3), 60), 5), np.repeat(np.arange(5), 180)
+    common, own = 0.4 * rng.normal(size=(3, 16)), strength * rng.normal(size=(5, 3, 16))
+    own[1] = own[0]
+    return common[labels] + own[domains, labels] + rng.normal(size=(900, 16)), labels, domains
+
+
+@pytest.mark.parametrize("strength", [0.5, 0.7, 1.0])
+def test_twins_that_help_each_other_are_named(strength):
+    twins = study(*with_twins(strength))
+    pairs = domain_pairs(twins, units_of(twins), shares([(0, 1), (2, 3)], 5))
+    assert pairs.twins == [["d0", "d1"]]
+    assert len(pairs.left_out) == 20  # every ordered pair
+    cell = next(row for row in pairs.left_out if (row.domain, row.without) == ("d0", "d1"))
+    assert cell.verdict == "worse"
+    assert cell.excess == pytest.approx(cell.loss - cell.expected_loss)
+    assert cell.interval.low < cell.excess < cell.interval.high
+    assert {row.verdict for row in pairs.left_out if {row.domain, row.without} == {"d0", "d4"}} == {"no verdict"}
+
+
+def test_domains_that_are_not_nearest_to_each_other_are_no_twins():
+    twins = study(*with_twins(1.0))
+    nearest = shares([], 5)
+    nearest[0, 1] = 0.9  # one of the two alone
+    assert domain_pairs(twins, units_of(twins), nearest).twins == []
+
+
+def test_two_domains_have_no_matrix_and_one_no_head():
+    z, labels, domains = clusters(images=10, domains=2)
+    two = study(z, labels, domains)
+    pairs = domain_pairs(two, units_of(two), shares([(0, 1)], 2))
+    assert (pairs.left_out, pairs.twins) == ([], [])
+    assert "needs 3 domains" in pairs.note
+    z, labels, domains = clusters(images=10, domains=1)
+    alone = study(z, labels, domains)
+    assert units_of(alone) == [("d0",)]
+    assert alone.heads == []
+
+
+def test_of_fifty_domains_only_pairs_that_may_be_twins_are_left_out():
+    many = study(*clusters(images=4, domains=50, classes=2), seeds=3)
+    pairs = domain_pairs(many, units_of(many), shares([(3, 7)], 50))
+    assert {(row.domain, row.without) for row in pairs.left_out} == {("d3", "d7"), ("d7", "d3")}
+    assert "50 domains" in pairs.note
+
+
+# Label errors
+
+
+def planted(share, seed=0, **settings):
+    """Clusters of which this share of images has another label; also their rows."""
+    z, labels, domains = clusters(images=50, spread=1.2, seed=seed, **settings)
+    rng = np.random.default_rng(seed)
+    wrong = rng.choice(len(labels), round(share * len(labels)), replace=False)
+    labels = labels.copy()
+    labels[wrong] = (labels[wrong] + 1) % 3
+    return z, labels, domains, wrong
+
+
+@pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
+def test_wrong_labels_are_ranked_first(share):
+    z, labels, domains, wrong = planted(share)
+    whole = study(z, labels, domains)
+    scores = label_scores(whole)
+    first = scores.rows[scores.doubtful[: len(wrong)]]
+    assert len(np.intersect1d(first, wrong)) >= 0.8 * len(wrong)
+    found = scores.rows[scores.suspects]
+    assert len(np.intersect1d(found, wrong)) >= 0.9 * len(found) > 0
+    right = np.intersect1d(found, wrong)  # the suggested class is the true one
+    at = np.searchsorted(scores.rows, right)
+    assert (scores.suggested[at] == (labels[right] - 1) % 3).mean() > 0.9
+    label, other, images = confused(whole, scores)[0]
+    assert (int(other[1]) + 1) % 3 == int(label[1])
+    assert 0 < images <= len(found)
+
+
+def test_relabelling_and_dropping_wrong_labels_helps_and_none_costs_nothing():
+    z, labels, domains, _ = planted(0.3)
+    whole = study(z, labels, domains)
+    dropped, relabelled = label_costs(whole, label_scores(whole))
+    assert (dropped.what, relabelled.what) == ("left out of training", "relabelled in training")
+    assert dropped.images == relabelled.images > 20
+    assert min(dropped.after - dropped.before, relabelled.after - relabelled.before) > -0.02
+    clean = study(*clusters(spread=0.1))
+    scores = label_scores(clean)
+    assert len(scores.suspects) == 0
+    assert label_costs(clean, scores) == []
+    assert confused(clean, scores) == []
+
+
+def test_folds_divide_no_group_and_have_equal_shares():
+    rng = np.random.default_rng(0)
+    labels, domains = np.tile([0, 1], 100), np.repeat([0, 1], 100)
+    fold_of = _folds(labels, domains, None)
+    counts = np.array(
+        [
+            [np.sum((fold_of == f) & (labels == c) & (domains == d)) for f in range(FOLDS)]
+            for c in (0, 1)
+            for d in (0, 1)
+        ]
+    )
+    assert (counts == 10).all()
+    groups = rng.integers(0, 12, 200)
+    fold_of = _folds(labels, domains, groups)
+    assert all(len(set(fold_of[groups == group])) == 1 for group in range(12))
+    assert set(fold_of) == set(range(FOLDS))
+    assert _folds(labels, domains, np.repeat([0, 1, 2, 3], 50)) is None  # fewer groups than folds
+    assert _folds(np.zeros(200, int), domains, None) is None  # one class
+
+
+def test_a_class_of_one_image_is_not_doubted():
+    z, labels, domains = clusters(images=20)
+    labels[0] = 3
+    scores = label_scores(study(z, labels, domains))
+    assert scores.score[0] == 0
+    assert 0 not in scores.doubtful
