@@ -38,7 +38,7 @@ from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.lines import Damaged, read_object
-from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
+from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 from xdm_ft.version import __version__
 
 logger = logging.getLogger("xdm_ft")
@@ -205,7 +205,7 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
     The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
     do not depend on it. Raises `UserError` for faults of the disk.
     """
-    page, sources = run.results["recipe"].get("report", {}).get("page", False), (RESULTS, ANALYSIS)
+    page, sources = run.results["recipe"].get("report", {}).get("page", False), (RESULTS, ANALYSIS, AUDIT)
     try:
         written = read_object(run.path / REPORTS)
         times = [(run.path / name).stat().st_mtime_ns for name in written]
