@@ -32,6 +32,9 @@ MAX_LISTED = 10  # pairs, images and confused labels of a table
 MAX_PAIRS, MAX_FACTS, MAX_SENTENCES = 15, 15, 8
 MAX_DOMAINS, MAX_CLASSES = 12, 10  # rows and columns of a matrix
 MAX_DRAWN = 20  # domains of a heat map
+COSTS = (
+    "A cost is how the accuracy on held-out domains changes if these images train no model, or with other labels ({})."
+)
 NO_FILES = "names of files are in {}, and here only with report.images=true"
 
 
@@ -69,7 +72,7 @@ def _copies(audit: Json) -> Finding:
         alike = f"; the {plural(part['listed'], 'most similar pair')} are in copies.csv" if part["listed"] else ""
         return Finding("copies", NOTHING, f"none{alike}", "")
     where = f"{part['across_domains']} in two domains, {part['straddling']} in training and test of a held-out domain"
-    what = f"{plural(part['sure'], 'pair')} of images are copies: {where}"
+    what = f"{plural(part['sure'], 'pair')} of copies: {where}"
     remedy = "look through copies.csv (--images shows the pairs), and delete one image of each copy"
     return Finding("copies", PROMISE if part["straddling"] else SUSPECT, what, remedy, part["costs"])
 
@@ -127,7 +130,7 @@ def _site_class(audit: Json) -> Finding:
     if facts:
         where = f" in {facts[0]['domain']}" if facts[0]["domain"] else ""
         right, chance = (with_unit("accuracy", facts[0][key]) for key in ("accuracy", "chance"))
-        parts.append(f"{facts[0]['facts']} alone predict the class with {right}{where} (chance: {chance})")
+        parts.append(f"the class is predicted with {right}{where} by {facts[0]['facts']} alone (chance: {chance})")
     confounded = [names if isinstance(names, str) else " and ".join(names) for names in part["confounded"]]
     if confounded:
         parts.append(f"class and site cannot be told apart: {listed(confounded, 3)}")
@@ -172,7 +175,9 @@ def _encoder_rows(part: Json) -> Iterator[tuple[str, str, str]]:
         return EMPTY if value is None else with_unit("accuracy", value)
 
     yield "neighbours of the same domain", percent(part["same_domain_share"]), "share of the 10 nearest images"
-    yield "domain predicted with", percent(part["domain_accuracy"]), f"chance: {percent(part['domain_chance'])}"
+    chance = "" if part["domain_chance"] is None else f" (chance: {percent(part['domain_chance'])})"
+    right = percent(part["domain_accuracy"]) + chance
+    yield "domain predicted with", right, "100%: the features tell all domains apart"
     halves = part["aligned"]
     if halves is not None:
         how = "of {} images; {}"
@@ -217,7 +222,7 @@ def audit_lines(audit: Json) -> list[str]:
         lines += [f"  cost: {cost_words(cost)}" for cost in finding.costs]
         lines += [f"  → {finding.remedy}"] if finding.remedy else []
     if any(finding.costs for finding in made):
-        lines += ["", f"A cost is the change of accuracy on held-out domains, of {audit['heads']}."]
+        lines += ["", COSTS.format(audit["heads"])]
     return [*lines, *(f"Note: {note}" for note in audit["notes"])]
 
 
@@ -233,8 +238,8 @@ def audit_markdown(audit: Json) -> str:
     """Returns the text of audit.md."""
     from xdm_ft.report.markup import escape_markdown, markdown_lines  # markup imports sections of results
 
-    title, text = escape_markdown(f"Audit of {audit['name']}"), escape_markdown(headline(findings(audit)))
-    return "\n".join([f"# {title}", "", f"**{text}**", "", *markdown_lines(audit_sections(audit, files=True))])
+    title = escape_markdown(f"Audit of {audit['name']}")
+    return "\n".join([f"# {title}", "", *markdown_lines(audit_sections(audit, files=True))])
 
 
 def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
@@ -254,9 +259,9 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
         tables,
         audit["notes"],
         headline=headline(made),
-        images=sizes + (f"; {audit['unreadable']} can not be read" if audit["unreadable"] else ""),
+        images=sizes + (f"; {audit['unreadable']} cannot be read" if audit["unreadable"] else ""),
         features="" if encoder is None else f", by features of {encoder['label']}",
-        heads=audit["heads"],
+        costs=f" {COSTS.format(audit['heads'])} Holm's p is corrected for the costs of a kind." if costs else "",
     )
     for kind, details in DETAILS.items():
         if audit[kind] is not None:
@@ -267,18 +272,23 @@ def _costs_table(costs: Iterable[tuple[Finding, Json]]) -> Table:
     rows = []
     for finding, cost in costs:
         accuracies = [metric_cell(cost[key], "accuracy") for key in ("before", "after")]
-        change, verdict = _change(cost["difference"], cost["interval"]), Cell(cost["verdict"], None, cost["note"])
-        numbers = cost["images"], *accuracies, change, p_value(cost["p_holm"])
-        rows.append(cells(finding.name, cost["what"], *numbers, verdict))
+        numbers = cost["images"], *accuracies, _change(cost["difference"], cost["interval"], signed=True)
+        rows.append(cells(finding.name, cost["what"], *numbers, p_value(cost["p_holm"]), _verdict(cost)))
     header = ["what", "its images", "images", "before", "after", "change (95%)", "p (Holm)", "verdict"]
     caption = "What the findings cost: accuracy on held-out domains in %, and its change in points."
     return Table(caption, header, rows, labels=2)
 
 
-def _change(value: float | None, interval: Sequence[float] | None) -> Cell:
+def _change(value: float | None, interval: Sequence[float] | None, signed: bool = False) -> Cell:
+    """Returns a cell of points or percent, with the interval below."""
     if value is None:
         return Cell(EMPTY)
-    return Cell(scaled(value, "accuracy", True), value, "" if interval is None else between("accuracy", interval, True))
+    ends = "" if interval is None else f"({between('accuracy', interval, signed)})"
+    return Cell(scaled(value, "accuracy", signed), value, ends)
+
+
+def _verdict(row: Json) -> str:
+    return f"{row['verdict']}: {row['note']}" if row["note"] else str(row["verdict"])
 
 
 def _some(shown: int, of: int, things: str, file: str) -> str:
@@ -331,8 +341,8 @@ def twins_details(part: Json, files: bool) -> Section:
     for row in order[:MAX_PAIRS]:
         accuracies = [metric_cell(row[key], "accuracy") for key in ("accuracy", "accuracy_without", "accuracy_matched")]
         changes = _change(row["loss"], row["loss_interval"]), _change(row["excess"], row["interval"])
-        verdict = Cell(row["verdict"], None, row["note"])
-        rows.append(cells(row["domain"], row["without"], *accuracies, *changes, p_value(row["p_holm"]), verdict))
+        p = p_value(row["p_holm"])
+        rows.append(cells(row["domain"], row["without"], *accuracies, *changes, p, _verdict(row)))
     if rows:
         header = ["held out", "left out too", "accuracy", "without it", "without as many others", "loss (95%)"]
         caption = "Accuracy in % on a held-out domain if another domain does not train either; losses in points."
@@ -396,7 +406,8 @@ def site_class_details(part: Json, files: bool) -> Section:
     if facts:
         rows = []
         for fact in facts[:MAX_FACTS]:
-            numbers = _accuracy(fact), metric_cell(fact["chance"], "accuracy"), p_value(fact["p_holm"])
+            right = _change(fact["accuracy"], fact["interval"])
+            numbers = right, metric_cell(fact["chance"], "accuracy"), p_value(fact["p_holm"])
             where = fact["domain"] or "all domains"
             rows.append(cells(fact["facts"], fact["predicts"], where, *numbers, "yes" if fact["found"] else "no"))
         header = ["facts", "predict", "in", "accuracy in % (95%)", "chance in %", "p (Holm)", "beyond chance"]
@@ -405,11 +416,6 @@ def site_class_details(part: Json, files: bool) -> Section:
     sentences = listed(part["sentences"], MAX_SENTENCES, "; ")
     notes = [*([sentences] if sentences else []), *_notes(part)]
     return make_section("audit-site-class", tables=tables, notes=notes, strength=_strength(part))
-
-
-def _accuracy(fact: Json) -> Cell:
-    cell = metric_cell(fact["accuracy"], "accuracy")
-    return cell if fact["interval"] is None else Cell(cell.text, cell.value, between("accuracy", fact["interval"]))
 
 
 def encoder_details(part: Json, files: bool) -> Section:
