@@ -25,12 +25,11 @@ from xdm_ft.report.sections.audit import (
     audit_lines,
     audit_markdown,
     audit_sections,
-    copies_sheet,
     cost_words,
     findings,
     headline,
 )
-from xdm_ft.report.written import html, refresh_reports
+from xdm_ft.report.written import copies_sheet, html, refresh_reports
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.lines import with_checksum
 from xdm_ft.storage.run_directory import RunDirectory

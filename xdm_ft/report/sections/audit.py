@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdm_ft.report import SIDE, Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
+from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import Figure, heat_maps
 from xdm_ft.report.finished import Run
 from xdm_ft.report.words import EMPTY, between, count_text, listed, p_value, scaled, with_unit
 from xdm_ft.runtime.errors import plural
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 Json = Mapping[str, Any]
 NAMES = {
@@ -429,29 +426,3 @@ DETAILS = {
     "copies": copies_details, "domain_pairs": twins_details, "labels": labels_details,
     "site_class": site_class_details, "encoder": encoder_details,
 }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------ pairs of images
-
-GAP = 4  # pixels between the two images of a pair
-
-
-def copies_sheet(pairs: Iterable[tuple[Json, Image, Image]], title: str) -> str:
-    """Returns copies.html. `pairs`: entries of `copies.pairs` with their two RGB images, which it shrinks."""
-    from PIL import Image as images
-
-    from xdm_ft.report.written import sheet  # written imports the sections
-
-    thumbnails = []
-    for number, (pair, *both) in enumerate(pairs, 1):
-        for image in both:
-            image.thumbnail((SIDE, SIDE))
-        beside = images.new("RGB", (2 * SIDE + GAP, max(image.height for image in both)), "white")
-        for image, left in zip(both, (0, SIDE + GAP), strict=True):
-            beside.paste(image, (left, 0))
-        kind = "copy" if pair["sure"] else "similar"
-        where = ", in training and test" if pair["straddles"] else ""
-        caption = f"{number}: {kind}, score {pair['score']:.2f}{where}", pair["first"], pair["second"]
-        thumbnails.append(Thumbnail.of(beside, f"pair {number}", caption, side=2 * SIDE + GAP))
-    about = "The most similar pairs, those in training and test first. Delete one image of each copy."
-    return sheet(title, about, thumbnails)
