@@ -359,7 +359,7 @@ def _heat_map(part: Json | None) -> list[Figure]:
     names, shares = part["names"], np.nan_to_num(_nearest(part))
     nearest = zip(names, shares.max(axis=1), shares.argmax(axis=1), strict=True)
     most = [f"of {name} {with_unit('accuracy', share)} in {names[there]}" for name, share, there in nearest]
-    title, axes = "nearest image of another domain", ("lies in", "images of")
+    title, axes = "nearest foreign image", ("lies in", "images of")
     alt = f"Where the nearest image of another domain lies most often: {listed(most)}."
     caption = "Share of the images of a row in %. Twin domains are each other's nearest for most images."
     return [heat_maps("audit-nearest", alt, {title: shares}, names, axes_labels=axes, caption=caption)]
