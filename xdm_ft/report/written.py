@@ -96,9 +96,9 @@ def _rendered(template: str, **values: Any) -> str:
     return environment.from_string(_packaged(template)).render(style=style, **values)
 
 
-def sheet(title: str, about: str, thumbnails: Sequence[Thumbnail]) -> str:
-    """Returns a page of small images."""
-    return _rendered("sheet.html.j2", title=title, about=about, thumbnails=thumbnails)
+def sheet(title: str, about: str, thumbnails: Sequence[Thumbnail], width: str = "8.5rem") -> str:
+    """Returns a page of small images, in columns of at least this CSS width."""
+    return _rendered("sheet.html.j2", title=title, about=about, thumbnails=thumbnails, width=width)
 
 
 GAP = 4  # pixels between the two images of a pair
@@ -120,7 +120,7 @@ def copies_sheet(pairs: Iterable[tuple[Mapping[str, Any], Image, Image]], title:
         caption = first_line, pair["first"], pair["second"]
         thumbnails.append(Thumbnail.of(beside, f"pair {number}", caption, side=2 * SIDE + GAP))
     about = "The most similar pairs, those in training and test first. Delete one image of each copy."
-    return sheet(title, about, thumbnails)
+    return sheet(title, about, thumbnails, width="12.5rem")
 
 
 def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
@@ -209,6 +209,8 @@ def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     yield "Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
     yield "Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv"
     yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
+    if run.audit is None:
+        yield "Look whether the data is what it says: copies, twin domains, label errors.", f"xdm-ft audit {path}"
     if run.analysis is None or run.not_measured:
         yield "Measure what the paper measures, for this page.", f"xdm-ft analyse {path}"
 

@@ -84,14 +84,16 @@ def _twins(audit: Json) -> Finding:
     worst = max(of_twins, key=lambda row: -1 if row["excess"] is None else row["excess"], default=None)
     what = listed([" and ".join(pair) for pair in twins], 3)
     if worst is not None and worst["excess"] is not None:
-        before, after, matched = (
-            with_unit("accuracy", worst[key]) for key in ("accuracy", "accuracy_without", "accuracy_matched")
-        )
+        before, after, matched = (_percent(worst[key]) for key in ("accuracy", "accuracy_without", "accuracy_matched"))
         what += (
             f". With {worst['without']} left out of training too, {worst['domain']} falls from {before} to {after}; "
             f"with as many other images left out, it has {matched}"
         )
     return Finding("domain_pairs", PROMISE, what, f"hold them out together: {_together(twins)}")
+
+
+def _percent(value: float | None) -> str:
+    return EMPTY if value is None else with_unit("accuracy", value)
 
 
 def _together(twins: Iterable[Sequence[str]]) -> str:
@@ -111,7 +113,7 @@ def _labels(audit: Json) -> Finding:
     part = audit["labels"]
     if not part["suspects"]:
         return Finding("labels", NOTHING, "no label looks wrong", "")
-    share = f" ({with_unit('accuracy', part['suspects'] / audit['images'])})" if audit["images"] else ""
+    share = f" ({_percent(part['suspects'] / audit['images'])})" if audit["images"] else ""
     what = f"{plural(part['suspects'], 'label')}{share} may be wrong"
     if part["confused"]:
         most = part["confused"][0]
@@ -126,7 +128,7 @@ def _site_class(audit: Json) -> Finding:
     parts = []
     if facts:
         where = f" in {facts[0]['domain']}" if facts[0]["domain"] else ""
-        right, chance = (with_unit("accuracy", facts[0][key]) for key in ("accuracy", "chance"))
+        right, chance = (_percent(facts[0][key]) for key in ("accuracy", "chance"))
         parts.append(f"the class is predicted with {right}{where} by {facts[0]['facts']} alone (chance: {chance})")
     confounded = [names if isinstance(names, str) else " and ".join(names) for names in part["confounded"]]
     if confounded:
@@ -168,19 +170,16 @@ def _encoder_rows(part: Json) -> Iterator[tuple[str, str, str]]:
     )
     yield "robustness index", EMPTY if index is None else f"{index:.2f}", meaning
 
-    def percent(value: float | None) -> str:
-        return EMPTY if value is None else with_unit("accuracy", value)
-
-    yield "neighbours of the same domain", percent(part["same_domain_share"]), "share of the 10 nearest images"
-    chance = "" if part["domain_chance"] is None else f" (chance: {percent(part['domain_chance'])})"
-    right = percent(part["domain_accuracy"]) + chance
+    yield "neighbours of the same domain", _percent(part["same_domain_share"]), "share of the 10 nearest images"
+    chance = "" if part["domain_chance"] is None else f" (chance: {_percent(part['domain_chance'])})"
+    right = _percent(part["domain_accuracy"]) + chance
     yield "domain predicted with", right, "100%: the features tell all domains apart"
     halves = part["aligned"]
     if halves is not None:
         how = "of {} images; {}"
         for half, words in (("aligned", "known beforehand"), ("unaligned", "not known beforehand")):
             meaning = how.format(count_text(halves[f"images_{half}"]), halves["how"])
-            yield f"accuracy on images {words}", percent(halves[f"accuracy_{half}"]), meaning
+            yield f"accuracy on images {words}", _percent(halves[f"accuracy_{half}"]), meaning
 
 
 FINDINGS = {
@@ -204,7 +203,7 @@ def cost_words(cost: Json) -> str:
     start = f"{plural(cost['images'], 'image')} {cost['what']}"
     if cost["before"] is None or cost["after"] is None:
         return f"{start}: {cost['note'] or cost['verdict']}"
-    before, after = (with_unit("accuracy", cost[key]) for key in ("before", "after"))
+    before, after = (_percent(cost[key]) for key in ("before", "after"))
     ends = "" if cost["interval"] is None else f" (95%: {between('accuracy', cost['interval'], True)} points)"
     return f"{start}: accuracy {before} → {after}{ends}, {cost['verdict']}"
 
@@ -358,7 +357,7 @@ def _heat_map(part: Json | None) -> list[Figure]:
         return []
     names, shares = part["names"], np.nan_to_num(_nearest(part))
     nearest = zip(names, shares.max(axis=1), shares.argmax(axis=1), strict=True)
-    most = [f"of {name} {with_unit('accuracy', share)} in {names[there]}" for name, share, there in nearest]
+    most = [f"of {name} {_percent(share)} in {names[there]}" for name, share, there in nearest]
     title, axes = "nearest foreign image", ("lies in", "images of")
     alt = f"Where the nearest image of another domain lies most often: {listed(most)}."
     caption = "Share of the images of a row in %. Twin domains are each other's nearest for most images."
