@@ -81,12 +81,17 @@ def probability_or_stored(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"{text} is neither a probability nor {STORED}") from None
 
 
-def add_recipe(verb: Parser, nargs: str | None = None) -> None:
-    text = "a file, or the name of a packaged recipe"
-    complete_with(verb.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=text), recipe_names)
+def add_recipe(verb: Parser, nargs: str | None = None, metavar: str = "RECIPE", other: str = "") -> None:
+    text = f"a file, or the name of a packaged recipe{other}"
+    complete_with(verb.add_argument("recipe", metavar=metavar, nargs=nargs, help=text), recipe_names)
     text = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of a method"
     changes = verb.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help=text)
     complete_with(changes, override_keys)
+
+
+def add_audit(verb: Parser) -> None:
+    add_recipe(verb, metavar="RECIPE|RUN", other=", or a run directory")
+    verb.add_argument("--images", action="store_true", help="also write copies.html: pairs of copies as small images")
 
 
 def add_choice(verb: Parser) -> None:
@@ -276,6 +281,10 @@ def add_cache(verb: Parser) -> None:
 VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
     "run": (add_recipe, "train and compare all methods of a recipe; resume or grow the run of an earlier start"),
     "validate": (add_recipe, "check a recipe against its data; print the resolved recipe, the prompts and the plan"),
+    "audit": (
+        add_audit,
+        "find copies, twin domains and label errors in the data, and whether a site tells the class; what each costs",
+    ),
     "features": (add_recipe, "compute the features of a recipe and cache them, without training"),
     "retrain": (add_retrain, "train one model of a run again and compare it with the recorded one"),
     "analyse": (
@@ -304,6 +313,8 @@ EXAMPLES = """
 xdm-ft run demo
 xdm-ft run demo name=long 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100
 xdm-ft validate clip_folder data.root=DIR protocol.test_domains=sketch
+xdm-ft audit demo
+xdm-ft audit clip_folder data.root=DIR --images
 xdm-ft features clip_folder data.root=DIR features.precision=bf16
 xdm-ft retrain output/demo xdomainmix blurred 0
 xdm-ft retrain output/demo xdomainmix blurred 0 --keep DIR

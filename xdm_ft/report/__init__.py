@@ -104,11 +104,11 @@ class Thumbnail:
     caption: Sequence[str] = ()  # lines
 
     @classmethod
-    def of(cls, image: Image, alt: str, caption: Sequence[str] = ()) -> Thumbnail:
-        """Returns an RGB image, which it shrinks, with sides of at most `SIDE`."""
+    def of(cls, image: Image, alt: str, caption: Sequence[str] = (), side: int = SIDE) -> Thumbnail:
+        """Returns an RGB image, which it shrinks, with sides of at most `side`."""
         from PIL import Image as images
 
-        image.thumbnail((SIDE, SIDE))
+        image.thumbnail((side, side))
         bare = images.new("RGB", image.size)  # without comments and other metadata, which Pillow would write too
         bare.paste(image)
         out = io.BytesIO()

@@ -307,7 +307,15 @@ MAX_WRITTEN, MAX_NAMED = 10, 40  # classes whose cells hold numbers, and whose r
 HEAT_COLUMNS = 4
 
 
-def heat_maps(name: str, alt: str, shares: Mapping[str, np.ndarray], names: Sequence[str], title: str = "") -> Figure:
+def heat_maps(
+    name: str,
+    alt: str,
+    shares: Mapping[str, np.ndarray],
+    names: Sequence[str],
+    title: str = "",
+    axes_labels: tuple[str, str] = ("predicted class", "true class"),
+    caption: str = "",
+) -> Figure:
     """Matrices of shares as one colour of growing opacity, which suits a light and a dark page.
 
     A single one has names and numbers; several are small, without them. `shares`: {title: [C,C]}.
@@ -332,8 +340,8 @@ def heat_maps(name: str, alt: str, shares: Mapping[str, np.ndarray], names: Sequ
             axes.set_yticks([])
             if not single:
                 continue
-            axes.set_xlabel("predicted class")
-            axes.set_ylabel("true class")
+            axes.set_xlabel(axes_labels[0])
+            axes.set_ylabel(axes_labels[1])
             if len(names) <= MAX_NAMED:
                 size = 8 if len(names) <= 20 else 5
                 labels = [short(name, 14) for name in names]
@@ -345,7 +353,7 @@ def heat_maps(name: str, alt: str, shares: Mapping[str, np.ndarray], names: Sequ
                     axes.text(j, i, f"{100 * matrix[i, j]:.0f}", ha="center", va="center", fontsize=7.5)
 
     size = (3.6, 3.5) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
-    return Figure(name, alt, "", draw, *size)
+    return Figure(name, alt, caption, draw, *size)
 
 
 # -------------------------------------------------------------------------------------------------------- axes, legends

@@ -1,4 +1,4 @@
-"""A run directory as its readers see it: results.json, predictions, learning curves and analysis.json."""
+"""A run directory as its readers see it: results.json, predictions, learning curves, analysis.json and audit.json."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest
 from xdm_ft.report.charts import Look, looks
 from xdm_ft.report.means import Pools, pooled
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.results_file import read_results
-from xdm_ft.storage.run_directory import ANALYSIS, RunDirectory
+from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars
 
 MAX_SETS = 12  # held-out sets with figures of their own
 ANALYSIS_SCHEMA = 1
+AUDIT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,25 @@ class Run:
         missing = {record.key for record in self.picked} - {_key(model) for model in self.analysed()}
         models = f"{len(missing)} of {plural(len(self.picked), 'model')}"
         return [f"{models} are not measured yet: `xdm-ft analyse` measures them"] if missing else []
+
+    @cached_property
+    def audit(self) -> dict[str, Any] | None:
+        """The content of audit.json; None if the data has not been audited.
+
+        Raises `UserError` if it is damaged, or if another version wrote it.
+        """
+        path = self.path / AUDIT
+        if not path.exists():
+            return None
+        try:
+            content = read_object(path)
+        except Damaged as error:
+            raise UserError(f"{path}: is damaged ({error}); run `xdm-ft audit` again") from error
+        version = content.get("version")
+        if version != AUDIT_VERSION:
+            other = f"has version {version!r}, and this version of xdm_ft reads {AUDIT_VERSION}"
+            raise UserError(f"{path}: {other}; run `xdm-ft audit` again")
+        return content
 
     @cached_property
     def looks(self) -> dict[str, Look]:

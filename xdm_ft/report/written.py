@@ -14,17 +14,17 @@ import logging
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
 from xdm_ft.evaluation import set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.report import Section, Thumbnail
+from xdm_ft.report import SIDE, Section, Thumbnail
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
@@ -38,8 +38,11 @@ from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.lines import Damaged, read_object
-from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
+from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 from xdm_ft.version import __version__
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 logger = logging.getLogger("xdm_ft")
 PLOTS = "plots"
@@ -93,9 +96,31 @@ def _rendered(template: str, **values: Any) -> str:
     return environment.from_string(_packaged(template)).render(style=style, **values)
 
 
-def sheet(title: str, about: str, thumbnails: Sequence[Thumbnail]) -> str:
-    """Returns a page of small images."""
-    return _rendered("sheet.html.j2", title=title, about=about, thumbnails=thumbnails)
+def sheet(title: str, about: str, thumbnails: Sequence[Thumbnail], width: str = "8.5rem") -> str:
+    """Returns a page of small images, in columns of at least this CSS width."""
+    return _rendered("sheet.html.j2", title=title, about=about, thumbnails=thumbnails, width=width)
+
+
+GAP = 4  # pixels between the two images of a pair
+
+
+def copies_sheet(pairs: Iterable[tuple[Mapping[str, Any], Image, Image]], title: str) -> str:
+    """Returns copies.html. `pairs`: entries of `copies.pairs` of audit.json with their RGB images, which it shrinks."""
+    from PIL import Image as images
+
+    thumbnails = []
+    for number, (pair, *both) in enumerate(pairs, 1):
+        for image in both:
+            image.thumbnail((SIDE, SIDE))
+        beside = images.new("RGB", (2 * SIDE + GAP, max(image.height for image in both)), "white")
+        for image, left in zip(both, (0, SIDE + GAP), strict=True):
+            beside.paste(image, (left, 0))
+        where = ", in training and test" if pair["straddles"] else ""
+        first_line = f"{number}: {'copy' if pair['sure'] else 'similar'}, score {pair['score']:.2f}{where}"
+        caption = first_line, pair["first"], pair["second"]
+        thumbnails.append(Thumbnail.of(beside, f"pair {number}", caption, side=2 * SIDE + GAP))
+    about = "The most similar pairs, those in training and test first. Delete one image of each copy."
+    return sheet(title, about, thumbnails, width="12.5rem")
 
 
 def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
@@ -184,6 +209,8 @@ def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     yield "Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
     yield "Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv"
     yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
+    if run.audit is None:
+        yield "Look whether the data is what it says: copies, twin domains, label errors.", f"xdm-ft audit {path}"
     if run.analysis is None or run.not_measured:
         yield "Measure what the paper measures, for this page.", f"xdm-ft analyse {path}"
 
@@ -205,7 +232,7 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
     The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
     do not depend on it. Raises `UserError` for faults of the disk.
     """
-    page, sources = run.results["recipe"].get("report", {}).get("page", False), (RESULTS, ANALYSIS)
+    page, sources = run.results["recipe"].get("report", {}).get("page", False), (RESULTS, ANALYSIS, AUDIT)
     try:
         written = read_object(run.path / REPORTS)
         times = [(run.path / name).stat().st_mtime_ns for name in written]

@@ -36,6 +36,7 @@ TAKEN = "taken"  # folder of `state/`, with a file per training that a process o
 FINISHED = "finished"  # with an empty file per training that is done
 LOCK = "run.lock"
 ANALYSIS = "analysis.json"
+AUDIT = "audit/audit.json"
 RESULTS, MARKDOWN, TABLE, PAGE = "results.json", "results.md", "results.csv", "report.html"
 MODELS = "models.parquet"  # of a run with many models
 REPORTS = "reports.json"  # checksums of the reports

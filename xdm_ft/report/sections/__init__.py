@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from xdm_ft.report import Section, comparisons
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.published import published_section
-from xdm_ft.report.sections import about, analysis, predictions, results, selection
+from xdm_ft.report.sections import about, analysis, audit, predictions, results, selection
 
 AFTER_THE_TABLES = (
     results.intervals, predictions.confusion, predictions.other_confusions, predictions.reliability,
@@ -24,6 +24,7 @@ def sections(run: Run) -> Iterator[Section]:
         yield from table_sections(run, [rule])
         if rule == run.own_rule:
             yield from filter(None, (panel(run) for panel in AFTER_THE_TABLES))
+    yield from audit.audit(run)
     yield from filter(None, (panel(run) for panel in AT_THE_END))
 
 
