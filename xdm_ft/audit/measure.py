@@ -1,0 +1,226 @@
+"""Performs an audit: findings of every kind with what they cost, written as audit.json, audit.md and tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xdm_ft.audit.copies import NearCopies, near_copies, straddling
+from xdm_ft.audit.costs import Change, costs
+from xdm_ft.audit.encoder import Aligned, aligned_accuracy, aligned_halves, encoder_facts, prompt_cosines
+from xdm_ft.audit.facts import FactRow, facts_findings
+from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
+from xdm_ft.audit.labels import confused, label_costs, label_scores
+from xdm_ft.audit.twins import domain_pairs, units_of
+from xdm_ft.encoders import TextEncoder
+from xdm_ft.evaluation import Held, set_name
+from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
+from xdm_ft.experiment.faults import roles
+from xdm_ft.experiment.plan import Plan, make_plan, read_data
+from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.images.facts import image_facts
+from xdm_ft.protocol.site_class import site_class_of
+from xdm_ft.protocol.splits import Split
+from xdm_ft.recipe.method import encoder_label
+from xdm_ft.recipe.settings import Recipe
+from xdm_ft.report.finished import AUDIT_VERSION, Run
+from xdm_ft.report.sections.audit import audit_markdown
+from xdm_ft.report.written import copies_sheet
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage.atomic import disk_errors, replace_bytes
+from xdm_ft.storage.lines import csv_line
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Json = dict[str, Any]
+LISTED = 20  # pairs and images in audit.json; the tables have all
+MOST_COSTS = 12  # domains that are left out of training, one at a time
+COPIES = ("first", "second", "score", "cosine", "sure", "straddles", "domains", "classes")
+LABELS = ("path", "label", "suggested", "score")
+
+
+def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None) -> Study:
+    """Reads the data of a recipe and prepares their features. `run`: the run that the audit is about.
+
+    Data that the protocol can't split, as they have one domain, or one class in a domain, have no held-out domains:
+    what needs none is still measured. Raises `UserError` if the data can't be read, or are not those of the run.
+    """
+    recipe = recipe_of_heads(recipe)
+    dataset = read_data(recipe)
+    prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
+    if run is not None and run.results["environment"].get("data", {}).get("content") not in (None, prepared.content):
+        raise UserError(f"{run.path}: the images have changed since this run; audit its recipe under another name")
+    try:
+        plan, problem = make_plan(recipe, dataset).without(prepared.unreadable), ""
+    except UserError as error:
+        plan, problem = Plan(recipe, dataset, (), (), (), ()), str(error)
+    return Study(plan, prepared.to(accelerator.device), problem)
+
+
+def audit(study: Study, folder: Path, images: bool) -> Json:
+    """Measures, writes the files of an audit into `folder`, and returns the content of audit.json.
+
+    `images`: also write copies.html, with the images of the first pairs. Raises `UserError` if features hold NaN or ∞,
+    if a head fails, or if a file can't be written.
+    """
+    dataset, rows = study.dataset, study.readable
+    if not len(rows):
+        raise UserError("data: no image decodes; there is nothing to audit")
+    labels, domains, of_images = dataset.labels[rows], dataset.domains[rows], torch.from_numpy(rows)
+    unit, units = directions(study.features, of_images, dataset.name), units_of(study)
+    unit_of = np.array([next(u for u, names in enumerate(units) if name in names) for name in dataset.domain_names])
+    near = neighbours(unit, of_images, unit_of[domains])
+    pairs, splits = near_copies(near), {split.test_domains: split for _, split in study.heads}
+    straddles = straddling(pairs, map(roles, splits.values()), len(dataset))
+    # those that affect an estimate first
+    order = sorted(range(len(pairs)), key=lambda i: not (pairs[i].sure and straddles[i]))
+    pairs, straddles = [pairs[i] for i in order], [straddles[i] for i in order]
+    scores, doubtful = label_scores(study), list[Sequence[object]]()
+    if scores is not None:
+        texts = dataset.class_names
+        doubtful = [
+            (dataset.name_in_data(row), texts[dataset.labels[row]], texts[other], round(float(score), 4))
+            for row, other, score in zip(
+                *(table[scores.doubtful] for table in (scores.rows, scores.suggested, scores.score)), strict=True
+            )
+        ]
+    twins = domain_pairs(study, units, _nearest_shares(near, unit_of[domains], len(units)))
+    facts = facts_findings(image_facts(dataset, rows), dataset)
+    groups = None if dataset.groups is None else dataset.groups[rows]
+    label = encoder_label(study.item.encoder)
+    notes = [f"there are no held-out domains: {study.problem}"] if study.problem else []
+    document = {
+        "version": AUDIT_VERSION,
+        "name": study.plan.recipe.name,
+        "images": len(rows),
+        "unreadable": len(study.prepared.unreadable),
+        "classes": list(dataset.class_names),
+        "domains": dict(zip(dataset.domain_names, np.bincount(domains, minlength=len(unit_of)).tolist(), strict=True)),
+        "heads": study.description,
+        "held_out": [set_name(held) for held in splits],
+        "copies": _copies(study, pairs, straddles, splits),
+        "twins": twins.twins,
+        "domain_pairs": {key: value for key, value in asdict(twins).items() if key != "twins"},
+        "labels": None,
+        "site_class": site_class_of(dataset, rows).to_json()
+        | {"facts": [asdict(fact) for fact in facts], "costs": _facts_costs(study, facts, splits), "note": ""},
+        "encoder": encoder_facts(label, unit, near, labels, domains, groups, _aligned(study, unit)).to_json(),
+        "notes": notes,
+    }
+    if scores is None:
+        notes.append("label errors can't be looked for: it needs two classes, and five images or groups of them")
+    else:
+        document["labels"] = {
+            "suspects": len(scores.suspects),
+            "images": [
+                {"domain": dataset.domain_names[dataset.domains[scores.rows[i]]]} | dict(zip(LABELS, line, strict=True))
+                for i, line in zip(scores.doubtful[:LISTED], doubtful, strict=False)
+            ],
+            "confused": [
+                {"label": of, "suggested": other, "images": count} for of, other, count in confused(study, scores)
+            ],
+            "costs": [asdict(cost) for cost in label_costs(study, scores)],
+            "note": "",
+        }
+    _write(study, folder, document, [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)], doubtful)
+    return document
+
+
+def _nearest_shares(near: Neighbours, units: np.ndarray, number: int) -> np.ndarray:
+    """Returns the share of each unit's images whose nearest image of another unit lies in which, float64 [U,U]."""
+    exists = near.foreign >= 0
+    counts = np.zeros((number, number))
+    np.add.at(counts, (units[exists], units[near.foreign[exists]]), 1)
+    return counts / np.maximum(counts.sum(1, keepdims=True), 1)
+
+
+def _copies(study: Study, pairs: list[NearCopies], straddles: list[bool], splits: dict[Held, Split]) -> Json:
+    domains, sure = study.dataset.domains, [pair for pair in pairs if pair.sure]
+    images, left_out = len(study.dataset), dict[Held, np.ndarray]()
+    first, second = (np.array([getattr(pair, end) for pair in sure], np.int64) for end in ("first", "second"))
+    for held, split in splits.items():
+        tested = np.zeros(images, bool)
+        tested[split.evaluation["test"].numpy()] = True
+        # those of a tested image, and of two others the second one
+        rows = [second[~tested[second]], first[tested[second] & ~tested[first]]]
+        if len(copied := np.unique(np.concatenate(rows))):
+            left_out[held] = copied
+    number = len(np.unique(np.concatenate([np.empty(0, np.int64), *left_out.values()])))
+    change = Change("left out of training", number, left_out)
+    return {
+        "listed": len(pairs),
+        "sure": len(sure),
+        "across_domains": int((domains[first] != domains[second]).sum()),
+        "straddling": sum(pair.sure and both for pair, both in zip(pairs, straddles, strict=True)),
+        "pairs": [_as_json(study, *pair) for pair in list(zip(pairs, straddles, strict=True))[:LISTED]],
+        "costs": [asdict(cost) for cost in costs(study, [change])] if left_out else [],
+        "note": "",
+    }
+
+
+def _as_json(study: Study, pair: NearCopies, straddles: bool) -> Json:
+    entry: Json = {
+        "score": round(pair.score, 4), "cosine": round(pair.cosine, 6), "sure": pair.sure, "straddles": straddles,
+    }  # fmt: skip
+    dataset = study.dataset
+    for end in ("first", "second"):
+        row = getattr(pair, end)
+        entry[end] = dataset.name_in_data(row)
+        entry[f"{end}_domain"] = dataset.domain_names[dataset.domains[row]]
+        entry[f"{end}_class"] = dataset.class_names[dataset.labels[row]]
+    return entry
+
+
+def _as_row(study: Study, pair: NearCopies, straddles: bool) -> list[object]:
+    entry = _as_json(study, pair, straddles)
+    both = (" | ".join(dict.fromkeys(entry[f"{end}_{of}"] for end in ("first", "second"))) for of in ("domain", "class"))
+    return [*(entry[column] for column in COPIES[:-2]), *both]
+
+
+def _facts_costs(study: Study, facts: Iterable[FactRow], splits: dict[Held, Split]) -> list[Json]:
+    """Leaves out of training each domain in which facts about the files tell the class."""
+    changes = list[Change]()
+    for name in dict.fromkeys(fact.domain for fact in facts if fact.found and fact.domain is not None):
+        rows = study.readable[study.dataset.domains[study.readable] == study.dataset.domain_names.index(name)]
+        trains = [held for held, split in splits.items() if name in split.train_domains]
+        changes.append(Change(f"{name} left out of training", len(rows), dict.fromkeys(trains, rows)))
+    return [asdict(cost) for cost in costs(study, changes[:MOST_COSTS])] if splits else []
+
+
+def _aligned(study: Study, unit: Tensor) -> Aligned | None:
+    """Accuracy on images that the text side knows well and badly, by the recipe's heads; None without a text side."""
+    encoder = study.prepared.for_method(study.item).encoder
+    if not isinstance(encoder, TextEncoder) or encoder.text_reason or not study.heads:
+        return None
+    rows, labels = study.readable, study.dataset.labels
+    text = encoder.text_embeddings(study.dataset.class_names, None)
+    halves = np.full(len(study.dataset), -1)
+    halves[rows] = aligned_halves(prompt_cosines(unit, text, labels[rows]), labels[rows])
+    wanted = [Wanted(split, split.evaluation["test"], seed) for seed, split in study.heads]
+    tested = np.concatenate([head.rows.numpy() for head in wanted])
+    predicted = np.concatenate(study.predictions(wanted, "aligned halves"))
+    return aligned_accuracy(halves, tested, predicted == labels[tested])
+
+
+def _write(
+    study: Study, folder: Path, document: Json, copies: list[list[object]], labels: list[Sequence[object]], images: bool
+) -> None:
+    """Writes the files of an audit; audit.json last, as a reader takes the others to be of the same audit."""
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, columns, lines in (("copies", COPIES, copies), ("labels", LABELS, labels)):
+        text = "".join(csv_line(columns, cells) for cells in (columns, *lines))
+        replace_bytes(folder / f"{name}.csv", text.encode("utf-8", "surrogateescape"))  # paths that are not UTF-8
+    replace_bytes(folder / "audit.md", audit_markdown(document).encode("utf-8", "replace"))
+    if images:
+        sheet = copies_sheet(_shown(study, document["copies"]["pairs"], copies), f"Copies in {document['name']}")
+        replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
+    replace_bytes(folder / "audit.json", (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
