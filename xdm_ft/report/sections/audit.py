@@ -26,6 +26,7 @@ NAMES = {
 """{key of audit.json: name of this kind of finding}"""
 PROMISE, SUSPECT, UNSEEN, NOTHING, DESCRIPTION = 4, 3, 2, 1, 0
 """How bad a finding is. PROMISE: results on held-out domains may promise too much. UNSEEN: not looked for."""
+SIDES = ("first", "second")  # of a pair of images
 MAX_LISTED = 10  # pairs, images and confused labels of a table
 MAX_PAIRS, MAX_FACTS, MAX_SENTENCES = 15, 15, 8
 MAX_DOMAINS, MAX_CLASSES = 12, 10  # rows and columns of a matrix
@@ -304,9 +305,6 @@ def copies_details(part: Json, files: bool) -> Section:
     caption += _some(len(pairs), part["listed"], "pairs", "copies.csv")
     tables = [Table(caption, [*header, "score", "cosine"], rows, labels=len(header))] if rows else []
     return make_section("audit-copies", tables=tables, notes=_notes(part, files, "copies.csv" if rows else ""))
-
-
-SIDES = ("first", "second")
 
 
 def _notes(part: Json, files: bool = True, file: str = "") -> list[str]:
