@@ -14,6 +14,7 @@ import numpy as np
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import Figure, heat_maps
 from xdm_ft.report.finished import Run
+from xdm_ft.report.markup import escape_markdown, markdown_lines
 from xdm_ft.report.words import EMPTY, between, count_text, listed, p_value, scaled, with_unit
 from xdm_ft.runtime.errors import plural
 
@@ -25,6 +26,7 @@ NAMES = {
 """{key of audit.json: name of this kind of finding}"""
 PROMISE, SUSPECT, UNSEEN, NOTHING, DESCRIPTION = 4, 3, 2, 1, 0
 """How bad a finding is. PROMISE: results on held-out domains may promise too much. UNSEEN: not looked for."""
+SIDES = ("first", "second")  # of a pair of images
 MAX_LISTED = 10  # pairs, images and confused labels of a table
 MAX_PAIRS, MAX_FACTS, MAX_SENTENCES = 15, 15, 8
 MAX_DOMAINS, MAX_CLASSES = 12, 10  # rows and columns of a matrix
@@ -79,7 +81,7 @@ def _twins(audit: Json) -> Finding:
     if not twins:
         if not left_out:
             return Finding("domain_pairs", UNSEEN, audit["domain_pairs"]["note"] or "could not be looked for", "")
-        return Finding("domain_pairs", NOTHING, "none: no domain has another one as its double", "")
+        return Finding("domain_pairs", NOTHING, "none", "")
     of_twins = [row for row in left_out if any({row["domain"], row["without"]} == {*pair} for pair in twins)]
     worst = max(of_twins, key=lambda row: -1 if row["excess"] is None else row["excess"], default=None)
     what = listed([" and ".join(pair) for pair in twins], 3)
@@ -169,7 +171,6 @@ def _encoder_rows(part: Json) -> Iterator[tuple[str, str, str]]:
         "share the class, 0: they share the domain"
     )
     yield "robustness index", EMPTY if index is None else f"{index:.2f}", meaning
-
     yield "neighbours of the same domain", _percent(part["same_domain_share"]), "share of the 10 nearest images"
     chance = "" if part["domain_chance"] is None else f" (chance: {_percent(part['domain_chance'])})"
     right = _percent(part["domain_accuracy"]) + chance
@@ -232,8 +233,6 @@ def audit(run: Run) -> list[Section]:
 
 def audit_markdown(audit: Json) -> str:
     """Returns the text of audit.md."""
-    from xdm_ft.report.markup import escape_markdown, markdown_lines  # markup imports sections of results
-
     title = escape_markdown(f"Audit of {audit['name']}")
     return "\n".join([f"# {title}", "", *markdown_lines(audit_sections(audit, files=True))])
 
@@ -306,9 +305,6 @@ def copies_details(part: Json, files: bool) -> Section:
     caption += _some(len(pairs), part["listed"], "pairs", "copies.csv")
     tables = [Table(caption, [*header, "score", "cosine"], rows, labels=len(header))] if rows else []
     return make_section("audit-copies", tables=tables, notes=_notes(part, files, "copies.csv" if rows else ""))
-
-
-SIDES = ("first", "second")
 
 
 def _notes(part: Json, files: bool = True, file: str = "") -> list[str]:
