@@ -73,7 +73,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
 
             trained_on = inputs(dataset, prepared)
             refuse_other_inputs(directory.path, before, trained_on)
-            costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before or {})
+            costs = encoder_costs(prepared, recipe.features, dataset, accelerator, before or {})
             facts = environment(accelerator) | on_cluster | trained_on | costs
             while True:
                 results.begin(facts, data_facts(plan, findings))

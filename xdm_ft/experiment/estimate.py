@@ -22,6 +22,7 @@ from torch import Tensor
 from xdm_ft.cut.cut import Below
 from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation import ModelKey
+from xdm_ft.evaluation.neighbours import sampled_robustness
 from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.pieces import SOLVER_PASSES
 from xdm_ft.experiment.plan import Plan, PlannedModel
@@ -31,10 +32,11 @@ from xdm_ft.experiment.work import one_thread
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.cache import Features
 from xdm_ft.features.extract import cached_images, frozen_copy
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import evaluation_transform
-from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, own_cores
 from xdm_ft.runtime.progress import duration
 from xdm_ft.runtime.tensors import Criteria
@@ -457,12 +459,17 @@ def cut_costs(plan: Plan, encoders: Encoders, accelerator: Accelerator) -> list[
 
 
 def encoder_costs(
-    prepared: Prepared, settings: FeatureSettings, images: int, accelerator: Accelerator, before: Mapping[str, Any]
+    prepared: Prepared,
+    settings: FeatureSettings,
+    dataset: ImageDataset,
+    accelerator: Accelerator,
+    before: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns `environment.encoders` of results.json, what each of several encoders costs: {} for one encoder.
+    """Returns `environment.encoders` of results.json, what each of several encoders costs and how robust its
+    features are: {} for one encoder.
 
     `before`: what an earlier process of this run has measured, which is kept. The time is that of a forward pass in a
-    batch, without decoding, measured on black images.
+    batch, without decoding, measured on black images. The robustness index is that of a sample of the images.
     """
     if None in prepared.encoders:
         return {}
@@ -487,6 +494,15 @@ def encoder_costs(
             "ms_per_image": round(1e3 * seconds, 3),
             "feature_bytes": None
             if inputs.features is None
-            else images * (1 + settings.views) * encoder.width * dtype.itemsize,
+            else len(dataset) * (1 + settings.views) * encoder.width * dtype.itemsize,
+            "robustness_index": None if inputs.features is None else _robustness_index(inputs.features, dataset),
         }
     return {"encoders": {label: costs[label] for label in prepared.encoders}}
+
+
+def _robustness_index(features: Features, dataset: ImageDataset) -> float | None:
+    readable = np.setdiff1d(np.arange(len(dataset)), [*features.unreadable])
+    try:
+        return sampled_robustness(features, readable, dataset.labels, dataset.domains).index
+    except UserError:  # features that are not finite: the models that read them fail by themselves
+        return None

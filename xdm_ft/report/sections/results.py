@@ -191,14 +191,22 @@ def cost(run: Run) -> Section | None:
     for label, encoder in encoders_of(run.results).items():
         model = f"{encoder['component']} {encoder['model'] or ''}".rstrip()
         parameters, ms, size = (encoder[key] for key in ("parameters", "ms_per_image", "feature_bytes"))
-        texts = words.count_text(parameters), EMPTY if ms is None else f"{ms:.3g}", words.bytes_text(size)
-        rows.append(
-            cells(label, model, encoder["pretraining"], encoder["width"], *map(Cell, texts, (parameters, ms, size)))
+        index = encoder.get("robustness_index")  # runs of earlier versions have none
+        texts = (
+            words.count_text(parameters),
+            EMPTY if ms is None else f"{ms:.3g}",
+            words.bytes_text(size),
+            EMPTY if index is None else f"{index:.2f}",
         )
+        spent = map(Cell, texts, (parameters, ms, size, index))
+        rows.append(cells(label, model, encoder["pretraining"], encoder["width"], *spent))
     if rows:
         header = ["encoder", "model", "pre-training", "width", "parameters", "ms per image", "features on disk"]
+        header.append("robustness index")
         caption = (
-            "The encoders. Milliseconds to encode one image on the machine of the run; bytes of all cached features."
+            "The encoders. Milliseconds to encode one image on the machine of the run; bytes of all cached features. "
+            "Robustness index: of the ten nearest neighbours that have either an image's class or its domain, but not "
+            "both, the share with its class; a description, no measure of accuracy on a new domain."
         )
         tables.append(Table(caption, header, rows, labels=3))
 
