@@ -21,7 +21,7 @@ from xdm_ft.runtime.errors import UserError
 pytestmark = pytest.mark.usefixtures("small_pacs")
 RUN = Path("output/small")
 TOGETHER, SETS = "protocol.together=[[sketch, cartoon]]", [("art_painting",), ("cartoon", "sketch"), ("photo",)]
-LONGER = "protocol.final_fit=true", "training.lr=0.5", "training.steps=20"
+LONGER = "methods=[erm, mixup]", "protocol.final_fit=true", "training.lr=0.5", "training.steps=20"
 TWINS = "cartoon + sketch"
 
 
@@ -45,7 +45,7 @@ def test_a_set_is_one_of_three_in_verdicts_promise_and_card(monkeypatch, capsys)
 
     content = results(TOGETHER, "protocol.seeds=3", *LONGER)
     assert [tuple(held) for held in dict.fromkeys(tuple(model["test_domains"]) for model in content["runs"])] == SETS
-    values = {method: accuracies(content, method) for method in ("erm", "xdomainmix")}
+    values = {method: accuracies(content, method) for method in ("erm", "mixup")}
     rows = {row["method"]: row for row in content["summary"] if row["selection"] == "train_val"}
     for method, row in rows.items():
         by_set = [np.mean([values[method][held, seed] for seed in range(3)]) for held in SETS]
@@ -54,13 +54,14 @@ def test_a_set_is_one_of_three_in_verdicts_promise_and_card(monkeypatch, capsys)
         assert row["mean"] == pytest.approx(np.mean(by_set)), "each set weighs the same"
         assert "; cartoon and sketch held out together; " in row["protocol"]
     (compared,) = (row for row in content["comparisons"] if row["selection"] == "train_val")
-    differences = [np.mean([values["xdomainmix"][held, s] - values["erm"][held, s] for s in range(3)]) for held in SETS]
+    differences = [np.mean([values["mixup"][held, s] - values["erm"][held, s] for s in range(3)]) for held in SETS]
     assert (compared["sets"], compared["domains"]) == (3, 4)
     assert compared["error_elsewhere"] == pytest.approx(np.std(differences, ddof=1) / 3**0.5, abs=1e-12)
     ratio = abs(np.mean(differences)) / compared["error_elsewhere"]
     assert compared["p_elsewhere"]["plain"] == pytest.approx(2 * t.sf(ratio, df=2)), "D − 1, of sets"
     assert "lies below the worst of the 3 held-out ones" in sentence(read_run(RUN))
-    assert f"| {TWINS} |" in (RUN / "results.md").read_text()
+    text = (RUN / "results.md").read_text()
+    assert f"| {TWINS} |" in text and "| held out together |" in text
 
     monkeypatch.setattr(reference._Study, "_without", noted)
     monkeypatch.setattr(reference, "SNAPSHOTS", (5, 20))
