@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from xdm_ft.experiment.resume import refused_changes
 from xdm_ft.features import extract as extraction
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import request_stop, stop_requested
 from xdm_ft.storage.run_directory import RunDirectory
 
 HEADS = """\
@@ -84,6 +86,29 @@ class TestRefusals:
         with pytest.raises(UserError) as refused:
             cluster_module.check_cluster(made)
         assert str(refused.value) == "cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'"
+
+    def test_a_task_stops_when_its_file_goes_and_the_next_one_does_not(self, monkeypatch):
+        monkeypatch.setattr(cluster_module, "WATCH_SECONDS", 0.001)
+        file, until = Path(cluster_module.GO_ON), time.monotonic() + PATIENCE
+        request_stop(False)
+        try:
+            file.touch()
+            with cluster_module._stopping_without(file):
+                time.sleep(0.02)
+                assert not stop_requested()
+                file.unlink()
+                while not stop_requested() and time.monotonic() < until:
+                    time.sleep(0.001)
+                assert stop_requested()
+            request_stop(False)  # as the next task of the process begins
+            file.touch()
+            with cluster_module._stopping_without(file):
+                pass
+            file.unlink()
+            time.sleep(0.02)
+            assert not stop_requested(), "no task is there to stop"
+        finally:
+            request_stop(False)
 
     @pytest.mark.slow
     def test_a_local_run_imports_no_ray(self, monkeypatch):

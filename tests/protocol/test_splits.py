@@ -19,6 +19,7 @@ from xdm_ft.protocol.splits import (
     seed_hash,
     splits,
     with_validation,
+    without,
 )
 from xdm_ft.runtime.errors import UserError
 
@@ -114,6 +115,54 @@ def test_training_images_of_a_held_out_group_are_removed():
     split = leave_one_domain_out(dataset, Protocol(), "d1", 0)
     assert not {0, 1, 2} & set(np.concatenate([parts(split)["train"], parts(split)["train_val"]]).tolist())
     assert "3 training images left out whose group is also in d1" in split.notes
+
+
+def test_domains_of_one_set_are_held_out_together():
+    groups = np.arange(48)
+    groups[[0, 1]] = 40, 17  # two images of d0 show a patient of d3, and of d1
+    groups[26] = 0  # one of d2 shows one of d0
+    dataset = MadeUp(np.arange(48) % 2, np.arange(48) // 12, groups=groups)
+    protocol = Protocol(together=(("d3", "d1"),))
+    planned = splits(dataset, protocol, 0)
+    assert [split.test_domains for split in planned] == [("d0",), ("d1", "d3"), ("d2",)]
+    split, rows = planned[1], parts(planned[1])
+    assert split.train_domains == ("d0", "d2") and split.domain_of.tolist() == [0, -1, 1, -1]
+    assert rows["test"].tolist() == [*range(12, 24), *range(36, 48)]
+    assert sorted([*rows["train"], *rows["train_val"]]) == [*range(2, 12), *range(24, 36)]
+    assert {*dataset.domains[rows["test_val"]]} == {1, 3}
+    assert split.notes[:2] == ("tested on domains never trained on", "d1 and d3 held out together")
+    assert "2 training images left out whose group is also in d1, d3" in split.notes
+    assert not any("together" in note for note in planned[0].notes if note != "groups kept together")
+    for names in (("d1",), ("d3",), ("d3", "d1")):  # one of a set means the set
+        (alone,) = splits(dataset, protocol.model_copy(update={"test_domains": names}), 0)
+        assert alone.test_domains == ("d1", "d3") and parts(alone)["train"].tolist() == rows["train"].tolist()
+    crossed = without(dataset, planned[0], "d1", "d3")
+    assert crossed.test_domains == ("d0", "d1", "d3") and crossed.domain_of.tolist() == [-1, -1, 0, -1]
+    left_out = crossed.evaluation["left_out_0"].numpy()
+    assert left_out.tolist() == torch.cat(planned[0].train[::2]).tolist() and {*dataset.domains[left_out]} == {1, 3}
+    assert torch.cat(crossed.train).tolist() == planned[0].train[1].tolist()
+    assert "d1 and d3 held out together" in splits(
+        dataset, protocol.model_copy(update={"selection": "cross_domain", "test_domains": ("d0",)}), 0
+    )[0].notes, "its extra models leave them out together"  # fmt: skip
+
+
+@given(dataset=datasets(with_groups=False), seed=st.integers(0, 99))
+@settings(max_examples=20, deadline=None)
+def test_each_validation_part_is_that_of_its_domain_alone(dataset, seed):
+    if len(dataset.domain_names) < 3:
+        return
+    apart = {split.test_domains: parts(split) for split in splits(dataset, Protocol(), seed)}
+    held, *others = splits(dataset, Protocol(together=(("d0", "d1"),)), seed)
+    assert np.array_equal(parts(held)["test_val"], np.union1d(*(apart[(name,)]["test_val"] for name in ("d0", "d1"))))
+    for split in others:
+        found, expected = parts(split), apart[split.test_domains]
+        assert found.keys() == expected.keys() and all(np.array_equal(found[key], expected[key]) for key in found)
+
+
+def test_a_protocol_without_sets_is_written_as_before():
+    assert "together" not in Protocol().model_dump(mode="json")
+    assert Protocol(together=[["a", "b"]]).model_dump(mode="json")["together"] == [["a", "b"]]
+    assert Protocol().sets_of(("b", "a")) == [("b",), ("a",)]
 
 
 def test_the_splits_of_the_data_are_used():
@@ -244,6 +293,19 @@ THREE = MadeUp([0, 1, 0, 1, 0, 0, 1], [0, 0, 1, 1, 2, 2, 2])
         (two_domains(), {"selection": "val_domain"}, (), "possible here: train_val, oracle"),
         (two_domains(), {"name": "official"}, (), "comes with a split"),
         (MadeUp([0, 1], [0, 0]), {}, (), "is the only domain"),
+        (
+            two_domains(),
+            {"together": (("d0", "d01"),)},
+            (),
+            'protocol.together: "d01" is not a domain of the data; did',
+        ),
+        (two_domains(), {"together": (("d1", "d0"),)}, (), "protocol.together: d0, d1 are all domains of the data;"),
+        (
+            THREE,
+            {"together": (("d1", "d0"),), "selection": "cross_domain", "test_domains": ("d2",)},
+            (),
+            "use train_val",
+        ),
         (GROUPED_ANEW, {}, (), "no image left for training with d0 held out; if groups are numbered anew"),
         (FEW_GROUPS, {}, (), "a group may be too large for val_fraction 0.2"),
         (ONE_CLASS, {}, (), 'the domain "d2" has images of one class only ("c0")'),

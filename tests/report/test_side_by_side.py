@@ -81,6 +81,7 @@ def test_equal_names_become_paths(first: Run) -> None:
         ("environment.data.content", "d", "data: content of images, classes, domains or groups"),
         ("environment.data.annotations", "b", "data: content of images, classes, domains or groups"),
         ("recipe.protocol.val_fraction", 0.3, 'split (["leave_one_domain_out", "stratified", 0.2] and '),
+        ("recipe.protocol.together", [["a", "b"]], 'protocol.together ([] and [["a", "b"]])'),
         ("recipe.protocol.metric", "nll", "protocol.metric (accuracy and nll)"),
         ("tested_on", "domains\x1b[31m", "tested on (domains never trained on and "),
     ],

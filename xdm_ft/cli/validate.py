@@ -144,6 +144,7 @@ def _commented(block: Block, values: Mapping[str, Any], indent: str) -> list[str
     """Returns lines of `key: value  # meaning`; nested blocks are in YAML's flow style."""
     lines = []
     for name, setting in type(block).model_fields.items():
-        line = f"{indent}{name}: {in_yaml(values[name])}"
+        value = values.get(name, setting.default)  # a default may be left out of what is written
+        line = f"{indent}{name}: {in_yaml(value)}"
         lines.append(f"{line:<{MEANING_COLUMN}}  # {setting.description}" if setting.description else line)
     return lines

@@ -251,7 +251,8 @@ def _present(entry: object, names: Iterable[str]) -> dict[str, Any]:
 
 SPLIT = "test"
 
-Held = tuple[str, ...]  # held-out domains of one model: one (leave one domain out) or several (official split)
+Held = tuple[str, ...]
+"""Held-out domains of one model: one, or several (`protocol.together`, official split), whose images count as one."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,11 @@ class Runs:
 def set_name(held: Held) -> str:
     """The name of a set of held-out domains, as the summary's columns have it."""
     return " + ".join(held)
+
+
+def sets_noun(held_out: Collection[Held]) -> str:
+    """Returns what several held-out sets are called after their number."""
+    return "held-out domains" if all(len(held) == 1 for held in held_out) else "held-out sets of domains"
 
 
 def runs_by_method(

@@ -268,10 +268,10 @@ class Spread(NamedTuple):
 
 
 def _per_test_domain(runs: Runs) -> dict[str, Point]:
-    """Mean and std of each held-out domain, over all seeds that have it.
+    """Mean and std of each held-out set, over all seeds that have it.
 
-    If one model is tested on several domains (official split), each domain has its accuracy. Other metrics are known
-    only for all test images together.
+    If there is one set of several domains (official split), each domain has its accuracy. Other metrics are known only
+    for all test images together. Of several sets the mean is that of the columns, so each set has one.
     """
     by_domain: dict[str, list[float]] = {}
     for record in sorted(runs.records, key=lambda record: runs.held_out.index(record.test_domains)):
@@ -279,7 +279,7 @@ def _per_test_domain(runs: Runs) -> dict[str, Point]:
         if score is None or value is None:
             continue
         columns = {set_name(held): value}
-        if len(held) > 1 and runs.metric in ("accuracy", "worst_domain_accuracy"):
+        if len(held) > 1 and len(runs.held_out) == 1 and runs.metric in ("accuracy", "worst_domain_accuracy"):
             # for worst_domain_accuracy the columns show the accuracies whose minimum it is
             columns = {domain: entry["accuracy"] for domain, entry in score.per_domain.items()}
         for domain, of_domain in columns.items():

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long for one number
 
-from xdm_ft.evaluation import Held, Runs
+from xdm_ft.evaluation import Held, Runs, sets_noun
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import (
     HeldOutImages,
@@ -434,7 +434,7 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
 
     notes = [f"no verdict: {reason}" for reason in reasons]
     if not reasons and sets == FEWEST_SETS - 1:
-        notes.append("new domains: two held-out domains are too few")
+        notes.append(f"new domains: two {sets_noun(held_out)} are too few")
     notes += _about_groups([without.images[held] for held in held_out if held in without.images])
     return Comparison(
         selection=pair.first.rule,

@@ -48,6 +48,8 @@ CONNECT_SECONDS = 5.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0  # for all tasks to save their state, after a signal
 LOOK_SECONDS = 1.0  # between two looks at what tasks have written
+WATCH_SECONDS = 0.5  # between two looks of a task at whether it shall go on
+GO_ON = "go-on"  # file in the folder of the tasks: they stop when it is removed, which needs no space on the disk
 MAX_LOSSES = 5  # of tasks in a row, without progress between them: then a part itself is the cause
 MIN_STRETCHES = 64  # of an extraction, if there are so many shards, so that nodes that come meanwhile have work
 STRETCHES_PER_TASK = 8  # for each task that fits, so that all of them end at about the same time
@@ -216,7 +218,7 @@ class Order(NamedTuple):
     on_gpu: bool
     relative_to: str  # the folder in which relative paths of the recipe are
     setting: str  # the setting that says where `messages` is
-    messages: Path  # a folder of the driver, in which each task writes its log
+    messages: Path  # a folder of the driver, in which each task writes its log, and GO_ON is
     versions: Mapping[str, str]
     log_level: int
 
@@ -247,6 +249,7 @@ class Tasks:
         self.order = Order(self.threads, on_gpu, os.getcwd(), setting, self.folder, versions, level)
         with connected(self.settings) as self.ray, deferred():
             self.folder.mkdir(parents=True)
+            (self.folder / GO_ON).touch()
             try:
                 self.pickled = self.ray.put(self.ray.cloudpickle.dumps(self.work))
                 # a lost task is done again by the driver, which knows what is left of it
@@ -297,8 +300,6 @@ class Tasks:
             part = self.running.pop(task)
             try:
                 how, node, value = self.ray.get(task)
-            except self.ray.exceptions.TaskCancelledError:  # it had not begun, so it has nothing to save
-                continue
             except self.ray.exceptions.RayError as error:
                 self.losses[part.name] += 1  # a node that dies takes many parts with it, each of them once
                 why = f"{part.name}: its task was lost ({type(error).__name__})"
@@ -323,12 +324,12 @@ class Tasks:
     def stop(self) -> list[Exception]:
         """Lets the tasks that have begun save their state. Returns the faults of tasks that end by one meanwhile.
 
-        The others have nothing to save, and end with the connection. Ray 2.60 aborts this process if a task is
-        cancelled in the moment when a node gets it ("Tried to complete task that was not pending").
+        The others have nothing to save, and end with the connection. Tasks are not cancelled: Ray 2.60 aborts this
+        process if that meets a task that a node gets or ends just then ("Tried to complete task that was not pending").
         """
         begun = {task for task, part in self.running.items() if (self.folder / f"{part.name}.log").exists()}
-        for task in begun:
-            self.ray.cancel(task, force=False, recursive=False)  # SIGINT in the task: see `do_task`
+        with suppress(OSError):  # the shared disk has failed: what began is lost
+            (self.folder / GO_ON).unlink(missing_ok=True)
         faults, until = list[Exception](), time.monotonic() + STOP_SECONDS
         while begun & self.running.keys() and time.monotonic() < until:
             try:
@@ -364,7 +365,6 @@ def do_task(fetch_work: Callable[[], bytes], work_name: str, node: str, part: Pa
     whether work was saved; `refused` for a fault of a user, and the lines; `failed`, and the traceback.
     """
     request_stop(False)  # an earlier task of this process was asked to stop
-    signal.signal(signal.SIGINT, lambda *_: request_stop())  # of `ray.cancel`
     handlers = list[logging.Handler]()
     try:
         if not order.messages.exists():
@@ -378,7 +378,8 @@ def do_task(fetch_work: Callable[[], bytes], work_name: str, node: str, part: Pa
         logger.setLevel(order.log_level)
         work, accelerator = _load_work(fetch_work, work_name, order)
         torch.set_num_threads(order.threads)
-        return "done", work.do(part, accelerator)
+        with _stopping_without(order.messages / GO_ON):
+            return "done", work.do(part, accelerator)
     except UserError as error:
         return "refused", tuple(f"node {node}: {line}" for line in error.args)
     except Interrupted as stop:
@@ -389,6 +390,32 @@ def do_task(fetch_work: Callable[[], bytes], work_name: str, node: str, part: Pa
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
+
+
+@contextmanager
+def _stopping_without(file: Path) -> Iterator[None]:
+    """Context whose work is asked to stop, as by a signal, when the file is removed."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while True:
+            try:
+                # opened: whether a name exists, a shared disk may remember for a minute
+                file.open("rb").close()
+            except FileNotFoundError:
+                return request_stop()
+            except OSError:  # a disk that does not answer for a moment
+                pass
+            if ended.wait(WATCH_SECONDS):
+                return
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watching.join()  # it must not stop the next task of this process
 
 
 _kept: tuple[str, ClusterWork, Accelerator] | None = None  # of the last task of this process

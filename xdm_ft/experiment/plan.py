@@ -143,21 +143,23 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     if recipe.search.trials > 1:
         draws = "the same hyper-parameter draws for every held-out domain and seed"
         notes.append(f"{draws} (DomainBed draws anew for each seed)")
-    extra = _extra_models(dataset, models) if recipe.protocol.selection == "cross_domain" else ()
+    extra = _extra_models(recipe, dataset, models) if recipe.protocol.selection == "cross_domain" else ()
     if recipe.protocol.final_fit:
         all_domains(dataset, unreadable)  # raises its faults before any training
     return Plan(recipe, dataset, tuple(models), extra, rules_of(recipe.protocol, every), tuple(notes))
 
 
-def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[PlannedModel, ...]:
+def _extra_models(recipe: Recipe, dataset: ImageDataset, models: list[PlannedModel]) -> tuple[PlannedModel, ...]:
     """Returns, for each planned model and each of its training domains, the model with that domain held out too.
+
+    Domains that `protocol.together` holds out as one are left out as one here too.
 
     Two planned models can need the same extra model (held out a, then b; or b, then a): it is trained once for both.
     """
     extra: dict[tuple[str, int, int, int, frozenset[str]], PlannedModel] = {}
     for model in models:
-        for domain in () if model.skipped else model.split.train_domains:
-            split = without(dataset, model.split, domain)
+        for names in () if model.skipped else recipe.protocol.sets_of(model.split.train_domains):
+            split = without(dataset, model.split, *names)
             key = model.key._replace(test_domains=split.test_domains)
             alike = (model.item.label, key.seed, key.trial, model.steps, frozenset(split.test_domains))
             if alike in extra:
@@ -178,13 +180,15 @@ def domains_needed(item: MethodItem) -> int:
 
 def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> list[PlannedModel]:
     """Returns a planned model per trial of one method, split and seed, or one that is skipped."""
-    crossed = recipe.protocol.selection == "cross_domain"
     needed = domains_needed(item)
-    # extra models of cross_domain train without one more domain
+    # extra models of cross_domain train without one more domain, or set of domains
+    sets = recipe.protocol.sets_of(split.train_domains)
+    crossed = max(map(len, sets)) if recipe.protocol.selection == "cross_domain" else 0
     have = len(split.train_domains) - crossed
     skipped = item.skipped
     if skipped is None and have < needed:
-        held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")
+        more = {0: "", 1: " and one more for cross_domain"}.get(crossed, " and one more set for cross_domain")
+        held_out = ", ".join(split.test_domains) + more
         skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
 
     def planned(trial: int, item: MethodItem, training: Training, skipped: str | None = None) -> PlannedModel:

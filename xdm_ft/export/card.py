@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from xdm_ft.evaluation import sets_noun
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.export import AdaptedConfig, Expected, ModelConfig
@@ -210,6 +211,7 @@ def _gain(adapted: AdaptedConfig) -> str:
 
 def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
     metric, held_out, promise = expected.metric, expected.held_out, expected.at_new_site
+    noun = sets_noun([site.domains for site in held_out])
     is_final_fit = "images" in config.results
     if expected.selection == "oracle":
         yield "**CHEATING: steps and trials were picked by labels of the held-out domains (oracle). These numbers are"
@@ -225,7 +227,7 @@ def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
         scale = "" if promise.scale == "plain" else f", on the {promise.scale} scale"
         yield f"At one new site, {WORDS[metric]} is expected in **{likely}** (80%) and in **{nearly_all}** (95%):"
         yield f"prediction intervals, t distribution with {promise.freedom} degrees of freedom{scale}. They assume that"
-        yield f"the new site is like one more draw of the {len(held_out)} held-out domains."
+        yield f"the new site is like one more draw of the {len(held_out)} {noun}."
     else:
         yield "There is no interval for a new site: too few domains were held out to know how much sites differ."
     if expected.one_more_domain is not None:
@@ -284,8 +286,9 @@ def _calibration(config: ModelConfig) -> Iterator[str]:
 def _limits(config: ModelConfig, training_features: int) -> Iterator[str]:
     expected = config.expected
     if expected is not None:
-        domains = sum(len(site.domains) for site in expected.held_out)
-        yield f"* Few domains: {plural(domains, 'domain')} tested. Another kind of site can be worse than any of them."
+        sets, domains = len(expected.held_out), sum(len(site.domains) for site in expected.held_out)
+        tested = f"{plural(domains, 'domain')} tested{f' in {sets} sets' if 1 < sets < domains else ''}"
+        yield f"* Few domains: {tested}. Another kind of site can be worse than any of them."
         yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
     yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."
     if held := held_words(config, training_features):

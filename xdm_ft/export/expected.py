@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from xdm_ft.evaluation import Held, Record, Runs
+from xdm_ft.evaluation import Held, Record, Runs, sets_noun
 from xdm_ft.evaluation.few_labels import FEWEST_EXACT, clopper_pearson
 from xdm_ft.evaluation.intervals import (
     Bounds,
@@ -64,7 +64,7 @@ from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate
 from xdm_ft.export import AtHeldOut, Expected
 from xdm_ft.export.sources import Item, Site
 from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import Arrays
@@ -114,8 +114,9 @@ def expected_performance(
     if len(at) == 1:
         notes.append("one held-out set: how much sites differ is unknown, so there is no interval for a new site")
     elif len(at) < FEWEST_SETS:
-        sets = plural(len(at), "held-out domain")
-        notes.append(f"{sets}: too few to know how much sites differ, so there is no interval")
+        notes.append(
+            f"{len(at)} {sets_noun(runs.held_out)}: too few to know how much sites differ, so there is no interval"
+        )
 
     return Expected(
         source="official test" if protocol["name"] == "official" else "leave one domain out",

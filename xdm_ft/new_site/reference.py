@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.evaluation import ModelKey, set_name
 from xdm_ft.evaluation.distance import class_means, fit
 from xdm_ft.evaluation.expected_site import MIN_DOMAINS, Validated, agreement, confidence_threshold, parts_at
 from xdm_ft.evaluation.few_labels import threshold_for
@@ -146,15 +146,14 @@ class _Study:
         return encoder.features.normalized() if self.item.reads_normalized else encoder.features
 
     def stored(self) -> Stored:
-        names = self.split.train_domains
+        # what is held out as one is one site: heads that saw its other half would know it
+        sets = {set_name(held): held for held in self.plan.recipe.protocol.sets_of(self.split.train_domains)}
+        names = list(sets)
         pairs = pairs_of(len(names), self.seed) if len(names) >= MIN_DOMAINS else []
         singles = range(len(names)) if pairs else range(0)
         if not len(self.split.evaluation["train_val"]):
             raise UserError("there are no validation images of its training domains")
-        domains = self.dataset.domains
-        own = {
-            name: np.flatnonzero(self._of_model & (domains == self.dataset.domain_names.index(name))) for name in names
-        }
+        own = {name: np.flatnonzero(self._of_model & self._in(held)) for name, held in sets.items()}
         with progress("heads for new sites", 1 + len(singles) + len(pairs), "sets of domains") as bar:
             whole = self._heads(())
             bar.advance()
@@ -162,16 +161,16 @@ class _Study:
             by_others = {name: list[_Answers]() for name in names}
             for first, second in ((names[i], names[j]) for i, j in pairs):
                 with self._skipped():
-                    heads = self._heads((first, second))
+                    heads = self._heads((*sets[first], *sets[second]), bank=False)
                     by_others[first].append(self._answers(self._seen(heads, own[second]), own[second]))
                     by_others[second].append(self._answers(self._seen(heads, own[first]), own[first]))
                 bar.advance()
             at, answers = dict[str, AtDomain](), dict[str, _Answers]()
             for name in (names[i] for i in singles):
                 with self._skipped():
-                    heads = self._heads((name,))
+                    heads = self._heads(sets[name])
                     seen = self._seen(heads, own[name])
-                    at[name] = self._at(name, heads, seen, by_others[name], own[name])
+                    at[name] = self._at(sets[name], heads, seen, by_others[name], own[name])
                     answers[name] = self._answers(seen, own[name])
                 bar.advance()
         for name, of in at.items():
@@ -207,6 +206,10 @@ class _Study:
         of_model[torch.cat([*self.split.train, self.split.evaluation["train_val"]]).numpy()] = True
         return of_model
 
+    def _in(self, names: Sequence[str]) -> np.ndarray:
+        """Returns which rows are of these domains, bool [N]."""
+        return np.isin(self.dataset.domains, [self.dataset.domain_names.index(name) for name in names])
+
     def _shares(self, rows: np.ndarray) -> np.ndarray:
         counts = np.bincount(self.dataset.labels[rows], minlength=len(self.dataset.class_names))
         return counts / counts.sum()
@@ -214,13 +217,15 @@ class _Study:
     def _answers(self, seen: Seen, rows: np.ndarray) -> _Answers:
         return seen.p.max(1), seen.predicted[-1] == self.dataset.labels[rows]
 
-    def _at(self, name: str, trained: _Trained, seen: Seen, others: Sequence[_Answers], rows: np.ndarray) -> AtDomain:
-        """Returns what the heads without a domain show on its images `rows`, but for the risks."""
+    def _at(
+        self, held: Sequence[str], trained: _Trained, seen: Seen, others: Sequence[_Answers], rows: np.ndarray
+    ) -> AtDomain:
+        """Returns what the heads without the domains `held` show on their images `rows`, but for the risks."""
         accuracy = float(self._answers(seen, rows)[1].mean())
-        shares = self._shares(self._of_model & (self.dataset.domains != self.dataset.domains[rows[0]]))
+        shares = self._shares(self._of_model & ~self._in(held))
         threshold = atc_threshold(others)
         parts = parts_at(seen.p, seen.predicted, trained.known, shares, math.inf if threshold is None else threshold)
-        encoded, split = self.prepared.for_method(self.item).features, self._without((name,))
+        encoded, split = self.prepared.for_method(self.item).features, self._without(held)
         assert encoded is not None
         training, validation = torch.cat([*split.train]).sort().values, split.evaluation["train_val"]
         reference = fit(
@@ -244,7 +249,7 @@ class _Study:
     def _without(self, names: Sequence[str]) -> Split:
         """Returns the split without some of its domains, and without other images of their groups."""
         dataset, split = self.dataset, self.split
-        left_out = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in names])
+        left_out = self._in(names)
         if dataset.groups is not None:
             left_out |= np.isin(dataset.groups, np.unique(dataset.groups[left_out]))
         rows, validation = torch.cat([*split.train]).sort().values.numpy(), split.evaluation["train_val"].numpy()
@@ -270,8 +275,8 @@ class _Study:
         images = sum(map(len, self.split.train))
         return f"{own}; trained on {plural(images, 'image')} of {plural(len(self.split.train_domains), 'domain')}"
 
-    def _heads(self, names: Sequence[str]) -> _Trained:
-        """Trains the heads without some domains."""
+    def _heads(self, names: Sequence[str], bank: bool = True) -> _Trained:
+        """Trains the heads without some domains. `bank`: not the reference head alone."""
         split, features = self._without(names), self.features
         rows = torch.cat([*split.train]).sort().values
         mean, deviation = standard(features, rows)
@@ -288,7 +293,7 @@ class _Study:
         if item.reads_text:
             bias, weight = bias + weight @ mean, weight * deviation
         weights = torch.cat([weight, bias[:, None]], 1)[None]
-        if len(names) < 2:
+        if bank:
             weights = torch.cat([self._bank(split, features.standardized(mean, deviation), annotations), weights])
         # as the file keeps them, so that what is measured is what is stored
         heads = Heads(weights.detach().half().float(), mean, deviation)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from itertools import chain
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_
 """Selection rule → the evaluation split on which it selects. `oracle` uses a part of the test domain: cheating.
 `cross_domain` is not here, as it uses the splits of additional models (`without`)."""
 LEFT_OUT = ("left_out_0", "left_out_1")
-"""Names of the evaluation splits of a `cross_domain` model: its two held-out domains."""
+"""Names of the evaluation splits of a `cross_domain` model: its two held-out domains, or sets of them."""
 
 MAX_SEEDS = 10_000  # a slip such as 1000000000 would fill the memory with seeds
 AUTO = "auto"
@@ -44,6 +45,14 @@ class Protocol(Block):
         Annotated[tuple[str, ...], OneOrMany, Field(min_length=1)] | None,
         Field(description="domains held out in turn; null: all (leave_one_domain_out only)"),
     ] = None
+    together: Annotated[
+        tuple[tuple[str, ...], ...],
+        Field(
+            exclude_if=lambda sets: not sets,  # a recipe without it is written as earlier versions wrote it
+            description="sets of domains that are held out as one, such as [[dslr, webcam]], as they show the same "
+            "objects or patients. In test_domains, one domain of a set means the set (leave_one_domain_out only)",
+        ),
+    ] = ()
     split_rule: Annotated[
         Literal["stratified", "domainbed"],
         Field(
@@ -98,12 +107,35 @@ class Protocol(Block):
             raise ValueError("must be a number of seeds, a list of them, or auto")
         return value
 
+    @field_validator("together", mode="before")
+    @classmethod
+    def _sets(cls, value: Any) -> Any:
+        sets = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(names, list | tuple) for names in sets):
+            raise ValueError("must be a list of sets of domains, such as [[dslr, webcam]]")
+        if any(len(names) < 2 for names in sets):
+            raise ValueError("a set of fewer than two domains holds none out together; add domains, or remove the set")
+        every = list(chain(*sets))
+        if twice := [name for i, name in enumerate(every) if name in every[:i]]:
+            raise ValueError(f"{twice[0]} is named twice; keep it in one set")
+        return value
+
+    def held_out_with(self, name: str, domains: Sequence[str]) -> tuple[str, ...]:
+        """Returns those of `domains` that are held out together with the domain `name`, which is one of them."""
+        names = next((names for names in self.together if name in names), (name,))
+        return tuple(other for other in domains if other in names)
+
+    def sets_of(self, domains: Sequence[str]) -> list[tuple[str, ...]]:
+        """Returns `domains` as the sets that are held out as one; most domains are alone in theirs."""
+        return list(dict.fromkeys(self.held_out_with(name, domains) for name in domains))
+
     def problems(self) -> Iterator[Problem]:
         """Yields the settings that do not go together."""
         official = self.name == "official"
-        if official and self.test_domains is not None:
-            problem = "is only for leave_one_domain_out; leave it out"
-            yield Problem("protocol.test_domains", problem, ("protocol.name",))
+        for key, value in (("test_domains", self.test_domains), ("together", self.together or None)):
+            if official and value is not None:
+                problem = "is only for leave_one_domain_out; leave it out"
+                yield Problem(f"protocol.{key}", problem, ("protocol.name",))
         if official and self.split_rule != "stratified":
             problem = "the official split defines the validation images; leave it out"
             yield Problem("protocol.split_rule", problem, ("protocol.name",))
@@ -137,7 +169,8 @@ class Split:
 def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> list[Split]:
     """Returns one split per test domain, in the order of `protocol.test_domains` or of the data set; if official, one.
 
-    `unreadable` rows are in no part. Raises `UserError` if the data do not allow the protocol.
+    Domains that `protocol.together` holds out as one have one split. `unreadable` rows are in no part. Raises
+    `UserError` if the data do not allow the protocol.
     """
     if protocol.name == "official":
         return [official(dataset, protocol, seed, unreadable)]
@@ -149,7 +182,11 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
         # drawn once for all: a domain's part does not depend on which one is held out, unless groups span domains
         readable = np.delete(np.arange(len(dataset)), list(unreadable))
         drawn = stratified_part(dataset, readable, protocol.val_fraction, seed)
-    return [leave_one_domain_out(dataset, protocol, name, seed, unreadable, drawn) for name in held_out]
+    planned = list[Split]()
+    for name in held_out:
+        if not any(name in split.test_domains for split in planned):
+            planned.append(leave_one_domain_out(dataset, protocol, name, seed, unreadable, drawn))
+    return planned
 
 
 def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
@@ -168,24 +205,28 @@ def leave_one_domain_out(
     unreadable: Collection[int] = (),
     drawn: np.ndarray | None = None,
 ) -> Split:
-    """Returns the split in which all of `test_domain` tests and the other domains train, except validation parts.
+    """Returns the split in which all of `test_domain`, and of the domains that are held out together with it, tests.
 
-    All labelled images are used, also those that the official split tests on or ignores. Images of other domains whose
-    group is also in `test_domain` are removed. `drawn`: the rows of the validation parts, if they are drawn already.
+    The other domains train, except validation parts. All labelled images are used, also those that the official split
+    tests on or ignores. Images of other domains whose group is also in a test domain are removed. `drawn`: the rows of
+    the validation parts, if they are drawn already.
     """
-    if test_domain not in dataset.domain_names:
-        hint = did_you_mean(test_domain, list(dataset.domain_names))
-        raise UserError(f'protocol.test_domains: "{test_domain}" is not a domain of the data{hint}')
-    held_out = dataset.domain_names.index(test_domain)
-    train_domains = tuple(name for name in dataset.domain_names if name != test_domain)
+    for key, names in (("test_domains", [test_domain]), ("together", chain(*protocol.together))):
+        for name in names:
+            if name not in dataset.domain_names:
+                hint = did_you_mean(name, list(dataset.domain_names))
+                raise UserError(f'protocol.{key}: "{name}" is not a domain of the data{hint}')
+    test_domains = protocol.held_out_with(test_domain, dataset.domain_names)
+    train_domains = tuple(name for name in dataset.domain_names if name not in test_domains)
     if not train_domains:
-        raise UserError(
-            f'data: "{test_domain}" is the only domain; leave_one_domain_out needs another domain to train on'
-        )
+        what = f'data: "{test_domain}" is the only domain'
+        if len(test_domains) > 1:
+            what = f"protocol.together: {', '.join(test_domains)} are all domains of the data"
+        raise UserError(f"{what}; leave_one_domain_out needs another domain to train on")
+    held_out = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in test_domains])
     readable = np.ones(len(dataset), dtype=bool)
     readable[list(unreadable)] = False
-    is_test = readable & (dataset.domains == held_out)
-    is_source = readable & (dataset.domains != held_out)
+    is_test, is_source = readable & held_out, readable & ~held_out
     check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
 
     notes = []
@@ -194,7 +235,7 @@ def leave_one_domain_out(
         shared = is_source & np.isin(dataset.groups, dataset.groups[is_test])
         if shared.any():
             is_source &= ~shared
-            notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
+            notes.append(f"{shared.sum()} training images left out whose group is also in {', '.join(test_domains)}")
     is_val, how = _draw_validation(dataset, protocol, is_source, is_test, seed, drawn)
     evaluation = {
         "train_val": np.flatnonzero(is_val & is_source),
@@ -202,7 +243,7 @@ def leave_one_domain_out(
         "test_val": np.flatnonzero(is_val & is_test),
     }
     train = np.flatnonzero(~is_val & is_source)
-    return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
+    return _split(dataset, protocol, test_domains, train_domains, train, evaluation, notes + how)
 
 
 def _draw_validation(
@@ -329,10 +370,12 @@ def _split(
     numbers = [dataset.domain_names.index(name) for name in train_domains]
     hint = "; if groups are numbered anew in each domain, data.group must capture the domain too" if grouped else ""
     check_classes(dataset, train, numbers, f" left for training with {held_out} held out{hint}")
-    if protocol.selection == "cross_domain" and len(train_domains) < 2:
+    crossed = protocol.selection == "cross_domain"
+    if crossed and len(protocol.sets_of(train_domains)) < 2:
+        only = f"{' and '.join(train_domains)}{', held out together' if len(train_domains) > 1 else ''}"
         raise UserError(
             f"protocol.selection: cross_domain needs two training domains; with {held_out} held out there is only "
-            f"{train_domains[0]}; use train_val"
+            f"{only}; use train_val"
         )
     needed = SELECTION_SPLIT.get(protocol.selection)
     if needed is not None and needed not in evaluation:
@@ -343,7 +386,9 @@ def _split(
             + f"; possible here: {', '.join(possible) or 'none'}"
         )
     split = split_of_rows(dataset, test_domains, numbers, train, evaluation)
-    notes = [f"tested on {split.tested_on}", note_groups(dataset, train, evaluation), *notes]
+    sets = [names for names in protocol.sets_of(dataset.domain_names) if crossed or names == test_domains]
+    together = [f"{' and '.join(names)} held out together" for names in sets if len(names) > 1]
+    notes = [f"tested on {split.tested_on}", *together, note_groups(dataset, train, evaluation), *notes]
     return replace(split, notes=(*notes, *note_gaps(dataset, train, evaluation, numbers)))
 
 
@@ -373,33 +418,24 @@ def stratified_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, se
     return validation_part(rows, stratum, group, fraction, seed)
 
 
-def without(dataset: ImageDataset, split: Split, domain: str) -> Split:
-    """Returns `split` with one more held-out domain, whose training images become `left_out_0`.
+def without(dataset: ImageDataset, split: Split, *domains: str) -> Split:
+    """Returns `split` with one more held-out domain, or set of them, whose training images become `left_out_0`.
 
-    Images whose group is also in that domain are removed. DomainBed's third selection rule leaves out one training
+    Images whose group is also in these domains are removed. DomainBed's third selection rule leaves out one training
     domain at a time in this way (Gulrajani & Lopez-Paz 2021, section 3). Raises `UserError` if a remaining domain has
     fewer than two classes.
     """
-    number = split.train_domains.index(domain)
-    left_out = split.train[number]
-    rest = [rows for other, rows in enumerate(split.train) if other != number]
+    by_name = dict(zip(split.train_domains, split.train, strict=True))
+    left_out = torch.cat([by_name.pop(name) for name in domains]).numpy()
+    rest = torch.cat([*by_name.values()]).numpy()
     if dataset.groups is not None:
-        groups = dataset.groups
-        # groups of all images of the domain, as in `leave_one_domain_out`: a group may have validation images alone
-        of_domain = np.unique(groups[dataset.domains == dataset.domain_names.index(domain)])
-        rest = [rows[torch.from_numpy(~np.isin(groups[rows], of_domain))] for rows in rest]
-    held_out = (*split.test_domains, domain)
-    names = tuple(name for name in split.train_domains if name != domain)
+        # groups of all images of the domains, as in `leave_one_domain_out`: a group may have validation images alone
+        of_domains = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in domains])
+        rest = rest[~np.isin(dataset.groups[rest], np.unique(dataset.groups[of_domains]))]
+    held_out, numbers = (*split.test_domains, *domains), [dataset.domain_names.index(name) for name in by_name]
     where = f" left for training with {', '.join(held_out)} held out (protocol.selection: cross_domain)"
-    check_classes(dataset, torch.cat(rest).numpy(), [dataset.domain_names.index(name) for name in names], where)
-    return Split(
-        test_domains=held_out,
-        train_domains=names,
-        train=tuple(rest),
-        evaluation={LEFT_OUT[0]: left_out},
-        # −1 for the removed domain; the numbers above it move down by one
-        domain_of=torch.where(split.domain_of == number, -1, split.domain_of - (split.domain_of > number).long()),
-    )
+    check_classes(dataset, rest, numbers, where)
+    return split_of_rows(dataset, held_out, numbers, rest, {LEFT_OUT[0]: left_out})
 
 
 def also_measuring(split: Split, rows: Tensor) -> Split:

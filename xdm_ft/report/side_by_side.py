@@ -39,6 +39,7 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
             "data: images": data.get("images"),
             DATA: [data.get("annotations"), data.get("content")],
             "split": [protocol.get(key) for key in ("name", "split_rule", "val_fraction")],
+            "protocol.together": protocol.get("together", []),  # cross_domain leaves these sets out of training, too
             "held-out domains": sorted({set_name(entry["test_domains"]) for entry in run.results["runs"]}),
             "protocol.selection": run.own_rule,
             "protocol.metric": run.metric,

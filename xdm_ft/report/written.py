@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from xdm_ft.evaluation import set_name
+from xdm_ft.evaluation import set_name, sets_noun
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import SIDE, Section, Thumbnail
 from xdm_ft.report.comparisons import beside_rows, here_words
@@ -179,7 +179,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
         interval = mean_interval(run, row)
         where = "95% interval over seeds and test images: " + between(metric, interval) if interval else ""
         sets = run.held_out_sets
-        on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} held-out domains"
+        on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
         yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
         versus = beside_rows(run.results, row.selection).get(row.method)
         if versus is not None:

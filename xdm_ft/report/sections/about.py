@@ -60,6 +60,7 @@ NEEDS: dict[str, Callable[[Results], bool]] = {
     "labels": lambda results: "label_curve" in results,
     "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),
     "at the edge of its range": _is_searched,
+    "held out together": lambda results: bool(results["recipe"].get("protocol", {}).get("together")),
 }
 """{topic or word of the manual: whether tables of these results need it}; those that are not here are always needed"""
 
