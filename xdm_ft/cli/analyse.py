@@ -18,6 +18,7 @@ from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import inputs, refuse_other_inputs
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.experiment.work import launched
+from xdm_ft.features.given import NO_IMAGES
 from xdm_ft.recipe.check import check
 from xdm_ft.report.finished import read_run
 from xdm_ft.report.written import write_reports
@@ -74,12 +75,14 @@ def main(arguments: argparse.Namespace) -> Answer:
     weights = arguments.reconstruct
     autoencoder = None if weights is None else read_autoencoder(expand_user(weights, OPTION))
     recipe = check(written_recipe(folder, run.results))
+    if autoencoder is not None and not recipe.has_images:
+        raise UserError(f"{folder}: {OPTION}: {NO_IMAGES}; leave it out")
     images, notes = None, []
     with launched(recipe) as accelerator, heartbeat(accelerator):
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
         before = dict(run.results["environment"])
-        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, before)
+        prepared = prepare(recipe, dataset, build_encoders(recipe, dataset), accelerator, before)
 
         # features apart: those of other libraries are the same ones rounded otherwise, which is worth a note only
         now, features = inputs(dataset, prepared), before.pop("features", None)

@@ -22,7 +22,7 @@ from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reach
 from xdm_ft.experiment.estimate import estimate
 from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
-from xdm_ft.experiment.prepare import build_encoder, by_label, cuts_of, with_text
+from xdm_ft.experiment.prepare import build_encoder, build_encoders, by_label, cuts_of, with_text
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.experiment.resume import keep_choices_of_run
 from xdm_ft.experiment.work import as_launched, launched
@@ -164,7 +164,7 @@ def ray_cluster(settings: Cluster) -> Iterator[Finding]:
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoders' weights, the data, the disk space that the features need, and the time of the run."""
     encoders: dict[str | None, Encoder] = {}
-    for label, component in by_label(recipe).items():
+    for label, component in by_label(recipe).items() if recipe.has_images else ():
         what = "weights" if label is None else f"weights of {label}"
         try:
             encoder = build_encoder(component, recipe.protocol.seeds[0])
@@ -176,8 +176,8 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         values = f"{number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
         yield Finding(what, f"{encoder.pretraining}; {values}; {encoder.width} features")
         encoders[label] = encoder
-    all_built = encoders.keys() == by_label(recipe).keys()
-    if all_built:
+    all_built = not recipe.has_images or encoders.keys() == by_label(recipe).keys()
+    if encoders and all_built:
         recipe = with_text(recipe, encoders)
     cached = {item.encoder_label for item in recipe.served if not recipe.trains_on_images(item)}
     preprocessing = next((encoder.preprocessing for label, encoder in encoders.items() if label in cached), None)
@@ -185,7 +185,10 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     if data is None:
         return
     dataset, hashes, plan = data
-    for label, encoder in encoders.items():
+    if not recipe.has_images:
+        encoders = build_encoders(recipe, dataset)
+        yield Finding("features", f"{encoders[None].pretraining}; {encoders[None].width} features")
+    for label, encoder in encoders.items() if recipe.has_images else ():
         yield from _guarded("cache", cache_space(recipe, label, encoder, dataset, hashes))
     if plan is None or not all_built:
         return
@@ -257,8 +260,10 @@ def check_data(
     for name, row_of_domains in zip(dataset.class_names, images, strict=True):
         yield Finding(f"class {name}", " ".join(map(str, row_of_domains)))
 
-    unreadable = scan(dataset, cores(), None if preprocessing is None else NotAStrip(preprocessing))
-    if not unreadable:
+    unreadable = dict[int, str]()
+    if recipe.has_images:
+        unreadable = scan(dataset, cores(), None if preprocessing is None else NotAStrip(preprocessing))
+    if recipe.has_images and not unreadable:
         yield Finding("images", "all decode")
     for row, reason in unreadable.items():
         remedy = "repair or remove it, or set data.on_bad_image: skip"

@@ -13,6 +13,7 @@ from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.experiment.work import launched
 from xdm_ft.features.cache import cache_folder
+from xdm_ft.features.given import NO_IMAGES
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import pulse
@@ -28,10 +29,13 @@ def fill_cache(recipe: Recipe) -> Answer:
     if all(recipe.trains_on_images(item) for item in recipe.methods):
         problem = "it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
         raise UserError(f"{recipe.name}: {problem}")
+    if not recipe.has_images:
+        raise UserError(f"{recipe.name}: {NO_IMAGES}; there is nothing to compute, use `xdm-ft run`")
     with launched(recipe) as accelerator, heartbeat(accelerator):
         check_cluster(recipe)
         with pulse.waiting():
-            encoders, dataset = build_encoders(recipe), read_data(recipe)
+            dataset = read_data(recipe)
+            encoders = build_encoders(recipe, dataset)
         prepared = prepare(recipe, dataset, encoders, accelerator)
     sets: list[dict[str, Any]] = []
     for label, inputs in prepared.encoders.items():

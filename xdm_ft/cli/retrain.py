@@ -65,7 +65,7 @@ def main(arguments: argparse.Namespace) -> Answer:
         accelerator = stack.enter_context(launched(recipe))
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
-        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, run.results["environment"])
+        prepared = prepare(recipe, dataset, build_encoders(recipe, dataset), accelerator, run.results["environment"])
         plan = plan.without(prepared.unreadable)
         with open_run_directory(replace(recipe, output=Output(dir=scratch)), accelerator) as directory:
             # nothing counts as trained yet

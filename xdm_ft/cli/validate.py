@@ -51,7 +51,7 @@ def validate(recipe: Recipe) -> Answer:
     cuts: list[CutCost] = []
     blocks: dict[str | None, list[str]] = {}  # {label of an encoder that is cut: a line per block}
     try:
-        encoders = build_encoders(recipe)
+        encoders = build_encoders(recipe, dataset)
         recipe = with_text(recipe, encoders)
         check_low_rank(recipe, encoders)
     except UserError as error:  # the weights may come later, the data can be mended now

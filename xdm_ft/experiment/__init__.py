@@ -51,7 +51,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
         with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
-            encoders = build_encoders(recipe)
+            encoders = build_encoders(recipe, dataset)
             if (served := with_text(recipe, encoders)) is not recipe:
                 recipe, plan = served, make_plan(served, dataset)
             check_low_rank(recipe, encoders)

@@ -269,7 +269,9 @@ def costs(plan: Plan) -> dict[str, Any]:
             model.item.gradient_evaluations(model.steps, len(model.split.train)) for model in trained
         ),
         # all images, also those that never train: the cache must not depend on the split
-        "feature_passes": (1 + recipe.features.views) * sum(map(recipe.needs_features, recipe.encoders)),
+        "feature_passes": (1 + recipe.features.views)
+        * sum(map(recipe.needs_features, recipe.encoders))
+        * recipe.has_images,
         "trained_images": trained_images,  # that pass forward and backward through the encoder, without evaluations
     }
 

@@ -23,6 +23,7 @@ from xdm_ft.experiment.cluster import device_of, extraction_on
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.features.cache import Features, cache_folder, cache_path
 from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
+from xdm_ft.features.given import GivenFeatures, given_features
 from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images import ImageDataset
@@ -53,7 +54,7 @@ class PreparedEncoder:
     """An encoder as it is before training, and what is computed once from it."""
 
     encoder: Encoder
-    weights: str  # hash of its weights
+    weights: str  # hash of its weights; empty of given features
     features: Features | None  # None: no method reads them
     text_weights: dict[tuple[str, ...] | None, Tensor]
     """{prompts of a method: class embeddings × logit scale, float32 [C,K]}; the key None: the encoder's prompts."""
@@ -99,12 +100,15 @@ def build_encoder(component: Component, seed: int) -> Encoder:
     return encoder
 
 
-def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
+def build_encoders(recipe: Recipe, dataset: ImageDataset) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Raises `UserError` if all methods need class embeddings that their encoders lack, or if one can not train the part
+    Of a `dataset` without images, what stands for its encoder. Raises `UserError` if all methods need class embeddings
+    that their encoders lack, or if one can not train the part
     of its encoder that the recipe says: before all else, not after hours.
     """
+    if not recipe.has_images:
+        return {None: GivenFeatures(dataset)}
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
     for position, (label, component) in enumerate(by_label(recipe).items()):
         try:
@@ -200,7 +204,11 @@ def prepare(
         if main:
             log_encoder(encoder)
         items = [item for item in recipe.served if item.encoder is component]
-        features = extracted(encoder) if recipe.needs_features(component) else None
+        features = None
+        if not recipe.has_images:
+            features = given_features(dataset, accelerator.device)
+        elif recipe.needs_features(component):
+            features = extracted(encoder)
         counted = hashes if index else None
         cuts = cuts_of(recipe, encoder, items, dataset, device, counted, cached_cuts(environment, label))
         activations = dict[Trainable, Features | None]()
@@ -222,7 +230,8 @@ def prepare(
         for prompts in dict.fromkeys(item.block.prompts for item in items if item.reads_text):
             assert isinstance(encoder, TextEncoder), "checked with the recipe"
             texts[prompts] = encoder.logit_scale * encoder.text_embeddings(dataset.class_names, prompts)
-        prepared[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
+        weights = weights_digest(encoder) if recipe.has_images else ""
+        prepared[label] = PreparedEncoder(encoder, weights, features, texts, activations)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     return Prepared(prepared, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))

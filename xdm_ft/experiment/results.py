@@ -257,7 +257,8 @@ def refuse_other_inputs(
     old = {key: before[key] for key in INPUTS if key in before} if before is not None else {}
     changed = differences(shared(old, now), shared(now, old))
     if changed:
-        named = [what for key, what in INPUT_WORDS.items() if any(one.startswith(key) for one in changed)]
+        words = INPUT_WORDS | ({} if "encoder" in now else {"data.content": "the given features"})
+        named = [what for key, what in words.items() if any(one.startswith(key) for one in changed)]
         if len(named) > 1 and any(one.startswith("encoder") for one in changed):
             named.remove(INPUT_WORDS["features"])  # they follow from the weights
         raise UserError(
@@ -356,14 +357,14 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     data = {"images": len(dataset), "annotations": digest(names, *texts), "content": prepared.content}
     identity: dict[str, Any] = {"data": data}
     for label, encoder in prepared.encoders.items():
-        features = {} if encoder.features is None else {"key": encoder.features.key}
+        features = {} if encoder.features is None or not encoder.features.key else {"key": encoder.features.key}
         cuts = {
             cut_of(encoder.encoder, trainable).name: None if cached is None else cached.key
             for trainable, cached in encoder.activations.items()
             if isinstance(trainable, LastBlocks | LowRank)
         }
         for name, value in (
-            ("encoder", {"weights": encoder.weights}),
+            ("encoder", {"weights": encoder.weights} if encoder.weights else {}),
             ("features", features | ({"cuts": cuts} if cuts else {})),
         ):
             if value and label is None:
@@ -477,6 +478,9 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
     """Returns the line that says how models were trained, selected by `rule` and tested."""
     recipe, dataset, notes = plan.recipe, plan.dataset, [*plan.notes]
     for label, of_encoder in prepared.encoders.items():
+        if not recipe.has_images:
+            notes.append(of_encoder.encoder.pretraining)
+            continue
         items = [item for item in recipe.served if item.encoder_label == label and not item.is_solver]
         how = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
         name = "" if label is None else f"{label}: "

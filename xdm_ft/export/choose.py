@@ -40,6 +40,7 @@ from xdm_ft.export import (
 )
 from xdm_ft.export.directory import CHECKSUMS, digest_of, reference_from
 from xdm_ft.export.expected import expected_performance
+from xdm_ft.features.given import NO_IMAGES
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
@@ -73,6 +74,9 @@ class Choice:
 
 def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
+    if run.results["recipe"]["data"]["name"] == "features":
+        problem = f"{NO_IMAGES}, so its heads lack the encoder that a model for images needs"
+        raise UserError(f"{run.path}: {problem}; use the weights in {run.path}/models, or run a recipe on the images")
     methods = list(dict.fromkeys(record.method for record in run.records))
     if not methods:
         raise UserError(f"{run.path}: the run has no trained model; run its recipe first")

@@ -67,6 +67,8 @@ class ImageDataset(ABC):
     """Whether the rows of a domain are in the order of class and file names, on which DomainBed's split depends."""
     train_augmentation: ClassVar[Augmentation] = "none"
     """The default augmentation of end-to-end training and of `features.views`."""
+    has_images: ClassVar[bool] = True
+    """Whether there are images; else rows have `features` that were computed elsewhere."""
     container: Container | None = None
     """Where `content` reads bytes from, if it is a table on the disk: as long as its files stay, so do all contents."""
     as_published: bool = False

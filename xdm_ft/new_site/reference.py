@@ -106,7 +106,7 @@ def prepared_run(
     with launched(recipe) as accelerator:
         dataset = read_data(recipe)
         every = dataset if also is None else also(dataset)
-        prepared = prepare(alone, every, build_encoders(alone), accelerator, run.results["environment"])
+        prepared = prepare(alone, every, build_encoders(alone, every), accelerator, run.results["environment"])
         own = [row for row in prepared.unreadable if row < len(dataset)]
         with one_thread():
             yield make_plan(recipe, dataset).without(own), prepared.to(accelerator.device)

@@ -19,6 +19,7 @@ from xdm_ft.encoders import TextEncoder
 from xdm_ft.evaluation import with_encoder
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.features import FeatureSettings
+from xdm_ft.features.given import NO_IMAGES, GivenFeatures
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import ADD_ONS, Component
@@ -63,6 +64,7 @@ WHOLE_BATCH = (
     "encoder.trainable", "training.sampler", "training.loss_average", "training.accumulation", "training.class_weights"
 )  # fmt: skip
 FAULTY = Component("", object, EncoderCommon(name=""), ())  # stands for an encoder with a fault, which ends the check
+GIVEN = Component("features", GivenFeatures, EncoderCommon(name="features"), ())  # of data without images
 
 
 def load(name: str, overrides: list[str] | None = None) -> Recipe:
@@ -84,8 +86,9 @@ def check(text: RecipeText) -> Recipe:
         faults.add("name", "must be a text without slashes or control characters, the name of the run directory")
     elif (length := len(name.encode())) > MAX_NAME:
         faults.add("name", f"takes {length} bytes as a folder's name; at most {MAX_NAME}")
-    encoders = _encoders(faults, values)
-    blocks: dict[str, Any] = {"data": _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))}
+    data = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
+    encoders = _encoders(faults, values, has_images=data is None or data.cls.has_images)
+    blocks: dict[str, Any] = {"data": data}
     for key, model in BLOCKS.items():
         blocks[key] = _block(faults, (key,), model, values.get(key, {}))
     written = _methods(faults, values.get("methods"), encoders[0] if encoders else FAULTY)
@@ -95,6 +98,8 @@ def check(text: RecipeText) -> Recipe:
             faults.add(key, f"must be true or false, given {_shown(flag)}")
     faults.raise_if_any()  # the checks across blocks need valid blocks
 
+    if not blocks["data"].cls.has_images and "precision" not in blocks["features"].model_fields_set:
+        blocks["features"] = blocks["features"].model_copy(update={"precision": "fp32"})  # whatever a GPU computes in
     blocks["search"] = blocks["search"].for_data(blocks["data"].name)
     methods = tuple(_under_encoder(item, encoder) for encoder in encoders for item in written)
     auto_seeds = values.get("protocol", {}).get("seeds") == AUTO
@@ -206,8 +211,13 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
     return Component(values["name"], cls, block, keys) if block is not None else None
 
 
-def _encoders(faults: Faults, values: dict[str, Any]) -> tuple[Component, ...]:
-    """Returns the encoder, or the items of `encoders`."""
+def _encoders(faults: Faults, values: dict[str, Any], has_images: bool) -> tuple[Component, ...]:
+    """Returns the encoder, or the items of `encoders`; of data without images what stands for one."""
+    if not has_images:
+        for key in ("encoder", "encoders"):
+            if key in values:
+                faults.add(key, f"{NO_IMAGES}, so nothing is encoded; leave it out")
+        return (GIVEN,)
     if "encoders" not in values:
         single = _component(faults, ("encoder",), *COMPONENTS["encoder"], values.get("encoder"))
         return () if single is None else (single,)
@@ -339,7 +349,9 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
     if training.compile and not recipe.trains_encoders and all(uncompiled):
         problem = "has no effect on these methods, which have kernels of their own or take no steps; leave it out"
         faults.add("training.compile", problem)
-    if recipe.features.cut != "auto" and not any(item.is_cut for item in recipe.methods):
+    if not recipe.has_images:
+        _check_without_images(faults, recipe)
+    elif recipe.features.cut != "auto" and not any(item.is_cut for item in recipe.methods):
         problem = "is for a partly trained encoder; leave it out, or set trainable: {blocks: k}"
         faults.add("features.cut", problem, "encoder.trainable")
     _check_compared_rows(faults, recipe)
@@ -353,13 +365,43 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
         elif training.steps is not None and unfreeze_at >= training.steps:
             faults.add((*encoder_key, "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), "training.steps")
     _check_label_curve(faults, recipe)
-    _check_views(faults, recipe)
+    if recipe.has_images:
+        _check_views(faults, recipe)
     _check_space(faults, recipe)
     _check_draws(faults, recipe)
     for item in recipe.own_methods:
         _check_entry(faults, item, recipe)
     for item in recipe.methods:
         _check_method(faults, item, recipe)
+
+
+def _check_without_images(faults: Faults, recipe: Recipe) -> None:
+    """Adds the keys that need images, an encoder or its text side, of data that are features."""
+    data, features = recipe.data_common, recipe.features
+    needing = {
+        "data.on_bad_image": data.on_bad_image != "error",
+        "data.train_augmentation": data.train_augmentation not in (None, "none"),
+        "features.views": features.views > 0,
+        "features.cut": features.cut != "auto",
+        "features.precision": features.precision != "fp32",
+        "features.workers": features.workers is not None,
+        "report.images": recipe.report.images,
+        "cluster.name": recipe.cluster.name is not None,
+    }
+    why = {
+        "features.precision": "which are read as float32",
+        "cluster.name": "which are in this machine's memory, and their heads train here",
+    }
+    for key, is_set in needing.items():
+        if is_set:
+            faults.add(key, f"{NO_IMAGES}{', ' * (key in why)}{why.get(key, '')}; leave it out", "data.name")
+    for item in recipe.methods:
+        key_of_item: Key = ("methods", item.index)
+        if item.trainable is not False:
+            faults.add((*key_of_item, "trainable"), f"{NO_IMAGES}, so no encoder can train; leave it out", "data.name")
+        if item.reads_text:
+            what = f"{item.label} needs class embeddings of an encoder with a text side, but {NO_IMAGES}"
+            faults.add(key_of_item, f"{what}; leave it out", "data.name")
 
 
 def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
@@ -522,6 +564,8 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
             frozen_or_cut = algorithm.cut_reason if item.is_cut else ""
             if item.trainable is False:
                 frozen_or_cut = algorithm.frozen_reason
+            if frozen_or_cut and not recipe.has_images:
+                frozen_or_cut = f"{NO_IMAGES}, and this trains or changes an encoder or images; leave it out"
             fixed_head = not any(p.requires_grad for p in algorithm.parameters())
             no_effect = "its class head is fixed, so that no step can train the head alone; leave unfreeze_at out"
             reasons: dict[tuple[Key | str, ...], str] = {
@@ -538,7 +582,9 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
         faults.add((*key, "normalize"), problem, "encoder.trainable")
     normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
     only_skipped = all(other.skipped is not None for other in recipe.methods)
-    for setting, problem in item.text_faults(normalized) if item.skipped is None or only_skipped else ():
+    for setting, problem in (
+        item.text_faults(normalized) if item.skipped is None or (only_skipped and recipe.has_images) else ()
+    ):
         faults.add((*key, *setting), problem, "encoder.name", "encoder.normalize")
     elsewhere = outside_text_space(getattr(item.encoder.block, "pooling", None))
     if item.reads_text and elsewhere:

@@ -98,6 +98,11 @@ class Recipe:
         return self.encoders[0]
 
     @property
+    def has_images(self) -> bool:
+        """Whether the data are images; else they are features that were computed elsewhere, and no encoder is named."""
+        return bool(self.data.cls.has_images)
+
+    @property
     def trains_encoders(self) -> bool:
         """Whether a method trains an encoder, or a part of it."""
         return any(item.trainable is not False for item in self.methods)
@@ -175,7 +180,7 @@ class Recipe:
     @property
     def blocks(self) -> dict[str, Block]:
         """The blocks by their keys, in the order in which a recipe is printed; `methods` is not among them."""
-        encoder = {} if self.several_encoders else {"encoder": self.encoder.block}
+        encoder = {} if self.several_encoders or not self.has_images else {"encoder": self.encoder.block}
         return {
             "data": self.data.block,
             "protocol": self.protocol,

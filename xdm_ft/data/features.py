@@ -1,0 +1,212 @@
+"""Features that were computed elsewhere, in an npz or in Parquet files, with labels and domains: no images."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import numpy as np
+from PIL import Image
+from pydantic import Field
+
+from xdm_ft.containers.remote import list_files, open_file, state_of
+from xdm_ft.containers.tables import encode_names, join_tables, name_columns, number_names
+from xdm_ft.images import ImageDataset
+from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+
+if TYPE_CHECKING:
+    from pyarrow import Array, ChunkedArray, Table
+
+FEATURES = "features"
+NEEDED = (FEATURES, "label", "domain")
+COLUMNS = (*NEEDED, "group", "split", "id")
+
+
+class FeatureTable(ImageDataset):
+    """One row per image: features, label, domain; optional: group, split, id. Others are ignored.
+
+    A row counts as an image whose content is its features: rows with equal features are copies of each other.
+    """
+
+    has_images: ClassVar[bool] = False
+    features: np.ndarray  # float32 [N,K]
+
+    def __init__(
+        self,
+        *,
+        file: Annotated[
+            str | Path,
+            Field(
+                description=".npz, .parquet, a folder of Parquet files or a glob, with a row per image: features "
+                "(K numbers), label, domain; optional: group, split, id"
+            ),
+        ],
+    ) -> None:
+        file = str(file)
+        self.where = printable(file)
+        files = list_files(file, ".npz" if file.endswith(".npz") else ".parquet", deep=False)
+        if not files:
+            raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
+        parts = [_read_npz(name) if name.endswith(".npz") else _read_parquet(name) for name in files]
+        widths = [features.shape[1] for features, _ in parts]
+        for name, width in zip(files, widths, strict=True):
+            if width != widths[0]:
+                raise UserError(
+                    f"{name}: has {width} features per row, and {files[0]} has {widths[0]}; write one width"
+                )
+        kept = [[*table.column_names] for _, table in parts]
+        for name, columns in zip(files, kept, strict=True):
+            if missing := sorted({*kept[0]} ^ {*columns}):
+                raise UserError(f"{name}: column {missing[0]} is in some files alone; write it to all, or to none")
+        self.features = parts[0][0] if len(parts) == 1 else np.concatenate([features for features, _ in parts])
+        table = join_tables([table for _, table in parts], self.where)
+        columns = [name for name in table.column_names if name != "id"]
+        name_columns(self, table, self.where, {name: name for name in columns})
+        self.ids: tuple[tuple[str, ...], np.ndarray] | None = None  # the names, and which one a row has
+        if "id" in table.column_names:
+            self.ids = number_names(table["id"], self.where, "id", None)
+            self._refuse_repeated(*self.ids)
+        self._refuse_not_finite()
+
+    def _refuse_repeated(self, names: tuple[str, ...], number_of: np.ndarray) -> None:
+        counts = np.bincount(number_of, minlength=len(names))
+        if (repeated := np.flatnonzero(counts > 1)).size:
+            rows = ", ".join(map(str, np.flatnonzero(number_of == repeated[0])[:3].tolist()))
+            problem = f'"{names[repeated[0]]}" is the id of rows {rows}, and {len(repeated)} ids occur more than once'
+            raise UserError(f"{self.where}: column id: {problem}; give each row its own, or leave the column out")
+
+    def _refuse_not_finite(self) -> None:
+        broken = np.flatnonzero(~np.isfinite(self.features).all(1))
+        if len(broken):
+            problem = f"{len(broken)} of {len(self)} rows are not finite (NaN, ±∞ or beyond float32)"
+            first = self.name_in_data(int(broken[0]))
+            raise UserError(f"{self.where}: column {FEATURES}: {problem}, the first: {first}; repair or remove them")
+
+    @property
+    def file_name(self) -> str:
+        """The last part of the path, for the protocol."""
+        return Path(self.where).name
+
+    def image(self, row: int) -> Image.Image:
+        raise UserError(f"{self.name(row)}: has no image, only features; use data with images for this")
+
+    def name(self, row: int) -> str:
+        return f"{self.where}, {self.name_in_data(row)}"
+
+    def name_in_data(self, row: int) -> str:
+        return f"row {row}" if self.ids is None else self.ids[0][self.ids[1][row]]
+
+    def content(self, row: int) -> bytes:
+        return self.features[row].tobytes()
+
+
+def _read_npz(file: str) -> tuple[np.ndarray, Table]:
+    """Returns the features, float32 [n,K], and the other columns. Raises `UserError`."""
+    import pyarrow
+
+    with _damage_in(file), open_file(file, state_of(file), 2**20) as source:
+        content = np.load(source, allow_pickle=False)
+        if not isinstance(content, np.lib.npyio.NpzFile):
+            raise UserError(f"{file}: is one array, not an npz; write it with numpy.savez")
+        _require_columns(file, content.files, "array")
+        arrays: dict[str, np.ndarray] = {}
+        for name in COLUMNS:
+            if name in content.files:
+                try:
+                    arrays[name] = content[name]
+                except ValueError as error:
+                    if "allow_pickle" not in str(error):
+                        raise
+                    problem = "holds Python objects, which can run code when they are read"
+                    raise UserError(
+                        f"{file}: array {name} {problem}; write it as text or numbers (astype(str))"
+                    ) from error
+    z = arrays.pop(FEATURES)
+    if z.ndim != 2 or z.dtype.kind != "f":
+        raise UserError(f"{file}: {FEATURES} is {z.dtype} {list(z.shape)}; it must be floating, of shape [rows, K]")
+    for name, values in arrays.items():
+        if values.shape != (len(z),):
+            raise UserError(f"{file}: {name} has shape {list(values.shape)}; it must be [{len(z)}], one per row")
+    _require_rows(file, z)
+    return _float32(z), _columns(file, {name: pyarrow.array(values) for name, values in arrays.items()})
+
+
+def _read_parquet(file: str) -> tuple[np.ndarray, Table]:
+    """Returns the features, float32 [n,K], and the other columns. Raises `UserError`."""
+    from pyarrow.parquet import ParquetFile
+
+    with _damage_in(file), open_file(file, state_of(file)) as source:
+        parquet = ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
+        names = parquet.schema_arrow.names
+        _require_columns(file, names, "column")
+        table = parquet.read(columns=[name for name in COLUMNS if name in names])
+    z = _matrix(file, table[FEATURES])
+    return z, _columns(file, {name: table[name] for name in table.column_names if name != FEATURES})
+
+
+def _matrix(file: str, cells: ChunkedArray) -> np.ndarray:
+    """Returns lists of floats as float32 [n,K]. Raises `UserError` for another type, or for lists of several lengths."""
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    kind = cells.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not (is_list and types.is_floating(kind.value_type)):
+        raise UserError(f"{file}: column {FEATURES} holds {kind}; it must hold a list of floats per row")
+    lengths = pc.list_value_length(cells).fill_null(0).to_numpy()
+    width = int(lengths[0]) if len(lengths) else 0
+    if (others := np.flatnonzero(lengths != width)).size:
+        problem = f"row {others[0]} has {lengths[others[0]]} values, and row 0 has {width}"
+        raise UserError(f"{file}: column {FEATURES}: {problem}; write lists of one length")
+    z, first = np.empty((len(cells), width), np.float32), 0
+    _require_rows(file, z)
+    for chunk in cells.chunks:  # a null inside becomes NaN, which is refused
+        z[first : first + len(chunk)] = _float32(chunk.flatten().to_numpy(zero_copy_only=False)).reshape(-1, width)
+        first += len(chunk)
+    return z
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # ∞ is refused with its row
+        return np.ascontiguousarray(values, np.float32)
+
+
+def _columns(file: str, values: Mapping[str, Array | ChunkedArray]) -> Table:
+    import pyarrow
+
+    return pyarrow.table(
+        {
+            name: encode_names(
+                column if isinstance(column, pyarrow.ChunkedArray) else pyarrow.chunked_array([column]),
+                f"{printable(file)}: column {name}",
+            )
+            for name, column in values.items()
+        }
+    )
+
+
+def _require_columns(file: str, names: list[str], what: str) -> None:
+    for name in NEEDED:
+        if name not in names:
+            raise UserError(f'{file}: has no {what} "{name}"{did_you_mean(name, names)}')
+
+
+def _require_rows(file: str, z: np.ndarray) -> None:
+    if not z.size:
+        raise UserError(f"{file}: has no rows, or rows without features; write one per image")
+
+
+@contextmanager
+def _damage_in(file: str) -> Iterator[None]:
+    """Context for reading a file. Raises `UserError` for what is not as its format says."""
+    import pyarrow
+
+    damage: tuple[type[Any], ...] = (pyarrow.ArrowException, zipfile.BadZipFile, OSError, ValueError, EOFError)
+    try:
+        yield
+    except damage as error:
+        reason = " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
+        raise UserError(f"{file}: can not be read ({reason}); write the file again") from error
