@@ -17,6 +17,7 @@ LAYERS = [
     "run",
     "__main__",
     "cli",
+    "audit",
     "new_site",
     "export",
     "experiment",

@@ -1,0 +1,1 @@
+"""Whether the data are what they say: copies, twin domains, label errors, site × class, what the encoder knows."""
