@@ -20,7 +20,7 @@ from xdm_ft.cli.run import load_recipe
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reachable
 from xdm_ft.experiment.estimate import estimate
-from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
+from xdm_ft.experiment.faults import SITE_CLASS, Finding, data_faults, fault, plan_faults
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoder, build_encoders, by_label, cuts_of, with_text
 from xdm_ft.experiment.results import trained_words
@@ -34,6 +34,7 @@ from xdm_ft.features.key import weights_digest
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import scan
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
+from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import cores, cpu_has_bf16
@@ -254,11 +255,13 @@ def check_data(
 
     count = f"{plural(len(dataset), 'image')}, {plural(len(dataset.domain_names), 'domain')}"
     yield Finding("data", f"{count}, images per class and domain:")
-    images = images_of(dataset)
-    domains = zip(dataset.domain_names, images.sum(0), strict=True)
+    site_class = site_class_of(dataset)
+    domains = zip(dataset.domain_names, site_class.counts.sum(1), strict=True)
     yield Finding("domains", ", ".join(f"{domain} {number}" for domain, number in domains))
-    for name, row_of_domains in zip(dataset.class_names, images, strict=True):
+    for name, row_of_domains in zip(dataset.class_names, site_class.counts.T, strict=True):
         yield Finding(f"class {name}", " ".join(map(str, row_of_domains)))
+    if site_class.line:
+        yield Finding(SITE_CLASS, site_class.line)
 
     unreadable = dict[int, str]()
     if recipe.has_images:

@@ -17,6 +17,7 @@ from xdm_ft.experiment.prepare import index_folder
 from xdm_ft.features.hashes import FileHashes, hash_files
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
+from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.lines import csv_line
@@ -50,6 +51,7 @@ def fault(what: str, error: UserError) -> Iterator[Finding]:
         yield Finding(what, found, remedy) if semicolon else Finding(what, line, "repair this and run again")
 
 
+SITE_CLASS = "site × class"
 COPIED = "images"  # the check that finds copies
 ROLES = ("training", "validation", "test")
 TESTED = ("test", "val_domain")
@@ -75,23 +77,26 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
 
     Names of classes or domains may differ only in case, spaces, the encoding of an accent, or as 1 and 1.0: a held-out
     domain that is also a training domain under such a name would not be unseen. Classes may have no image in some
-    domain, unless the data set is published so.
+    domain, or so few domains that class and domain cannot be told apart, unless the data set is published so.
     """
-    images, how = images_of(dataset), "differ only in case, in spaces or in how a number is written"
-    remedy = "give them one name in the data, or clearly different names"
+    site_class, how = site_class_of(dataset), "differ only in case, in spaces or in how a number is written"
+    images, remedy = site_class.counts, "give them one name in the data, or clearly different names"
 
     def named(domains: np.ndarray) -> str:
         return ", ".join(dataset.domain_names[d] for d in np.flatnonzero(domains))
 
     for numbers in alike(dataset.class_names):
-        names = [f'"{dataset.class_names[c]}" (in {named(images[c] > 0)})' for c in numbers]
+        names = [f'"{dataset.class_names[c]}" (in {named(images[:, c] > 0)})' for c in numbers]
         yield Finding("classes", f"{' and '.join(names)} {how}", remedy)
     for numbers in alike(dataset.domain_names):
-        names = [f'"{dataset.domain_names[d]}" ({plural(images[:, d].sum(), "image")})' for d in numbers]
+        names = [f'"{dataset.domain_names[d]}" ({plural(images[d].sum(), "image")})' for d in numbers]
         yield Finding("domains", f"{' and '.join(names)} {how}", remedy)
-    lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(1)).tolist()
-    if names := [f'no image of "{dataset.class_names[c]}" in {named(images[c] == 0)}' for c in lacking]:
+    lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(0)).tolist()
+    if names := [f'no image of "{dataset.class_names[c]}" in {named(images[:, c] == 0)}' for c in lacking]:
         yield Finding("classes", _listed(names), "add images, or remove the class from the other domains")
+    if site_class.confounded and not dataset.as_published:
+        remedy = "add images of other classes there or of these classes elsewhere, else a model may learn the site"
+        yield Finding(SITE_CLASS, f"cannot be told apart: {_listed(site_class.confounded)}", remedy)
     yield from _repeated_images(dataset, hashes, splits)
 
 
@@ -107,13 +112,6 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
             remedy = "set head_init: random" if starts else "use an encoder with a text side"
         skipped = f"{', '.join(items)} {'is' if len(items) == 1 else 'are'} skipped ({reason})"
         yield Finding("methods", skipped, f"remove these methods from the recipe, or {remedy}")
-
-
-def images_of(dataset: ImageDataset) -> np.ndarray:
-    """Returns the number of images of every class in every domain: int64 [C,D]."""
-    images = np.zeros((len(dataset.class_names), len(dataset.domain_names)), np.int64)
-    np.add.at(images, (dataset.labels, dataset.domains), 1)
-    return images
 
 
 def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:

@@ -33,11 +33,12 @@ from xdm_ft.evaluation.summary import (
 )
 from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials
 from xdm_ft.evaluation.verdicts import Comparison
-from xdm_ft.experiment.faults import Finding, images_of
+from xdm_ft.experiment.faults import Finding
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.experiment.resume import GROWN_FROM, NEW_DIRECTORY, Generation, comparable, grown_from
 from xdm_ft.images import ImageDataset
+from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.comparisons import all_comparisons
 from xdm_ft.report.finished import Run, final_fits_of, read_run
@@ -377,7 +378,7 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
 def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the other facts on the data in results.json: its size, whether test domains are unseen, its faults."""
     dataset = plan.dataset
-    counts = dict(zip(dataset.domain_names, images_of(dataset).T.tolist(), strict=True))
+    counts = dict(zip(dataset.domain_names, images_per_class(dataset).tolist(), strict=True))
     groups = {} if dataset.groups is None else {"groups": len(np.unique(dataset.groups))}
     return {
         "data": {"classes": list(dataset.class_names), "images": counts, **groups},

@@ -137,26 +137,21 @@ class _PillowWarnings:
 _pillow_warnings = _PillowWarnings()
 
 
-def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Image.Image:
-    """Returns the first frame as RGB, EXIF orientation applied. Transparent pixels become white.
+@contextmanager
+def opened(source: Path | bytes, name: str) -> Iterator[Image.Image]:
+    """Context with an image file whose header is read; what is decoded inside is guarded too.
 
-    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. `least_side`: a JPEG is decoded at 1/2,
-    1/4 or 1/8 of its size where no side gets shorter than this many pixels (Pillow's draft mode). Raises
-    `UnreadableImage` for a damaged or truncated image, and for an image with more pixels than
+    Raises `UnreadableImage` for a damaged or truncated image, and for an image with more pixels than
     `PIL.Image.MAX_IMAGE_PIXELS`. Logs Pillow's warnings.
     """
-    opened = io.BytesIO(source) if isinstance(source, bytes) else source
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        with _pillow_warnings.logged(name), Image.open(opened, formats=formats()) as image:
+        with _pillow_warnings.logged(name), Image.open(file, formats=formats()) as image:
             # Pillow refuses an image only above twice the limit; between the two it warns
             limit = Image.MAX_IMAGE_PIXELS
             if limit is not None and image.width * image.height > limit:
                 raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")
-            if least_side is not None:
-                image.draft(None, (least_side, least_side))
-            # inside the contexts: `Image.open` reads the header alone, and damage shows here
-            image.load()
-            return to_rgb(image)
+            yield image
     except UnreadableImage as error:
         raise UnreadableImage(name, error.reason) from None
     except MemoryError:
@@ -171,6 +166,21 @@ def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Im
         if isinstance(error, OSError) and error.strerror:
             raise UnreadableImage(name, error.strerror) from error
         raise UnreadableImage(name, printable(f"{error}" or type(error).__name__)) from error
+
+
+def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Image.Image:
+    """Returns the first frame as RGB, EXIF orientation applied. Transparent pixels become white.
+
+    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. `least_side`: a JPEG is decoded at 1/2,
+    1/4 or 1/8 of its size where no side gets shorter than this many pixels (Pillow's draft mode). Raises and logs as
+    `opened` does.
+    """
+    with opened(source, name) as image:
+        if least_side is not None:
+            image.draft(None, (least_side, least_side))
+        # inside the context: `Image.open` reads the header alone, and damage shows here
+        image.load()
+        return to_rgb(image)
 
 
 class EncodedImages(ImageDataset):

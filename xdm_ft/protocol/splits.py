@@ -16,6 +16,7 @@ from torch import Tensor
 from xdm_ft.evaluation.summary import PLANNED
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
+from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.randomness import validation_part
 from xdm_ft.runtime.settings import Block, OneOrMany, Problem
@@ -504,13 +505,6 @@ def note_gaps(
         without = [dataset.domain_names[d] for d in numbers if d not in validated]
         notes += [f"no validation image of {name}, which train_val ignores" for name in without]
     return notes
-
-
-def images_per_class(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
-    """Returns the number of images of every class in every domain: int64 [domains, classes]."""
-    num_domains, num_classes = len(dataset.domain_names), len(dataset.class_names)
-    stratum = dataset.domains[rows] * num_classes + dataset.labels[rows]
-    return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
 
 
 # DomainBed's own seeded split of a domain (Gulrajani & Lopez-Paz 2021, `lib/misc.py` and `scripts/train.py`)
