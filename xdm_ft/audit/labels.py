@@ -15,7 +15,6 @@ from xdm_ft.protocol.splits import split_of_rows
 FOLDS = 5
 MOST_SEEDS = 5  # whose probabilities are averaged
 SUSPECT = -0.7  # score of an image whose label is likely wrong
-LISTED = 20
 CONFUSED = 10
 
 
@@ -95,7 +94,7 @@ def confused(study: Study, labels: Labels) -> list[tuple[str, str, int]]:
 def label_costs(study: Study, labels: Labels) -> list[Cost]:
     """Returns what leaving out the suspects, and relabelling them, does; they are not tested on."""
     rows = labels.rows[labels.suspects]
-    if not len(rows):
+    if not len(rows) or not study.heads:
         return []
     relabelled = torch.from_numpy(study.dataset.labels.copy())
     relabelled[torch.from_numpy(rows)] = torch.from_numpy(labels.suggested[labels.suspects])

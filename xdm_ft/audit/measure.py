@@ -19,13 +19,14 @@ from xdm_ft.audit.facts import FactRow, facts_findings
 from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
 from xdm_ft.audit.labels import confused, label_costs, label_scores
 from xdm_ft.audit.twins import domain_pairs, units_of
+from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
 from xdm_ft.experiment.faults import roles
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
-from xdm_ft.images.facts import image_facts
+from xdm_ft.images.facts import image_facts, sample_rows
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import encoder_label
@@ -35,7 +36,7 @@ from xdm_ft.report.sections.audit import audit_markdown
 from xdm_ft.report.written import copies_sheet
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import disk_errors, replace_bytes
-from xdm_ft.storage.lines import csv_line
+from xdm_ft.storage.lines import csv_line, with_checksum
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -76,7 +77,8 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
         raise UserError("data: no image decodes; there is nothing to audit")
     labels, domains, of_images = dataset.labels[rows], dataset.domains[rows], torch.from_numpy(rows)
     unit, units = directions(study.features, of_images, dataset.name), units_of(study)
-    unit_of = np.array([next(u for u, names in enumerate(units) if name in names) for name in dataset.domain_names])
+    numbers = {name: number for number, names in enumerate(units) for name in names}
+    unit_of = np.array([numbers.get(name, -1) for name in dataset.domain_names])
     near = neighbours(unit, of_images, unit_of[domains])
     pairs, splits = near_copies(near), {split.test_domains: split for _, split in study.heads}
     straddles = straddling(pairs, map(roles, splits.values()), len(dataset))
@@ -93,11 +95,16 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
             )
         ]
     twins = domain_pairs(study, units, _nearest_shares(near, unit_of[domains], len(units)))
-    facts = facts_findings(image_facts(dataset, rows), dataset)
+    facts = list[FactRow]()
+    if not isinstance(dataset, FeatureTable):
+        table = image_facts(dataset, sample_rows(dataset, rows))
+        of_groups = None if dataset.groups is None else dataset.groups[table.rows]
+        of_table = dataset.labels[table.rows], dataset.domains[table.rows]
+        facts = facts_findings(table, *of_table, dataset.domain_names, of_groups)
     groups = None if dataset.groups is None else dataset.groups[rows]
     label = encoder_label(study.item.encoder)
     notes = [f"there are no held-out domains: {study.problem}"] if study.problem else []
-    document = {
+    document: Json = {
         "version": AUDIT_VERSION,
         "name": study.plan.recipe.name,
         "images": len(rows),
@@ -111,7 +118,7 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
         "domain_pairs": {key: value for key, value in asdict(twins).items() if key != "twins"},
         "labels": None,
         "site_class": site_class_of(dataset, rows).to_json()
-        | {"facts": [asdict(fact) for fact in facts], "costs": _facts_costs(study, facts, splits), "note": ""},
+        | {"facts": [fact.to_json() for fact in facts], "costs": _facts_costs(study, facts, splits), "note": ""},
         "encoder": encoder_facts(label, unit, near, labels, domains, groups, _aligned(study, unit)).to_json(),
         "notes": notes,
     }
@@ -130,7 +137,13 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
             "costs": [asdict(cost) for cost in label_costs(study, scores)],
             "note": "",
         }
-    _write(study, folder, document, [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)], doubtful)
+    lines = [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)]
+    _write(folder, document, lines, doubtful)
+    if images and not isinstance(dataset, FeatureTable):
+        shown = zip(document["copies"]["pairs"], pairs, strict=False)
+        both = ((entry, dataset.image(pair.first), dataset.image(pair.second)) for entry, pair in shown)
+        sheet = copies_sheet(both, f"Copies in {document['name']}")
+        replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
     return document
 
 
@@ -181,7 +194,9 @@ def _as_json(study: Study, pair: NearCopies, straddles: bool) -> Json:
 
 def _as_row(study: Study, pair: NearCopies, straddles: bool) -> list[object]:
     entry = _as_json(study, pair, straddles)
-    both = (" | ".join(dict.fromkeys(entry[f"{end}_{of}"] for end in ("first", "second"))) for of in ("domain", "class"))
+    both = (
+        " | ".join(dict.fromkeys(entry[f"{end}_{of}"] for end in ("first", "second"))) for of in ("domain", "class")
+    )
     return [*(entry[column] for column in COPIES[:-2]), *both]
 
 
@@ -210,9 +225,7 @@ def _aligned(study: Study, unit: Tensor) -> Aligned | None:
     return aligned_accuracy(halves, tested, predicted == labels[tested])
 
 
-def _write(
-    study: Study, folder: Path, document: Json, copies: list[list[object]], labels: list[Sequence[object]], images: bool
-) -> None:
+def _write(folder: Path, document: Json, copies: list[list[object]], labels: list[Sequence[object]]) -> None:
     """Writes the files of an audit; audit.json last, as a reader takes the others to be of the same audit."""
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +233,5 @@ def _write(
         text = "".join(csv_line(columns, cells) for cells in (columns, *lines))
         replace_bytes(folder / f"{name}.csv", text.encode("utf-8", "surrogateescape"))  # paths that are not UTF-8
     replace_bytes(folder / "audit.md", audit_markdown(document).encode("utf-8", "replace"))
-    if images:
-        sheet = copies_sheet(_shown(study, document["copies"]["pairs"], copies), f"Copies in {document['name']}")
-        replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
-    replace_bytes(folder / "audit.json", (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    text = json.dumps(with_checksum(document), indent=1, allow_nan=False)
+    replace_bytes(folder / "audit.json", f"{text}\n".encode())
