@@ -56,7 +56,7 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None) -> Stu
     """
     recipe = recipe_of_heads(recipe)
     dataset = read_data(recipe)
-    prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
+    prepared = prepare(recipe, dataset, build_encoders(recipe, dataset), accelerator)
     if run is not None and run.results["environment"].get("data", {}).get("content") not in (None, prepared.content):
         raise UserError(f"{run.path}: the images have changed since this run; audit its recipe under another name")
     try:
