@@ -269,6 +269,7 @@ def test_only_what_the_tables_need_is_explained(results: dict[str, Any]) -> None
     assert next(iter(whole)) == "numbers" and whole["oracle"] == MANUAL["selection"]["oracle"]
     assert every - set(whole) == {
         "val_domain", "cross_domain", "selected hyper-parameters", "published numbers", "at the edge of its range",
+            "held out together",
         "trained parameters", "peak memory", "METHOD @ ENCODER", "first − second", "ms per image", "features on disk",
         "equal within", "look", *MANUAL["labels"], *MANUAL["analysis"],
     }  # fmt: skip
