@@ -38,7 +38,8 @@ def near_copies(neighbours: Neighbours) -> list[NearCopies]:
     Of three and more copies of an image some are not mutual nearest neighbours; they are found as sure pairs among the
     ten nearest of one of the two.
     """
-    n, k = neighbours.nearest.shape
+    if not neighbours.nearest.size:  # fewer than two images
+        return []
     exists = neighbours.nearest >= 0  # [n,k]
     gaps = np.maximum(1 - neighbours.cosines.astype(np.float64), ROUNDING)
     spread = np.sum(gaps, axis=1, where=exists) / np.maximum(exists.sum(1), 1)  # 1 − r, [n]

@@ -69,7 +69,9 @@ def encoder_facts(
     of_neighbours = robustness(nearest.nearest, labels, domains)
     chosen = sample(np.arange(len(unit)), labels, domains)
     accuracy, chance = domain_probe(
-        unit[torch.from_numpy(chosen).to(unit.device)].cpu(), domains[chosen], None if groups is None else groups[chosen]
+        unit[torch.from_numpy(chosen).to(unit.device)].cpu(),
+        domains[chosen],
+        None if groups is None else groups[chosen],
     )
     index, share = of_neighbours
     return EncoderFacts(label, index, share, accuracy, chance, aligned)
