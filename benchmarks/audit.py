@@ -2,10 +2,10 @@
 
     python benchmarks/audit.py copies PACS --weights FILE  a folder <domain>/<class>/<image>, and an encoder's file
 
-copies      Of `--planted` images a changed copy is added: mirrored, a 90% crop, half the size, tinted, or stored as JPEG
-            of quality 15. Recall: how many of the copies are paired with their original among the first 2 · `--planted`
-            pairs, ranked by the audit's score and by the plain formula 2 cos(i, j) − r(i) − r(j). The real images hold
-            near copies too, which take up some of these pairs.
+copies      Of `--planted` images a changed copy is added: mirrored, a 90% crop, half the size, tinted, or saved as a
+            JPEG of quality 15. Recall: how many of the copies are paired with their original among the first
+            2 · `--planted` pairs, ranked by the audit's score and by the formula 2 cos(i, j) − r(i) − r(j); of families
+            of copies, among twice as many pairs as they have. The real images hold near copies too.
 
 Of each domain × class up to `--per-class` images are drawn with seed 0; the encoder is MobileNetV2 at 224 px (squash).
 All that is random is drawn with stated seeds. The last line is JSON. docs/results.md, "Audit", has measured numbers.
@@ -17,7 +17,7 @@ import argparse
 import io
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,7 @@ from PIL import Image
 from xdm_ft.audit.copies import near_copies
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.evaluation.neighbours import directions, nearest
+from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.features.extract import extract
@@ -75,22 +75,29 @@ def features_of(dataset: ImageDataset, weights: str, cache: Path) -> Features:
     return extract(encoder, dataset, hashes, settings, on_bad_image="error", device="cpu", show=True)
 
 
-def recall(z: torch.Tensor, original: np.ndarray, ranking: str, most: int) -> tuple[int, int, int]:
-    """Returns how many copies the first `most` pairs hold, how many pairs are called sure, and copies among those.
+def formula_pairs(found: Neighbours) -> list[tuple[int, int]]:
+    """Returns mutual nearest neighbours, the highest 2 cos(i, j) − r(i) − r(j) first."""
+    first, nearest = np.arange(len(found.rows)), found.nearest[:, 0]
+    r = found.cosines.mean(1)
+    score = 2 * found.cosines[:, 0] - r - r[nearest]
+    mutual = np.flatnonzero((nearest[nearest] == first) & (first < nearest))
+    mutual = mutual[np.argsort(-score[mutual], kind="stable")]
+    return list(zip(mutual.tolist(), nearest[mutual].tolist(), strict=True))
 
-    `original` int64 [n]: the row that an image is a copy of; −1: of none.
+
+def recalled(pairs: Iterable[tuple[int, int]], image: np.ndarray, planted: int) -> int:
+    """Returns how many copies the pairs hold together with their original or another copy of it.
+
+    `image` int64 [n]: the row of the original; the last `planted` are copies.
     """
-    unit = directions(lambda rows: z[rows], torch.arange(len(z)), str)
-    pairs = near_copies(nearest(unit), ranking)
-    copies = [original[pair.second] == pair.first or original[pair.first] == pair.second for pair in pairs]
-    sure = [copy for copy, pair in zip(copies, pairs, strict=True) if pair.sure]
-    return sum(copies[:most]), len(sure), sum(sure)
+    right = {end for pair in pairs if image[pair[0]] == image[pair[1]] for end in pair}
+    return sum(end >= len(image) - planted for end in right)
 
 
 def copies(given: argparse.Namespace, folder: Path) -> dict[str, object]:
     subset(given.images, folder / "images", given.per_class)
-    originals = Folder(root=folder / "images")
-    rows = np.random.default_rng(1).permutation(len(originals))[: 2 * given.planted]
+    originals, half = Folder(root=folder / "images"), given.planted
+    rows = np.random.default_rng(1).permutation(len(originals))[: 2 * half]
     for name, change in CHANGES.items():
         target = folder / "copies" / "copies" / name
         target.mkdir(parents=True)
@@ -99,20 +106,60 @@ def copies(given: argparse.Namespace, folder: Path) -> dict[str, object]:
     changed, cache = Folder(root=folder / "copies"), given.cache or folder / "cache"
     plain = features_of(originals, given.weights, cache)[torch.arange(len(originals))]
     every = features_of(changed, given.weights, cache)[torch.arange(len(changed))]
-    of_change = {name: every[changed.labels == changed.class_names.index(name)] for name in CHANGES}
-    half = given.planted
+    of_change = {name: every[torch.from_numpy(changed.labels == changed.class_names.index(name))] for name in CHANGES}
+    return {"images": len(plain), **recalls(plain, rows, of_change, half)}
+
+
+def recalls(
+    plain: torch.Tensor, rows: np.ndarray, of_change: Mapping[str, torch.Tensor], half: int
+) -> dict[str, dict[str, int]]:
+    """Returns what is found of each set of planted copies, by its name.
+
+    `plain` [N,K]: features of the originals; `of_change`: of the changed copies of the images `rows`, [2 · half,K].
+    """
     planted = {name: (z[:half], rows[:half]) for name, z in of_change.items()}
-    both = torch.cat([of_change["mirrored"][:half], of_change["90% crop"][half:]])
-    planted["mirrored and 90% crop, of other images"] = both, rows
-    family = torch.cat([of_change["mirrored"][:half], of_change["half size"][:half], of_change["tint"][:half]])
-    planted["three copies of each"] = family, np.tile(rows[:half], 3)
-    results = dict[str, object]()
+    planted["mirrored, and 90% crop of others"] = (
+        torch.cat([of_change["mirrored"][:half], of_change["90% crop"][half:]]), rows,
+    )  # fmt: skip
+    planted["nothing"] = plain[:0], rows[:0]
+    for name, changes in (("three copies of each", ("mirrored", "half size", "tint")), ("all five", (*CHANGES,))):
+        planted[name] = torch.cat([of_change[change][:half] for change in changes]), np.tile(rows[:half], len(changes))
+    results = dict[str, dict[str, int]]()
     for name, (z, of) in planted.items():
-        original = np.concatenate([np.full(len(plain), -1), of])
-        found = {}
-        for ranking in ("ratio", "formula"):
-            first, sure, right = recall(torch.cat([plain, z]), original, ranking, 2 * len(of) if len(of) < 3 * half else 6 * half)
-            found[ranking] = {"planted": len(of), "recalled": first, "sure": sure, "planted_and_sure": right}
-        results[name] = found
-        print(name, found, flush=True)
+        every, image = torch.cat([plain, z]), np.concatenate([np.arange(len(plain)), of])
+        order = torch.arange(len(every))
+        found = neighbours(directions(every, order, str), order, np.zeros(len(every), np.int64))
+        listed = near_copies(found)
+        pairs, sure = (
+            [(pair.first, pair.second) for pair in listed if pair.sure or not only] for only in (False, True)
+        )
+        size = 1 + len(of) // half  # of a family: all of its pairs could be listed
+        most = 2 * half if len(of) <= 2 * half else half * size * (size - 1)
+        results[name] = {
+            "planted": len(of), "pairs": most, "score": recalled(pairs[:most], image, len(of)),
+            "formula": recalled(formula_pairs(found)[:most], image, len(of)),
+            "sure": len(sure), "sure_copies": recalled(sure, image, len(of)),
+            "sure_of_planted": sum(int(image[i] == image[j]) for i, j in sure),
+        }  # fmt: skip
+        print(f"{name}:", ", ".join(f"{key} {value}" for key, value in results[name].items()), flush=True)
     return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("yardstick", choices=YARDSTICKS)
+    parser.add_argument("images", type=Path)
+    parser.add_argument("--weights", required=True, help="a file with the weights of mobilenetv2_100")
+    parser.add_argument("--per-class", type=int, default=100, help="images of each domain × class; 0: all")
+    parser.add_argument("--planted", type=int, default=50)
+    parser.add_argument("--cache", type=Path, help="folder in which the features stay; default: none")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps({given.yardstick: YARDSTICKS[given.yardstick](given, Path(folder))}))
+
+
+YARDSTICKS: dict[str, Callable[[argparse.Namespace, Path], dict[str, object]]] = {"copies": copies}
+
+
+if __name__ == "__main__":
+    main()

@@ -80,7 +80,7 @@ def test_features_of_any_size_have_the_same_directions(size):
 def test_features_that_are_not_finite_are_reported_with_the_first_image(value):
     z = drawn(20, 5, 0)
     z[[11, 8], 2] = value
-    with pytest.raises(UserError, match="^image 11: its features hold NaN or infinite numbers; [^\n]+$"):
+    with pytest.raises(UserError, match=r"^image 11: its features hold NaN or infinite numbers; [^\n]+$"):
         directions(z, torch.tensor([4, 11, 8]), lambda row: f"image {row}")
 
 

@@ -35,10 +35,11 @@ def near_copies(neighbours: Neighbours) -> list[NearCopies]:
     2 cos(i, j) − r_i − r_j, but as a ratio: where images lie densely, as sketches do, r is near 1, so that the
     difference of even exact copies is small. A threshold on the cosine alone fails for the same reason.
 
-    Of three and more copies of an image some are not mutual nearest neighbours; they are found as sure pairs among the
-    ten nearest of one of the two.
+    Of three and more copies of an image some are not mutual nearest neighbours; they are listed as sure pairs. Of more
+    than ten copies, an image's ten nearest may all be copies: none of their pairs need be sure then.
     """
-    n, k = neighbours.nearest.shape
+    if not neighbours.nearest.size:  # fewer than two images
+        return []
     exists = neighbours.nearest >= 0  # [n,k]
     gaps = np.maximum(1 - neighbours.cosines.astype(np.float64), ROUNDING)
     spread = np.sum(gaps, axis=1, where=exists) / np.maximum(exists.sum(1), 1)  # 1 − r, [n]

@@ -201,12 +201,10 @@ def cost(run: Run) -> Section | None:
         spent = map(Cell, texts, (parameters, ms, size, index))
         rows.append(cells(label, model, encoder["pretraining"], encoder["width"], *spent))
     if rows:
-        header = ["encoder", "model", "pre-training", "width", "parameters", "ms per image", "features on disk"]
-        header.append("robustness index")
+        header = ["encoder", "model", "pre-training", "width", "parameters"]
+        header += ["ms per image", "features on disk", "robustness index"]
         caption = (
-            "The encoders. Milliseconds to encode one image on the machine of the run; bytes of all cached features. "
-            "Robustness index: of the ten nearest neighbours that have either an image's class or its domain, but not "
-            "both, the share with its class; a description, no measure of accuracy on a new domain."
+            "The encoders. Milliseconds to encode one image on the machine of the run; bytes of all cached features."
         )
         tables.append(Table(caption, header, rows, labels=3))
 

@@ -1,0 +1,118 @@
+"""What an encoder's features say of class and domain: the domain probe, and the halves by a text side."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from xdm_ft.audit.encoder import (
+    HOW,
+    Aligned,
+    aligned_accuracy,
+    aligned_halves,
+    domain_probe,
+    encoder_facts,
+    prompt_cosines,
+)
+from xdm_ft.evaluation.neighbours import directions, neighbours
+
+
+def drawn(n: int, width: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("domains", [2, 50])
+def test_the_probe_finds_domains_as_well_as_they_can_be_told(domains):
+    domain = np.random.default_rng(0).integers(0, domains, 1000)
+    of_domain = drawn(50, 32, 1)[torch.from_numpy(domain)]
+    accuracies = [domain_probe(drawn(1000, 32, 0) + shift * of_domain, domain, None)[0] for shift in (0.0, 0.5, 3.0)]
+    chance = domain_probe(drawn(1000, 32, 0), domain, None)[1]
+    assert chance == np.bincount(domain).max() / 1000
+    assert accuracies == sorted(accuracies) and accuracies[0] < chance + 0.06 and accuracies[2] > 0.95
+
+
+def test_the_probe_is_a_ridge_regression_of_sklearn():
+    from sklearn.linear_model import Ridge
+    from sklearn.model_selection import GroupKFold
+
+    domain, groups = np.random.default_rng(0).integers(0, 3, 120), np.arange(120) // 4
+    z = drawn(120, 8, 0) + 0.5 * drawn(3, 8, 1)[torch.from_numpy(domain)]
+    correct = 0
+    for train, test in GroupKFold(5, shuffle=True, random_state=0).split(domain, groups=groups):
+        x = z.double().numpy()
+        alpha = 0.01 * x[train].var(0).mean() * len(train)
+        predicted = Ridge(alpha=alpha).fit(x[train], np.eye(3)[domain[train]]).predict(x[test])
+        correct += int((predicted.argmax(1) == domain[test]).sum())
+    assert domain_probe(z, domain, groups)[0] == correct / 120
+
+
+def test_images_of_a_group_do_not_tell_each_others_domain():
+    """Each group has features of its own, which say nothing of the domains of others."""
+    groups = np.repeat(np.arange(100), 10)
+    domain = np.random.default_rng(0).integers(0, 2, 100)[groups]
+    z = 5 * drawn(100, 64, 0)[torch.from_numpy(groups)] + drawn(1000, 64, 1)
+    alone, together = (domain_probe(z, domain, given)[0] for given in (None, groups))
+    assert alone is not None and together is not None and alone > 0.8 and together < 0.65
+    assert domain_probe(z, domain, np.full(1000, -1)) == domain_probe(z, domain, None)  # −1: in no group
+
+
+def test_nothing_to_probe():
+    nothing = (None, None)
+    assert domain_probe(drawn(20, 4, 0), np.zeros(20, np.int64), None) == nothing
+    assert domain_probe(drawn(20, 4, 0), np.arange(20) % 2, np.zeros(20, np.int64)) == nothing
+    assert domain_probe(drawn(1, 4, 0), np.zeros(1, np.int64), None) == nothing
+    assert domain_probe(torch.ones(20, 4), np.arange(20) % 2, None)[1] == 0.5
+
+
+def test_the_facts_are_json():
+    z, rows, classes, domains = drawn(60, 8, 0), torch.arange(60), np.arange(60) % 3, np.arange(60) // 30
+    unit = directions(z, rows, str)
+    nearest = neighbours(unit, rows, domains)
+    aligned = Aligned(0.85, 0.57, 30, 30)
+    facts = encoder_facts("timm tiny", unit, nearest, classes, domains, None, aligned).to_json()
+    assert json.loads(json.dumps(facts)) == facts
+    assert [*facts] == [
+        "label", "robustness_index", "same_domain_share", "domain_accuracy", "domain_chance", "aligned", "note",
+    ]  # fmt: skip
+    assert facts["aligned"]["how"] == HOW and "no verdict" in facts["note"] and facts["domain_chance"] == 0.5
+    one_domain = neighbours(unit, rows, domains * 0)
+    facts = encoder_facts("x", unit, one_domain, classes * 0, domains * 0).to_json()
+    assert facts["robustness_index"] is facts["domain_accuracy"] is facts["aligned"] is None
+
+
+def test_cosines_with_the_prompt_of_the_own_class():
+    unit, text = directions(drawn(20, 8, 0), torch.arange(20), str), drawn(3, 8, 1)
+    labels = np.arange(20) % 3
+    expected = [torch.cosine_similarity(unit[i], text[labels[i]], dim=0) for i in range(20)]
+    np.testing.assert_allclose(prompt_cosines(unit, text, labels), expected, atol=1e-6)
+
+
+def test_halves_are_those_of_each_class():
+    labels = np.array([0, 0, 0, 0, 1, 1, 1, 2])
+    cosines = np.array([0.1, 0.9, 0.2, 0.8, 0.3, 0.1, 0.2, 0.5])
+    # the middle one of class 1, and the only one of class 2, are in neither half
+    assert aligned_halves(cosines, labels).tolist() == [0, 1, 0, 1, 1, 0, -1, -1]
+    assert aligned_halves(np.zeros(4), np.zeros(4, np.int64)).tolist() == [0, 0, 1, 1]
+
+
+def test_accuracy_of_the_halves_by_hand():
+    halves = np.array([1, 0, 1, -1, 0])
+    rows = np.array([0, 1, 2, 3, 0, 1, 2, 3])  # two models; image 4 was not tested
+    correct = np.array([1, 0, 1, 0, 1, 1, 0, 0], bool)
+    assert aligned_accuracy(halves, rows, correct) == Aligned(3 / 4, 1 / 2, 2, 1)
+    assert aligned_accuracy(halves, np.array([0, 2, 3]), np.ones(3, bool)) is None
+    assert aligned_accuracy(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool)) is None
+
+
+@pytest.mark.parametrize("strength", [0.5, 1.0, 2.0])
+def test_images_that_the_text_side_knows_are_classified_better(strength):
+    labels, text = np.arange(300) % 3, drawn(3, 16, 1)
+    noise = torch.linspace(0.2, 4.0, 300)[:, None] * drawn(300, 16, 0)
+    unit = directions(strength * text[torch.from_numpy(labels)] + noise, torch.arange(300), str)
+    correct = (unit @ torch.nn.functional.normalize(text, dim=1).T).argmax(1).numpy() == labels
+    got = aligned_accuracy(aligned_halves(prompt_cosines(unit, text, labels), labels), np.arange(300), correct)
+    assert got is not None and (got.images_aligned, got.images_unaligned) == (150, 150)
+    assert got.accuracy_aligned > got.accuracy_unaligned + 0.05
