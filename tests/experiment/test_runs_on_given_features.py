@@ -20,8 +20,8 @@ from xdm_ft.runtime.errors import UserError
 
 GIVEN = "".join(line for line in small_runs.RECIPE.splitlines(True) if not line.startswith(("encoder", "features")))
 OVERRIDES = (
-    "protocol={name: leave_one_domain_out, test_domains: [sketch], seeds: 2, val_fraction: 0.4, final_fit: true}",
-    "methods=[erm, {name: xdomainmix, warmup_steps: 2}, {name: erm, normalize: true, label: unit}, linear_probe, knn]",
+    "protocol={name: leave_one_domain_out, test_domains: [sketch], seeds: 1, val_fraction: 0.4}",
+    "methods=[erm, {name: erm, normalize: true, label: unit}, linear_probe]",
 )
 
 
@@ -67,7 +67,7 @@ def in_both(both, monkeypatch):
 @pytest.mark.usefixtures("in_both")
 def test_it_gives_the_same_models_and_numbers_as_the_images():
     images, features = (small_runs.document(f"output/{name}") for name in ("small", "given"))
-    assert len(images["runs"]) == len(features["runs"]) == 10
+    assert len(images["runs"]) == len(features["runs"]) == 3
     for one, other in zip(images["runs"], features["runs"], strict=True):
         picks = [record["selected"]["train_val"] for record in (one, other)]
         assert picks[0]["metrics"] == picks[1]["metrics"] and picks[0]["step"] == picks[1]["step"]
@@ -93,7 +93,6 @@ def test_the_protocol_says_where_the_features_are_from():
     ("command", "words"),
     [
         ("export output/given out", "has no images"),
-        ("export output/given out --held-out sketch --method erm", "has no images"),
         ("predict output/given data", "has no images"),
         ("evaluate output/given data", "has no images"),
         ("label output/given data --budget 5 --out x.csv", "has no images"),
@@ -112,11 +111,10 @@ def test_what_needs_images_is_refused_with_one_line(command, words, capsys):
 @pytest.mark.usefixtures("in_both")
 def test_verbs_that_need_no_images():
     printed = validate(given()).text()
-    assert "112 images" in printed and "encoder:" not in printed
+    assert "112 images" in printed and "unless their features are cached" not in printed
     assert main(["doctor", "given.yaml", "data={name: features, file: f.npz}"]) == 0
     assert main(["report", "output/small", "output/given"]) == 0
     assert main(["analyse", "output/given"]) == 0
-    assert main(["retrain", "output/given", "erm", "sketch", "0", "0"]) == 0
 
 
 @pytest.mark.usefixtures("in_folder")
@@ -124,7 +122,6 @@ def test_another_file_does_not_resume_a_run():
     miniature.features(Path("f.npz"))
     short = ("protocol={name: leave_one_domain_out, test_domains: ['0'], seeds: 1}", "methods=[linear_probe]")
     small_runs.results_of(given(*short))
-    small_runs.results_of(given(*short, "methods=[linear_probe, prototypes]"))  # it grows
     with np.load("f.npz") as content:
         arrays = dict(content)
     arrays["features"][3, 1] += 1
