@@ -18,7 +18,9 @@ from xdm_ft.experiment.work import launched
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 
-GIVEN = "".join(line for line in small_runs.RECIPE.splitlines(True) if not line.startswith(("encoder", "features")))
+KEYS = ("name", "data", "encoder", "features")
+LINES = [line for line in small_runs.RECIPE.splitlines(True) if not line.startswith(KEYS)]
+GIVEN = "".join(["name: given\n", "data: {name: features, file: f.npz}\n", *LINES])
 OVERRIDES = (
     "protocol={name: leave_one_domain_out, test_domains: [sketch], seeds: 1, val_fraction: 0.4}",
     "methods=[erm, {name: erm, normalize: true, label: unit}, linear_probe]",
@@ -27,7 +29,7 @@ OVERRIDES = (
 
 def given(*overrides):
     Path("given.yaml").write_text(GIVEN)
-    return load("given.yaml", ["name=given", "data={name: features, file: f.npz}", *OVERRIDES, *overrides])
+    return load("given.yaml", [*OVERRIDES, *overrides])
 
 
 def write_features(recipe, file):
@@ -63,7 +65,6 @@ def in_both(both, monkeypatch):
     monkeypatch.chdir(both)
 
 
-
 @pytest.mark.usefixtures("in_both")
 def test_it_gives_the_same_models_and_numbers_as_the_images():
     images, features = (small_runs.document(f"output/{name}") for name in ("small", "given"))
@@ -71,7 +72,9 @@ def test_it_gives_the_same_models_and_numbers_as_the_images():
     for one, other in zip(images["runs"], features["runs"], strict=True):
         picks = [record["selected"]["train_val"] for record in (one, other)]
         assert picks[0]["metrics"] == picks[1]["metrics"] and picks[0]["step"] == picks[1]["step"]
-        weights = [load_file(f"output/{name}/{p['weights']}") for name, p in zip(("small", "given"), picks, strict=True)]
+        weights = [
+            load_file(f"output/{name}/{p['weights']}") for name, p in zip(("small", "given"), picks, strict=True)
+        ]
         assert weights[0].keys() == weights[1].keys()
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert [row["mean"] for row in images["summary"]] == [row["mean"] for row in features["summary"]]
@@ -96,10 +99,10 @@ def test_the_protocol_says_where_the_features_are_from():
         ("predict output/given data", "has no images"),
         ("evaluate output/given data", "has no images"),
         ("label output/given data --budget 5 --out x.csv", "has no images"),
-        ("adapt output/given data --out x", "has no images"),
+        ("adapt output/given data --out x --method erm", "has no images"),
         ("assess output/given data", "output/given: "),
         ("analyse output/given --reconstruct .", ""),
-        ("features given.yaml data.file=f.npz", "nothing to compute"),
+        ("features given.yaml", "nothing to compute"),
     ],
 )
 def test_what_needs_images_is_refused_with_one_line(command, words, capsys):
@@ -112,8 +115,8 @@ def test_what_needs_images_is_refused_with_one_line(command, words, capsys):
 def test_verbs_that_need_no_images():
     printed = validate(given()).text()
     assert "112 images" in printed and "unless their features are cached" not in printed
-    assert main(["doctor", "given.yaml", "data={name: features, file: f.npz}"]) == 0
-    assert main(["report", "output/small", "output/given"]) == 0
+    assert main(["doctor", "given.yaml"]) == 0
+    assert main(["report", "output/given"]) == 0
     assert main(["analyse", "output/given"]) == 0
 
 

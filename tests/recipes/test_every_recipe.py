@@ -251,7 +251,9 @@ def shrink(values, folder, clip):
             method["anneal_steps"] = 1
     if "search" in values:
         values["search"]["trials"] = 2
-    values["features"] = {"dir": str(folder / "features")} | ({"workers": 0} if values["data"]["name"] != "features" else {})
+    values["features"] = {"dir": str(folder / "features")} | (
+        {"workers": 0} if values["data"]["name"] != "features" else {}
+    )
     values["report"] = {"page": False}
     values["output"] = {"dir": str(folder / "output")}
 
