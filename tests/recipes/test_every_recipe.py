@@ -194,6 +194,9 @@ def miniature_data(data, folder):
     name = data["name"]
     if name == "digits":
         return
+    if name == "features":
+        data["file"] = str(miniature.features(folder / "features.npz"))
+        return
     data["root"] = str(folder)
     if name in miniature.CLASSES:
         miniature.domainbed(folder, name, per_class=5)
@@ -232,8 +235,8 @@ def shrink(values, folder, clip):
     """As few steps and seeds as show that it runs; every method stays, with its settings, in the same proportions."""
     (folder / "data").mkdir()
     miniature_data(values["data"], folder / "data")
-    encoders = values.get("encoders") or [values["encoder"]]
-    for encoder in encoders:
+    encoders = values.get("encoders") or [values.get("encoder", {})]
+    for encoder in filter(None, encoders):
         tiny_encoder(encoder, clip)
     protocol, training = values["protocol"], values["training"]
     protocol["seeds"] = 1
@@ -248,7 +251,9 @@ def shrink(values, folder, clip):
             method["anneal_steps"] = 1
     if "search" in values:
         values["search"]["trials"] = 2
-    values["features"] = {"dir": str(folder / "features"), "workers": 0}
+    values["features"] = {"dir": str(folder / "features")} | (
+        {"workers": 0} if values["data"]["name"] != "features" else {}
+    )
     values["report"] = {"page": False}
     values["output"] = {"dir": str(folder / "output")}
 

@@ -148,7 +148,7 @@ def _read_parquet(file: str) -> tuple[np.ndarray, Table]:
 
 
 def _matrix(file: str, cells: ChunkedArray) -> np.ndarray:
-    """Returns lists of floats as float32 [n,K]. Raises `UserError` for another type, or for lists of several lengths."""
+    """Returns lists of floats as float32 [n,K]. Raises `UserError` for another type, or several lengths."""
     import pyarrow.compute as pc
     from pyarrow import types
 

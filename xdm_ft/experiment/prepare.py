@@ -161,6 +161,9 @@ def by_label(recipe: Recipe) -> dict[str | None, Component]:
 
 
 def log_encoder(encoder: Encoder) -> None:
+    if isinstance(encoder, GivenFeatures):
+        logger.info("%s, %d per row", encoder.pretraining, encoder.width)
+        return
     identity = encoder.identity()
     named = " ".join(str(identity[key]) for key in ("component", "model") if key in identity)
     logger.info("encoder: %s, %s, %d features", named, encoder.pretraining, encoder.width)

@@ -74,7 +74,7 @@ class Choice:
 
 def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
-    if run.results["recipe"]["data"]["name"] == "features":
+    if not run.has_images:
         problem = f"{NO_IMAGES}, so its heads lack the encoder that a model for images needs"
         raise UserError(f"{run.path}: {problem}; use the weights in {run.path}/models, or run a recipe on the images")
     methods = list(dict.fromkeys(record.method for record in run.records))

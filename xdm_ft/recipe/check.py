@@ -582,9 +582,8 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
         faults.add((*key, "normalize"), problem, "encoder.trainable")
     normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
     only_skipped = all(other.skipped is not None for other in recipe.methods)
-    for setting, problem in (
-        item.text_faults(normalized) if item.skipped is None or (only_skipped and recipe.has_images) else ()
-    ):
+    says_more = item.skipped is None or (only_skipped and recipe.has_images)
+    for setting, problem in item.text_faults(normalized) if says_more else ():
         faults.add((*key, *setting), problem, "encoder.name", "encoder.normalize")
     elsewhere = outside_text_space(getattr(item.encoder.block, "pooling", None))
     if item.reads_text and elsewhere:

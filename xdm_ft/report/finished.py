@@ -56,6 +56,11 @@ class Run:
         return list(dict.fromkeys(record.test_domains for record in self.records))
 
     @property
+    def has_images(self) -> bool:
+        """Whether its models are for images, and not for features that were computed elsewhere."""
+        return bool(self.results["recipe"]["data"]["name"] != "features")
+
+    @property
     def own_rule(self) -> str:
         """The selection rule of the recipe."""
         return str(self.results["recipe"]["protocol"]["selection"])

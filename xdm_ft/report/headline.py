@@ -349,7 +349,7 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
     failed = any(entry["status"] == "failed" for entry in run.results["runs"])
     if failed:
         yield "next", "repair the cause and run the same command: only failed models train"
-    if run.records and run.own_rule != ORACLE:
+    if run.records and run.own_rule != ORACLE and run.has_images:
         yield "export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR"
 
 

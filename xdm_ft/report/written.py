@@ -206,9 +206,10 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     """Yields (what, command) of each thing to do next."""
     path = shlex.quote(str(_shareable(run.path)))
-    yield "Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
-    yield "Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv"
-    yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
+    if run.has_images:
+        yield "Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
+        yield "Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv"
+        yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
     if run.audit is None:
         yield "Look whether the data is what it says: copies, twin domains, label errors.", f"xdm-ft audit {path}"
     if run.analysis is None or run.not_measured:

@@ -1,0 +1,138 @@
+"""Features that were computed elsewhere: npz and Parquet give the same data, and every fault is one line."""
+
+import tracemalloc
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from xdm_ft.data.features import FeatureTable
+from xdm_ft.features.hashes import hash_files
+from xdm_ft.runtime.errors import UserError
+
+Z = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
+TEXTS = {"label": ["cat", "dog", "cat", "dog"], "domain": ["b", "a", "a", "b"]}
+MORE = {"group": ["p1", "p1", "p2", "p2"], "split": ["train", "val", "test", "train"], "id": ["w", "x", "y", "z"]}
+
+
+def npz(path, z=Z, **columns):
+    arrays = {name: np.array(values) for name, values in (TEXTS | columns).items() if values is not None}
+    np.savez(path, **({} if z is None else {"features": z}), **arrays)
+    return path
+
+
+def parquet(path, z=Z, kind=None, **columns):
+    cells = {name: values for name, values in (TEXTS | columns).items() if values is not None}
+    if z is not None:
+        cells["features"] = pyarrow.array([*map(list, z)], kind or pyarrow.list_(pyarrow.float32()))
+    pyarrow.parquet.write_table(pyarrow.table(cells), path, row_group_size=3)
+    return path
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: npz(folder / "f.npz", **MORE, other=[1, 2, 3, 4]),
+        lambda folder: npz(folder / "f.npz", Z.astype(np.float64), **MORE),
+        lambda folder: parquet(folder / "f.parquet", **MORE, other=[1, 2, 3, 4]),
+        lambda folder: parquet(folder / "f.parquet", kind=pyarrow.list_(pyarrow.float32(), 3), **MORE),
+        lambda folder: parquet(folder / "f.parquet", kind=pyarrow.large_list(pyarrow.float64()), **MORE),
+    ],
+)
+def test_rows_are_those_of_the_file(write, tmp_path):
+    data = FeatureTable(file=write(tmp_path))
+    assert data.features.dtype == np.float32 and np.array_equal(data.features, Z)
+    assert data.class_names == ("cat", "dog") and data.labels.tolist() == [0, 1, 0, 1]
+    assert data.domain_names == ("a", "b") and data.domains.tolist() == [1, 0, 0, 1]
+    assert data.groups.tolist() == [0, 0, 1, 1] and data.splits.tolist() == ["train", "val", "test", "train"]
+    assert [data.name_in_data(row) for row in range(4)] == ["w", "x", "y", "z"]
+    assert data.content(1) == Z[1].tobytes() and not data.has_images
+
+
+def test_without_optional_columns_and_with_integers(tmp_path):
+    data = FeatureTable(file=npz(tmp_path / "f.npz", label=[10, 9, 10, 9], domain=[0, 1, 0, 1]))
+    assert data.class_names == ("9", "10") and data.labels.tolist() == [1, 0, 1, 0]
+    assert data.groups is None and data.splits is None and data.name_in_data(2) == "row 2"
+    with pytest.raises(UserError, match=r"f.npz, row 2: has no image"):
+        data.image(2)
+
+
+def test_a_folder_of_files_is_one_table(tmp_path):
+    parquet(tmp_path / "0.parquet", id=["a", "b", "c", "d"])
+    parquet(tmp_path / "1.parquet", Z + 1, id=["e", "f", "g", "h"], domain=["c"] * 4)
+    data = FeatureTable(file=tmp_path)
+    assert np.array_equal(data.features, np.concatenate([Z, Z + 1])) and data.domain_names == ("a", "b", "c")
+    parquet(tmp_path / "2.parquet", Z)
+    with pytest.raises(UserError, match=r"2.parquet: column id is in some files alone"):
+        FeatureTable(file=tmp_path)
+    parquet(tmp_path / "2.parquet", Z[:, :2], id=["i", "j", "k", "l"])
+    with pytest.raises(UserError, match=r"2.parquet: has 2 features per row, and \S+0.parquet has 3; write one width"):
+        FeatureTable(file=tmp_path)
+
+
+def test_equal_rows_are_copies(tmp_path):
+    hashes = hash_files(FeatureTable(file=npz(tmp_path / "f.npz", Z[[0, 1, 0, 2]])), None, show=False)
+    assert hashes.duplicates() == [[0, 2]] and len(hashes.images.contents) == 3
+
+
+def nan_at(row):
+    z = Z.copy()
+    z[row:, 1] = np.nan
+    return z
+
+
+RAGGED = [[1.0, 2.0], [3.0, 4.0], [5.0], [6.0, 7.0]]
+FAULTS = {
+    "absent": (lambda f: f / "f.npz", r"f.npz does not exist"),
+    "no files": (lambda f: f, r"contains no .parquet files"),
+    "NaN": (lambda f: npz(f / "f.npz", nan_at(2)), r"column features: 2 of 4 rows are not finite .* the first: row 2"),
+    "infinity": (lambda f: npz(f / "f.npz", Z / 0.0 + 1, id=["w", "x", "y", "z"]), r"rows are not finite .*: w"),
+    "overflow": (lambda f: npz(f / "f.npz", Z.astype(np.float64) * 1e200), r"3 of 4|4 of 4 rows are not finite"),
+    "null inside": (lambda f: parquet(f / "f.parquet", [[1.0, None]] * 4), r"4 of 4 rows are not finite"),
+    "ragged": (lambda f: parquet(f / "f.parquet", RAGGED), r"row 2 has 1 values, and row 0 has 2; write lists of one"),
+    "no features": (lambda f: npz(f / "f.npz", None), r'has no array "features"'),
+    "no label": (lambda f: parquet(f / "f.parquet", label=None), r'has no column "label"'),
+    "no domain": (lambda f: npz(f / "f.npz", domain=None, domains=["a"] * 4), r'"domain"; did you mean "domains"'),
+    "integers": (lambda f: npz(f / "f.npz", Z.astype(int)), r"features is int64 \[4, 3\]; it must be floating"),
+    "texts": (lambda f: parquet(f / "f.parquet", ["ab"] * 4, pyarrow.list_(pyarrow.string())), r"a list of floats"),
+    "one axis": (lambda f: npz(f / "f.npz", Z[:, 0]), r"of shape \[rows, K\]"),
+    "short": (lambda f: npz(f / "f.npz", label=["cat"]), r"label has shape \[1\]; it must be \[4\]"),
+    "objects": (lambda f: npz(f / "f.npz", label=np.array(["cat"] * 4, object)), r"array label holds Python objects"),
+    "empty": (lambda f: npz(f / "f.npz", Z[:0], label=[], domain=[]), r"has no rows"),
+    "empty table": (lambda f: parquet(f / "f.parquet", Z[:0], label=[], domain=[]), r"has no rows"),
+    "repeated id": (lambda f: npz(f / "f.npz", id=["w", "x", "w", "x"]), r'"w" is the id of rows 0, 2, and 2 ids'),
+    "no name": (lambda f: parquet(f / "f.parquet", label=["a", None, "a", "a"]), r"row 1, column label: the cell is"),
+    "split": (lambda f: npz(f / "f.npz", split=["train", "tset", "val", "val"]), r'the split "tset" is unknown'),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_faults_are_one_line(fault, tmp_path):
+    write, words = FAULTS[fault]
+    with pytest.raises(UserError, match=words) as caught:
+        FeatureTable(file=write(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1 and ";" in str(caught.value)
+
+
+@pytest.mark.parametrize("write", [npz, parquet])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_file_that_was_cut_is_refused(write, share, tmp_path):
+    path = write(tmp_path / f"f.{write.__name__}")
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(UserError, match=r"can not be read \(.*\); write the file again"):
+        FeatureTable(file=path)
+
+
+def test_large_files_are_not_copied_many_times(tmp_path):
+    rows, width = 10_000, 512
+    z = np.zeros((rows, width), np.float32)
+    npz(tmp_path / "f.npz", z, label=["cat", "dog"] * (rows // 2), domain=["a", "b"] * (rows // 2))
+    tracemalloc.start()
+    try:
+        FeatureTable(file=tmp_path / "f.npz")
+        assert z.nbytes < tracemalloc.get_traced_memory()[1] < 2 * z.nbytes
+    finally:
+        tracemalloc.stop()

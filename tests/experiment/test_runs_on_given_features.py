@@ -1,0 +1,142 @@
+"""Runs on features that were computed elsewhere: the same numbers as on the images, and what such a run refuses."""
+
+from pathlib import Path
+
+import miniature
+import numpy as np
+import pytest
+import small_runs
+import torch
+from safetensors.torch import load_file
+
+from xdm_ft.cli.parser import main
+from xdm_ft.cli.validate import validate
+from xdm_ft.experiment import run
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.experiment.work import launched
+from xdm_ft.recipe.check import load
+from xdm_ft.runtime.errors import UserError
+
+KEYS = ("name", "data", "encoder", "features")
+LINES = [line for line in small_runs.RECIPE.splitlines(True) if not line.startswith(KEYS)]
+GIVEN = "".join(["name: given\n", "data: {name: features, file: f.npz}\n", *LINES])
+OVERRIDES = (
+    "protocol={name: leave_one_domain_out, test_domains: [sketch], seeds: 1, val_fraction: 0.4}",
+    "methods=[erm, {name: erm, normalize: true, label: unit}, linear_probe]",
+)
+
+
+def given(*overrides):
+    Path("given.yaml").write_text(GIVEN)
+    return load("given.yaml", [*OVERRIDES, *overrides])
+
+
+def write_features(recipe, file):
+    """The cached features of a run on images, as a user has them."""
+    with launched(recipe) as accelerator:
+        data = read_data(recipe)
+        features = prepare(recipe, data, build_encoders(recipe, data), accelerator).encoders[None].features
+        z = features[torch.arange(len(data))].numpy()
+    columns = {
+        "label": np.array(data.class_names)[data.labels],
+        "domain": np.array(data.domain_names)[data.domains],
+        "id": np.array([data.name_in_data(row) for row in range(len(data))]),
+    }
+    np.savez(file, features=z, **columns)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The folder of a run on images, and of the same run on a file of its features."""
+    folder = tmp_path_factory.mktemp("given")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        miniature.domainbed(Path("data"), "pacs")
+        made = small_runs.recipe(*OVERRIDES)
+        small_runs.results_of(made)
+        write_features(made, "f.npz")
+        small_runs.results_of(given("report.page=true"))
+    return folder
+
+
+@pytest.fixture
+def in_both(both, monkeypatch):
+    monkeypatch.chdir(both)
+
+
+@pytest.mark.usefixtures("in_both")
+def test_it_gives_the_same_models_and_numbers_as_the_images():
+    images, features = (small_runs.document(f"output/{name}") for name in ("small", "given"))
+    assert len(images["runs"]) == len(features["runs"]) == 3
+    for one, other in zip(images["runs"], features["runs"], strict=True):
+        picks = [record["selected"]["train_val"] for record in (one, other)]
+        assert picks[0]["metrics"] == picks[1]["metrics"] and picks[0]["step"] == picks[1]["step"]
+        weights = [
+            load_file(f"output/{name}/{p['weights']}") for name, p in zip(("small", "given"), picks, strict=True)
+        ]
+        assert weights[0].keys() == weights[1].keys()
+        assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert [row["mean"] for row in images["summary"]] == [row["mean"] for row in features["summary"]]
+
+
+@pytest.mark.usefixtures("in_both")
+def test_the_protocol_says_where_the_features_are_from():
+    content = small_runs.document("output/given")
+    for row in content["summary"]:
+        assert "; features of f.npz, computed elsewhere (xxh3_128 " in row["protocol"]
+        assert "encoder" not in row["protocol"] and "frozen" not in row["protocol"]
+    assert "encoder" not in content["recipe"] and "encoder" not in content["environment"]
+    page = Path("output/given/report.html").read_text()
+    assert "computed elsewhere" in page and "xdm-ft export" not in page
+
+
+@pytest.mark.usefixtures("in_both")
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("export output/given out", "has no images"),
+        ("predict output/given data", "has no images"),
+        ("evaluate output/given data", "has no images"),
+        ("label output/given data --budget 5 --out x.csv", "has no images"),
+        ("adapt output/given data --out x --method erm", "has no images"),
+        ("assess output/given data", "output/given: "),
+        ("analyse output/given --reconstruct .", ""),
+        ("features given.yaml", "nothing to compute"),
+    ],
+)
+def test_what_needs_images_is_refused_with_one_line(command, words, capsys):
+    assert main(command.split()) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+@pytest.mark.usefixtures("in_both")
+def test_verbs_that_need_no_images():
+    printed = validate(given()).text()
+    assert "112 images" in printed and "unless their features are cached" not in printed
+    assert main(["doctor", "given.yaml"]) == 0
+    assert main(["report", "output/given"]) == 0
+    assert main(["analyse", "output/given"]) == 0
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_another_file_does_not_resume_a_run():
+    miniature.features(Path("f.npz"))
+    short = ("protocol={name: leave_one_domain_out, test_domains: ['0'], seeds: 1}", "methods=[linear_probe]")
+    small_runs.results_of(given(*short))
+    with np.load("f.npz") as content:
+        arrays = dict(content)
+    arrays["features"][3, 1] += 1
+    np.savez("f.npz", **arrays)
+    with pytest.raises(UserError, match=r"the given features have changed since this run started \(data.content\)"):
+        run(given(*short))
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_one_domain_is_too_few():
+    miniature.features(Path("f.npz"))
+    with np.load("f.npz") as content:
+        np.savez("one.npz", **dict(content) | {"domain": np.zeros(48, int)})
+    with pytest.raises(UserError, match="domain"):
+        validate(given("data.file=one.npz", "protocol={name: leave_one_domain_out, seeds: 1}"))
