@@ -111,7 +111,7 @@ def _size(image: Image.Image) -> dict[str, float | str]:
 
 def _file(image: Image.Image, num_bytes: int) -> dict[str, float | str]:
     exif = image.getexif()
-    camera = " ".join(f"{exif.get(tag, '')}".strip("\\0 ") for tag in (ExifTags.Base.Make, ExifTags.Base.Model))
+    camera = " ".join(f"{exif.get(tag, '')}".strip("\0 ") for tag in (ExifTags.Base.Make, ExifTags.Base.Model))
     facts: dict[str, float | str] = {
         "format": image.format or "",
         "mode": image.mode,
