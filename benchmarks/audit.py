@@ -129,7 +129,7 @@ def recalls(
         every, image = torch.cat([plain, z]), np.concatenate([np.arange(len(plain)), of])
         order = torch.arange(len(every))
         found = neighbours(directions(every, order, str), order, np.zeros(len(every), np.int64))
-        listed = near_copies(found)
+        listed = near_copies(found, np.zeros(len(found.rows), np.int64))
         pairs, sure = (
             [(pair.first, pair.second) for pair in listed if pair.sure or not only] for only in (False, True)
         )

@@ -73,8 +73,7 @@ def encoder_facts(
         domains[chosen],
         None if groups is None else groups[chosen],
     )
-    index, share = of_neighbours
-    return EncoderFacts(label, index, share, accuracy, chance, aligned)
+    return EncoderFacts(label, of_neighbours.index, of_neighbours.same_domain_share, accuracy, chance, aligned)
 
 
 def domain_probe(z: Tensor, domains: np.ndarray, groups: np.ndarray | None) -> tuple[float | None, float | None]:
@@ -149,5 +148,5 @@ def aligned_accuracy(halves: np.ndarray, rows: np.ndarray, correct: np.ndarray) 
     high, low = (halves[rows] == half for half in (1, 0))
     if not high.any() or not low.any():
         return None
-    images = [len(np.unique(rows[half])) for half in (high, low)]
-    return Aligned(float(correct[high].mean()), float(correct[low].mean()), *images)
+    of_high, of_low = (len(np.unique(rows[half])) for half in (high, low))
+    return Aligned(float(correct[high].mean()), float(correct[low].mean()), of_high, of_low)

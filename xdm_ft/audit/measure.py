@@ -80,7 +80,7 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
     numbers = {name: number for number, names in enumerate(units) for name in names}
     unit_of = np.array([numbers.get(name, -1) for name in dataset.domain_names])
     near = neighbours(unit, of_images, unit_of[domains])
-    pairs, splits = near_copies(near), {split.test_domains: split for _, split in study.heads}
+    pairs, splits = near_copies(near, domains), {split.test_domains: split for _, split in study.heads}
     straddles = straddling(pairs, map(roles, splits.values()), len(dataset))
     # those that affect an estimate first
     order = sorted(range(len(pairs)), key=lambda i: not (pairs[i].sure and straddles[i]))

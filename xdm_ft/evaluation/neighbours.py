@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -95,7 +95,8 @@ def _keep(largest: tuple[Tensor, Tensor], places: Tensor, cosines: Tensor) -> No
     places[exists], cosines[exists] = indices[exists], values[exists]
 
 
-class Robustness(NamedTuple):
+@dataclass(frozen=True)
+class Robustness:
     """Whether the neighbours of images share their class or their domain; None: no neighbour decides it."""
 
     index: float | None  # 1: always the class, 0: always the domain

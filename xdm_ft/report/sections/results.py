@@ -192,13 +192,13 @@ def cost(run: Run) -> Section | None:
         model = f"{encoder['component']} {encoder['model'] or ''}".rstrip()
         parameters, ms, size = (encoder[key] for key in ("parameters", "ms_per_image", "feature_bytes"))
         index = encoder.get("robustness_index")  # runs of earlier versions have none
-        texts = (
+        of_encoder = (
             words.count_text(parameters),
             EMPTY if ms is None else f"{ms:.3g}",
             words.bytes_text(size),
             EMPTY if index is None else f"{index:.2f}",
         )
-        spent = map(Cell, texts, (parameters, ms, size, index))
+        spent = map(Cell, of_encoder, (parameters, ms, size, index))
         rows.append(cells(label, model, encoder["pretraining"], encoder["width"], *spent))
     if rows:
         header = ["encoder", "model", "pre-training", "width", "parameters"]
