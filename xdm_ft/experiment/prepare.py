@@ -100,14 +100,15 @@ def build_encoder(component: Component, seed: int) -> Encoder:
     return encoder
 
 
-def build_encoders(recipe: Recipe, dataset: ImageDataset) -> dict[str | None, Encoder]:
+def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Of a `dataset` without images, what stands for its encoder. Raises `UserError` if all methods need class embeddings
-    that their encoders lack, or if one can not train the part
-    of its encoder that the recipe says: before all else, not after hours.
+    `dataset`: needed if the recipe has no images; its features give what stands for an encoder. Raises `UserError` if
+    all methods need class embeddings that their encoders lack, or if one can not train the part of its encoder that the
+    recipe says: before all else, not after hours.
     """
     if not recipe.has_images:
+        assert dataset is not None, "the data have the features"
         return {None: GivenFeatures(dataset)}
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
     for position, (label, component) in enumerate(by_label(recipe).items()):

@@ -72,11 +72,16 @@ class Choice:
     trial: int | None = None  # of the model with `held_out`; None: the one that validation picked
 
 
-def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
-    """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
+def refuse_given_features(run: Run) -> None:
+    """Raises `UserError` for a run on features that were computed elsewhere: its models can not read images."""
     if not run.has_images:
         problem = f"{NO_IMAGES}, so its heads lack the encoder that a model for images needs"
         raise UserError(f"{run.path}: {problem}; use the weights in {run.path}/models, or run a recipe on the images")
+
+
+def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
+    """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
+    refuse_given_features(run)
     methods = list(dict.fromkeys(record.method for record in run.records))
     if not methods:
         raise UserError(f"{run.path}: the run has no trained model; run its recipe first")

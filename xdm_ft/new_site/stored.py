@@ -22,8 +22,9 @@ from torch import Tensor
 
 from xdm_ft.evaluation.expected_site import ExpectedAccuracy, Parts, Validated, expect, parts_at
 from xdm_ft.export import ModelConfig, first_fault
+from xdm_ft.export.choose import refuse_given_features
 from xdm_ft.export.directory import AGAIN, SITE, read_described
-from xdm_ft.report.finished import is_run
+from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import Damaged, json_object, one_line
@@ -155,7 +156,9 @@ def without_site(config: ModelConfig) -> str | None:
 
 def refuse_run(folder: str, otherwise: str = "") -> None:
     """Raises `UserError` for a run directory, whose models have no site file. `otherwise`: another remedy."""
-    if is_run(Path(folder).expanduser()):
+    path = Path(folder).expanduser()
+    if is_run(path):
+        refuse_given_features(read_run(path))
         remedy = f"export a model of it first: xdm-ft export {shlex.quote(folder)} DIR{otherwise}"
         raise UserError(f"{folder}: is a run directory; {remedy}")
 

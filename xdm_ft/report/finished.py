@@ -58,7 +58,7 @@ class Run:
     @property
     def has_images(self) -> bool:
         """Whether its models are for images, and not for features that were computed elsewhere."""
-        return bool(self.results["recipe"]["data"]["name"] != "features")
+        return bool(self.results["recipe"].get("data", {}).get("name") != "features")
 
     @property
     def own_rule(self) -> str:
