@@ -64,8 +64,9 @@ def main() -> None:
         facts = image_facts(made, np.arange(len(rows)), show=False)
         findings = facts_findings(facts, made.labels, made.domains, made.domain_names)
         for name in SHOWN:
-            of_class = [row for row in findings if row.facts == name and row.predicts == "class"]
-            cells = [f"{100 * row.accuracy:.0f}%{'*' if row.found else ''}" for row in of_class]
+            of_class = {row.domain: row for row in findings if row.facts == name and row.predicts == "class"}
+            shown = {domain: f"{100 * row.accuracy:.0f}%{'*' * row.found}" for domain, row in of_class.items()}
+            cells = [shown.get(domain, "all equal") for domain in made.domain_names]
             print(f"| {strength} | {name} |", " | ".join(cells), "|", flush=True)
 
 

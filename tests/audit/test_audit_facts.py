@@ -2,12 +2,18 @@
 
 import numpy as np
 import pytest
-from scipy.stats import norm
+from scipy.stats import norm, t
 
+from xdm_ft.audit import facts
 from xdm_ft.audit.facts import balanced_accuracy, facts_findings
 from xdm_ft.images.facts import FACTS, ImageFacts
 
 NAMES = list(FACTS)
+
+
+@pytest.fixture(autouse=True)
+def few_trees(monkeypatch):
+    monkeypatch.setattr(facts, "TREES", 10)
 
 
 def made_up(labels, domains, seed=0, **planted):
@@ -31,27 +37,25 @@ def test_balanced_accuracy_by_hand():
     value, interval, p = balanced_accuracy(targets, predicted, np.arange(6))
     assert value == pytest.approx((0.75 + 1) / 2)
     # w = 1/8 and 1/4, q = 1/2: the sum of w(s − q) is 3/8, its error the root of 4/256 + 2/64
-    from scipy.stats import t
-
     assert p == pytest.approx(t.sf(0.375 / (4 / 256 + 2 / 64) ** 0.5, 5))
     n, z = 1 / (4 / 64 + 2 / 16), norm.ppf(0.975)
     root = (value * (1 - value) / n + z * z / (4 * n * n)) ** 0.5
     assert interval.low == pytest.approx((value + z * z / (2 * n) - z * root) / (1 + z * z / n), abs=1e-4)
     grouped = balanced_accuracy(targets, predicted, np.array([0, 0, 1, 1, 2, 2]))
     assert grouped[0] == value and grouped[2] > p and grouped[1].low < interval.low
-    assert balanced_accuracy(targets, np.zeros(6, int), np.arange(6))[2] == pytest.approx(0.5)
+    assert balanced_accuracy(targets, np.zeros(6, int), np.arange(6))[::2] == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(("share", "named"), [(0.65, None), (0.8, True), (0.95, True)])
 def test_a_planted_format_is_named_where_it_is(share, named):
     labels, domains, names = data(2, 2, 100)
-    agrees = np.random.default_rng(0).random(len(labels)) < share
+    agrees = np.arange(len(labels)) % 20 < round(20 * share)  # in each cell
     of_label = np.where(agrees, labels, 1 - labels)
     table = made_up(labels, domains, format=np.where(domains == 0, of_label, 0))
     rows = facts_findings(table, labels, domains, names)
     by_key = {(row.facts, row.predicts, row.domain): row for row in rows}
     row = by_key["format", "class", "d0"]
-    assert row.accuracy == pytest.approx(share, abs=0.06) and row.chance == 0.5
+    assert row.accuracy == pytest.approx(share) and row.chance == 0.5
     assert row.interval.low <= share <= row.interval.high
     if named:
         assert row.found and by_key["size and format", "class", "d0"].found
@@ -64,11 +68,12 @@ def test_a_planted_format_is_named_where_it_is(share, named):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_few_false_findings_without_association(grouped):
+@pytest.mark.parametrize("num_draws", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_few_false_findings_without_association(grouped, num_draws):
     """Over draws of 6 cells each; patients have one class and facts of their own."""
     labels, domains, names = data(2, 3, 30)
     false = raw = cells = 0
-    for draw in range(15):
+    for draw in range(num_draws):
         draws = np.random.default_rng(draw)
         if grouped:
             groups = np.arange(len(labels)) // 3
@@ -78,7 +83,7 @@ def test_few_false_findings_without_association(grouped):
         rows = [r for r in facts_findings(table, labels, domains, names, groups, draw) if r.predicts == "class"]
         false += any(row.found or row.p_holm < 0.05 for row in rows)
         raw, cells = raw + sum(row.p < 0.05 for row in rows), cells + len(rows)
-    assert false <= 2 and raw / cells <= 0.1 and cells >= 60
+    assert false <= max(1, 0.1 * num_draws) and raw / cells <= 0.15 and cells >= 4 * num_draws
 
 
 def test_a_group_is_in_one_fold():

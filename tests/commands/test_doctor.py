@@ -58,6 +58,7 @@ def test_healthy(images, doctor):
     for words in (
         "ok     python: 3.", "libraries: ", "torch 2", "processor: ", "float32, bf16 (", "weights: random weights",
         "xxh3_128 ", "data: 36 images, 3 domains", "domains: a 12, b 12, c 12", "class cat: 6 6 6",
+        "ok     site × class: Cramér's V 0.00 (0.00 to ",
         "images: all decode", "images and groups: no image occurs twice", "features: 0 of 36 cached",
         "time: less than a minute on cpu (",
     ):  # fmt: skip
@@ -95,6 +96,8 @@ def test_planted_faults_are_all_found_at_once(images, doctor):
     found = "\n".join(line for line, _ in faults)
     assert 'no image of "dog" in c' in found and "broken.png does not decode" in found
     assert "ok     class dog: 6 7 0" in lines
+    assert any(line.startswith("ok     site × class: Cramér's V 0.") for line in lines)
+    assert 'site × class: cannot be told apart: all images in c are of "cat"' in found
     assert "images: copies of 1 image in 2 files, 1 of them in more than one domain" in found
     # with one class left, the domain can not be split; the recipe says which domains to leave alone
     assert 'the domain "c" has images of one class only' in found

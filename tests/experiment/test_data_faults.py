@@ -125,16 +125,17 @@ def test_every_fault_is_reported_by_all(reported):
     Path("images/b/cat").rename("images/b/Cat ")
     shutil.rmtree("images/c")
     findings, results = reported("methods=[erm, xdomainmix, groupdro, sam]")
-    assert [line.split(": ")[0] for line in findings] == ["classes"] * 2 + ["images"] + ["methods"] * 2
+    assert [line.split(": ")[0] for line in findings] == ["classes"] * 2 + ["site × class", "images"] + ["methods"] * 2
     skipped = [run for run in results["runs"] if run["status"] == "skipped"]
     assert {run["method"] for run in skipped} == {"xdomainmix", "groupdro"}
 
 
 def test_faults_of_class_names():
     Path("images/c/dog").rename("images/c/Dog ")
-    spelt, lacking = lines()
+    spelt, lacking, confounded = lines()
     assert spelt.startswith(f'classes: "Dog " (in c) and "dog" (in a, b) {RENAME}')
     assert lacking.startswith('classes: no image of "Dog " in a, b; no image of "dog" in c →')
+    assert confounded.startswith('site × class: cannot be told apart: all images of "Dog " are in c → add images')
     Path("images/c/Dog ").rename("images/c/dog")
     make_images(Path("images"), "ab", classes=("eel",))
     (lacking,) = lines()
