@@ -98,7 +98,7 @@ def test_the_robustness_index_by_hand():
         ([0, 0, 0], [0, 0, 0], None, 1.0),  # the same class and domain
         ([0, 1, 2], [0, 1, 2], None, 0.0),
         ([0, 0, 0], [0, 1, 2], 1.0, 0.0),  # one class
-        ([0, 1, 2], [0, 0, 0], 0.0, 1.0),  # one domain
+        ([0, 1, 2], [0, 0, 0], None, 1.0),  # one domain
         ([0], [0], None, None),
         ([], [], None, None),
     ],

@@ -26,7 +26,7 @@ from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.tensors import Criteria
-from xdm_ft.training import Job, Trained
+from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank.data import CachedPredictor
 from xdm_ft.training.bank.train import chunks, train_chunk
 from xdm_ft.training.selection import FINAL_FIT, split_of
@@ -88,6 +88,14 @@ class Study:
     def heads(self) -> list[tuple[int, Split]]:
         """The seed and the split of each head of the recipe."""
         return [(model.key.seed, model.split) for model in self.plan.models]
+
+    def with_heads(self, training: Training) -> Study:
+        """Returns the same with other training, of heads that read features of length √K, as standardised ones have."""
+        plan = replace(self.plan, recipe=replace(self.plan.recipe, training=training))
+        unit, zero = self.features.normalized(), torch.zeros(self.features.width)
+        features = unit.standardized(zero, torch.full_like(zero, self.features.width**-0.5))
+        encoder = replace(self.prepared.for_method(self.item), features=features)
+        return replace(self, plan=plan, prepared=replace(self.prepared, encoders={self.item.encoder_label: encoder}))
 
     def answers(self, wanted: Sequence[Wanted], what: str) -> Iterator[tuple[int, Tensor]]:
         """Trains heads and yields, for each of `wanted` in any order, its number and the logits float32 [n,C].

@@ -11,8 +11,11 @@ import torch
 from xdm_ft.audit.costs import Change, Cost, costs
 from xdm_ft.audit.heads import Study, Wanted
 from xdm_ft.protocol.splits import split_of_rows
+from xdm_ft.training import Training
 
 FOLDS = 5
+STEPS, EPOCHS, BATCH = 100, 6, 128  # of a head: more steps learn wrong labels too
+RATE, HIGHEST_RATE = 1.28, 0.05  # of Adam, times the width: a step changes logits as much at every width
 MOST_SEEDS = 5  # whose probabilities are averaged
 SUSPECT = -0.7  # score of an image whose label is likely wrong
 CONFUSED = 10
@@ -42,8 +45,8 @@ def label_scores(study: Study) -> Labels | None:
     """Scores every image by heads of a cross-validation over mixed domains that did not see it, or its group.
 
     Heads that have not seen the domain are wrong at a hard domain where the label is right: they find half as much.
-    Probabilities are means over seeds. The score is 0 where no other fold has an image of the class. Returns None for
-    one class, or with fewer images, or groups, than folds.
+    These heads are trained shortly, on features of length √K. Probabilities are means over seeds. The score is 0 where
+    no other fold has an image of the class. Returns None for one class, or with fewer images, or groups, than folds.
     """
     dataset, rows = study.dataset, study.readable
     labels, domains = dataset.labels[rows], dataset.domains[rows]
@@ -51,6 +54,9 @@ def label_scores(study: Study) -> Labels | None:
     if fold_of is None:
         return None
     seeds, wanted = study.seeds[:MOST_SEEDS], list[Wanted]()
+    steps = max(STEPS, EPOCHS * len(rows) // BATCH)
+    lr = min(HIGHEST_RATE, RATE / study.features.width)
+    study = study.with_heads(Training(sampler="pooled", batch_size=BATCH, steps=steps, lr=lr))
     p, unseen = np.zeros((len(rows), len(dataset.class_names)), np.float32), np.zeros(len(rows), bool)
     for fold in range(FOLDS):
         train, tested = rows[fold_of != fold], torch.from_numpy(rows[fold_of == fold])

@@ -118,7 +118,8 @@ def robustness(nearest: np.ndarray, labels: np.ndarray, domains: np.ndarray) -> 
     same_class = (labels[nearest] == labels[:, None])[exists]
     same_domain = (domains[nearest] == domains[:, None])[exists]
     so, os = int((same_class & ~same_domain).sum()), int((~same_class & same_domain).sum())
-    return Robustness(so / (so + os) if so + os else None, float(same_domain.mean()) if len(same_domain) else None)
+    index = so / (so + os) if so + os and len(np.unique(domains)) > 1 else None  # in one domain all are of the same
+    return Robustness(index, float(same_domain.mean()) if len(same_domain) else None)
 
 
 def sample(rows: np.ndarray, labels: np.ndarray, domains: np.ndarray, most: int = SAMPLED) -> np.ndarray:

@@ -1,0 +1,178 @@
+"""Whole audits of features in a file, and of a run: what is planted is named, and what is not there is not."""
+
+import csv
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.audit.studies import clusters
+from tests.experiment.small_runs import document
+from xdm_ft.cli.audit import main
+from xdm_ft.runtime.errors import UserError
+
+RECIPE = """\
+name: audited
+data: {name: features, file: features.npz}
+protocol: {name: leave_one_domain_out, seeds: 3}
+methods: [erm]
+training: {steps: 40, batch_size: 32, sampler: pooled, lr: 0.02}
+report: {page: false}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(z, labels, domains, **more):
+    names = np.array([f"d{number}" for number in domains])
+    np.savez("features.npz", features=np.asarray(z, np.float32), label=labels, domain=names, **more)
+    Path("audited.yaml").write_text(RECIPE)
+
+
+def audited(z, labels, domains, *overrides, recipe="audited.yaml", **more):
+    """audit.json of these features, as its schema says."""
+    write(z, labels, domains, **more)
+    answer = main(Namespace(recipe=recipe, overrides=[*overrides], images=False))
+    assert answer.lines and answer.exit_status == 0
+    return document("output/audited/audit", "audit")
+
+
+def rows_of(name):
+    with open(f"output/audited/audit/{name}.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_an_audit_of_what_is_in_order_names_nothing():
+    audit = audited(*clusters(images=30, domains=3, spread=0.8))
+    assert audit["twins"] == []
+    assert (audit["copies"]["sure"], audit["copies"]["costs"]) == (0, [])
+    assert (audit["labels"]["suspects"], audit["labels"]["costs"]) == (0, [])
+    assert audit["site_class"]["lacking"] == audit["site_class"]["confounded"] == audit["site_class"]["facts"] == []
+    assert len(audit["domain_pairs"]["left_out"]) == 6
+    assert audit["encoder"]["domain_accuracy"] > 0.9
+    assert audit["notes"] == []
+    assert {path.name for path in Path("output/audited/audit").iterdir()} == {
+        "audit.json", "audit.md", "copies.csv", "labels.csv",
+    }  # fmt: skip
+
+
+def test_planted_copies_wrong_labels_and_twins_are_named_with_what_they_cost():
+    rng = np.random.default_rng(0)
+    z, labels, domains = clusters(images=40, domains=4, width=24, spread=1.2)
+    other = np.flatnonzero((domains == 1) | (domains == 2))[:10]
+    z[:10], labels[:10] = z[other] + 0.05 * rng.normal(size=(10, 24)), labels[other]  # copies in domain 0
+    wrong = rng.choice(np.arange(20, len(labels)), 24, replace=False)
+    labels[wrong] = (labels[wrong] + 1) % 3
+    ids = np.array([f"image {row}" for row in range(len(labels))])
+    audit = audited(z, labels, domains, id=ids)
+    assert audit["copies"]["sure"] == audit["copies"]["straddling"] == audit["copies"]["across_domains"] == 10
+    pairs = rows_of("copies")[:10]
+    assert {(pair["first"], pair["second"]) for pair in pairs} == {
+        (f"image {i}", f"image {j}") for i, j in zip(range(10), other, strict=True)
+    }
+    assert {(pair["sure"], pair["straddles"]) for pair in pairs} == {("true", "true")}
+    [cost] = audit["copies"]["costs"]
+    assert (cost["what"], cost["images"]) == ("left out of training", 20)
+    assert cost["difference"] == pytest.approx(cost["after"] - cost["before"])
+    found = rows_of("labels")
+    assert [float(row["score"]) for row in found] == sorted(float(row["score"]) for row in found)
+    first = {row["path"] for row in found[:24]}
+    assert len(first & {f"image {row}" for row in wrong}) >= 20
+    assert {cost["what"] for cost in audit["labels"]["costs"]} == {"left out of training", "relabelled in training"}
+    assert "copies" in Path("output/audited/audit/audit.md").read_text()
+
+
+def test_domains_held_out_together_are_one_and_twins_are_then_gone():
+    """Domains 0 and 1 are one site: the same directions of the classes, which the others lack."""
+    from tests.audit.test_audit_heads import with_twins
+
+    z, labels, domains = with_twins(1.0)
+    z = z + np.random.default_rng(1).normal(size=(5, 16))[np.where(domains == 1, 0, domains)]
+    assert audited(z, labels, domains)["twins"] == [["d0", "d1"]]
+    together = audited(z, labels, domains, "protocol.together=[[d0, d1]]")
+    assert together["twins"] == []
+    assert together["domain_pairs"]["names"] == ["d0 + d1", "d2", "d3", "d4"]
+    assert "d0 + d1" in together["held_out"]
+
+
+def test_two_domains_one_domain_and_one_class():
+    z, labels, domains = clusters(images=20, domains=2)
+    two = audited(z, labels, domains)
+    assert two["domain_pairs"]["left_out"] == []
+    assert "3 domains" in two["domain_pairs"]["note"]
+    alone = audited(*clusters(images=20, domains=1))
+    assert "only domain" in alone["notes"][0]
+    assert alone["labels"]["costs"] == [] and alone["encoder"]["robustness_index"] is None
+    confounded = audited(z, domains, domains)
+    assert "one class only" in confounded["notes"][0]
+    assert confounded["site_class"]["cramers_v"] == pytest.approx(1)
+    assert confounded["site_class"]["confounded"]
+    same = audited(z, np.zeros_like(labels), domains)
+    assert same["labels"] is None
+    assert any("label errors" in note for note in same["notes"])
+
+
+def test_fifty_domains():
+    many = audited(*clusters(images=4, domains=50, classes=2), "training.steps=10")
+    assert len(many["domain_pairs"]["names"]) == 50
+    assert "50 domains" in many["domain_pairs"]["note"]
+
+
+def test_groups_are_in_one_fold_and_out_of_training_with_their_domain():
+    z, labels, domains = clusters(images=30, domains=3)
+    audit = audited(z, labels, domains, group=np.array([f"{domain}-{row % 9}" for row, domain in enumerate(domains)]))
+    assert audit["labels"] is not None
+    few = audited(z, labels, domains, group=domains)  # three groups
+    assert few["labels"] is None
+
+
+def test_bad_input_is_one_line():
+    z, labels, domains = clusters(images=10, domains=3)
+    z[7, 0] = np.nan
+    with pytest.raises(UserError) as error:
+        audited(z, labels, domains)
+    assert len(str(error.value).splitlines()) == 1 and "NaN" in str(error.value)
+    with pytest.raises(UserError, match="nowhere"):
+        audited(*clusters(images=10, domains=3), recipe="nowhere.yaml")
+    Path("empty").mkdir()
+    with pytest.raises(UserError):
+        audited(*clusters(images=10, domains=3), recipe="empty")
+
+
+def test_a_run_is_audited_before_and_after_it_and_shows_it_on_its_page(capsys):
+    from xdm_ft.experiment import run
+    from xdm_ft.recipe.check import load
+
+    z, labels, domains = clusters(images=20, domains=3)
+    before = audited(z, labels, domains)
+    made = load("audited.yaml", ["report.page=true"])
+    assert not run(made).failed  # into the folder that the audit began
+    assert "Is the data what it says" in Path("output/audited/report.html").read_text()
+    results = Path("output/audited/results.json").read_bytes()
+    Path("moved").mkdir()
+    Path("output/audited").rename("moved/run")
+    main(Namespace(recipe="moved/run", overrides=[], images=True))
+    again = document("moved/run/audit", "audit")
+    assert {**again, "checksum": ""} == {**before, "checksum": ""}
+    assert Path("moved/run/results.json").read_bytes() == results
+    assert "Is the data what it says" in Path("moved/run/results.md").read_text()
+    np.savez("features.npz", features=z + 1.0, label=labels, domain=domains)
+    with pytest.raises(UserError, match="have changed since"):
+        main(Namespace(recipe="moved/run", overrides=[], images=False))
+
+
+def test_the_command_prints_json_and_two_processes_write_what_one_does():
+    write(*clusters(images=20, domains=3))
+    command = [sys.executable, "-m", "xdm_ft", "audit", "audited.yaml", "--json"]
+    printed = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=300).stdout)
+    content = json.loads(Path("output/audited/audit/audit.json").read_text())
+    assert {key: printed[key] for key in ("twins", "copies", "labels")} == {
+        key: content[key] for key in ("twins", "copies", "labels")
+    }
