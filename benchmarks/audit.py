@@ -1,11 +1,14 @@
 """How much of what is planted in real images `xdm-ft audit` finds.
 
     python benchmarks/audit.py copies PACS --weights FILE  a folder <domain>/<class>/<image>, and an encoder's file
+    python benchmarks/audit.py labels PACS --weights FILE
 
 copies      Of `--planted` images a changed copy is added: mirrored, a 90% crop, half the size, tinted, or saved as a
             JPEG of quality 15. Recall: how many of the copies are paired with their original among the first
             2 · `--planted` pairs, ranked by the audit's score and by the formula 2 cos(i, j) − r(i) − r(j); of families
             of copies, among twice as many pairs as they have. The real images hold near copies too.
+labels      5% of the labels are replaced by another class, both drawn at random, under ten seeds. Precision: the share
+            of them among as many images, ranked by doubt; and among the suspects.
 
 Of each domain × class up to `--per-class` images are drawn with seed 0; the encoder is MobileNetV2 at 224 px (squash).
 All that is random is drawn with stated seeds. The last line is JSON. docs/results.md, "Audit", has measured numbers.
@@ -26,15 +29,20 @@ from new_site import subset
 from PIL import Image
 
 from xdm_ft.audit.copies import near_copies
+from xdm_ft.audit.labels import label_scores
+from xdm_ft.audit.measure import read_study
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
+from xdm_ft.experiment.work import launched, one_thread
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.features.extract import extract
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.transforms import PreprocessingOverrides
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.text import parse
 
 
 def mirrored(image: Image.Image) -> Image.Image:
@@ -145,6 +153,42 @@ def recalls(
     return results
 
 
+RECIPE = """\
+name: labels
+data: {name: features, file: FILE}
+protocol: {name: leave_one_domain_out, seeds: 5}
+methods: [erm]
+training: {steps: 300}
+"""
+DRAWS = 10
+
+
+def labels(given: argparse.Namespace, folder: Path) -> dict[str, object]:
+    subset(given.images, folder / "images", given.per_class)
+    images = Folder(root=folder / "images")
+    z = features_of(images, given.weights, given.cache or folder / "cache")[torch.arange(len(images))].numpy()
+    domains, file = np.array(images.domain_names)[images.domains], folder / "features.npz"
+    recipe, results = parse(RECIPE.replace("FILE", str(file)), "labels.yaml"), list[list[float]]()
+    for seed in range(DRAWS):
+        rng, wrong_labels, count = np.random.default_rng(seed), images.labels.copy(), len(images) // 20
+        wrong = rng.choice(len(images), count, replace=False)
+        wrong_labels[wrong] += rng.integers(1, len(images.class_names), count)
+        np.savez(file, features=z, label=wrong_labels % len(images.class_names), domain=domains)
+        checked = check(recipe)
+        with launched(checked) as accelerator, one_thread():
+            scores = label_scores(read_study(checked, accelerator, None))
+        assert scores is not None
+        ranked, suspects = scores.rows[scores.doubtful[:count]], scores.rows[scores.suspects]
+        results.append([float(np.isin(ranked, wrong).mean()), len(suspects), float(np.isin(suspects, wrong).mean())])
+        print(f"seed {seed}: precision {results[-1][0]:.3f}, {len(suspects)} suspects {results[-1][2]:.3f}", flush=True)
+    mean = np.mean(results, axis=0).round(3).tolist()
+    return {
+        "images": len(images),
+        "planted": count,
+        **dict(zip(("precision", "suspects", "theirs"), mean, strict=True)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("yardstick", choices=YARDSTICKS)
@@ -158,7 +202,7 @@ def main() -> None:
         print(json.dumps({given.yardstick: YARDSTICKS[given.yardstick](given, Path(folder))}))
 
 
-YARDSTICKS: dict[str, Callable[[argparse.Namespace, Path], dict[str, object]]] = {"copies": copies}
+YARDSTICKS: dict[str, Callable[[argparse.Namespace, Path], dict[str, object]]] = {"copies": copies, "labels": labels}
 
 
 if __name__ == "__main__":

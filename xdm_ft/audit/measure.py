@@ -94,7 +94,7 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
                 *(table[scores.doubtful] for table in (scores.rows, scores.suggested, scores.score)), strict=True
             )
         ]
-    twins = domain_pairs(study, units, _nearest_shares(near, unit_of[domains], len(units)))
+    twins = domain_pairs(study, units, nearest_shares(near, unit_of[domains], len(units)))
     facts = list[FactRow]()
     if not isinstance(dataset, FeatureTable):
         table = image_facts(dataset, sample_rows(dataset, rows))
@@ -147,7 +147,7 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
     return document
 
 
-def _nearest_shares(near: Neighbours, units: np.ndarray, number: int) -> np.ndarray:
+def nearest_shares(near: Neighbours, units: np.ndarray, number: int) -> np.ndarray:
     """Returns the share of each unit's images whose nearest image of another unit lies in which, float64 [U,U]."""
     exists = near.foreign >= 0
     counts = np.zeros((number, number))
