@@ -10,6 +10,7 @@ import numpy as np
 from xdm_ft.evaluation.neighbours import NEAREST, Neighbours
 
 SURE = 0.05  # pairs as close as this one that chance is expected to make among all images, at most
+LISTED = 2.0  # least score of a pair that is listed though the two are not mutual nearest neighbours
 FEWEST = 50  # images of a domain whose dimension is estimated; other domains have that of all images
 INNER = 5  # neighbours that an estimate of the dimension does not look at: they may be copies
 ROUNDING = 1e-6  # of a cosine in float32, whose 1 − cos may be 0 or below
@@ -27,7 +28,7 @@ class NearCopies:
 
 
 def near_copies(neighbours: Neighbours, domains: np.ndarray) -> list[NearCopies]:
-    """Returns pairs that may be copies, the highest score first: mutual nearest neighbours, and all sure pairs.
+    """Returns pairs that may be copies, the highest score first: mutual nearest neighbours, and all of high scores.
 
     With r_i the mean cosine of image i to its ten nearest images, the score of i and j is
 
@@ -42,8 +43,8 @@ def near_copies(neighbours: Neighbours, domains: np.ndarray) -> list[NearCopies]
     distance with probability xᵐ. A pair is sure if n · 9 · xᵐ < 0.05, x being its distance divided by the geometric
     mean of both tenth distances, m the smaller dimension of the two domains (`_dimensions`).
 
-    Of three and more copies of an image some are not mutual nearest neighbours; they are listed as sure pairs. Of more
-    than ten copies, an image's ten nearest may all be copies: none of their pairs need be sure then.
+    Of three and more copies of an image some are not mutual nearest neighbours; their scores are high. Of more than ten
+    copies, an image's ten nearest may all be copies: none of their pairs need be sure then.
 
     Args:
         neighbours: of n images.
@@ -67,7 +68,7 @@ def near_copies(neighbours: Neighbours, domains: np.ndarray) -> list[NearCopies]
         sure = (by_chance < SURE) & complete[first] & complete[second]
     # the second image is the first one's nearest, and the other way round
     mutual = (rank == 0) & (neighbours.nearest[second, 0] == first)
-    listed = np.flatnonzero(mutual | sure)
+    listed = np.flatnonzero(mutual | sure | (score >= LISTED))
     # a pair may be among the ten nearest of both
     pairs = np.sort(np.stack([first[listed], second[listed]], axis=1), axis=1)
     pairs, once = np.unique(pairs, axis=0, return_index=True)
