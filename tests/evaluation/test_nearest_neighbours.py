@@ -148,7 +148,8 @@ rows = torch.arange(n)
 started = time.perf_counter()
 unit = directions(z, rows, str)
 del z
-pairs = near_copies(neighbours(unit, rows, np.arange(n) % 50))
+domains = np.arange(n) % 50
+pairs = near_copies(neighbours(unit, rows, domains), domains)
 print(json.dumps({
     "seconds": time.perf_counter() - started, "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     "first": [pairs[0].first, pairs[0].second, pairs[0].sure], "sure": sum(pair.sure for pair in pairs),

@@ -96,7 +96,7 @@ def rich() -> Json:
 
 
 def clean() -> Json:
-    """Nothing is wrong."""
+    """Nothing to be found."""
     audit = rich() | {"twins": [], "unreadable": 0, "notes": []}
     audit["copies"] |= {"listed": 40, "sure": 0, "across_domains": 0, "straddling": 0, "pairs": [], "costs": []}
     audit["labels"] |= {"suspects": 0, "images": [], "confused": [], "costs": [], "note": ""}

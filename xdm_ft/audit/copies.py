@@ -27,7 +27,7 @@ class NearCopies:
     sure: bool  # chance makes fewer than `SURE` pairs as close
 
 
-def near_copies(neighbours: Neighbours, domains: np.ndarray) -> list[NearCopies]:
+def near_copies(neighbours: Neighbours, domains: np.ndarray, contents: np.ndarray | None = None) -> list[NearCopies]:
     """Returns pairs that may be copies, the highest score first: mutual nearest neighbours, and all of high scores.
 
     With r_i the mean cosine of image i to its ten nearest images, the score of i and j is
@@ -44,11 +44,12 @@ def near_copies(neighbours: Neighbours, domains: np.ndarray) -> list[NearCopies]
     mean of both tenth distances, m the smaller dimension of the two domains (`_dimensions`).
 
     Of three and more copies of an image some are not mutual nearest neighbours; their scores are high. Of more than ten
-    copies, an image's ten nearest may all be copies: none of their pairs need be sure then.
+    copies, an image's ten nearest may all be copies: of their pairs only those of equal files are sure then.
 
     Args:
         neighbours: of n images.
         domains: int64 [n].
+        contents: int64 [n], equal numbers for equal files, whose pairs are sure; −1: no other image has this file.
     """
     n, k = neighbours.nearest.shape
     if not k:  # fewer than two images
@@ -66,6 +67,8 @@ def near_copies(neighbours: Neighbours, domains: np.ndarray) -> list[NearCopies]
         x = np.minimum(np.sqrt(gap / np.sqrt(last[first] * last[second])), 1.0)
         by_chance = n * (k - 1) * x ** np.minimum(dimension[first], dimension[second])
         sure = (by_chance < SURE) & complete[first] & complete[second]
+    if contents is not None:
+        sure |= (contents[first] >= 0) & (contents[first] == contents[second])
     # the second image is the first one's nearest, and the other way round
     mutual = (rank == 0) & (neighbours.nearest[second, 0] == first)
     listed = np.flatnonzero(mutual | sure | (score >= LISTED))

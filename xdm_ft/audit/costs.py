@@ -46,10 +46,6 @@ class Answered(Runs):
         """The mean over seeds and held-out sets."""
         return float(np.mean([*self.values.values()]))
 
-    def at(self, held_out: Sequence[Held]) -> Answered:
-        """Returns the answers on some of the held-out sets."""
-        return Answered.of(self.method, [of for (held, _), of in self.answers.items() if held in held_out])
-
 
 def difference(first: Answered, second: Answered) -> Comparison:
     """Returns the accuracy of the first less that of the second, on the same images, before any correction."""
@@ -72,6 +68,7 @@ class Change(NamedTuple):
     images: int
     left_out: Mapping[Held, np.ndarray]  # {held-out set: rows that neither train nor validate}; others do not change
     labels: torch.Tensor | None = None  # int64 [N], to train with
+    note: str = ""  # on what the difference does not show
 
 
 @dataclass(frozen=True)
@@ -97,14 +94,18 @@ def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ())
     """
     heads = list[tuple[int, bool, Wanted]]()  # number of the change, whether it is made
     for number, change in enumerate(changes):
+        pairs, lacking = list[tuple[Wanted, Wanted]](), set[Held]()
         for seed, split in study.heads:
             rows = split.evaluation["test"]
             rows = rows[~torch.isin(rows, torch.tensor(untested, dtype=torch.int64))]
             without = change.left_out.get(split.test_domains)
             changed = study.without(split, without) if without is not None and len(rows) else None
-            if changed is not None:
-                heads += [(number, False, Wanted(split, rows, seed))]
-                heads += [(number, True, Wanted(changed, rows, seed, change.labels))]
+            if changed is None:
+                lacking.add(split.test_domains)  # under one seed: the others alone would be another mean
+            else:
+                pairs.append((Wanted(split, rows, seed), Wanted(changed, rows, seed, change.labels)))
+        kept = [pair for pair in pairs if pair[0].split.test_domains not in lacking]
+        heads += [(number, made, pair[made]) for pair in kept for made in (False, True)]
     predicted = study.predictions([head for _, _, head in heads], "costs")
     answers: dict[tuple[int, bool], list[Prediction]] = {}
     for (number, is_changed, head), classes in zip(heads, predicted, strict=True):
@@ -137,5 +138,5 @@ def _cost(change: Change, ends: tuple[Answered, Answered] | None, row: Compariso
         p=row.p_here and row.p_here.plain,
         p_holm=row.p_here and row.p_here.holm,
         verdict=f"{row.here} {row.where}" if row.is_found else row.here,
-        note=row.note,
+        note="; ".join(filter(None, [change.note, row.note])),
     )

@@ -25,7 +25,8 @@ from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
 from xdm_ft.experiment.faults import roles
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
-from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.experiment.prepare import build_encoders, index_folder, prepare
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.facts import image_facts, sample_rows
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
@@ -48,29 +49,32 @@ COPIES = ("first", "second", "score", "cosine", "sure", "straddles", "domains", 
 LABELS = ("path", "label", "suggested", "score")
 
 
-def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None) -> Study:
-    """Reads the data of a recipe and prepares their features. `run`: the run that the audit is about.
+def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None) -> Study:
+    """Reads the data of a recipe and prepares their features. `run`: the run in whose directory the audit is written.
 
     Data that the protocol can't split, as they have one domain, or one class in a domain, have no held-out domains:
-    what needs none is still measured. Raises `UserError` if the data can't be read, or are not those of the run.
+    what needs none is still measured. Raises `UserError` if the data can't be read or are not those of the run, or if
+    the protocol does not fit them.
     """
     recipe = recipe_of_heads(recipe)
     dataset = read_data(recipe)
     prepared = prepare(recipe, dataset, build_encoders(recipe, dataset), accelerator)
     if run is not None and run.results["environment"].get("data", {}).get("content") not in (None, prepared.content):
-        raise UserError(f"{run.path}: the images have changed since this run; audit its recipe under another name")
+        raise UserError(f"{run.path}: this run had other images; audit the recipe under another name (name=NAME)")
     try:
         plan, problem = make_plan(recipe, dataset).without(prepared.unreadable), ""
     except UserError as error:
+        if str(error).startswith(("protocol.test_domains", "protocol.together")):  # of the recipe, not of the data
+            raise
         plan, problem = Plan(recipe, dataset, (), (), (), ()), str(error)
     return Study(plan, prepared.to(accelerator.device), problem)
 
 
-def audit(study: Study, folder: Path, images: bool) -> Json:
+def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -> Json:
     """Measures, writes the files of an audit into `folder`, and returns the content of audit.json.
 
-    `images`: also write copies.html, with the images of the first pairs. Raises `UserError` if features hold NaN or ∞,
-    if a head fails, or if a file can't be written.
+    `images`: also write copies.html, with the images of the first pairs. `notes`: for its readers. Raises `UserError`
+    if features hold NaN or ∞, if a head fails, or if a file can't be written.
     """
     dataset, rows = study.dataset, study.readable
     if not len(rows):
@@ -80,7 +84,10 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
     numbers = {name: number for number, names in enumerate(units) for name in names}
     unit_of = np.array([numbers.get(name, -1) for name in dataset.domain_names])
     near = neighbours(unit, of_images, unit_of[domains])
-    pairs, splits = near_copies(near, domains), {split.test_domains: split for _, split in study.heads}
+    hashes, same = hash_files(dataset, index_folder(study.plan.recipe), show=True), np.full(len(dataset), -1)
+    for number, repeated in enumerate(hashes.duplicates()):
+        same[repeated] = number
+    pairs, splits = near_copies(near, domains, same[rows]), {split.test_domains: split for _, split in study.heads}
     straddles = straddling(pairs, map(roles, splits.values()), len(dataset))
     # those that affect an estimate first
     order = sorted(range(len(pairs)), key=lambda i: not (pairs[i].sure and straddles[i]))
@@ -103,7 +110,9 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
         facts = facts_findings(table, *of_table, dataset.domain_names, of_groups)
     groups = None if dataset.groups is None else dataset.groups[rows]
     label = encoder_label(study.item.encoder)
-    notes = [f"there are no held-out domains: {study.problem}"] if study.problem else []
+    notes = [*([f"there are no held-out domains: {study.problem}"] if study.problem else []), *notes]
+    if (near.nearest < 0).all() and len(rows) > 1:
+        notes.append("all features are zero: copies and twin domains can't be looked for")
     document: Json = {
         "version": AUDIT_VERSION,
         "name": study.plan.recipe.name,
@@ -111,6 +120,7 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
         "unreadable": len(study.prepared.unreadable),
         "classes": list(dataset.class_names),
         "domains": dict(zip(dataset.domain_names, np.bincount(domains, minlength=len(unit_of)).tolist(), strict=True)),
+        "content": study.prepared.content,
         "heads": study.description,
         "held_out": [set_name(held) for held in splits],
         "copies": _copies(study, pairs, straddles, splits),
@@ -138,12 +148,12 @@ def audit(study: Study, folder: Path, images: bool) -> Json:
             "note": "",
         }
     lines = [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)]
-    _write(folder, document, lines, doubtful)
+    sheet = None
     if images and not isinstance(dataset, FeatureTable):
         shown = zip(document["copies"]["pairs"], pairs, strict=False)
         both = ((entry, dataset.image(pair.first), dataset.image(pair.second)) for entry, pair in shown)
         sheet = copies_sheet(both, f"Copies in {document['name']}")
-        replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
+    _write(folder, document, lines, doubtful, sheet)
     return document
 
 
@@ -225,13 +235,17 @@ def _aligned(study: Study, unit: Tensor) -> Aligned | None:
     return aligned_accuracy(halves, tested, predicted == labels[tested])
 
 
-def _write(folder: Path, document: Json, copies: list[list[object]], labels: list[Sequence[object]]) -> None:
+def _write(
+    folder: Path, document: Json, copies: list[list[object]], labels: list[Sequence[object]], sheet: str | None
+) -> None:
     """Writes the files of an audit; audit.json last, as a reader takes the others to be of the same audit."""
     with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "copies.html").unlink(missing_ok=True)  # of an earlier audit
+    if sheet is not None:
+        replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
     for name, columns, lines in (("copies", COPIES, copies), ("labels", LABELS, labels)):
         text = "".join(csv_line(columns, cells) for cells in (columns, *lines))
-        replace_bytes(folder / f"{name}.csv", text.encode("utf-8", "surrogateescape"))  # paths that are not UTF-8
+        replace_bytes(folder / f"{name}.csv", text.encode("utf-8"))
     replace_bytes(folder / "audit.md", audit_markdown(document).encode("utf-8", "replace"))
     text = json.dumps(with_checksum(document), indent=1, allow_nan=False)
     replace_bytes(folder / "audit.json", f"{text}\n".encode())

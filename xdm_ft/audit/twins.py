@@ -47,6 +47,7 @@ class DomainPairs:
     nearest: list[list[float | None]]
     """Share of the images of a row's unit whose nearest image of another unit lies in the column's, [U,U]."""
     left_out: list[LeftOut]
+    undecided: list[list[str]]  # each other's nearest, but nothing shows whether they are twins
     note: str
     twins: list[list[str]]
 
@@ -72,7 +73,7 @@ def domain_pairs(study: Study, units: Sequence[tuple[str, ...]], nearest: np.nda
     names = [set_name(unit) for unit in units]
     shares = [[None if i == j else float(nearest[i, j]) for j in range(len(units))] for i in range(len(units))]
     if len(units) < FEWEST_UNITS:
-        return DomainPairs(names, shares, [], f"leaving two out needs {FEWEST_UNITS} domains or more", [])
+        return DomainPairs(names, shares, [], [], f"leaving two out needs {FEWEST_UNITS} domains or more", [])
     near = (nearest > NEAREST) & (nearest.T > NEAREST)
     cells = list[_Cell]()
     for seed, split in study.heads:
@@ -116,9 +117,11 @@ def domain_pairs(study: Study, units: Sequence[tuple[str, ...]], nearest: np.nda
             )
         )
     shown = {frozenset(pair) for pair, row in verdicts.items() if row.here == WORSE}
-    twins = [sorted(pair) for pair in shown]
+    decided = {frozenset(pair) for pair, row in verdicts.items() if row.here != NO_VERDICT}
+    open_pairs = {frozenset(pair) for pair in np.argwhere(near).tolist()} - decided
     note = "" if len(units) <= ALL_PAIRS else f"of {len(units)} domains, only pairs that may be twins are left out"
-    return DomainPairs(names, shares, rows, note, [[names[i], names[j]] for i, j in sorted(twins)])
+    twins, undecided = ([[names[i] for i in pair] for pair in sorted(map(sorted, of))] for of in (shown, open_pairs))
+    return DomainPairs(names, shares, rows, undecided, note, twins)
 
 
 class _Cell(NamedTuple):

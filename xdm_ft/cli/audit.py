@@ -9,12 +9,14 @@ from pathlib import Path
 from xdm_ft.audit.measure import audit, read_study
 from xdm_ft.cli import Answer
 from xdm_ft.cli.run import load_recipe
+from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.experiment.work import launched, one_thread
 from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.report.sections.audit import audit_lines
 from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
+from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.storage.run_directory import RunDirectory
 
 logger = logging.getLogger("xdm_ft")
@@ -26,18 +28,25 @@ def main(arguments: argparse.Namespace) -> Answer:
     A run directory may have been moved; its data must be those of the run. Processes of a launch extract missing
     features together; the main one does the rest.
     """
-    folder = Path(arguments.recipe)
-    run = read_run(folder) if is_run(folder) else None
-    if run is not None:
+    folder, notes = Path(arguments.recipe), list[str]()
+    if folder.is_dir() and not is_run(folder) and (folder / "recipe.yaml").exists():
+        raise UserError(f"{folder}: the run has no results yet; audit its recipe, or run it to its end")
+    if is_run(folder):
+        written_recipe(folder, read_run(folder).results)  # raises if it is missing or was edited
+        notes = [f"with {override}, unlike the run" for override in arguments.overrides]
         arguments.recipe = str(folder / "recipe.yaml")
-    recipe = load_recipe(arguments)
-    folder = Path(recipe.output.dir) / recipe.name if run is None else folder
-    document = None
+        recipe = load_recipe(arguments)
+    else:
+        recipe = load_recipe(arguments)
+        folder = Path(recipe.output.dir) / recipe.name
+    run, document = read_run(folder) if is_run(folder) else None, None
+    with disk_errors(folder / "audit"):  # before the work
+        (folder / "audit").mkdir(parents=True, exist_ok=True)
     with launched(recipe) as accelerator, heartbeat(accelerator):
         study = read_study(recipe, accelerator, run)
         if accelerator.is_main_process:
             with one_thread():  # products of heads are small
-                document = audit(study, folder / "audit", arguments.images)
+                document = audit(study, folder / "audit", arguments.images, notes)
             _write_page(folder)
         wait_for_everyone(accelerator)
     lines = [] if document is None else audit_lines(document)

@@ -19,6 +19,7 @@ from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encode
 from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.experiment.work import as_launched, launched
+from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import LOOKS
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
@@ -90,6 +91,7 @@ def validate(recipe: Recipe) -> Answer:
         "cuts": [cost.document for cost in cuts],
         "blocks": [{"encoder": label, "lines": lines} for label, lines in blocks.items()],
         "notes": plan.notes,
+        "site_class": site_class_of(dataset).to_json(),
         "findings": findings,
         "power": power,
         "error": None if fault is None else str(fault),
@@ -100,6 +102,7 @@ def validate(recipe: Recipe) -> Answer:
     parts: dict[str, Sequence[str]] = {"prompts, exactly as the text encoder reads them": prompts or ()}
     parts |= {f"prompts of {name}, shown for the first class": lines for name, lines in method_prompts.items()}
     parts["plan"] = [*describe(plan).splitlines(), time_line, *plan.notes]
+    parts["site × class"] = site_class_of(dataset).sentences
     for label, chain in blocks.items():
         parts[f"blocks of the encoder{'' if label is None else f' {label}'}, in order"] = chain
     parts["what trains above a cut"] = [line for cost in cuts for line in cost.lines]

@@ -135,7 +135,9 @@ def cramers_v(counts: np.ndarray, n: float) -> tuple[float | None, Interval | No
     corrected = max(0.0, phi2 - freedom / (n - 1))
     sides = min(side - (side - 1) ** 2 / (n - 1) for side in (rows, columns)) - 1
     value = min(1.0, (corrected / sides) ** 0.5) if sides > 0 else 0.0
-    ends = [_noncentrality(n * phi2, freedom, share) / n for share in (1 - ALPHA / 2, ALPHA / 2)]
+    # a table that is more even than chance makes it does not narrow the interval
+    of_ends = (n * phi2, 1 - ALPHA / 2), (max(n * phi2, freedom), ALPHA / 2)
+    ends = [_noncentrality(chi2, freedom, share) / n for chi2, share in of_ends]
     ratio = shares / expected
     by_row = (shares * ratio).sum(1) / shares.sum(1)
     slope = 2 * ratio - by_row[:, None] - (shares * ratio).sum(0) / shares.sum(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars
 
+logger = logging.getLogger("xdm_ft")
 MAX_SETS = 12  # held-out sets with figures of their own
 ANALYSIS_SCHEMA = 1
 AUDIT_VERSION = 1
@@ -229,21 +231,27 @@ class Run:
 
     @cached_property
     def audit(self) -> dict[str, Any] | None:
-        """The content of audit.json; None if the data has not been audited.
+        """The content of audit.json; None if these data have not been audited.
 
-        Raises `UserError` if it is damaged, or if another version wrote it.
+        One that is damaged, of another version, or of other images does not count, and a warning says so: the results
+        of the run do not depend on it.
         """
         path = self.path / AUDIT
         if not path.exists():
             return None
+        content, reason = dict[str, Any](), ""
         try:
             content = read_object(path)
         except Damaged as error:
-            raise UserError(f"{path}: is damaged ({error}); run `xdm-ft audit` again") from error
-        version = content.get("version")
-        if version != AUDIT_VERSION:
-            other = f"has version {version!r}, and this version of xdm_ft reads {AUDIT_VERSION}"
-            raise UserError(f"{path}: {other}; run `xdm-ft audit` again")
+            reason = f"is damaged ({error})"
+        if not reason and content.get("version") != AUDIT_VERSION:
+            reason = f"has version {content.get('version')!r}, and this version of xdm_ft reads {AUDIT_VERSION}"
+        images = self.results.get("environment", {}).get("data", {}).get("content")
+        if not reason and images not in (None, content.get("content", images)):
+            reason = "is of other images than the run"
+        if reason:
+            logger.warning("%s: %s; run `xdm-ft audit` again", path, reason)
+            return None
         return content
 
     @cached_property

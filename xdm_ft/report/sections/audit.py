@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xdm_ft.evaluation.verdicts import BETTER
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import Figure, heat_maps
 from xdm_ft.report.finished import Run
@@ -68,7 +69,7 @@ def findings(audit: Json) -> list[Finding]:
 def _copies(audit: Json) -> Finding:
     part = audit["copies"]
     if not part["sure"]:
-        alike = f"; the {plural(part['listed'], 'most similar pair')} are in copies.csv" if part["listed"] else ""
+        alike = f"; the most similar pairs ({part['listed']}) are in copies.csv" if part["listed"] else ""
         return Finding("copies", NOTHING, f"none{alike}", "")
     where = f"{part['across_domains']} in two domains, {part['straddling']} in training and test of a held-out domain"
     what = f"{plural(part['sure'], 'pair')} of copies: {where}"
@@ -79,6 +80,14 @@ def _copies(audit: Json) -> Finding:
 def _twins(audit: Json) -> Finding:
     twins, left_out = audit["twins"], audit["domain_pairs"]["left_out"]
     if not twins:
+        if undecided := audit["domain_pairs"].get("undecided"):
+            pairs = listed([" and ".join(pair) for pair in undecided], 3)
+            why = next(
+                (row["note"] for row in left_out if row["p"] is None and [row["domain"], row["without"]] in undecided),
+                "",
+            )
+            text = f"{pairs} are nearest to each other, but no held-out accuracy shows whether they are twins"
+            return Finding("domain_pairs", UNSEEN, text + (f" ({why})" if why else ""), "")
         if not left_out:
             return Finding("domain_pairs", UNSEEN, audit["domain_pairs"]["note"] or "could not be looked for", "")
         return Finding("domain_pairs", NOTHING, "none", "")
@@ -116,12 +125,14 @@ def _labels(audit: Json) -> Finding:
     if not part["suspects"]:
         return Finding("labels", NOTHING, "no label looks wrong", "")
     share = f" ({_percent(part['suspects'] / audit['images'])})" if audit["images"] else ""
-    what = f"{plural(part['suspects'], 'label')}{share} may be wrong"
+    # hard images look as wrong labels do: only that heads are better without them shows that there are errors
+    shown = any(cost["verdict"].startswith(BETTER) for cost in part["costs"])
+    what = f"{plural(part['suspects'], 'label')}{share} {'look' if shown else 'may be'} wrong"
     if part["confused"]:
         most = part["confused"][0]
         what += f", most often {most['label']} instead of {most['suggested']} ({plural(most['images'], 'image')})"
     remedy = "look through labels.csv, worst first, and correct what is wrong"
-    return Finding("labels", SUSPECT, what, remedy, part["costs"])
+    return Finding("labels", SUSPECT if shown else NOTHING, what, remedy, part["costs"])
 
 
 def _site_class(audit: Json) -> Finding:
@@ -195,7 +206,7 @@ def headline(made: Iterable[Finding]) -> str:
         [NAMES[finding.kind] for finding in made if is_so(finding.rank)]
         for is_so in (lambda rank: rank > UNSEEN, lambda rank: rank == UNSEEN)
     )
-    text = f"Found: {', '.join(faults)}." if faults else "Nothing is wrong." if not unseen else "Nothing was found."
+    text = f"Found: {', '.join(faults)}." if faults else "Nothing was found."
     return text + (f" Not looked for: {', '.join(unseen)}." if unseen else "")
 
 
@@ -206,7 +217,8 @@ def cost_words(cost: Json) -> str:
         return f"{start}: {cost['note'] or cost['verdict']}"
     before, after = (_percent(cost[key]) for key in ("before", "after"))
     ends = "" if cost["interval"] is None else f" (95%: {between('accuracy', cost['interval'], True)} points)"
-    return f"{start}: accuracy {before} → {after}{ends}, {cost['verdict']}"
+    why = f" ({cost['note']})" if cost["p"] is None and cost["note"] else ""
+    return f"{start}: accuracy {before} → {after}{ends}, {cost['verdict']}{why}"
 
 
 def audit_lines(audit: Json) -> list[str]:
@@ -405,7 +417,7 @@ def site_class_details(part: Json, files: bool) -> Section:
         header = ["facts", "predict", "in", "accuracy in % (95%)", "chance in %", "p (Holm)", "beyond chance"]
         caption = "What facts about the files alone tell, by a classifier that sees no pixels."
         tables.append(Table(caption + _some(len(rows), len(facts), "facts", "audit.json"), header, rows, labels=3))
-    sentences = listed(part["sentences"], MAX_SENTENCES, "; ")
+    sentences = listed(part["sentences"], MAX_SENTENCES, " ")
     notes = [*([sentences] if sentences else []), *_notes(part)]
     return make_section("audit-site-class", tables=tables, notes=notes, strength=_strength(part))
 
