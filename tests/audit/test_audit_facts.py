@@ -83,7 +83,7 @@ def test_few_false_findings_without_association(grouped, num_draws):
         rows = [r for r in facts_findings(table, labels, domains, names, groups, draw) if r.predicts == "class"]
         false += any(row.found or row.p_holm < 0.05 for row in rows)
         raw, cells = raw + sum(row.p < 0.05 for row in rows), cells + len(rows)
-    assert false <= max(1, 0.1 * num_draws) and raw / cells <= 0.15 and cells >= 4 * num_draws
+    assert false <= max(1, 0.05 * num_draws) and raw / cells <= 0.1 and cells >= 4 * num_draws
 
 
 def test_a_group_is_in_one_fold():

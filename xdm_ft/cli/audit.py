@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> Answer:
             _write_page(folder)
         wait_for_everyone(accelerator)
     lines = [] if document is None else audit_lines(document)
-    return Answer(document, [*lines, f"all of it: {folder / 'audit'}"])
+    return Answer({**(document or {}), "folder": folder / "audit"}, [*lines, f"all of it: {folder / 'audit'}"])
 
 
 def _write_page(folder: Path) -> None:
