@@ -10,16 +10,18 @@ domain, how well facts alone predict the class (chance: 14%), and `*` where that
 from __future__ import annotations
 
 import argparse
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from new_site import subset
 from PIL import Image
 
 from xdm_ft.audit.facts import facts_findings
-from xdm_ft.data.pacs import Pacs
+from xdm_ft.data.folder import Folder
 from xdm_ft.images import ImageDataset
-from xdm_ft.images.facts import image_facts, sample_rows
+from xdm_ft.images.facts import image_facts
 from xdm_ft.runtime.machine import own_cores
 
 STRENGTHS = (0.0, 0.05, 0.1, 0.2)
@@ -51,9 +53,10 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--per-cell", type=int, default=100)
     arguments = parser.parse_args()
-    data = Pacs(root=arguments.root)
-    rows = sample_rows(data, np.arange(len(data)), arguments.per_cell * len(data.domain_names) * len(data.class_names))
-    with ThreadPoolExecutor(own_cores()) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(own_cores()) as pool:
+        subset(arguments.root, Path(folder, "images"), arguments.per_cell)
+        data = Folder(root=Path(folder, "images"))
+        rows = np.arange(len(data))
         images = pool.map(lambda row: np.asarray(data.image(row).resize((64, 64))), rows.tolist())
         pixels = np.stack(list(images))
     tinted = np.random.default_rng(0).random(len(rows)) < np.where(data.labels[rows] < 3, 0.8, 0.2)

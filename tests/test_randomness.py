@@ -1,5 +1,6 @@
 """Counter-based random numbers: the documented hash, uniform, independent between keys, the same under `vmap`."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,9 +14,11 @@ from xdm_ft.runtime.randomness import (
     beta,
     beta_quantiles,
     bits,
+    folds,
     integers,
     normal,
     permutation,
+    sample,
     uniform,
 )
 
@@ -140,3 +143,23 @@ def test_normal():
     stacked = vmap(lambda seed: normal(seed, 1, Stream.STYLE_NOISE, torch.arange(9)))(seeds)
     for seed in range(5):
         assert torch.equal(stacked[seed], normal(seed, 1, Stream.STYLE_NOISE, torch.arange(9)))
+
+
+def test_folds_divide_no_group_and_have_equal_shares():
+    stratum = np.tile([0, 1, 2, 3], 50)
+    fold_of = folds(stratum, None, 5)
+    assert [np.bincount(fold_of[stratum == s]).tolist() for s in range(4)] == [[10] * 5] * 4
+    groups = np.random.default_rng(0).integers(0, 12, 200)
+    fold_of = folds(stratum, groups, 5)
+    assert all(len(set(fold_of[groups == group])) == 1 for group in range(12)) and set(fold_of) == set(range(5))
+    assert folds(stratum, stratum, 5) is None  # fewer groups than folds
+    assert set(folds(np.arange(5), None, 5)) == set(range(5))
+
+
+def test_a_sample_has_the_same_share_of_every_stratum():
+    stratum = np.random.default_rng(0).choice(4, 9000, p=[0.7, 0.1, 0.1, 0.1])
+    rows = np.arange(500, 9000)
+    got = sample(rows, stratum[rows], 850)
+    assert len({*got}) == 850 and got.min() >= 500 and (np.diff(got) > 0).all()
+    assert np.abs(np.bincount(stratum[got]) - np.bincount(stratum[rows]) / 10).max() <= 1
+    assert (sample(rows[::-1], stratum[rows[::-1]], 8500) == rows).all()

@@ -7,7 +7,7 @@ import torch
 from tests.audit.studies import clusters, study
 from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.heads import Wanted
-from xdm_ft.audit.labels import FOLDS, _folds, confused, label_costs, label_scores
+from xdm_ft.audit.labels import confused, label_costs, label_scores
 from xdm_ft.audit.twins import domain_pairs, units_of
 from xdm_ft.runtime.errors import UserError
 
@@ -185,24 +185,10 @@ def test_relabelling_and_dropping_wrong_labels_helps_and_none_costs_nothing():
     assert confused(clean, scores) == []
 
 
-def test_folds_divide_no_group_and_have_equal_shares():
-    rng = np.random.default_rng(0)
-    labels, domains = np.tile([0, 1], 100), np.repeat([0, 1], 100)
-    fold_of = _folds(labels, domains, None)
-    counts = np.array(
-        [
-            [np.sum((fold_of == f) & (labels == c) & (domains == d)) for f in range(FOLDS)]
-            for c in (0, 1)
-            for d in (0, 1)
-        ]
-    )
-    assert (counts == 10).all()
-    groups = rng.integers(0, 12, 200)
-    fold_of = _folds(labels, domains, groups)
-    assert all(len(set(fold_of[groups == group])) == 1 for group in range(12))
-    assert set(fold_of) == set(range(FOLDS))
-    assert _folds(labels, domains, np.repeat([0, 1, 2, 3], 50)) is None  # fewer groups than folds
-    assert _folds(np.zeros(200, int), domains, None) is None  # one class
+def test_labels_of_one_class_or_of_few_groups_are_not_judged():
+    z, labels, domains = clusters(images=20)
+    assert label_scores(study(z, labels, domains, groups=np.arange(len(labels)) % 4)) is None
+    assert label_scores(study(z, np.zeros_like(labels), domains)) is None
 
 
 def test_a_class_of_one_image_is_not_doubted():

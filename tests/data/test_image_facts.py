@@ -11,7 +11,7 @@ from PIL import Image
 
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.parquet import Parquet
-from xdm_ft.images.facts import FACTS, MISSING, facts_of_row, image_facts, sample_rows
+from xdm_ft.images.facts import FACTS, MISSING, facts_of_row, image_facts
 
 
 @pytest.fixture
@@ -91,11 +91,3 @@ def test_data_without_files_have_size_and_colour():
     assert facts["width"] == 1 and facts["mean red"] == 0 and "format" not in facts
     table = image_facts(MadeUp([0, 1], [0, 0]), np.arange(2), show=False)
     assert np.isfinite(table.values).all()
-
-
-def test_a_sample_has_as_many_of_each_domain_and_class():
-    labels, domains = np.repeat([0, 1, 0, 1], [500, 100, 10, 300]), np.repeat([0, 1], [600, 310])
-    rows = sample_rows(MadeUp(labels, domains), np.arange(910), most=130)
-    assert np.bincount(domains[rows] * 2 + labels[rows]).tolist() == [40, 40, 10, 40]
-    assert (np.diff(rows) > 0).all() and (rows == sample_rows(MadeUp(labels, domains), np.arange(910), 130)).all()
-    assert (sample_rows(MadeUp(labels, domains), np.array([3, 5])) == [3, 5]).all()

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.evaluation.neighbours import Neighbours, robustness, sample
+from xdm_ft.evaluation.neighbours import SAMPLED, Neighbours, robustness
+from xdm_ft.runtime.randomness import folds, sample
 
 FOLDS = 5
 PENALTY = 0.01  # of the domain probe, on the squared weights, for each training image
@@ -64,10 +65,10 @@ def encoder_facts(
     Args:
         unit: float32 [n,K], as `evaluation.neighbours.directions` returns them.
         nearest: the neighbours of the same images, in the same order.
-        labels, domains: int64 [n]. groups: int64 [n]; −1: in no group.
+        labels, domains, groups: int64 [n].
     """
     of_neighbours = robustness(nearest.nearest, labels, domains)
-    chosen = sample(np.arange(len(unit)), labels, domains)
+    chosen = sample(np.arange(len(unit)), domains, SAMPLED)
     accuracy, chance = domain_probe(
         unit[torch.from_numpy(chosen).to(unit.device)].cpu(),
         domains[chosen],
@@ -80,24 +81,20 @@ def domain_probe(z: Tensor, domains: np.ndarray, groups: np.ndarray | None) -> t
     """Returns how often a linear probe names the domain of images that it was not fitted to, and chance.
 
     The probe is a ridge regression of the one-hot domains on z, fitted to four of five folds; a group is in one fold.
-    Chance is the share of the largest domain. Both are None for one domain, or for fewer than two groups.
+    Chance is the share of the largest domain. Both are None for one domain, or for fewer groups than folds.
 
     Args:
         z: features, float [n,K].
-        domains: int64 [n]. groups: int64 [n]; −1: in no group. None: each image is a group.
+        domains, groups: int64 [n]; without groups each image is one.
     """
-    from sklearn.model_selection import GroupKFold
-
     names, domain, images = np.unique(domains, return_inverse=True, return_counts=True)
-    groups = np.full(len(domain), -1) if groups is None else groups
-    # images in no group are a group each
-    of_fold = np.where(groups < 0, groups.max(initial=-1) + 1 + np.arange(len(groups)), groups)
-    folds = min(FOLDS, len(np.unique(of_fold)))
-    if len(names) < 2 or folds < 2:
+    fold_of = folds(domain, groups, FOLDS)
+    if len(names) < 2 or fold_of is None:
         return None, None
     targets, correct = torch.eye(len(names), dtype=torch.float64)[domain], 0
     z = z.double()
-    for train, test in GroupKFold(folds, shuffle=True, random_state=0).split(domain, groups=of_fold):
+    for fold in range(FOLDS):
+        train, test = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
         mean, of_domains = z[train].mean(0), targets[train].mean(0)
         x = z[train] - mean  # [m,K]
         gram = x.T @ x / len(train)

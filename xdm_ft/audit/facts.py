@@ -18,6 +18,7 @@ from scipy.special import stdtr
 from xdm_ft.evaluation.verdicts import ALPHA, Interval, holm
 from xdm_ft.images.facts import CONTENT, FACTS, ImageFacts
 from xdm_ft.runtime.machine import own_cores
+from xdm_ft.runtime.randomness import folds
 
 FOLDS = 5
 TREES = 50
@@ -55,13 +56,6 @@ class FactRow:
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"interval": list(self.interval)}
 
-    @property
-    def line(self) -> str:
-        """The row as a sentence."""
-        where = "" if self.domain is None else f" in {self.domain}"
-        percent = f"{100 * self.accuracy:.0f}% (chance {100 * self.chance:.0f}%)"
-        return f"{self.facts} alone predict the {self.predicts} with {percent}{where}"
-
 
 def facts_findings(
     table: ImageFacts,
@@ -80,12 +74,10 @@ def facts_findings(
         labels: int64 [n].
         domains: int64 [n].
         domain_names: D names.
-        groups: int64 [n], images that are not independent; −1: in no group. None: unknown.
+        groups: int64 [n], images that are not independent; None: unknown.
         seed: of folds and forests.
     """
-    units = np.arange(len(labels))  # [n], the number of what is independent: a group, or an image by itself
-    if groups is not None:
-        units = np.where(groups >= 0, groups, groups.max(initial=0) + 1 + units)
+    units = np.arange(len(labels)) if groups is None else groups  # [n], the number of what is independent
     everywhere = np.ones(len(labels), bool)
     rows = [*_rows(table, "domain", None, domains, units, everywhere, seed)]
     of_class = [
@@ -168,13 +160,13 @@ def cross_validated(values: np.ndarray, targets: np.ndarray, units: np.ndarray, 
     A unit is in one fold. Classes count the same in training, whatever their number of images.
     """
     from sklearn.ensemble import ExtraTreesClassifier  # here, as it takes a second to import
-    from sklearn.model_selection import StratifiedGroupKFold
 
-    predicted = np.empty(len(targets), np.int64)
-    folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
-    for train, test in folds.split(values, targets, units):
+    predicted, fold_of = np.empty(len(targets), np.int64), folds(targets, units, FOLDS, seed)
+    assert fold_of is not None, "each class has `FEWEST` units"
+    for fold in range(FOLDS):
+        train, test = fold_of != fold, fold_of == fold
         # leaves of several images: a forest of single images is no better, and larger
-        threads = own_cores() if len(train) > 5000 else 1  # of few images, starting threads takes longer
+        threads = own_cores() if train.sum() > 5000 else 1  # of few images, starting threads takes longer
         forest = ExtraTreesClassifier(
             TREES, min_samples_leaf=3, class_weight="balanced", random_state=seed, n_jobs=threads
         )

@@ -11,6 +11,7 @@ import torch
 from xdm_ft.audit.costs import Change, Cost, costs
 from xdm_ft.audit.heads import Study, Wanted
 from xdm_ft.protocol.splits import split_of_rows
+from xdm_ft.runtime.randomness import folds
 from xdm_ft.training import Training
 
 FOLDS = 5
@@ -51,8 +52,9 @@ def label_scores(study: Study) -> Labels | None:
     """
     dataset, rows = study.dataset, study.readable
     labels, domains = dataset.labels[rows], dataset.domains[rows]
-    fold_of = _folds(labels, domains, None if dataset.groups is None else dataset.groups[rows])
-    if fold_of is None:
+    stratum = domains * len(dataset.class_names) + labels
+    fold_of = folds(stratum, None if dataset.groups is None else dataset.groups[rows], FOLDS)
+    if fold_of is None or len(np.unique(labels)) < 2:
         return None
     seeds, wanted = study.seeds[:MOST_SEEDS], list[Wanted]()
     steps = max(STEPS, EPOCHS * len(rows) // BATCH)
@@ -71,23 +73,6 @@ def label_scores(study: Study) -> Labels | None:
     p[every, labels] = -1
     suggested = p.argmax(1)
     return Labels(rows, np.where(unseen, 0.0, of_label - p[every, suggested]), suggested)
-
-
-def _folds(labels: np.ndarray, domains: np.ndarray, groups: np.ndarray | None) -> np.ndarray | None:
-    """Returns the fold of each image, int64 [n], equal shares of each class and domain in each; None: too few.
-
-    A group is in one fold, and counts as its first image.
-    """
-    firsts, members = np.arange(len(labels)), np.arange(len(labels))
-    if groups is not None:
-        _, firsts, members = np.unique(groups, return_index=True, return_inverse=True)
-    if len(firsts) < FOLDS or len(np.unique(labels)) < 2:
-        return None
-    stratum = (domains * (labels.max() + 1) + labels)[firsts]
-    drawn = np.random.default_rng(0).permutation(len(firsts))
-    fold_of = np.empty(len(firsts), np.int64)
-    fold_of[drawn[np.argsort(stratum[drawn], kind="stable")]] = np.arange(len(firsts)) % FOLDS
-    return fold_of[members]
 
 
 def confused(study: Study, labels: Labels) -> list[tuple[str, str, int]]:

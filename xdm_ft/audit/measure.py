@@ -27,7 +27,7 @@ from xdm_ft.experiment.faults import roles
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, index_folder, prepare
 from xdm_ft.features.hashes import hash_files
-from xdm_ft.images.facts import image_facts, sample_rows
+from xdm_ft.images.facts import image_facts
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import encoder_label
@@ -36,6 +36,7 @@ from xdm_ft.report.finished import AUDIT_VERSION, Run
 from xdm_ft.report.sections.audit import audit_markdown
 from xdm_ft.report.written import copies_sheet
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.randomness import sample
 from xdm_ft.storage.atomic import disk_errors, replace_bytes
 from xdm_ft.storage.lines import csv_line, with_checksum
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 LISTED = 20  # pairs and images in audit.json; the tables have all
+FACTS_OF = 20_000  # images at most whose files are read again
 MOST_COSTS = 12  # domains that are left out of training, one at a time
 COPIES = ("first", "second", "score", "cosine", "sure", "straddles", "domains", "classes")
 LABELS = ("path", "label", "suggested", "score")
@@ -104,7 +106,8 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
     twins = domain_pairs(study, units, nearest_shares(near, unit_of[domains], len(units)))
     facts = list[FactRow]()
     if not isinstance(dataset, FeatureTable):
-        table = image_facts(dataset, sample_rows(dataset, rows))
+        stratum = domains * len(dataset.class_names) + labels
+        table = image_facts(dataset, sample(rows, stratum, FACTS_OF))
         of_groups = None if dataset.groups is None else dataset.groups[table.rows]
         of_table = dataset.labels[table.rows], dataset.domains[table.rows]
         facts = facts_findings(table, *of_table, dataset.domain_names, of_groups)

@@ -13,6 +13,7 @@ from torch import Tensor
 from xdm_ft.features.cache import ROWS_AT_ONCE
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
+from xdm_ft.runtime.randomness import sample
 
 NEAREST = 10  # neighbours of each image
 COSINES_AT_ONCE = 1 << 25  # in memory, 128 MiB in float32
@@ -33,7 +34,6 @@ class Neighbours:
     nearest: np.ndarray  # int64 [n,k], nearest first, k = min(10, n − 1); −1: there is none
     cosines: np.ndarray  # float32 [n,k]; NaN where there is none
     foreign: np.ndarray  # int64 [n], the nearest image of another domain; −1: there is none
-    foreign_cosines: np.ndarray  # float32 [n]; NaN where there is none
 
 
 def directions(features: Rows, rows: Tensor, name: Callable[[int], str]) -> Tensor:
@@ -70,7 +70,7 @@ def neighbours(unit: Tensor, rows: Tensor, domains: np.ndarray, k: int = NEAREST
     n, device = len(unit), unit.device
     k = max(0, min(k, n - 1))
     nearest, cosines = torch.full((n, k), -1), torch.full((n, k), torch.nan)
-    foreign, foreign_cosines = torch.full((n,), -1), torch.full((n,), torch.nan)
+    foreign = torch.full((n,), -1)
     domain = torch.from_numpy(np.ascontiguousarray(domains)).to(device)
     without = ~unit.any(1)  # [n]
     size = max(1, COSINES_AT_ONCE // max(1, n))
@@ -80,19 +80,15 @@ def neighbours(unit: Tensor, rows: Tensor, domains: np.ndarray, k: int = NEAREST
         of_block[:, without] = -torch.inf
         of_block[without[block]] = -torch.inf
         of_block.diagonal(start).fill_(-torch.inf)
-        _keep(of_block.topk(k, dim=1), nearest[block], cosines[block])
+        values, indices = (tensor.cpu() for tensor in of_block.topk(k, dim=1))
+        exists = values > -torch.inf  # −inf is no image
+        nearest[block][exists], cosines[block][exists] = indices[exists], values[exists]
         of_block.masked_fill_(domain[block, None] == domain, -torch.inf)
-        _keep(of_block.max(1), foreign[block], foreign_cosines[block])
+        values, indices = (tensor.cpu() for tensor in of_block.max(1))
+        foreign[block] = torch.where(values > -torch.inf, indices, -1)
         pulse.beat()
-    arrays = (table.numpy() for table in (rows.cpu(), nearest, cosines, foreign, foreign_cosines))
+    arrays = (table.numpy() for table in (rows.cpu(), nearest, cosines, foreign))
     return Neighbours(*arrays)
-
-
-def _keep(largest: tuple[Tensor, Tensor], places: Tensor, cosines: Tensor) -> None:
-    """Copies the largest cosines and their places, where there is one: −inf is no image."""
-    values, indices = (tensor.cpu() for tensor in largest)
-    exists = values > -torch.inf
-    places[exists], cosines[exists] = indices[exists], values[exists]
 
 
 @dataclass(frozen=True)
@@ -122,21 +118,9 @@ def robustness(nearest: np.ndarray, labels: np.ndarray, domains: np.ndarray) -> 
     return Robustness(index, float(same_domain.mean()) if len(same_domain) else None)
 
 
-def sample(rows: np.ndarray, labels: np.ndarray, domains: np.ndarray, most: int = SAMPLED) -> np.ndarray:
-    """Returns at most `most` of the rows, the same share of each domain × class, drawn with a fixed seed; sorted.
-
-    `labels`, `domains`: int64 [N], of the data set.
-    """
-    if len(rows) <= most:
-        return np.sort(rows)
-    drawn = np.random.default_rng(0).permutation(rows)
-    drawn = drawn[np.lexsort((labels[drawn], domains[drawn]))]  # stable: random within each cell
-    return np.sort(drawn[np.arange(most) * len(drawn) // most])
-
-
 def sampled_robustness(features: Rows, rows: np.ndarray, labels: np.ndarray, domains: np.ndarray) -> Robustness:
     """Returns the robustness of an encoder's features of a `sample` of some rows of the data set."""
-    rows = sample(rows, labels, domains)
+    rows = sample(rows, domains[rows] * (labels.max(initial=0) + 1) + labels[rows], SAMPLED)
     chosen = torch.from_numpy(rows)
     unit = directions(features, chosen, lambda row: f"row {row} of the data set")
     return robustness(neighbours(unit, chosen, domains[rows]).nearest, labels[rows], domains[rows])

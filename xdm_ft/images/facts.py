@@ -60,17 +60,6 @@ class ImageFacts:
         return self.values[:, [family in families for family in FACTS.values()]]
 
 
-def sample_rows(dataset: ImageDataset, rows: np.ndarray, most: int = 20_000, seed: int = 0) -> np.ndarray:
-    """Returns at most so many of the rows, in order, of each domain and class as equally many as there are."""
-    order = np.random.default_rng(seed).permutation(rows)
-    stratum = dataset.domains[order] * len(dataset.class_names) + dataset.labels[order]
-    by_stratum = np.argsort(stratum, kind="stable")
-    _, first, sizes = np.unique(stratum[by_stratum], return_index=True, return_counts=True)
-    turn = np.empty(len(order), np.int64)  # of each image among those of its domain and class
-    turn[by_stratum] = np.arange(len(order)) - np.repeat(first, sizes)
-    return np.sort(order[np.argsort(turn, kind="stable")[:most]])
-
-
 def image_facts(dataset: ImageDataset, rows: np.ndarray, show: bool = True) -> ImageFacts:
     """Returns the facts of these rows; an image that can not be read is skipped. `show`: whether to show progress."""
 

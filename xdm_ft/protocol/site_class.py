@@ -82,14 +82,8 @@ def site_class_of(dataset: ImageDataset, rows: np.ndarray | None = None) -> Site
     """Returns the association of domain and class in a data set, or in these rows of it."""
     groups = dataset.groups if rows is None or dataset.groups is None else dataset.groups[rows]
     counts = images_per_class(dataset, rows)
-    number = None if groups is None or not len(groups) else independent_groups(groups)
+    number = None if groups is None or not len(groups) else effective_number(np.unique(groups, return_counts=True)[1])
     return site_class(counts, dataset.domain_names, dataset.class_names, number)
-
-
-def independent_groups(groups: np.ndarray) -> float:
-    """Returns the effective number of groups; an image in no group (−1) is one by itself."""
-    sizes = np.unique(groups[groups >= 0], return_counts=True)[1]
-    return effective_number(np.concatenate([sizes, np.ones(int((groups < 0).sum()), np.int64)]))
 
 
 def site_class(

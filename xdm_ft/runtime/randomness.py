@@ -180,6 +180,34 @@ def _groups_taken(group: np.ndarray, stratum: np.ndarray, size: np.ndarray, quot
     return ids[taken]
 
 
+def folds(stratum: np.ndarray, group: np.ndarray | None, number: int, seed: int = 0) -> np.ndarray | None:
+    """Returns the fold of each row, int64 [n], 0…`number`−1; None if there are fewer rows, or groups, than folds.
+
+    Each fold has the same share of every stratum, int64 [n]. A group is in one fold, and counts as its first row.
+    """
+    firsts, members = np.arange(len(stratum)), np.arange(len(stratum))
+    if group is not None:
+        _, firsts, members = np.unique(group, return_index=True, return_inverse=True)
+    if len(firsts) < number:
+        return None
+    drawn = np.random.default_rng(seed).permutation(len(firsts))
+    fold_of = np.empty(len(firsts), np.int64)
+    fold_of[drawn[np.argsort(stratum[firsts][drawn], kind="stable")]] = np.arange(len(firsts)) % number
+    return fold_of[members]
+
+
+def sample(rows: np.ndarray, stratum: np.ndarray, most: int) -> np.ndarray:
+    """Returns at most `most` of the rows, the same share of each stratum, drawn with a fixed seed; sorted.
+
+    `stratum`: int64 [n], of the rows.
+    """
+    if len(rows) <= most:
+        return np.sort(rows)
+    drawn = np.random.default_rng(0).permutation(len(rows))
+    drawn = drawn[np.argsort(stratum[drawn], kind="stable")]  # random within each stratum
+    return np.sort(rows[drawn[np.arange(most) * len(drawn) // most]])
+
+
 def _draws(seed: int, keys: np.ndarray) -> np.ndarray:
     """Returns a random number per row or group, which depends on `seed` and its own number only: not on other rows."""
     return bits(seed, 0, Stream.SPLIT, torch.from_numpy(keys)).numpy()
