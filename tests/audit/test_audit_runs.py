@@ -127,12 +127,14 @@ def test_fifty_domains():
     assert "50 domains" in many["domain_pairs"]["note"]
 
 
-def test_groups_are_in_one_fold_and_out_of_training_with_their_domain():
+def test_groups_count_in_every_part():
     z, labels, domains = clusters(images=30, domains=3)
     audit = audited(z, labels, domains, group=np.array([f"{domain}-{row % 9}" for row, domain in enumerate(domains)]))
-    assert audit["labels"] is not None and audit["domain_pairs"]["left_out"]
+    assert audit["labels"] is not None and len(audit["domain_pairs"]["left_out"]) == 6
+    notes = [row["note"] for row in audit["domain_pairs"]["left_out"]]
+    assert "only 9 groups in a test domain, effectively 9.0" in notes
     few = audited(z, labels, domains, group=domains)  # three groups
-    assert few["labels"] is None
+    assert few["labels"] is None and few["encoder"]["domain_accuracy"] is None
 
 
 def test_bad_input_is_one_line():
@@ -202,7 +204,10 @@ def test_one_seed_leaves_nearest_pairs_undecided_and_says_so():
     answer = main(Namespace(recipe="audited.yaml", overrides=["protocol.seeds=1"], images=False))
     assert answer.document["twins"] == []
     assert answer.document["domain_pairs"]["undecided"] == [["d0", "d1"]]
-    assert "no held-out accuracy shows whether they are twins" in "\n".join(answer.lines)
+    text = "\n".join(answer.lines)
+    assert "no held-out accuracy shows whether they are twins" in text and "protocol.seeds=5" in text
+    answer = main(Namespace(recipe="audited.yaml", overrides=["protocol.test_domains=[d3]"], images=False))
+    assert "hold each of them out: 'protocol.test_domains=[d0, d1]'" in "\n".join(answer.lines)
 
 
 def test_an_audit_of_other_data_is_not_that_of_the_run(caplog):

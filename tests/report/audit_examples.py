@@ -61,20 +61,19 @@ def rich() -> Json:
     suspects = [{"path": f"amazon/bike/{i}.jpg", **bike, "score": i / 50 - 0.97} for i in range(20)]
     return {
         "version": 1, "name": "office", "images": 2533, "unreadable": 2, "classes": ["bike", "mug", "mouse"],
-        "domains": domains, "heads": "linear ERM, 5 seeds, 300 steps", "held_out": names,
+        "domains": domains, "content": "of all images", "heads": "linear ERM, 5 seeds, 300 steps", "held_out": names,
         "copies": {
             "listed": 40, "sure": 14, "across_domains": 14, "straddling": 14, "pairs": pairs,
-            "costs": [cost("left out of training", 28, 0.931, 0.902, 0.001)], "note": "",
+            "costs": [cost("left out of training", 28, 0.931, 0.902, 0.001)],
         },
         "twins": [["dslr", "webcam"]],
-        "domain_pairs": {"names": names, "nearest": nearest, "left_out": rows, "note": ""},
+        "domain_pairs": {"names": names, "nearest": nearest, "left_out": rows, "undecided": [], "note": ""},
         "labels": {
             "suspects": 61, "images": suspects, "confused": [{"label": "bike", "suggested": "mug", "images": 44}],
             "costs": [
                 cost("left out of training", 61, 0.931, 0.936, 0.21),
                 cost("relabelled in training", 61, 0.931, 0.942, 0.03),
             ],
-            "note": "5 folds",
         },
         "site_class": {
             "domains": names, "classes": ["bike", "mug", "mouse"],
@@ -83,7 +82,7 @@ def rich() -> Json:
             "sentences": ["dslr lacks bike"],
             "facts": [fact("size and format", "class", 0.93, True), fact("colour", "class", 0.27, False, "dslr"),
                       fact("size", "domain", 0.99, True)],
-            "costs": [], "note": "",
+            "costs": [],
         },
         "encoder": {
             "label": "mobilenetv2_100", "robustness_index": 0.62, "same_domain_share": 0.81, "domain_accuracy": 0.97,
@@ -99,7 +98,7 @@ def clean() -> Json:
     """Nothing to be found."""
     audit = rich() | {"twins": [], "unreadable": 0, "notes": []}
     audit["copies"] |= {"listed": 40, "sure": 0, "across_domains": 0, "straddling": 0, "pairs": [], "costs": []}
-    audit["labels"] |= {"suspects": 0, "images": [], "confused": [], "costs": [], "note": ""}
+    audit["labels"] |= {"suspects": 0, "images": [], "confused": [], "costs": []}
     audit["site_class"] |= {"lacking": [], "sentences": [], "facts": [fact("size", "class", 0.26, False)]}
     audit["domain_pairs"]["left_out"] = [
         row | {"verdict": "no clear difference"} for row in audit["domain_pairs"]["left_out"]
@@ -119,7 +118,13 @@ def undefined() -> Json:
     audit = clean() | {"domains": {"a": 20}, "classes": ["x"], "held_out": []}
     bare = cost("left out of training", 3, None, None, None, note="fewer than two domains")
     audit["copies"] |= {"sure": 1, "costs": [bare], "pairs": [copied(0.5, "a/x/1.jpg", "a/x/2.jpg", ("a", "a"))]}
-    audit["domain_pairs"] = {"names": ["a"], "nearest": [[None]], "left_out": [], "note": "needs three domains"}
+    audit["domain_pairs"] = {
+        "names": ["a"],
+        "nearest": [[None]],
+        "left_out": [],
+        "undecided": [],
+        "note": "needs three domains",
+    }
     nothing = fact("size", "class", 0, False) | dict.fromkeys(("accuracy", "chance", "interval", "p", "p_holm"))
     audit["site_class"] |= {"domains": ["a"], "classes": ["x"], "counts": [[20]], "cramers_v": None, "interval": None,
                             "facts": [nothing]}  # fmt: skip
@@ -137,11 +142,11 @@ def wide(domains: int = 50, classes: int = 1000) -> Json:
     audit |= {"domains": dict.fromkeys(names, 10_000), "classes": labels, "held_out": names, "images": 500_000}
     audit["twins"] = [[a, b] for a, b in zip(names[::2], names[1::2], strict=False)]
     rows = [left_out(a, b, (0.9, 0.8, 0.88), 0.001) for a, b in pairs]
-    audit["domain_pairs"] = {"names": names, "nearest": nearest, "left_out": rows, "note": ""}
+    audit["domain_pairs"] = {"names": names, "nearest": nearest, "left_out": rows, "undecided": [], "note": ""}
     audit["site_class"] |= {
         "domains": names, "classes": labels, "counts": [[(d * c) % 7 for c in range(classes)] for d in range(domains)],
         "lacking": [{"domain": d, "class": c} for d in names for c in labels],
-        "confounded": [list(pair) for pair in pairs], "sentences": [f"{d} lacks {labels[0]}" for d in names],
+        "confounded": [" and ".join(pair) for pair in pairs], "sentences": [f"{d} lacks {labels[0]}" for d in names],
         "facts": [fact("size", predicts, 0.9, True, d) for d in names for predicts in ("class", "domain")],
     }  # fmt: skip
     return audit

@@ -28,10 +28,10 @@ class Answered(Runs):
     answers: Mapping[tuple[Held, int], Prediction] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, answers: Sequence[Prediction]) -> Answered:
+    def of(cls, answers: Sequence[Prediction]) -> Answered:
         held_out = tuple(dict.fromkeys(answer.test_domains for answer in answers))
-        by_key = {(answer.test_domains, answer.seed): replace(answer, method=name) for answer in answers}
-        return cls(name, RULE, "accuracy", held_out, (), answers=by_key)
+        by_key = {(answer.test_domains, answer.seed): answer for answer in answers}
+        return cls("", RULE, "accuracy", held_out, (), answers=by_key)
 
     @property
     def planned_seeds(self) -> list[int]:
@@ -110,10 +110,7 @@ def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ())
     answers: dict[tuple[int, bool], list[Prediction]] = {}
     for (number, is_changed, head), classes in zip(heads, predicted, strict=True):
         answers.setdefault((number, is_changed), []).append(prediction(study, head, classes))
-    ends = {
-        number: (Answered.of("before", answers[number, False]), Answered.of("after", answers[number, True]))
-        for number, _ in answers
-    }
+    ends = {number: (Answered.of(answers[number, False]), Answered.of(answers[number, True])) for number, _ in answers}
     verdicts = dict(zip(ends, judged([difference(after, before) for before, after in ends.values()]), strict=True))
     return [_cost(change, ends.get(number), verdicts.get(number)) for number, change in enumerate(changes)]
 

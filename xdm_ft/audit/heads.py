@@ -49,6 +49,7 @@ class Study:
 
     plan: Plan  # its only method is linear ERM
     prepared: Prepared
+    copies: Sequence[Sequence[int]] = ()  # rows of equal files
     problem: str = ""  # why the protocol can't split the data: there are no held-out domains
 
     @property

@@ -17,7 +17,7 @@ from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.encoder import Aligned, aligned_accuracy, aligned_halves, encoder_facts, prompt_cosines
 from xdm_ft.audit.facts import FactRow, facts_findings
 from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
-from xdm_ft.audit.labels import confused, label_costs, label_scores
+from xdm_ft.audit.labels import Labels, confused, label_costs, label_scores
 from xdm_ft.audit.twins import domain_pairs, units_of
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
@@ -25,8 +25,7 @@ from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
 from xdm_ft.experiment.faults import roles
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
-from xdm_ft.experiment.prepare import build_encoders, index_folder, prepare
-from xdm_ft.features.hashes import hash_files
+from xdm_ft.experiment.prepare import build_encoders, image_hashes, prepare
 from xdm_ft.images.facts import image_facts
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
@@ -60,7 +59,8 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None)
     """
     recipe = recipe_of_heads(recipe)
     dataset = read_data(recipe)
-    prepared = prepare(recipe, dataset, build_encoders(recipe, dataset), accelerator)
+    encoders, hashes = build_encoders(recipe, dataset), image_hashes(recipe, dataset, accelerator)
+    prepared = prepare(recipe, dataset, encoders, accelerator, hashes=hashes)
     if run is not None and run.results["environment"].get("data", {}).get("content") not in (None, prepared.content):
         raise UserError(f"{run.path}: this run had other images; audit the recipe under another name (name=NAME)")
     try:
@@ -69,7 +69,7 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None)
         if str(error).startswith(("protocol.test_domains", "protocol.together")):  # of the recipe, not of the data
             raise
         plan, problem = Plan(recipe, dataset, (), (), (), ()), str(error)
-    return Study(plan, prepared.to(accelerator.device), problem)
+    return Study(plan, prepared.to(accelerator.device), hashes.duplicates(), problem)
 
 
 def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -> Json:
@@ -86,23 +86,16 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
     numbers = {name: number for number, names in enumerate(units) for name in names}
     unit_of = np.array([numbers.get(name, -1) for name in dataset.domain_names])
     near = neighbours(unit, of_images, unit_of[domains])
-    hashes, same = hash_files(dataset, index_folder(study.plan.recipe), show=True), np.full(len(dataset), -1)
-    for number, repeated in enumerate(hashes.duplicates()):
+    same = np.full(len(dataset), -1)
+    for number, repeated in enumerate(study.copies):
         same[repeated] = number
     pairs, splits = near_copies(near, domains, same[rows]), {split.test_domains: split for _, split in study.heads}
     straddles = straddling(pairs, map(roles, splits.values()), len(dataset))
     # those that affect an estimate first
     order = sorted(range(len(pairs)), key=lambda i: not (pairs[i].sure and straddles[i]))
     pairs, straddles = [pairs[i] for i in order], [straddles[i] for i in order]
-    scores, doubtful = label_scores(study), list[Sequence[object]]()
-    if scores is not None:
-        texts = dataset.class_names
-        doubtful = [
-            (dataset.name_in_data(row), texts[dataset.labels[row]], texts[other], round(float(score), 4))
-            for row, other, score in zip(
-                *(table[scores.doubtful] for table in (scores.rows, scores.suggested, scores.score)), strict=True
-            )
-        ]
+    scores = label_scores(study)
+    doubtful = [] if scores is None else _doubtful(study, scores)
     twins = domain_pairs(study, units, nearest_shares(near, unit_of[domains], len(units)))
     facts = list[FactRow]()
     if not isinstance(dataset, FeatureTable):
@@ -131,7 +124,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
         "domain_pairs": {key: value for key, value in asdict(twins).items() if key != "twins"},
         "labels": None,
         "site_class": site_class_of(dataset, rows).to_json()
-        | {"facts": [fact.to_json() for fact in facts], "costs": _facts_costs(study, facts, splits), "note": ""},
+        | {"facts": [fact.to_json() for fact in facts], "costs": _facts_costs(study, facts, splits)},
         "encoder": encoder_facts(label, unit, near, labels, domains, groups, _aligned(study, unit)).to_json(),
         "notes": notes,
     }
@@ -140,23 +133,20 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
     else:
         document["labels"] = {
             "suspects": len(scores.suspects),
-            "images": [
-                {"domain": dataset.domain_names[dataset.domains[scores.rows[i]]]} | dict(zip(LABELS, line, strict=True))
-                for i, line in zip(scores.doubtful[:LISTED], doubtful, strict=False)
-            ],
+            "images": doubtful[:LISTED],
             "confused": [
                 {"label": of, "suggested": other, "images": count} for of, other, count in confused(study, scores)
             ],
             "costs": [asdict(cost) for cost in label_costs(study, scores)],
-            "note": "",
         }
-    lines = [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)]
+    copies = [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)]
+    labels_table = [[entry[column] for column in LABELS] for entry in doubtful]
     sheet = None
     if images and not isinstance(dataset, FeatureTable):
         shown = zip(document["copies"]["pairs"], pairs, strict=False)
         both = ((entry, dataset.image(pair.first), dataset.image(pair.second)) for entry, pair in shown)
         sheet = copies_sheet(both, f"Copies in {document['name']}")
-    _write(folder, document, lines, doubtful, sheet)
+    _write(folder, document, copies, labels_table, sheet)
     return document
 
 
@@ -188,8 +178,24 @@ def _copies(study: Study, pairs: list[NearCopies], straddles: list[bool], splits
         "straddling": sum(pair.sure and both for pair, both in zip(pairs, straddles, strict=True)),
         "pairs": [_as_json(study, *pair) for pair in list(zip(pairs, straddles, strict=True))[:LISTED]],
         "costs": [asdict(cost) for cost in costs(study, [change])] if left_out else [],
-        "note": "",
     }
+
+
+def _doubtful(study: Study, scores: Labels) -> list[Json]:
+    """Returns the images whose label is less likely than another class, the worst first, as in audit.json."""
+    dataset, entries = study.dataset, list[Json]()
+    for i in scores.doubtful.tolist():
+        row = int(scores.rows[i])
+        entries.append(
+            {
+                "path": dataset.name_in_data(row),
+                "domain": dataset.domain_names[dataset.domains[row]],
+                "label": dataset.class_names[dataset.labels[row]],
+                "suggested": dataset.class_names[scores.suggested[i]],
+                "score": round(float(scores.score[i]), 4),
+            }
+        )
+    return entries
 
 
 def _as_json(study: Study, pair: NearCopies, straddles: bool) -> Json:
@@ -239,7 +245,7 @@ def _aligned(study: Study, unit: Tensor) -> Aligned | None:
 
 
 def _write(
-    folder: Path, document: Json, copies: list[list[object]], labels: list[Sequence[object]], sheet: str | None
+    folder: Path, document: Json, copies: list[list[object]], labels: list[list[object]], sheet: str | None
 ) -> None:
     """Writes the files of an audit; audit.json last, as a reader takes the others to be of the same audit."""
     with disk_errors(folder):

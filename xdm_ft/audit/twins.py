@@ -14,7 +14,7 @@ from xdm_ft.audit.heads import Study, Wanted
 from xdm_ft.evaluation import set_name
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.verdicts import NO_VERDICT, WORSE, Interval
-from xdm_ft.protocol.splits import Split
+from xdm_ft.protocol.splits import Split, in_domains, with_groups
 
 FEWEST_UNITS = 3  # with two, nothing is left to train on
 ALL_PAIRS = 12  # of more domains, only pairs that may be twins are left out together
@@ -88,10 +88,7 @@ def domain_pairs(study: Study, units: Sequence[tuple[str, ...]], nearest: np.nda
         of_cell = answers.setdefault((cell.domain, cell.without), ([], [], []))
         for kept, head, classes in zip(of_cell, cell.heads, predicted[3 * number : 3 * number + 3], strict=True):
             kept.append(prediction(study, head, classes))
-    runs = {
-        pair: [Answered.of(name, of) for name, of in zip(("all", "without", "matched"), kept, strict=True)]
-        for pair, kept in answers.items()
-    }
+    runs = {pair: [Answered.of(of) for of in kept] for pair, kept in answers.items()}
     excess = {pair: difference(without, matched) for pair, (_, without, matched) in runs.items()}
     candidates = [pair for pair in runs if near[pair]]
     verdicts = dict(zip(candidates, judged([excess[pair] for pair in candidates]), strict=True))
@@ -133,9 +130,7 @@ class _Cell(NamedTuple):
 def _cells(study: Study, split: Split, seed: int, i: int, j: int, unit: Sequence[str]) -> list[_Cell]:
     """Returns the heads of a cell under one seed; none if too few images are left to train on."""
     dataset, test = study.dataset, split.evaluation["test"]
-    left_out = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in unit])
-    if dataset.groups is not None:  # their other images too
-        left_out |= np.isin(dataset.groups, np.unique(dataset.groups[left_out]))
+    left_out = with_groups(dataset, in_domains(dataset, unit))
     train = torch.cat([*split.train]).numpy()
     size, drawn = int(left_out[train].sum()), np.random.default_rng([seed, i, j])
     without = study.without(split, np.flatnonzero(left_out))

@@ -28,18 +28,18 @@ def main(arguments: argparse.Namespace) -> Answer:
     A run directory may have been moved; its data must be those of the run. Processes of a launch extract missing
     features together; the main one does the rest.
     """
-    folder, notes = Path(arguments.recipe), list[str]()
+    folder, notes, run = Path(arguments.recipe), list[str](), None
     if folder.is_dir() and not is_run(folder) and (folder / "recipe.yaml").exists():
         raise UserError(f"{folder}: the run has no results yet; audit its recipe, or run it to its end")
     if is_run(folder):
-        written_recipe(folder, read_run(folder).results)  # raises if it is missing or was edited
+        run = read_run(folder)
+        written_recipe(folder, run.results)  # raises if it is missing or was edited
         notes = [f"with {override}, unlike the run" for override in arguments.overrides]
         arguments.recipe = str(folder / "recipe.yaml")
-        recipe = load_recipe(arguments)
-    else:
-        recipe = load_recipe(arguments)
+    recipe, document = load_recipe(arguments), None
+    if run is None:
         folder = Path(recipe.output.dir) / recipe.name
-    run, document = read_run(folder) if is_run(folder) else None, None
+        run = read_run(folder) if is_run(folder) else None
     with disk_errors(folder / "audit"):  # before the work
         (folder / "audit").mkdir(parents=True, exist_ok=True)
     with launched(recipe) as accelerator, heartbeat(accelerator):

@@ -36,7 +36,7 @@ from xdm_ft.features.cache import ROWS_AT_ONCE, Features, standard
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images import ImageDataset
 from xdm_ft.new_site.stored import About, AtDomain, Heads, RiskAt, Seen, Stored, without_site
-from xdm_ft.protocol.splits import Split, check_classes, split_of_rows, with_validation
+from xdm_ft.protocol.splits import Split, check_classes, in_domains, split_of_rows, with_groups, with_validation
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.components import Component, find
 from xdm_ft.recipe.method import MethodCommon, MethodItem
@@ -153,7 +153,7 @@ class _Study:
         singles = range(len(names)) if pairs else range(0)
         if not len(self.split.evaluation["train_val"]):
             raise UserError("there are no validation images of its training domains")
-        own = {name: np.flatnonzero(self._of_model & self._in(held)) for name, held in sets.items()}
+        own = {name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in sets.items()}
         with progress("heads for new sites", 1 + len(singles) + len(pairs), "sets of domains") as bar:
             whole = self._heads(())
             bar.advance()
@@ -206,10 +206,6 @@ class _Study:
         of_model[torch.cat([*self.split.train, self.split.evaluation["train_val"]]).numpy()] = True
         return of_model
 
-    def _in(self, names: Sequence[str]) -> np.ndarray:
-        """Returns which rows are of these domains, bool [N]."""
-        return np.isin(self.dataset.domains, [self.dataset.domain_names.index(name) for name in names])
-
     def _shares(self, rows: np.ndarray) -> np.ndarray:
         counts = np.bincount(self.dataset.labels[rows], minlength=len(self.dataset.class_names))
         return counts / counts.sum()
@@ -222,7 +218,7 @@ class _Study:
     ) -> AtDomain:
         """Returns what the heads without the domains `held` show on their images `rows`, but for the risks."""
         accuracy = float(self._answers(seen, rows)[1].mean())
-        shares = self._shares(self._of_model & ~self._in(held))
+        shares = self._shares(self._of_model & ~in_domains(self.dataset, held))
         threshold = atc_threshold(others)
         parts = parts_at(seen.p, seen.predicted, trained.known, shares, math.inf if threshold is None else threshold)
         encoded, split = self.prepared.for_method(self.item).features, self._without(held)
@@ -249,9 +245,7 @@ class _Study:
     def _without(self, names: Sequence[str]) -> Split:
         """Returns the split without some of its domains, and without other images of their groups."""
         dataset, split = self.dataset, self.split
-        left_out = self._in(names)
-        if dataset.groups is not None:
-            left_out |= np.isin(dataset.groups, np.unique(dataset.groups[left_out]))
+        left_out = with_groups(dataset, in_domains(dataset, names))
         rows, validation = torch.cat([*split.train]).sort().values.numpy(), split.evaluation["train_val"].numpy()
         rows, validation = rows[~left_out[rows]], validation[~left_out[validation]]
         numbers = [dataset.domain_names.index(name) for name in split.train_domains if name not in names]

@@ -224,7 +224,7 @@ def leave_one_domain_out(
         if len(test_domains) > 1:
             what = f"protocol.together: {', '.join(test_domains)} are all domains of the data"
         raise UserError(f"{what}; leave_one_domain_out needs another domain to train on")
-    held_out = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in test_domains])
+    held_out = in_domains(dataset, test_domains)
     readable = np.ones(len(dataset), dtype=bool)
     readable[list(unreadable)] = False
     is_test, is_source = readable & held_out, readable & ~held_out
@@ -412,6 +412,18 @@ def split_of_rows(
     )
 
 
+def in_domains(dataset: ImageDataset, names: Iterable[str]) -> np.ndarray:
+    """Returns which images are of these domains, bool [N]."""
+    return np.isin(dataset.domains, [dataset.domain_names.index(name) for name in names])
+
+
+def with_groups(dataset: ImageDataset, chosen: np.ndarray) -> np.ndarray:
+    """Returns which images are chosen (bool [N]), or have a group with one that is: bool [N]."""
+    if dataset.groups is None:
+        return chosen
+    return chosen | np.isin(dataset.groups, np.unique(dataset.groups[chosen]))
+
+
 def stratified_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Returns about `fraction` of `rows`, stratified by domain and class, without dividing a group."""
     stratum = dataset.domains[rows] * len(dataset.class_names) + dataset.labels[rows]
@@ -429,10 +441,8 @@ def without(dataset: ImageDataset, split: Split, *domains: str) -> Split:
     by_name = dict(zip(split.train_domains, split.train, strict=True))
     left_out = torch.cat([by_name.pop(name) for name in domains]).numpy()
     rest = torch.cat([*by_name.values()]).numpy()
-    if dataset.groups is not None:
-        # groups of all images of the domains, as in `leave_one_domain_out`: a group may have validation images alone
-        of_domains = np.isin(dataset.domains, [dataset.domain_names.index(name) for name in domains])
-        rest = rest[~np.isin(dataset.groups[rest], np.unique(dataset.groups[of_domains]))]
+    # groups of all images of the domains, as in `leave_one_domain_out`: a group may have validation images alone
+    rest = rest[~with_groups(dataset, in_domains(dataset, domains))[rest]]
     held_out, numbers = (*split.test_domains, *domains), [dataset.domain_names.index(name) for name in by_name]
     where = f" left for training with {', '.join(held_out)} held out (protocol.selection: cross_domain)"
     check_classes(dataset, rest, numbers, where)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,14 +81,14 @@ def _copies(audit: Json) -> Finding:
 def _twins(audit: Json) -> Finding:
     twins, left_out = audit["twins"], audit["domain_pairs"]["left_out"]
     if not twins:
-        if undecided := audit["domain_pairs"].get("undecided"):
+        if undecided := audit["domain_pairs"]["undecided"]:
             pairs = listed([" and ".join(pair) for pair in undecided], 3)
-            why = next(
-                (row["note"] for row in left_out if row["p"] is None and [row["domain"], row["without"]] in undecided),
-                "",
-            )
             text = f"{pairs} are nearest to each other, but no held-out accuracy shows whether they are twins"
-            return Finding("domain_pairs", UNSEEN, text + (f" ({why})" if why else ""), "")
+            tested = [row["note"] for row in left_out if [row["domain"], row["without"]] in undecided]
+            remedy = f"hold each of them out: {_setting('test_domains', [*dict.fromkeys(chain(*undecided))])}"
+            if tested:  # there is a difference, but no verdict on it
+                text, remedy = f"{text}: {tested[0]}", "give them a verdict: protocol.seeds=5"
+            return Finding("domain_pairs", UNSEEN, text, remedy)
         if not left_out:
             return Finding("domain_pairs", UNSEEN, audit["domain_pairs"]["note"] or "could not be looked for", "")
         return Finding("domain_pairs", NOTHING, "none", "")
@@ -109,15 +110,20 @@ def _percent(value: float | None) -> str:
 
 def _together(twins: Iterable[Sequence[str]]) -> str:
     """Returns the change of a recipe, for a shell. Twins that share a domain are held out as one."""
-    import yaml
-
     groups: list[list[str]] = []
     for pair in twins:
         touching = [group for group in groups if {*group} & {*pair}]
         groups = [group for group in groups if group not in touching]
         groups.append(list(dict.fromkeys(name for group in (*touching, pair) for name in group)))
-    value = yaml.safe_dump(groups, default_flow_style=True, width=1 << 16, allow_unicode=True).strip()
-    return shlex.quote(f"protocol.together={value}")
+    return _setting("together", groups)
+
+
+def _setting(key: str, value: object) -> str:
+    """Returns a change of the recipe's protocol, for a shell."""
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=1 << 16, allow_unicode=True).strip()
+    return shlex.quote(f"protocol.{key}={text}")
 
 
 def _labels(audit: Json) -> Finding:
@@ -143,13 +149,12 @@ def _site_class(audit: Json) -> Finding:
         where = f" in {facts[0]['domain']}" if facts[0]["domain"] else ""
         right, chance = (_percent(facts[0][key]) for key in ("accuracy", "chance"))
         parts.append(f"the class is predicted with {right}{where} by {facts[0]['facts']} alone (chance: {chance})")
-    confounded = [names if isinstance(names, str) else " and ".join(names) for names in part["confounded"]]
-    if confounded:
-        parts.append(f"class and site cannot be told apart: {listed(confounded, 3)}")
+    if part["confounded"]:
+        parts.append(f"class and site cannot be told apart: {listed(part['confounded'], 3)}")
     if part["lacking"]:
         first, count = part["lacking"][0], plural(len(part["lacking"]), "pair")
         parts.append(f"{count} of domain and class without an image, such as {first['domain']} and {first['class']}")
-    rank = PROMISE if facts or confounded else SUSPECT if parts else NOTHING
+    rank = PROMISE if facts or part["confounded"] else SUSPECT if parts else NOTHING
     what = "; ".join(parts) or "every domain has every class, and no fact about the files tells the class"
     remedy = "" if not parts else "a model may learn the site, not the class: balance the classes of each site"
     if facts:
@@ -316,11 +321,12 @@ def copies_details(part: Json, files: bool) -> Section:
     caption = "The most similar pairs of images, those in training and test first."
     caption += _some(len(pairs), part["listed"], "pairs", "copies.csv")
     tables = [Table(caption, [*header, "score", "cosine"], rows, labels=len(header))] if rows else []
-    return make_section("audit-copies", tables=tables, notes=_notes(part, files, "copies.csv" if rows else ""))
+    return make_section("audit-copies", tables=tables, notes=_where(files, "copies.csv" if rows else ""))
 
 
-def _notes(part: Json, files: bool = True, file: str = "") -> list[str]:
-    return [*([part["note"]] if part["note"] else []), *([] if files or not file else [NO_FILES.format(file)])]
+def _where(files: bool, file: str) -> list[str]:
+    """Returns the note on where the names of images are, unless they are shown or there is no file."""
+    return [] if files or not file else [NO_FILES.format(file)]
 
 
 def twins_details(part: Json, files: bool) -> Section:
@@ -352,7 +358,7 @@ def twins_details(part: Json, files: bool) -> Section:
         caption = "Accuracy in % on a held-out domain if another domain does not train either; losses in points."
         caption += _some(len(rows), len(order), "pairs", "audit.json")
         tables.append(Table(caption, [*header, "more than expected (95%)", "p (Holm)", "verdict"], rows, labels=2))
-    return make_section("audit-twins", tables=tables, notes=_notes(part))
+    return make_section("audit-twins", tables=tables, notes=[part["note"]] if part["note"] else [])
 
 
 def _nearest(part: Json) -> np.ndarray:
@@ -384,7 +390,7 @@ def labels_details(part: Json, files: bool) -> Section:
     if part["confused"]:
         rows = [cells(pair["label"], pair["suggested"], pair["images"]) for pair in part["confused"][:MAX_LISTED]]
         tables.append(Table("Classes that are confused in labels.", ["label", "suggested", "images"], rows, labels=2))
-    return make_section("audit-labels", tables=tables, notes=_notes(part, files, "labels.csv" if images else ""))
+    return make_section("audit-labels", tables=tables, notes=_where(files, "labels.csv" if images else ""))
 
 
 def site_class_details(part: Json, files: bool) -> Section:
@@ -418,7 +424,7 @@ def site_class_details(part: Json, files: bool) -> Section:
         caption = "What facts about the files alone tell, by a classifier that sees no pixels."
         tables.append(Table(caption + _some(len(rows), len(facts), "facts", "audit.json"), header, rows, labels=3))
     sentences = listed(part["sentences"], MAX_SENTENCES, " ")
-    notes = [*([sentences] if sentences else []), *_notes(part)]
+    notes = [sentences] if sentences else []
     return make_section("audit-site-class", tables=tables, notes=notes, strength=_strength(part))
 
 
@@ -426,7 +432,7 @@ def encoder_details(part: Json, files: bool) -> Section:
     """What the features know of domains, and whether the encoder knows the images beforehand."""
     rows = [cells(*row) for row in _encoder_rows(part)]
     table = Table(f"Features of {part['label']}.", ["what", "value", "meaning"], rows, labels=3, sortable=False)
-    return make_section("audit-encoder", tables=[table], notes=_notes(part))
+    return make_section("audit-encoder", tables=[table], notes=[part["note"]])
 
 
 DETAILS = {
