@@ -169,6 +169,7 @@ def test_a_run_is_audited_before_and_after_it_and_shows_it_on_its_page(capsys):
         main(Namespace(recipe="moved/run", overrides=[], images=False))
 
 
+@pytest.mark.slow
 def test_the_command_prints_what_it_writes_after_a_kill_too():
     write(*clusters(images=20, domains=3))
     command = [sys.executable, "-m", "xdm_ft", "audit", "audited.yaml", "--json"]

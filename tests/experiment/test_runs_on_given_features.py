@@ -112,6 +112,7 @@ def test_what_needs_images_is_refused_with_one_line(command, words, capsys):
 
 
 @pytest.mark.usefixtures("in_both")
+@pytest.mark.slow
 def test_verbs_that_need_no_images():
     printed = validate(given()).text()
     assert "112 images" in printed and "unless their features are cached" not in printed
