@@ -90,7 +90,7 @@ def test_curves_and_rows_of_a_search_and_of_one_with_too_many_models(small_pacs,
             assert row.hparams["lr"].number_value == record["hparams"]["lr"]
         assert [session.status for session in row.sessions] == [OK] * 2
 
-    monkeypatch.setattr(plan_module, "MOST_MODELS", 9)
+    monkeypatch.setattr(plan_module, "MAX_MODELS", 9)
     monkeypatch.setattr(pieces, "own_cores", lambda: 2)
     again, summarised = results("name=summarised", *SEARCH), Path("output/summarised/events")
     heads = read_scalars(summarised)
@@ -166,7 +166,7 @@ def test_a_failed_model_is_a_failed_row_and_a_skipped_one_is_none(tmp_path):
     single, summarised = RunDirectory(tmp_path / "single"), RunDirectory(tmp_path / "summarised")
     protocol = SimpleNamespace(metric="accuracy")
     write_sessions(plan_of(3, protocol=protocol), records, single)
-    write_sessions(plan_of(plan_module.MOST_MODELS + 1, protocol=protocol), records, summarised)
+    write_sessions(plan_of(plan_module.MAX_MODELS + 1, protocol=protocol), records, summarised)
     [row] = rows(tmp_path / "single/events").values()
     assert [session.status for session in row.sessions] == [OK, FAILED]
     assert [session.name for session in row.sessions] == ["erm/a/seed0", "erm/a/seed1"]

@@ -7,7 +7,7 @@ from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.intervals import new_site
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.export import AtHeldOut, Expected
+from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -51,7 +51,7 @@ def expected_of(values, metric="accuracy", **changes):
         AtHeldOut(domains=(f"d{i}",), value=v, interval=None, seeds=1, images=10, groups=None, accuracies={})
         for i, v in enumerate(values)
     )
-    return Expected(**{
+    return ExpectedPerformance(**{
         "source": "leave one domain out", "data": "folder", "method": METHOD, "selection": RULE, "metric": metric,
         "mean": float(np.mean(values)), "std": None, "stderr": None, "seeds": 1, "held_out": held_out,
         "worst": ("d0", 0.5), "others": {}, "calibrated": None, "new_site": None, "spread": site and site.spread,

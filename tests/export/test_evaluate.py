@@ -32,7 +32,7 @@ from xdm_ft.evaluation.intervals import (
 )
 from xdm_ft.evaluation.metrics import metric, score
 from xdm_ft.evaluation.verdicts import Estimate
-from xdm_ft.export import Expected
+from xdm_ft.export import ExpectedPerformance
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import TRAINING_IMAGES
 from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, expected_performance, first_of_each, judged
@@ -157,7 +157,7 @@ def test_results_that_are_missing_are_named(four):
 def test_it_is_part_of_a_models_config_and_of_results_of_earlier_versions(small_model, tmp_path):
     run, choice = read_run(small_model.run), Choice(held_out=("sketch",))
     expected = read_parts(run, choice).config.expected
-    assert Expected.model_validate_json(expected.model_dump_json()) == expected
+    assert ExpectedPerformance.model_validate_json(expected.model_dump_json()) == expected
     (row,) = [row for row in run.rows if row.selection == run.rule]
     assert (expected.mean, expected.std) == (row.mean, row.std)
     copy = shutil.copytree(small_model.run, tmp_path / "run")

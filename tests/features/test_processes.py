@@ -26,7 +26,7 @@ from xdm_ft.data.parquet import Parquet
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features import extract as extraction
 from xdm_ft.features.cache import lock_file
-from xdm_ft.features.extract import Elsewhere, Extraction, extract, frozen_copy
+from xdm_ft.features.extract import Extraction, RemoteExtraction, extract, frozen_copy
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import key_of, key_parts
 from xdm_ft.images.loader import ImageRows, image_loader, loaded
@@ -170,7 +170,7 @@ def test_features_have_the_key_of_the_device_there_and_are_read_here(tmp_path: P
             seen.append(own.run(own.store.missing(), SHARD, bar))
         return sum(seen[-2:])
 
-    elsewhere = Elsewhere(GPU, run)
+    elsewhere = RemoteExtraction(GPU, run)
     features_of(Pixels(SHARD), tmp_path, elsewhere=elsewhere)
     found = features_of(Pixels(70), tmp_path, encoder, elsewhere=elsewhere)
     assert encoder.seen == [0] and seen == [SHARD, 0, SHARD, 70 - 2 * SHARD] and found.extracted == 70 - SHARD

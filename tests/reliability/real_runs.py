@@ -80,7 +80,7 @@ def share_files(cores):
     """Heads that train together share a file, as in a large run."""
     from xdm_ft.experiment import plan
 
-    plan.MOST_MODELS = 0
+    plan.MAX_MODELS = 0
     save_after_every_step(cores)
 
 

@@ -480,17 +480,17 @@ def shared(finished, tmp_path_factory):
     """The folder of two runs: shared/small, whose heads share files, and own/small."""
     folder = tmp_path_factory.mktemp("shared")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "MOST_MODELS", 200)
+        patch.setattr(plan, "MAX_MODELS", 200)
         for name in ("own", "shared"):
             assert again(finished, folder / name / "small", SEEDS, "protocol.final_fit=false") == 0
-            patch.setattr(plan, "MOST_MODELS", 0)
+            patch.setattr(plan, "MAX_MODELS", 0)
     return folder
 
 
 @pytest.fixture
 def large(shared, tmp_path, monkeypatch):
     """A copy of shared/small, in a process that shares files."""
-    monkeypatch.setattr(plan, "MOST_MODELS", 0)
+    monkeypatch.setattr(plan, "MAX_MODELS", 0)
     return Path(shutil.copytree(shared / "shared/small", tmp_path / "small"))
 
 
@@ -519,7 +519,7 @@ def test_a_method_has_a_file_per_chunk_and_the_same_numbers(shared, finished, tm
     assert not list((run / "models").glob("*/sketch*")), "no empty folders"
     assert all("#" in record.selected["train_val"].weights for record in read_run(run).records)
     assert_same_heads(run, shared / "own/small")
-    monkeypatch.setattr(plan, "MOST_MODELS", 0)
+    monkeypatch.setattr(plan, "MAX_MODELS", 0)
     monkeypatch.setattr(pieces, "HEADS_PER_FILE", 4)
     monkeypatch.setattr(results, "KEEP_SHARED_SECONDS", 0.0)  # each file is written anew for every head
     assert run_large(finished, tmp_path / "small") == 0

@@ -132,7 +132,7 @@ def test_a_run_on_a_full_disk_resumes_when_there_is_space(
     free, shares, processes, here, never_full, small_disk, monkeypatch, capfd
 ):
     """`processes`: with two, both of them meet the full disk. `shares`: heads that train together share a file."""
-    monkeypatch.setattr(plan, "MOST_MODELS", 0 if shares else 200)
+    monkeypatch.setattr(plan, "MAX_MODELS", 0 if shares else 200)
     monkeypatch.setattr(pieces, "own_cores", lambda: processes)
     command = ["run", "small.yaml", f"output.dir={small_disk}", METHODS]
     filling = leave(small_disk, free)

@@ -154,7 +154,7 @@ def test_more_dimensions_than_images_and_a_constant_dimension() -> None:
 
 
 def test_stopping_early_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("xdm_ft.algorithms.linear_probe.MOST_ITERATIONS", 2)
+    monkeypatch.setattr("xdm_ft.algorithms.linear_probe.MAX_ITERATIONS", 2)
     setup, z, batch = problem()
     with caplog.at_level(logging.WARNING, logger="xdm_ft"):
         list(LinearProbe(setup, strengths=STRENGTHS).solve(z, batch))

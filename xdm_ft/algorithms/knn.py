@@ -58,6 +58,6 @@ class KNN(Solver):
         keys, labels = F.normalize(z.float(), dim=-1).cpu(), batch.y.cpu()
         if keys.nbytes > LARGE:
             logger.warning("knn: each of its weights files holds all training features, %.1f GB", keys.nbytes / 1e9)
-        for place, (k, temperature) in enumerate(self.pairs):
+        for index, (k, temperature) in enumerate(self.pairs):
             head = {"keys": keys, "labels": labels, "k": torch.tensor(k), "temperature": torch.tensor(temperature)}
-            yield Candidate(place, head, {"k": k, "vote_temperature": temperature})
+            yield Candidate(index, head, {"k": k, "vote_temperature": temperature})

@@ -18,7 +18,7 @@ from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.settings import OneOrMany
 from xdm_ft.runtime.tensors import Batch
 
-MOST_ITERATIONS = 2000
+MAX_ITERATIONS = 2000
 MEMORY = 20  # pairs of steps and gradient changes that L-BFGS keeps
 FINEST_IN_FLOAT32 = 1e-5  # tolerance that products in float32 still reach
 BLOCK_BYTES = 1 << 23  # of a block of images: its features, or its probabilities of all classes, in float64
@@ -63,12 +63,12 @@ class LinearProbe(Solver):
         gram = _gram(images)
         unit = float(gram.diagonal()[:-1].mean())  # the features' mean square
         path: list[Tensor] = []
-        for place, strength in enumerate(self.strengths):
+        for index, strength in enumerate(self.strengths):
             start = self._start(path, gram)
             path.append(self._minimum(_Problem(images, strength * unit, gram, start), strength))
             head = path[-1].float().cpu()
             hparams = {"strength": strength, "l2": strength * unit}
-            yield Candidate.linear(place, head[:, :-1].clone(), head[:, -1].clone(), hparams)
+            yield Candidate.linear(index, head[:, :-1].clone(), head[:, -1].clone(), hparams)
 
     def _start(self, path: list[Tensor], gram: Tensor) -> Tensor:
         """Returns a guess of the next optimum, [C,K+1]: the last two, extrapolated linearly in log l2."""
@@ -91,7 +91,7 @@ class LinearProbe(Solver):
             jac=True,
             method="L-BFGS-B",
             # ftol 0: with a weak penalty scipy would stop at a small decrease of the loss, far from the optimum
-            options={"gtol": self.tolerance, "ftol": 0, "maxiter": MOST_ITERATIONS, "maxcor": MEMORY, "maxls": 50},
+            options={"gtol": self.tolerance, "ftol": 0, "maxiter": MAX_ITERATIONS, "maxcor": MEMORY, "maxls": 50},
         )
         largest = float(np.abs(end.jac).max())
         if largest > self.tolerance:

@@ -84,8 +84,8 @@ def mix_up(batch: Batch, lam: Tensor, num_classes: int) -> Batch:
 
 def mix_labels(y: Tensor, partner_y: Tensor, lam: Tensor, num_classes: int) -> Tensor:
     """Returns λ y + (1−λ) y_j of one-hot labels, [B,C]."""
-    own, theirs = (F.one_hot(labels, num_classes).to(lam.dtype) for labels in (y, partner_y))
-    return lam[:, None] * own + (1 - lam[:, None]) * theirs
+    of_y, of_partner = (F.one_hot(labels, num_classes).to(lam.dtype) for labels in (y, partner_y))
+    return lam[:, None] * of_y + (1 - lam[:, None]) * of_partner
 
 
 def draw_partners(

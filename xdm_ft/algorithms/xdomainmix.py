@@ -213,10 +213,10 @@ class XDomainMix(Algorithm):
         # discarded if u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
         return partners, lam, noise.discard >= self.p_discard
 
-    def noise(self, place: Tensor, step: int | Tensor) -> Noise:
+    def noise(self, position: Tensor, step: int | Tensor) -> Noise:
         """Returns the random numbers of a step, a function of the seed, the step and the positions in the batch."""
-        two = 2 * place, 2 * place + 1  # indices of the draws for x_i and x_j
-        discard = place if self.discard_per == "sample" else torch.zeros_like(place)
+        two = 2 * position, 2 * position + 1  # indices of the draws for x_i and x_j
+        discard = position if self.discard_per == "sample" else torch.zeros_like(position)
         u = uniform(self.seed, step, self.streams, torch.stack([*two, *two, discard]))  # [5,B]
         return Noise(partners=u[:2].mT, lam=u[2:4].mT, discard=u[4])
 

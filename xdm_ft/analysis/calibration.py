@@ -55,5 +55,5 @@ def _fit(logits: Tensor, labels: np.ndarray) -> Json:
     return {
         "ece": expected_calibration_error(confidences(logits), (logits.argmax(1) == y).numpy()),
         "nll": float(per_image_nll(logits, y).mean()),
-        "reliability": [{"confidence": one.confidence, "accuracy": one.accuracy, "n": one.images} for one in bins],
+        "reliability": [{"confidence": bin_.confidence, "accuracy": bin_.accuracy, "n": bin_.images} for bin_ in bins],
     }

@@ -149,9 +149,9 @@ def mixed_maps(
     }
     names = tuple(str(number) for number in range(len(domain_head.weight)))
     method = XDomainMix(Setup(Task(names, names), maps.shape[1], steps=1, seed=0), warmup_steps=0)
-    place = torch.arange(len(y))
+    position = torch.arange(len(y))
     with torch.no_grad():
-        return method.augment(maps, Batch(maps, y, domain, place, place), step=0, first_pass_draws=masks)
+        return method.augment(maps, Batch(maps, y, domain, position, position), step=0, first_pass_draws=masks)
 
 
 def reconstructions(

@@ -160,8 +160,8 @@ class Study:
 
     def _rule(self, split: Split) -> str:
         """The selection rule of a head: the recipe's, if it is honest, else train_val, else the last step."""
-        own = self.plan.recipe.protocol.selection
-        for rule in (own, "train_val", "val_domain"):
+        of_recipe = self.plan.recipe.protocol.selection
+        for rule in (of_recipe, "train_val", "val_domain"):
             if rule in ("train_val", "val_domain") and len(split.evaluation.get(SELECTION_SPLIT[rule], ())):
                 return rule
         return FINAL_FIT

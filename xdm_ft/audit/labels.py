@@ -18,7 +18,7 @@ FOLDS = 5
 STEPS, EPOCHS, BATCH = 100, 6, 128  # of a head: more steps learn wrong labels too
 LEAK = "the heads that suggest labels have seen images of the held-out domain too"
 RATE, HIGHEST_RATE = 1.28, 0.05  # of Adam, times the width: a step changes logits as much at every width
-MOST_SEEDS = 5  # whose probabilities are averaged
+MAX_SEEDS = 5  # whose probabilities are averaged
 SUSPECT = -0.7  # score of an image whose label is likely wrong
 CONFUSED = 10
 
@@ -56,7 +56,7 @@ def label_scores(study: Study) -> Labels | None:
     fold_of = folds(stratum, None if dataset.groups is None else dataset.groups[rows], FOLDS)
     if fold_of is None or len(np.unique(labels)) < 2:
         return None
-    seeds, wanted = study.seeds[:MOST_SEEDS], list[Wanted]()
+    seeds, wanted = study.seeds[:MAX_SEEDS], list[Wanted]()
     steps = max(STEPS, EPOCHS * len(rows) // BATCH)
     lr = min(HIGHEST_RATE, RATE / study.features.width)
     study = study.with_heads(Training(sampler="pooled", batch_size=BATCH, steps=steps, lr=lr))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 LISTED = 20  # pairs and images in audit.json; the tables have all
 FACTS_OF = 20_000  # images at most whose files are read again
-MOST_COSTS = 12  # domains that are left out of training, one at a time
+MAX_COSTS = 12  # domains that are left out of training, one at a time
 COPIES = ("first", "second", "score", "cosine", "sure", "straddles", "domains", "classes")
 LABELS = ("path", "label", "suggested", "score")
 
@@ -226,7 +226,7 @@ def _facts_costs(study: Study, facts: Iterable[FactRow], splits: dict[Held, Spli
         rows = study.readable[study.dataset.domains[study.readable] == study.dataset.domain_names.index(name)]
         trains = [held for held, split in splits.items() if name in split.train_domains]
         changes.append(Change(f"{name} left out of training", len(rows), dict.fromkeys(trains, rows)))
-    return [asdict(cost) for cost in costs(study, changes[:MOST_COSTS])] if splits else []
+    return [asdict(cost) for cost in costs(study, changes[:MAX_COSTS])] if splits else []
 
 
 def _aligned(study: Study, unit: Tensor) -> Aligned | None:

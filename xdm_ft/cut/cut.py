@@ -107,10 +107,10 @@ class Cut:
 
     def is_above(self, name: str) -> bool:
         """Whether a parameter or buffer of the encoder, named as in its `state_dict()`, belongs to the part above."""
-        place = self.encoder.chain.places.get(name)
-        if place is not None:  # of the first use: what both parts use, as a position bias of all blocks, lies below
+        first_use = self.encoder.chain.places.get(name)
+        if first_use is not None:  # what both parts use, as a position bias of all blocks, lies below
             # 2 · number + 1 is between the blocks of both parts, and lies below
-            return place > 2 * self.number + 1
+            return first_use > 2 * self.number + 1
         return self.encoder.chain.began(name.rpartition(".")[0]) > self.number
 
     def lies_above(self, module: str) -> bool:
@@ -175,8 +175,8 @@ def depth_from_top(encoder: Encoder, parameter: str) -> int:
     """
     require_blocks(encoder)
     chain = encoder.chain
-    place = chain.places.get(parameter)
-    block = chain.began(parameter.rpartition(".")[0]) if place is None else math.ceil(place / 2)
+    first_use = chain.places.get(parameter)
+    block = chain.began(parameter.rpartition(".")[0]) if first_use is None else math.ceil(first_use / 2)
     return len(chain.blocks) + 1 - block
 
 
@@ -199,7 +199,7 @@ def describe_chain(encoder: Encoder) -> list[str]:
     sizes = {name: parameter.numel() for name, parameter in encoder.named_parameters()}
     lines = []
     for number, block in enumerate(encoder.chain.blocks):
-        above = sum(sizes[name] for name, place in encoder.chain.places.items() if place > 2 * number + 1)
+        above = sum(sizes[name] for name, use in encoder.chain.places.items() if use > 2 * number + 1)
         shape = "×".join(map(str, block.shape))
         lines.append(f"{block.name}: activation {shape}, {above:,} parameters from here on")
     return lines
@@ -212,11 +212,11 @@ class _Reached(Exception):
 @contextmanager
 def _skipping(module: nn.Module, output: Any) -> Iterator[None]:
     """Context in which the module computes nothing and returns zeros."""
-    own = vars(module).get("forward")
+    forward = vars(module).get("forward")
     vars(module)["forward"] = lambda activation, *_, **__: zeros(output, activation)
     try:
         yield
     finally:
         del vars(module)["forward"]
-        if own is not None:
-            vars(module)["forward"] = own
+        if forward is not None:
+            vars(module)["forward"] = forward

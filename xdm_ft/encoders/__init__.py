@@ -119,7 +119,7 @@ class LibraryEncoder(Encoder):
         check_sizes(kwargs, "encoder.kwargs")
         self.normalize, self.pooling = normalize, pooling
 
-    def prepare(self, model: str, own: Preprocessing, overrides: PreprocessingOverrides, no_pooling: str) -> None:
+    def prepare(self, model: str, published: Preprocessing, overrides: PreprocessingOverrides, no_pooling: str) -> None:
         """Sets the preprocessing, and K by one forward pass: a library's `num_features` differs for some models.
 
         `no_pooling` says why the model has no such pooling; it is empty if it has.
@@ -129,7 +129,7 @@ class LibraryEncoder(Encoder):
         if no_pooling:
             raise UserError(f'encoder.pooling: {self.pooling or "null"}: "{model}" {no_pooling}')
         self.eval()  # some libraries return models in training mode
-        self.preprocessing = overrides.applied_to(own)
+        self.preprocessing = overrides.applied_to(published)
         size = self.preprocessing.size
         try:
             with torch.no_grad():

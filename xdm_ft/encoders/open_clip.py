@@ -131,7 +131,7 @@ class OpenClip(LibraryEncoder, TextEncoder):
         self.stem_names, self.stage_names, self.transition_names = clip_stage_names(self.model.visual, "model.visual")
         self.logit_scale = self.model.logit_scale.exp().item()
         of_model = self.model.visual.preprocess_cfg
-        own = square_preprocessing(
+        published = square_preprocessing(
             "encoder.model",
             2 * [of_model["size"]] if isinstance(of_model["size"], int) else of_model["size"],
             of_model["mean"],
@@ -139,7 +139,7 @@ class OpenClip(LibraryEncoder, TextEncoder):
             of_model["resize_mode"],
             interpolation=of_model["interpolation"],
         )
-        self.prepare(model, own, preprocessing, clip_reason(self.model.visual, pooling))
+        self.prepare(model, published, preprocessing, clip_reason(self.model.visual, pooling))
 
     def pooled(self, images: Tensor) -> Tensor:
         if self.pooling in (None, "projected"):

@@ -77,7 +77,7 @@ class Timm(LibraryEncoder):
         self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
         # a ViT that was built for another size takes images of that size only
         config = resolve_model_data_config(self.model, args={"img_size": kwargs.get("img_size")})
-        own = square_preprocessing(
+        published = square_preprocessing(
             "encoder.kwargs",
             config["input_size"][1:],
             config["mean"],
@@ -87,7 +87,7 @@ class Timm(LibraryEncoder):
             # "random" draws a filter for each image, which is for training
             interpolation="bilinear" if config["interpolation"] == "random" else config["interpolation"],
         )
-        self.prepare(model, own, preprocessing, timm_reason(self.model, pooling))
+        self.prepare(model, published, preprocessing, timm_reason(self.model, pooling))
 
     def pooled(self, images: Tensor) -> Tensor:
         maps = self.model.forward_features(images)  # [B,K',h,w] or [B,tokens,K']
@@ -101,8 +101,8 @@ class Timm(LibraryEncoder):
         if name.startswith("hf-hub:"):
             from timm.models import load_model_config_from_hf
 
-            _, name, own = load_model_config_from_hf(name.removeprefix("hf-hub:"))  # cached when the model was built
-            kwargs = (own or {}) | kwargs
+            _, name, of_hub = load_model_config_from_hf(name.removeprefix("hf-hub:"))  # cached when the model was built
+            kwargs = (of_hub or {}) | kwargs
         return Portable({"model": name, "kwargs": kwargs}, dict(self.model.state_dict()))
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
@@ -166,8 +166,8 @@ def _from_library(name: str, model: str, pretrained: bool, kwargs: dict[str, Any
         check_hub_cache()
     try:
         if on_hub:
-            _, _, own = load_model_config_from_hf(name.removeprefix("hf-hub:"))
-            check_sizes(own, f'encoder.model: the config of "{name}"')
+            _, _, of_hub = load_model_config_from_hf(name.removeprefix("hf-hub:"))
+            check_sizes(of_hub, f'encoder.model: the config of "{name}"')
         built: Any = timm.create_model(name, pretrained=pretrained, num_classes=0, **kwargs)
     except UserError:
         raise
@@ -180,9 +180,9 @@ def _from_library(name: str, model: str, pretrained: bool, kwargs: dict[str, Any
         if not kwargs:
             raise
         raise wrong_kwargs(name, kwargs, error) from error
-    found, wanted = built.pretrained_cfg["architecture"], model.partition(".")[0]
-    if not model.startswith("hf-hub:") and found != wanted:
-        raise UserError(f"encoder.weights: {name} is a {found}, not a {wanted}; set encoder.model to {found}")
+    built_as, wanted = built.pretrained_cfg["architecture"], model.partition(".")[0]
+    if not model.startswith("hf-hub:") and built_as != wanted:
+        raise UserError(f"encoder.weights: {name} is a {built_as}, not a {wanted}; set encoder.model to {built_as}")
     return built
 
 

@@ -110,9 +110,9 @@ class Transformers(LibraryEncoder, TextEncoder):
         self.built_from = {"component": "transformers", "model": self.source.name, "config": config}
         given = preprocessing.model_dump(exclude_none=True)
         if given.keys() | {"draft"} == Preprocessing.model_fields.keys():
-            own = Preprocessing(**given)  # the image processor is not read
+            published = Preprocessing(**given)  # the image processor is not read
         else:
-            own = from_processor(_image_processor(self.source), self.source.name)
+            published = from_processor(_image_processor(self.source), self.source.name)
 
         self.has_text = all(hasattr(self.model, name) for name in ("get_text_features", "vision_model", "logit_scale"))
         self._root = "model.vision_model" if self.has_text else "model"
@@ -128,8 +128,8 @@ class Transformers(LibraryEncoder, TextEncoder):
                     f'encoder.model: "{model}" is a config file without tokenizer; give the model\'s name or folder'
                 )
         self.stage_names = with_root(self._root, _block_names(self._vision)[1])
-        self.output = _measure_output(self._vision, self.source.config, preprocessing.applied_to(own).size, model)
-        self.prepare(model, own, preprocessing, self._no_pooling())
+        self.output = _measure_output(self._vision, self.source.config, preprocessing.applied_to(published).size, model)
+        self.prepare(model, published, preprocessing, self._no_pooling())
 
     @property
     def _vision(self) -> nn.Module:
@@ -474,10 +474,10 @@ def _agrees(processor: Any, ours: Preprocessing, width: int, height: int) -> boo
     assert resized_side(ours) >= ours.size
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
     theirs = torch.as_tensor(processor(images=image, return_tensors="pt")["pixel_values"][0])  # [3,H,W]
-    own = evaluation_transform(ours)(image)  # [3,H,W]
-    if theirs.shape != own.shape:
+    pixels = evaluation_transform(ours)(image)  # [3,H,W]
+    if theirs.shape != pixels.shape:
         return False
     levels = 255 * torch.tensor(ours.std).view(3, 1, 1)
     shifts = product((-1, 0, 1), repeat=2) if ours.crop < 1 or ours.resize == "native" else [(0, 0)]
-    differences = ((theirs * levels - (own * levels).roll(shift, (1, 2)))[:, 1:-1, 1:-1] for shift in shifts)
+    differences = ((theirs * levels - (pixels * levels).roll(shift, (1, 2)))[:, 1:-1, 1:-1] for shift in shifts)
     return min(difference.abs().mean().item() for difference in differences) <= TOLERANCE

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Score
-from xdm_ft.storage.names import folder_of, model_folder
+from xdm_ft.storage.names import model_folder, parts_of
 
 Status = Literal["ok", "failed", "skipped"]
 Point = dict[str, float | None]
@@ -120,7 +120,9 @@ class Record(OfModel):
     @property
     def folder(self) -> str:
         """The folder of the model in the run directory, or what stands for it."""
-        return folder_of(*self.key, [pick.weights for pick in self.selected.values()])
+        weights = [pick.weights for pick in self.selected.values()]
+        shared = (address.rpartition("/")[0] for address in weights if parts_of(address)[1] is not None)
+        return next(shared, self.key.folder)
 
     def to_json(self) -> dict[str, Any]:
         entry = {

@@ -45,8 +45,8 @@ def transported_confidence(p: np.ndarray, shares: np.ndarray) -> float:
         value = shares @ v + SMOOTHING * logsumexp(scaled, axis=1).mean()
         return float(value), shares - softmax(scaled, axis=1).mean(0)
 
-    found = minimize(smooth, np.zeros(p.shape[1]), jac=True, method="L-BFGS-B")
-    return float(shares @ found.x + (p - found.x).max(1).mean())
+    minimum = minimize(smooth, np.zeros(p.shape[1]), jac=True, method="L-BFGS-B")
+    return float(shares @ minimum.x + (p - minimum.x).max(1).mean())
 
 
 def agreement(predicted: np.ndarray) -> np.ndarray:

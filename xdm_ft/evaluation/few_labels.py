@@ -73,10 +73,10 @@ def choose_images(
 
     def members(of: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns the images of these groups, in their order."""
-        place = np.full(len(sizes), -1)
-        place[of] = np.arange(len(of))
-        rows = np.flatnonzero(place[groups] >= 0)
-        return rows[np.argsort(place[groups[rows]], kind="stable")]
+        rank = np.full(len(sizes), -1)
+        rank[of] = np.arange(len(of))
+        rows = np.flatnonzero(rank[groups] >= 0)
+        return rows[np.argsort(rank[groups[rows]], kind="stable")]
 
     return Chosen(members(evaluate), members(np.array(adapt, np.int64)))
 
@@ -199,7 +199,7 @@ def threshold_for(
     one that fails ends the sequence, so that all that passed hold together. `weight`: the part of an independent image
     that one of a group counts, their effective number of groups divided by n.
     """
-    found = None
+    passed = None
     for value in np.unique(np.quantile(confidence, np.linspace(0, 1, QUANTILES)))[::-1]:
         answered = confidence >= value
         n, wrong = int(answered.sum()), int((~right[answered]).sum())
@@ -208,5 +208,5 @@ def threshold_for(
         upper = float(beta.ppf(1 - delta, wrong * weight + 1, (n - wrong) * weight)) if wrong < n else 1.0
         if upper > risk:
             break
-        found = Threshold(float(value), risk, n, wrong, len(right))
-    return found
+        passed = Threshold(float(value), risk, n, wrong, len(right))
+    return passed

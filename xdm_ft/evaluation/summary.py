@@ -60,11 +60,11 @@ class Look:
 def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> Look:
     """Returns a look at these methods; its α is that of a first one."""
     varying, methods = dict[str, list[int]](), list[str]()
-    for own in runs:
-        if complete := own.complete_seeds:
-            methods.append(own.method)
-            if not own.deterministic:
-                varying[own.method] = complete
+    for of_method in runs:
+        if complete := of_method.complete_seeds:
+            methods.append(of_method.method)
+            if not of_method.deterministic:
+                varying[of_method.method] = complete
     seeds = sorted({seed for complete in varying.values() for seed in complete})
     missing = {method: lacking for method, complete in varying.items() if (lacking := sorted({*seeds} - {*complete}))}
     return Look(seeds, sorted(methods), missing, ALPHA, [list(pair) for pair in compare])
@@ -120,8 +120,8 @@ def looks_of(results: Mapping[str, Any], comparisons: Iterable[Comparison]) -> l
     labels = [row["method"] for row in results["summary"] if row["selection"] == rule]
     runs = runs_by_method(picked_trials(results["runs"], rule, metric), labels, rule, metric)
     # a method that had one seed beside others with several was deterministic
-    most = max((len(own.planned_seeds) for own in runs.values()), default=1)
-    seen = [replace(own, deterministic=len(own.planned_seeds) == 1 < most) for own in runs.values()]
+    most = max((len(of_method.planned_seeds) for of_method in runs.values()), default=1)
+    seen = [replace(of_method, deterministic=len(of_method.planned_seeds) == 1 < most) for of_method in runs.values()]
     return [look_at(seen).with_found(judged)]
 
 
@@ -370,7 +370,7 @@ def erm_of_each(rows: Sequence[Compared]) -> dict[str, str]:
 
 def encoder_pairs(labels: Sequence[str], encoders: Sequence[str]) -> list[tuple[str, str]]:
     """Returns the rows (labels) of each method under each two encoders, in the order of both, if both are there."""
-    methods = dict.fromkeys(method for method, encoder in (split_label(one, encoders) for one in labels) if encoder)
+    methods = dict.fromkeys(method for method, encoder in (split_label(label, encoders) for label in labels) if encoder)
     pairs = [
         (with_encoder(method, first), with_encoder(method, second))
         for method in methods

@@ -150,7 +150,7 @@ def choose_method(records: Sequence[Record], rows: Sequence[SummaryRow], rule: s
 
 def _preferred(records: Sequence[Record], picked: Mapping[str, Sequence[Record]], rule: str) -> tuple[str, str]:
     """Returns one of the methods within reach, and what it has that the others have not, with the numbers of all."""
-    nll = {method: [record.selected[rule].validation_nll for record in own] for method, own in picked.items()}
+    nll = {method: [record.selected[rule].validation_nll for record in picks] for method, picks in picked.items()}
     # how many settings were compared on the validation images of one held-out set and seed
     tuned = {method: Counter[tuple[Any, ...]]() for method in picked}
     for record in records:
@@ -159,7 +159,7 @@ def _preferred(records: Sequence[Record], picked: Mapping[str, Sequence[Record]]
     criteria: dict[str, dict[str, float]] = {
         "the fewest tuned settings": {method: max(counts.values()) for method, counts in tuned.items()},
         "the fewest trained parameters": {
-            method: max(record.trained_parameters or 0 for record in own) for method, own in picked.items()
+            method: max(record.trained_parameters or 0 for record in picks) for method, picks in picked.items()
         },
     }
     if all(value is not None for values in nll.values() for value in values):

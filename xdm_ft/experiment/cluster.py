@@ -31,7 +31,7 @@ import torch
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.work import start
-from xdm_ft.features.extract import Elsewhere, Extraction, frozen_copy
+from xdm_ft.features.extract import Extraction, RemoteExtraction, frozen_copy
 from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.interrupt import RESUME, STOPPING, Interrupted, deferred, request_stop, stop_requested
@@ -495,7 +495,7 @@ class _UntilStopped(Progress):
             raise Interrupted
 
 
-def extraction_on(recipe: Recipe) -> Elsewhere | None:
+def extraction_on(recipe: Recipe) -> RemoteExtraction | None:
     """Returns where the recipe's features are computed; None: in the process that needs them."""
     if recipe.cluster.name is None:
         return None
@@ -520,4 +520,4 @@ def extraction_on(recipe: Recipe) -> Elsewhere | None:
         Tasks(work, threads, shared, done=store.open, look=look).do(parts)
         return look()
 
-    return Elsewhere(device_of(recipe.cluster, torch.device("cpu")), run)
+    return RemoteExtraction(device_of(recipe.cluster, torch.device("cpu")), run)

@@ -214,9 +214,9 @@ def image_seconds(
         frozen = frozen_copy(encoder, frozen_in, device)
         return ImageSeconds(decode, _forward(frozen, x.to(DTYPES[frozen_in]), accelerator))
     model = copy.deepcopy(encoder).to(device).train()
-    whole = model.cut.encoder if isinstance(model, Below) else model
-    if is_cnn(whole):
-        whole.to(memory_format=torch.channels_last)
+    full_encoder = model.cut.encoder if isinstance(model, Below) else model
+    if is_cnn(full_encoder):
+        full_encoder.to(memory_format=torch.channels_last)
     below = 0.0
     above: Callable[[Tensor], Tensor] = model
     if isinstance(model, Below):

@@ -47,8 +47,8 @@ class Finding:
 def fault(what: str, error: UserError) -> Iterator[Finding]:
     """Yields one fault per line of the error's text. The remedy is the text behind the last semicolon of a line."""
     for line in str(error).splitlines():
-        found, semicolon, remedy = line.rpartition("; ")
-        yield Finding(what, found, remedy) if semicolon else Finding(what, line, "repair this and run again")
+        problem, semicolon, remedy = line.rpartition("; ")
+        yield Finding(what, problem, remedy) if semicolon else Finding(what, line, "repair this and run again")
 
 
 SITE_CLASS = "site × class"

@@ -23,7 +23,7 @@ from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Training
 from xdm_ft.training.selection import BY_DOMAIN, LOSS_SPLIT, defined_domains
 
-MOST_MODELS = 200  # in a run where each head has files and curves of its own
+MAX_MODELS = 200  # in a run where each head has files and curves of its own
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Plan:
     @property
     def is_large(self) -> bool:
         """Whether heads that train together share files and curves. TensorBoard is slow with a curve for each."""
-        return len(self.models) + len(self.extra) > MOST_MODELS
+        return len(self.models) + len(self.extra) > MAX_MODELS
 
     def without(self, unreadable: Collection[int]) -> Plan:
         """Returns a plan whose splits do not contain the unreadable images."""

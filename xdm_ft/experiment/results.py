@@ -172,7 +172,7 @@ class RunResults:
         intact = set[ModelKey]()
         with progress("checking", len(records), "models", bool(accelerator.is_main_process)) as bar:
             for record in sorted(records.values(), key=lambda record: record.folder):  # heads of one file in a row
-                if _is_intact(record, directory):
+                if _verify_or_warn(record, directory):
                     intact.add(record.key)
                 bar.advance()
         results.records = {key: record for key, record in records.items() if key in intact}
@@ -192,7 +192,7 @@ class RunResults:
 
     def chunk_group(self, key: ModelKey) -> tuple[str, int]:
         """Returns method and generation of a model. Only models with equal ones share chunks of heads."""
-        planned = [number for number, one in enumerate(self.generations) if one.plans(key)]
+        planned = [number for number, generation in enumerate(self.generations) if generation.plans(key)]
         return key.method, planned[0] if planned else len(self.generations)
 
     def add(self, records: Iterable[Record]) -> None:
@@ -227,7 +227,7 @@ class RunResults:
             "recipe": self.recipe.resolved(),
             "environment": self.environment,
             **self.data,
-            **({GROWN_FROM: [one.to_json() for one in self.generations]} if self.generations else {}),
+            **({GROWN_FROM: [generation.to_json() for generation in self.generations]} if self.generations else {}),
             "runs": Entries(records),
             "summary": [row.to_json() for row in rows],
             "comparisons": [comparison.to_json() for comparison in self.summary.comparisons],
@@ -250,17 +250,17 @@ def refuse_other_inputs(
     read features or a cut for the first time.
     """
 
-    def shared(one: Any, other: Any) -> Any:
-        if not isinstance(one, dict) or not isinstance(other, dict):
-            return one
-        return {key: shared(one[key], other[key]) for key in one if key in other}
+    def shared(value: Any, other: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(other, dict):
+            return value
+        return {key: shared(value[key], other[key]) for key in value if key in other}
 
     old = {key: before[key] for key in INPUTS if key in before} if before is not None else {}
     changed = differences(shared(old, now), shared(now, old))
     if changed:
         words = INPUT_WORDS | ({} if "encoder" in now else {"data.content": "the given features"})
-        named = [what for key, what in words.items() if any(one.startswith(key) for one in changed)]
-        if len(named) > 1 and any(one.startswith("encoder") for one in changed):
+        named = [what for key, what in words.items() if any(changed_key.startswith(key) for changed_key in changed)]
+        if len(named) > 1 and any(changed_key.startswith("encoder") for changed_key in changed):
             named.remove(INPUT_WORDS["features"])  # they follow from the weights
         raise UserError(
             f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); {remedy}"
@@ -278,13 +278,13 @@ def read_records(directory: RunDirectory) -> dict[ModelKey, Record]:
             if record.status != "ok":
                 continue
             again = "its model was trained again"
-            if record.folder != before.folder and _is_intact(before, directory, again):
+            if record.folder != before.folder and _verify_or_warn(before, directory, again):
                 continue
         records[record.key] = record
     return records
 
 
-def _is_intact(record: Record, directory: RunDirectory, remedy: str | None = None) -> bool:
+def _verify_or_warn(record: Record, directory: RunDirectory, remedy: str | None = None) -> bool:
     """Returns whether the model was trained without failure and all of its files are intact."""
     files = [predictions_in(record.folder), *(pick.weights for pick in record.selected.values())]
     return record.status == "ok" and all(directory.verify_or_warn(file, remedy) for file in dict.fromkeys(files))
@@ -405,8 +405,10 @@ def summary_of(
     }
     augmented = {item.label: augmentation(recipe, item) for item in methods}
     labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
-    own = runs_by_method(picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic)
-    number, look = place_of(look_at(own.values(), recipe.declared), looks, recipe.auto_seeds)
+    of_methods = runs_by_method(
+        picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic
+    )
+    number, look = place_of(look_at(of_methods.values(), recipe.declared), looks, recipe.auto_seeds)
     before, margin = looks[: number - 1], recipe.report.margin
     rows, comparisons = list[SummaryRow](), list[Comparison]()
     for rule in plan.rules:
@@ -435,7 +437,9 @@ def summary_of(
         comparisons += of_rule.comparisons
         for row in of_rule.rows:
             of_method = [record for record in records if record.method == row.method]
-            picks = [one.selected[rule] for one in picked if one.method == row.method and rule in one.selected]
+            picks = [
+                record.selected[rule] for record in picked if record.method == row.method and rule in record.selected
+            ]
             counts = Counter(flag for pick in picks for flag in pick.flags or ())
             flags = [f"{flag} in {n} of {len(picks)} picks" for flag, n in counts.items()]
             trials = [record for record in of_method if record.trial > 0]
@@ -444,12 +448,12 @@ def summary_of(
             budget = row.budget | {"draws": len({record.trial for record in of_method})}
             words = augmented[row.method]
             rows.append(dataclasses.replace(row, budget=budget, flags=flags or None, augmentation=words))
-    judged = [one for one in comparisons if one.p_here is not None and one.p_here.holm is not None]
+    judged = [row for row in comparisons if row.p_here is not None and row.p_here.holm is not None]
     return Summary(
         rows,
         comparisons,
         [*before, look.with_found(judged, before)] if judged else [*looks],
-        all(one.is_found or one.equal_within for one in judged if one.selection == plan.rules[0]),
+        all(row.is_found or row.equal_within for row in judged if row.selection == plan.rules[0]),
     )
 
 
@@ -459,8 +463,8 @@ def references(recipe: Recipe) -> dict[str, str]:
     for item in recipe.served:
         # a solver is compared with ERM's linear head, whatever its own is
         head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
-        own = item.trainable, recipe.augmentation_of(item)
-        compared.append(Compared(item.label, item.is_plain_erm, item.encoder_label, head, *own))
+        trained = item.trainable, recipe.augmentation_of(item)
+        compared.append(Compared(item.label, item.is_plain_erm, item.encoder_label, head, *trained))
     return erm_of_each(compared)
 
 

@@ -61,7 +61,8 @@ def grown_from(results: Values, recipe: Values) -> tuple[Generation, ...]:
     They follow from results.json alone, so a kill before it holds the new recipe changes nothing.
     """
     earlier = tuple(
-        Generation(tuple(one["methods"]), tuple(one["seeds"]), one["trials"]) for one in results.get(GROWN_FROM, ())
+        Generation(tuple(entry["methods"]), tuple(entry["seeds"]), entry["trials"])
+        for entry in results.get(GROWN_FROM, ())
     )
     last = Generation.of(results["recipe"])
     return earlier if last == Generation.of(recipe) else (*earlier, last)

@@ -161,7 +161,7 @@ class AtHeldOut(Block):
     accuracies: dict[str, float]  # {domain: accuracy}
 
 
-class Expected(Block):
+class ExpectedPerformance(Block):
     """What to expect of a model at a new site, see `export/expected.py`. No number is of this model itself."""
 
     source: Literal["leave one domain out", "official test"]
@@ -194,7 +194,7 @@ class Expected(Block):
         return NewSite(self.mean if self.center is None else self.center, self.spread, self.freedom, self.scale)
 
     @model_validator(mode="after")
-    def _possible(self) -> Expected:
+    def _possible(self) -> ExpectedPerformance:
         """Refuses values that the metrics can not have."""
         values = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "worst": self.worst[1]}
         if self.scale == "plain":
@@ -257,7 +257,7 @@ class ModelConfig(Block):
     site_xxh3: str | None = None  # of the tensors of site.safetensors; None: nothing is known of new sites
     adapted: AdaptedConfig | None = None  # to one site; None: to none
     training_images_xxh3: str | None = None  # of the tensor of training_images.safetensors, which may be left out
-    expected: Expected | None = None  # at a new site; None: the run has no test result of this method
+    expected: ExpectedPerformance | None = None  # at a new site; None: the run has no test result of this method
 
 
 SINGLE = "head"  # name of the head in a weights file; those of an ensemble are `members.<seed>`

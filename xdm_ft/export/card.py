@@ -17,7 +17,7 @@ import yaml
 from xdm_ft.evaluation import sets_noun
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.results import trained_words
-from xdm_ft.export import AdaptedConfig, Expected, ModelConfig
+from xdm_ft.export import AdaptedConfig, ExpectedPerformance, ModelConfig
 from xdm_ft.runtime.errors import plural, printable
 
 HUB = "hf-hub:"  # begins the name of a model on the hub
@@ -51,7 +51,7 @@ def interval(metric: str, ends: tuple[float, float] | None) -> str:
     return "unknown" if ends is None else f"{shown(metric, ends[0])} to {shown(metric, ends[1])}"
 
 
-def ranks(expected: Expected) -> str:
+def ranks(expected: ExpectedPerformance) -> str:
     """Returns in words where a new site ranks among the held-out ones."""
     domains, values = [site.domains for site in expected.held_out], [site.value for site in expected.held_out]
     return rank_words(expected.metric, domains, values, partial(shown, expected.metric))
@@ -209,8 +209,8 @@ def _gain(adapted: AdaptedConfig) -> str:
     )
 
 
-def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
-    metric, held_out, promise = expected.metric, expected.held_out, expected.at_new_site
+def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[str]:
+    metric, held_out, site = expected.metric, expected.held_out, expected.at_new_site
     noun = sets_noun([site.domains for site in held_out])
     is_final_fit = "images" in config.results
     if expected.selection == "oracle":
@@ -222,11 +222,11 @@ def _expected(config: ModelConfig, expected: Expected) -> Iterator[str]:
     seeds = f"{plural(expected.seeds, 'seed')}" if expected.seeds else "incomplete seeds"
     kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
     yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}.\n"
-    if promise is not None:
-        likely, nearly_all = (interval(metric, promise.between(metric, level)) for level in LEVELS)
-        scale = "" if promise.scale == "plain" else f", on the {promise.scale} scale"
+    if site is not None:
+        likely, nearly_all = (interval(metric, site.between(metric, level)) for level in LEVELS)
+        scale = "" if site.scale == "plain" else f", on the {site.scale} scale"
         yield f"At one new site, {WORDS[metric]} is expected in **{likely}** (80%) and in **{nearly_all}** (95%):"
-        yield f"prediction intervals, t distribution with {promise.freedom} degrees of freedom{scale}. They assume that"
+        yield f"prediction intervals, t distribution with {site.freedom} degrees of freedom{scale}. They assume that"
         yield f"the new site is like one more draw of the {len(held_out)} {noun}."
     else:
         yield "There is no interval for a new site: too few domains were held out to know how much sites differ."

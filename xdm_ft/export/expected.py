@@ -61,7 +61,7 @@ from xdm_ft.evaluation.predictions import (
 )
 from xdm_ft.evaluation.trials import ORACLE, picked_trials
 from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate
-from xdm_ft.export import AtHeldOut, Expected
+from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.sources import Item, Site
 from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
 from xdm_ft.runtime.errors import UserError
@@ -72,7 +72,7 @@ from xdm_ft.storage.tensors import Arrays
 
 def expected_performance(
     path: Path, results: Mapping[str, Any], records: Sequence[Record], rule: str, method: str
-) -> Expected | None:
+) -> ExpectedPerformance | None:
     """Returns what to expect of a method at a new site; None if no model of it has a test result.
 
     Args:
@@ -91,7 +91,7 @@ def expected_performance(
     seeds, values, by_set = runs.complete_seeds, runs.values, values_by_set(runs)
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
-    promise = new_site_of(runs)
+    at_new_site = new_site_of(runs)
     stored = [_read_stored(path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
     at = [_at_held_out(runs, held, by_set[held], part.predictions) for held, part in zip(by_set, stored, strict=True)]
     if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
@@ -118,7 +118,7 @@ def expected_performance(
             f"{len(at)} {sets_noun(runs.held_out)}: too few to know how much sites differ, so there is no interval"
         )
 
-    return Expected(
+    return ExpectedPerformance(
         source="official test" if protocol["name"] == "official" else "leave one domain out",
         data=str(results["recipe"]["data"]["name"]),
         method=method,
@@ -132,9 +132,9 @@ def expected_performance(
         worst=worst,
         others=_others(runs),
         calibrated=_calibrated(stored),
-        new_site=None if promise is None else promise.between(metric),
+        new_site=None if at_new_site is None else at_new_site.between(metric),
         one_more_domain=one_more_domain(runs, results.get("data", {}).get("images", ())),
-        **({} if promise is None else promise._asdict()),
+        **({} if at_new_site is None else at_new_site._asdict()),
         notes=tuple(notes),
     )
 
@@ -288,7 +288,7 @@ class AtSite:
 
 
 def at_site(
-    images: Labelled, class_names: Sequence[str], expected: Expected | None = None, temperature: float = 1.0
+    images: Labelled, class_names: Sequence[str], expected: ExpectedPerformance | None = None, temperature: float = 1.0
 ) -> AtSite:
     """Returns the metrics of labelled images, with intervals over their groups; of few images without groups, the
     accuracy has Clopper and Pearson's, as the jackknife's covers 83 to 89% at 25 to 50 images.
@@ -329,7 +329,7 @@ def at_site(
 
 
 def _versus(
-    expected: Expected, value: float, estimate: Estimate | None, images: Labelled, temperature: float
+    expected: ExpectedPerformance, value: float, estimate: Estimate | None, images: Labelled, temperature: float
 ) -> Versus:
     interval, reason, promised, sets = None, "", expected.at_new_site, len(expected.held_out)
     trained = 0 if images.trained is None else int(images.trained.sum())

@@ -126,10 +126,10 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     if missing:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")
     refused = [
-        f"{path}: {place}: {text}: a path of this machine or the name of an image, which is not uploaded; "
+        f"{path}: {where}: {text}: a path of this machine or the name of an image, which is not uploaded; "
         "remove it, or export the model again without it"
         for path in files
-        for place, text in leaks_in(path)
+        for where, text in leaks_in(path)
     ]
     if refused:
         raise UserError(*refused)
@@ -160,28 +160,28 @@ def leaks_in(path: Path) -> list[tuple[str, str]]:
         else:
             lines = path.read_text(encoding="utf-8").splitlines()
             content = {f"line {number}": line for number, line in enumerate(lines, start=1)}
-        return [(place, leak) for place, text in _texts(content, "") for leak in leaks_of(text)]
+        return [(where, leak) for where, text in _texts(content, "") for leak in leaks_of(text)]
     except (OSError, ValueError, RecursionError, Damaged) as error:
         raise UserError(f"{path}: can not be read ({reason_of(error)}); export the model again") from error
 
 
-def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """Yields (place, text) of each text and key in a JSON value or a protobuf message, but not values of tensors."""
+def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Yields (where, text) of each text and key in a JSON value or a protobuf message, but not values of tensors."""
     if isinstance(value, str):
-        yield place, value
+        yield where, value
     elif isinstance(value, bytes):
-        yield place, value.decode(errors="replace")
+        yield where, value.decode(errors="replace")
     elif isinstance(value, dict):
         for key, inner in value.items():
-            yield place, key
-            yield from _texts(inner, f"{place}.{key}" if place else key)
+            yield where, key
+            yield from _texts(inner, f"{where}.{key}" if where else key)
     elif hasattr(value, "ListFields"):
         for field, inner in value.ListFields():
             if field.name != "raw_data":
-                yield from _texts(inner, f"{place}.{field.name}" if place else field.name)
+                yield from _texts(inner, f"{where}.{field.name}" if where else field.name)
     elif hasattr(value, "__len__"):  # a list, of JSON or protobuf
         for number, inner in enumerate(value):
-            yield from _texts(inner, f"{place}[{number}]")
+            yield from _texts(inner, f"{where}[{number}]")
 
 
 def leaks_of(text: str) -> Iterator[str]:

@@ -50,7 +50,7 @@ MAX_SHARDS = 1024  # of one extraction; more images than fit in so many shards m
 SHARD_BYTES = 2**27  # at most, if a batch takes no more: a shard is in memory until it is written
 
 
-class Elsewhere(NamedTuple):
+class RemoteExtraction(NamedTuple):
     """Where features are computed, if not in this process."""
 
     device: torch.device  # of that kind
@@ -69,7 +69,7 @@ def extract(
     show: bool,
     augmentation: Augmentation = "none",
     streamed: bool = False,
-    elsewhere: Elsewhere | None = None,
+    elsewhere: RemoteExtraction | None = None,
     accelerator: Accelerator | None = None,
 ) -> Features:
     """Returns the features of every row, in the plain view and in `settings.views` views of the `augmentation`.

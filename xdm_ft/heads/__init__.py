@@ -49,8 +49,8 @@ class Head(nn.Module, ABC):
     def stacked_logits(self, z: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """Returns logits [n,H,C] of H heads on the same features z [n,K]; `state`: parameter name → values [H,…]."""
 
-        def of_one(own: dict[str, Tensor]) -> Tensor:
-            logits: Tensor = functional_call(self, own, (z,))
+        def of_one(of_head: dict[str, Tensor]) -> Tensor:
+            logits: Tensor = functional_call(self, of_head, (z,))
             return logits
 
         return vmap(of_one, out_dims=1)(dict(state))

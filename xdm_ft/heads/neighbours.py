@@ -66,15 +66,15 @@ class Neighbours(Head):
 
     def stacked_logits(self, z: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         # one after the other: k determines shapes, and n · H keys rarely fit at once
-        found, unit = [], F.normalize(z, dim=-1)
+        logits, unit = [], F.normalize(z, dim=-1)
         for keys, labels, k, temperature in zip(*(state[name] for name in self._buffers), strict=True):
-            found.append(vote(unit, keys, labels, int(k), temperature, self.outputs))
-        return torch.stack(found, dim=1)
+            logits.append(vote(unit, keys, labels, int(k), temperature, self.outputs))
+        return torch.stack(logits, dim=1)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         for name in ("keys", "labels"):  # how many images there are is known only from the weights
-            own, given = getattr(self, name), state_dict.get(f"{prefix}{name}")
-            if given is not None and given.shape[1:] == own.shape[1:]:
-                setattr(self, name, own.new_empty(given.shape))
+            buffer, given = getattr(self, name), state_dict.get(f"{prefix}{name}")
+            if given is not None and given.shape[1:] == buffer.shape[1:]:
+                setattr(self, name, buffer.new_empty(given.shape))
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self.nearest = int(self.k)

@@ -138,7 +138,7 @@ _pillow_warnings = _PillowWarnings()
 
 
 @contextmanager
-def opened(source: Path | bytes, name: str) -> Iterator[Image.Image]:
+def open_image(source: Path | bytes, name: str) -> Iterator[Image.Image]:
     """Context with an image file whose header is read; what is decoded inside is guarded too.
 
     Raises `UnreadableImage` for a damaged or truncated image, and for an image with more pixels than
@@ -173,9 +173,9 @@ def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Im
 
     16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. `least_side`: a JPEG is decoded at 1/2,
     1/4 or 1/8 of its size where no side gets shorter than this many pixels (Pillow's draft mode). Raises and logs as
-    `opened` does.
+    `open_image` does.
     """
-    with opened(source, name) as image:
+    with open_image(source, name) as image:
         if least_side is not None:
             image.draft(None, (least_side, least_side))
         # inside the context: `Image.open` reads the header alone, and damage shows here

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageStat, JpegImagePlugin
 
 from xdm_ft.images import ImageDataset
-from xdm_ft.images.decode import ROWS_AT_ONCE, EncodedImages, UnreadableImage, memory_of, opened, to_rgb
+from xdm_ft.images.decode import ROWS_AT_ONCE, EncodedImages, UnreadableImage, memory_of, open_image, to_rgb
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
 
@@ -91,7 +91,7 @@ def facts_of_row(dataset: ImageDataset, row: int) -> dict[str, float | str]:
         return _size(image) | _colour(image)
     content = dataset.content(row)
     source = content if isinstance(content, bytes) else Path(content)
-    with opened(source, dataset.name(row)) as image:
+    with open_image(source, dataset.name(row)) as image:
         num_bytes = len(source) if isinstance(source, bytes) else source.stat().st_size
         facts = _size(image) | _file(image, num_bytes)  # before `draft`, which changes the size
         image.draft(None, (LEAST_SIDE, LEAST_SIDE))

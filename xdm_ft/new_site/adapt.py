@@ -151,11 +151,11 @@ def adapt_run(
     shown, state, fit = with_one_more_domain(run, parts, labelled.site, name)
     adapted = labelled.config(f"{method} of the run {run.path.resolve().name}, trained without them", shown, False)
     if shown.kept:
-        model_of_fit, own = fit.model, {key: value for key, value in of_all.items() if key != "trial"}
+        model_of_fit, method_here = fit.model, {key: value for key, value in of_all.items() if key != "trial"}
         settings = hparams(model_of_fit.item, model_of_fit.training)
-        own |= {"train_domains": [*domains, name], "steps": model_of_fit.steps, "hparams": settings}
+        method_here |= {"train_domains": [*domains, name], "steps": model_of_fit.steps, "hparams": settings}
         update = {
-            "method": own | {"seed": run.results["recipe"]["protocol"]["seeds"][0]},
+            "method": method_here | {"seed": run.results["recipe"]["protocol"]["seeds"][0]},
             "head": HeadConfig(name=model_of_fit.item.head.name, settings=model_of_fit.item.head.kwargs()),
             "step": fit.step,
             "chosen": f"{method} trained again on all images of the run and of the site, with its settings there",

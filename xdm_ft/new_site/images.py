@@ -172,15 +172,15 @@ def prevalence_of(text: str, class_names: Sequence[str]) -> np.ndarray:
     """Returns the class shares float64 [C] that `a=.3,b=.7` says. Raises `UserError` unless it has all, of sum 1."""
     # a class name may hold commas and equal signs: the longest one that fits
     names = "|".join(map(re.escape, sorted(class_names, key=len, reverse=True)))
-    pairs, place = list[tuple[str, str]](), 0
-    while match := re.compile(SHARE.format(names)).match(text, place):
+    pairs, end = list[tuple[str, str]](), 0
+    while match := re.compile(SHARE.format(names)).match(text, end):
         pairs.append((match[1], match[2].strip()))
-        place = match.end()
-    if place < len(text) or not pairs or len(dict(pairs)) < len(pairs):
-        rest = text[place:] or text
+        end = match.end()
+    if end < len(text) or not pairs or len(dict(pairs)) < len(pairs):
+        rest = text[end:] or text
         name = rest.partition("=")[0].strip()
         meant = "" if name in class_names else did_you_mean(name, list(class_names))
-        problem = "names a class twice" if place == len(text) and pairs else f"{rest} is no CLASS=SHARE{meant}"
+        problem = "names a class twice" if end == len(text) and pairs else f"{rest} is no CLASS=SHARE{meant}"
         raise UserError(f"--prevalence: {problem}; give a=.3,b=.7")
     try:
         shares = {name: float(number) for name, number in pairs}

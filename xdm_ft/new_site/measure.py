@@ -62,8 +62,8 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
     refused = _trained(images)
     if refused is None and len(np.unique(images.site.labels)) == 1:
         refused = "all labels are of one class, and say nothing of the others"
-    found = None if refused else threshold_for(risk, confidence, right, weight=effective / n)
-    if found is None and refused is None:
+    threshold = None if refused else threshold_for(risk, confidence, right, weight=effective / n)
+    if threshold is None and refused is None:
         if effective < fewest:
             here = plural(n, "label") if groups is None else f"{plural(n, 'label')} in {len(np.unique(groups))} groups"
             refused = f"too few labels: {here}; {fewest} or more{'' if groups is None else ' groups'} can show it"
@@ -71,7 +71,9 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
             most = np.argsort(-confidence, kind="stable")[: int(np.ceil(fewest * n / effective))]
             among = f"{(~right[most]).sum()} of the {len(most)} most certain answers wrong"
             refused = f"no threshold passes, with {among}; adapt the model first, or name a larger risk"
-    value, answered, wrong = (None, None, None) if found is None else (found.value, found.answered, found.wrong)
+    value, answered, wrong = (
+        (None, None, None) if threshold is None else (threshold.value, threshold.answered, threshold.wrong)
+    )
     return AtRisk(risk, value, answered, wrong, n, refused)
 
 
@@ -92,10 +94,12 @@ def with_images(model: Model, name: str, sources: Sources, images: Labelled, bat
     ):
         confidence.append(_calibrated(batch.logits, model.config))
     right, of_all = images.logits.argmax(1).numpy() == images.site.labels, np.concatenate(confidence)
-    found = difference_estimate(of_all, _calibrated(images.logits, model.config), right, images.site.groups)
-    if found is None:
+    estimate = difference_estimate(of_all, _calibrated(images.logits, model.config), right, images.site.groups)
+    if estimate is None:
         return WithImages(None, None, len(of_all), len(unreadable), "a single group or image has no spread")
-    return WithImages(found.value, within_bounds("accuracy", *found.interval()), len(of_all), len(unreadable), None)
+    return WithImages(
+        estimate.value, within_bounds("accuracy", *estimate.interval()), len(of_all), len(unreadable), None
+    )
 
 
 def _calibrated(logits: Tensor, config: ModelConfig) -> np.ndarray:

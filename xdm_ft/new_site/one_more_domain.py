@@ -71,14 +71,14 @@ def with_one_more_domain(run: Run, parts: Parts, site: Site, name: str) -> tuple
 
     with prepared_run(run, label, with_site) as (plan, prepared):
         dataset = plan.dataset
-        own = [row for row in prepared.unreadable if row < len(dataset)]
+        unreadable = [row for row in prepared.unreadable if row < len(dataset)]
         picked = picked_trials([r for r in run.records if r.method == label], run.rule, run.metric)
-        fit, both = fit_of_runs(plan, picked, own), with_site(dataset)
+        fit, both = fit_of_runs(plan, picked, unreadable), with_site(dataset)
         plan, features = replace(plan, dataset=both), prepared.for_method(fit.model.item).features
         assert features is not None, "the encoder is frozen"
         if fit.model.item.reads_normalized:
             features = features.normalized()
-        of_run = np.flatnonzero(usable(dataset, own))
+        of_run = np.flatnonzero(usable(dataset, unreadable))
         of_site = np.arange(len(dataset), len(both))
         labels, fold = torch.from_numpy(site.labels), folds_of(of_site if site.groups is None else site.groups)
 

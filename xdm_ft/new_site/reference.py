@@ -107,9 +107,9 @@ def prepared_run(
         dataset = read_data(recipe)
         every = dataset if also is None else also(dataset)
         prepared = prepare(alone, every, build_encoders(alone, every), accelerator, run.results["environment"])
-        own = [row for row in prepared.unreadable if row < len(dataset)]
+        unreadable = [row for row in prepared.unreadable if row < len(dataset)]
         with one_thread():
-            yield make_plan(recipe, dataset).without(own), prepared.to(accelerator.device)
+            yield make_plan(recipe, dataset).without(unreadable), prepared.to(accelerator.device)
 
 
 class _Trained(NamedTuple):
@@ -153,25 +153,25 @@ class _Study:
         singles = range(len(names)) if pairs else range(0)
         if not len(self.split.evaluation["train_val"]):
             raise UserError("there are no validation images of its training domains")
-        own = {name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in sets.items()}
+        rows_of = {name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in sets.items()}
         with progress("heads for new sites", 1 + len(singles) + len(pairs), "sets of domains") as bar:
-            whole = self._heads(())
+            of_all = self._heads(())
             bar.advance()
             # what measures at one domain is made of what the others show, by heads that saw neither
             by_others = {name: list[_Answers]() for name in names}
             for first, second in ((names[i], names[j]) for i, j in pairs):
                 with self._skipped():
                     heads = self._heads((*sets[first], *sets[second]), bank=False)
-                    by_others[first].append(self._answers(self._seen(heads, own[second]), own[second]))
-                    by_others[second].append(self._answers(self._seen(heads, own[first]), own[first]))
+                    by_others[first].append(self._answers(self._seen(heads, rows_of[second]), rows_of[second]))
+                    by_others[second].append(self._answers(self._seen(heads, rows_of[first]), rows_of[first]))
                 bar.advance()
             at, answers = dict[str, AtDomain](), dict[str, _Answers]()
             for name in (names[i] for i in singles):
                 with self._skipped():
                     heads = self._heads(sets[name])
-                    seen = self._seen(heads, own[name])
-                    at[name] = self._at(sets[name], heads, seen, by_others[name], own[name])
-                    answers[name] = self._answers(seen, own[name])
+                    seen = self._seen(heads, rows_of[name])
+                    at[name] = self._at(sets[name], heads, seen, by_others[name], rows_of[name])
+                    answers[name] = self._answers(seen, rows_of[name])
                 bar.advance()
         for name, of in at.items():
             of.risks.update({f"{risk:g}": risk_at(risk, name, answers) for risk in RISKS})
@@ -180,15 +180,20 @@ class _Study:
         means = class_means(lambda: self._blocks(self.features, reads), len(self.dataset.class_names))[1]
         about = About(
             heads=self._description(self._item(self.split)),
-            temperature=whole.temperature,
-            offset=whole.known.offset,
+            temperature=of_all.temperature,
+            offset=of_all.known.offset,
             threshold=threshold,
-            images=whole.known.images,
+            images=of_all.known.images,
             domains=at,
         )
         shares = self._shares(self._of_model)
         return Stored(
-            about, whole.heads, torch.from_numpy(means).float(), shares, whole.known.accuracies, whole.known.agreements
+            about,
+            of_all.heads,
+            torch.from_numpy(means).float(),
+            shares,
+            of_all.known.accuracies,
+            of_all.known.agreements,
         )
 
     @contextmanager
@@ -265,9 +270,9 @@ class _Study:
         return _erm(item) if len(split.train_domains) < domains_needed(item) else item
 
     def _description(self, item: MethodItem) -> str:
-        own = "as the model" if item is self.item else f"linear ERM, in place of {self.item.label}"
+        kind = "as the model" if item is self.item else f"linear ERM, in place of {self.item.label}"
         images = sum(map(len, self.split.train))
-        return f"{own}; trained on {plural(images, 'image')} of {plural(len(self.split.train_domains), 'domain')}"
+        return f"{kind}; trained on {plural(images, 'image')} of {plural(len(self.split.train_domains), 'domain')}"
 
     def _heads(self, names: Sequence[str], bank: bool = True) -> _Trained:
         """Trains the heads without some domains. `bank`: not the reference head alone."""
@@ -364,13 +369,13 @@ def atc_threshold(seen: Sequence[_Answers]) -> float | None:
 
 def risk_at(risk: float, name: str, seen: Mapping[str, _Answers]) -> RiskAt:
     """Returns the threshold for a risk at a held-out domain, and how the others' largest one does there."""
-    found = {domain: threshold_for(risk, *values) for domain, values in seen.items()}
-    own, others = found[name], [threshold for domain, threshold in found.items() if domain != name]
+    thresholds = {domain: threshold_for(risk, *values) for domain, values in seen.items()}
+    here, others = thresholds[name], [threshold for domain, threshold in thresholds.items() if domain != name]
     tried = None if None in others else max(threshold.value for threshold in others if threshold is not None)
     confidence, right = seen[name]
     answered = confidence >= (math.inf if tried is None else tried)
     return RiskAt(
-        threshold=None if own is None else own.value,
+        threshold=None if here is None else here.value,
         tried=tried,
         risk=float((~right[answered]).mean()) if answered.any() else None,
         answered=float(answered.mean()),

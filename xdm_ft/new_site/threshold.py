@@ -51,9 +51,9 @@ def refuse_other_directories(folder: Path) -> None:
         raise UserError(f"--save: {folder} is no model directory on this machine; give one")
 
 
-def store(folder: Path, found: AtRisk, groups: int | None, precision: ModelPrecision) -> Path:
+def store(folder: Path, shown: AtRisk, groups: int | None, precision: ModelPrecision) -> Path:
     """Writes the file, atomically, and returns its path. Raises `UserError` if it can not be written."""
-    record = {name: getattr(found, name) for name in ("threshold", "risk", "labels", "answered", "wrong")}
+    record = {name: getattr(shown, name) for name in ("threshold", "risk", "labels", "answered", "wrong")}
     stored = StoredThreshold(model=checksum_of(folder), precision=precision, groups=groups, **record)
     document = with_checksum(stored.model_dump(mode="json"))
     replace_text(folder / THRESHOLD, json.dumps(document, indent=1, allow_nan=False) + "\n")

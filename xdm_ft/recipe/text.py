@@ -129,8 +129,8 @@ class Faults:
         """Adds a fault of `key`. Its place is the command line if an override sets one of `causes`."""
         key, *causes_ = (tuple(name.split(".")) if isinstance(name, str) else name for name in (key, *causes))
         overridden = any(map(self.text.is_overridden, causes_))
-        place = self.text.override_origin if overridden else self.text.where(key)
-        self.lines[f"{place}: {self.text.name(key)}: {problem}"] = None
+        origin = self.text.override_origin if overridden else self.text.where(key)
+        self.lines[f"{origin}: {self.text.name(key)}: {problem}"] = None
 
     def raise_if_any(self) -> None:
         if self.lines:
@@ -226,9 +226,9 @@ def _read_yaml(text: str, recipe: RecipeText) -> Any:
         return None if node is None else _plain(node, (), loader, recipe.lines, set())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{recipe.origin}:{mark.line + 1}" if mark else recipe.origin
+        origin = f"{recipe.origin}:{mark.line + 1}" if mark else recipe.origin
         problem = getattr(error, "problem", None) or str(error)
-        raise UserError(f"{place}: not valid YAML: {' '.join(problem.split())}") from error
+        raise UserError(f"{origin}: not valid YAML: {' '.join(problem.split())}") from error
     except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, very deep nesting
         raise UserError(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}") from error
 

@@ -8,7 +8,6 @@ is what would follow in the path of a file of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -63,12 +62,6 @@ def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: i
     """
     shared = "" if heads is None else f"heads-{heads}.safetensors#"
     return f"{method_folder(method)}/{shared}{file_name(*test_domains, safe=' ')}/seed{seed}-trial{trial}"
-
-
-def folder_of(method: str, test_domains: tuple[str, ...], seed: int, trial: int, weights: Iterable[str]) -> str:
-    """Returns the folder of a trained model, or what stands for it, given the addresses of its weights."""
-    shared = (address.rpartition("/")[0] for address in weights if parts_of(address)[1] is not None)
-    return next(shared, model_folder(method, test_domains, seed, trial))
 
 
 def address_in(folder: str, name: str) -> str:

@@ -229,8 +229,10 @@ def find_chain(encoder: nn.Module, size: int, candidates: Sequence[Sequence[str]
                     raise _NoChain(f"its module {min(missed)} is not called")
                 places = _places(encoder, two)
                 with torch.no_grad():
-                    one = _Pass(encoder, names, probe_images(encoder, size, 1))
-            return Chain(tuple(_block(name, two, one) for name in two.inputs), "", places, _with_holders(encoder, two))
+                    single = _Pass(encoder, names, probe_images(encoder, size, 1))
+            return Chain(
+                tuple(_block(name, two, single) for name in two.inputs), "", places, _with_holders(encoder, two)
+            )
         except _NoChain as error:
             reason = str(error)
         except PROBE_ERRORS as error:
@@ -307,9 +309,9 @@ class _Pass:
 
 def _block(name: str, of_two: _Pass, of_one: _Pass) -> Block:
     """The axis that counts images is found by comparing the activations of two images and of one."""
-    two, one = of_two.inputs[name], of_one.inputs[name]
-    axes = [axis for axis, sizes in enumerate(zip(two.shape, one.shape, strict=True)) if sizes[0] != sizes[1]]
-    if len(axes) != 1 or two.shape[axes[0]] != 2 or one.shape[axes[0]] != 1:
+    two, single = of_two.inputs[name], of_one.inputs[name]
+    axes = [axis for axis, sizes in enumerate(zip(two.shape, single.shape, strict=True)) if sizes[0] != sizes[1]]
+    if len(axes) != 1 or two.shape[axes[0]] != 2 or single.shape[axes[0]] != 1:
         raise _NoChain(f"its module {name} takes {list(two.shape)} for two images, which has no batch axis")
     layout = sorted(range(two.ndim), key=two.stride().__getitem__, reverse=True)
     shape = two.shape[: axes[0]] + two.shape[axes[0] + 1 :]
@@ -342,11 +344,11 @@ def _places(encoder: nn.Module, seen: _Pass) -> dict[str, int]:
         before = ends
     used[2 * len(seen.inputs) + 2] = _parameters([seen.z.grad_fn], before, names)
     for number, block in enumerate(seen.inputs, 1):
-        elsewhere = set().union(*(parameters for place, parameters in used.items() if place != 2 * number))
+        elsewhere = set().union(*(parameters for use, parameters in used.items() if use != 2 * number))
         if any(name.startswith(f"{block}.") for name in elsewhere):
             raise _NoChain(f"what its module {block} computes is used beyond the next block")
     # the first place is written last, and stays: what both parts of a cut use lies below it
-    return {name: place for place in sorted(used, reverse=True) for name in used[place]}
+    return {name: use for use in sorted(used, reverse=True) for name in used[use]}
 
 
 def _parameters(ends: Iterable[Any], stops: Iterable[Any], names: Mapping[int, str]) -> set[str]:

@@ -56,12 +56,12 @@ CORPORA = {
 
 def corpora_in(tag: str) -> str | None:
     """The corpora named in a weights tag, e.g. "ImageNet-21k, ImageNet-1k"; None if it names none."""
-    rest, found = tag.lower(), []
+    rest, named = tag.lower(), []
     for part, name in CORPORA.items():
         if part in rest:
-            found.append(name)
+            named.append(name)
             rest = rest.replace(part, "")
-    return ", ".join(found) or None
+    return ", ".join(named) or None
 
 
 def pretraining_of(name: str) -> str:

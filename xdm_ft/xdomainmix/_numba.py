@@ -133,9 +133,9 @@ def _mix(
         i, j, lam_1, lam_2, kept = same[n], other[n], lam[n, 0], lam[n, 1], keep[n]
         rest_1, rest_2 = np.float32(1) - lam_1, np.float32(1) - lam_2
         for k in range(z.shape[1]):
-            own, c, d = z[n, k], of_class[n, k], of_domain[n, k]
-            csds, csdg = own if c & d else nothing, own if c & (not d) else nothing
-            cgds, cgdg = own if (not c) & d else nothing, own if (not c) & (not d) else nothing
+            value, c, d = z[n, k], of_class[n, k], of_domain[n, k]
+            csds, csdg = value if c & d else nothing, value if c & (not d) else nothing
+            cgds, cgdg = value if (not c) & d else nothing, value if (not c) & (not d) else nothing
             csds_i = z[i, k] if of_class[i, k] & of_domain[i, k] else nothing
             cgds_j = z[j, k] if (not of_class[j, k]) & of_domain[j, k] else nothing
             specific = lam_1 * csds + rest_1 * csds_i if kept else zero

@@ -31,8 +31,8 @@ def _exceeds(bits: Any, ranks: Any, block: Any, mask: Any, size: Any, BLOCK: tl.
     k, rank = tl.arange(0, BLOCK), tl.load(ranks + tl.program_id(0) // block)
     # int64: n·K may exceed 2^31
     at = tl.program_id(0).to(tl.int64) * size + k
-    own = tl.load(bits + at, mask=k < size, other=0)
-    order = tl.where(own >= 0, own, -0x80000000 - own).to(tl.int64)  # as `_numba._order`
+    score_bits = tl.load(bits + at, mask=k < size, other=0)
+    order = tl.where(score_bits >= 0, score_bits, -0x80000000 - score_bits).to(tl.int64)  # as `_numba._order`
     is_nan = tl.sum(((order > 0x7F800000) | (order < -0x7F800000)).to(tl.int32), 0) > 0
     # x_(rank) is the smallest τ that at most m = K−1−rank scores exceed: bisection between −∞ and +∞
     low, high = tl.full((), -0x7F800001, tl.int64), tl.full((), 0x7F800000, tl.int64)

@@ -261,9 +261,9 @@ class BankValidation:
         """Returns the values of other metrics, as `_accuracies` does."""
         values, logits = [], logits.cpu()
         for (positions, images, _), heads in zip(self.measured, columns, strict=True):
-            own = logits[positions[:, None], heads]  # [n,heads,C]
-            finite = own.isfinite().all(-1).all(0)  # [heads]
-            of_finite = iter(images.values(own[:, finite]))
+            of_heads = logits[positions[:, None], heads]  # [n,heads,C]
+            finite = of_heads.isfinite().all(-1).all(0)  # [heads]
+            of_finite = iter(images.values(of_heads[:, finite]))
             values.append([next(of_finite) if is_finite else None for is_finite in finite.tolist()])
         return values
 
@@ -272,16 +272,16 @@ class BankValidation:
         features, begin = self.features, 0
         logits = torch.empty(len(self.rows), len(heads), model.task.num_classes, device=features.device)
         for size, readers in zip(self.sizes, self.heads, strict=True):
-            own = readers[(readers >= heads.start) & (readers < heads.stop)].to(features.device)
+            validated = readers[(readers >= heads.start) & (readers < heads.stop)].to(features.device)
             rows, loaded = self.rows[begin : begin + size], self.loaded
             done, begin = begin, begin + size
-            if len(own) == 0:
+            if len(validated) == 0:
                 continue
-            own_state = {name: values[own] for name, values in state.items()}
+            state_here = {name: values[validated] for name, values in state.items()}
             for block in [rows] if loaded is not None else rows.split(rows_at_once(features)):
                 end = done + len(block)
                 z = features[block.to(features.device)] if loaded is None else loaded[done:end]
-                logits[done:end, own - heads.start] = model.stacked_logits(z, own_state)
+                logits[done:end, validated - heads.start] = model.stacked_logits(z, state_here)
                 done = end
         return logits
 

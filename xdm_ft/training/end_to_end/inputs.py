@@ -223,29 +223,29 @@ class StepBatch:
         its own features' part of the encoder's gradient. Gradients are then averaged over P processes, so the gradient
         by the features is multiplied by P here.
         """
-        own = torch.cat(z)
-        if own.requires_grad and len(self.positions) > 1:
-            own = own.view_as(own)
-            own.register_hook(lambda gradient: gradient * len(self.positions))
+        features = torch.cat(z)
+        if features.requires_grad and len(self.positions) > 1:
+            features = features.view_as(features)
+            features.register_hook(lambda gradient: gradient * len(self.positions))
         soft_labels = [part.targets for part in self.parts if part.targets is not None]
         targets = self._in_order(torch.cat(soft_labels)) if soft_labels else None
-        return self.full_batch._replace(x=self._in_order(own), targets=targets)
+        return self.full_batch._replace(x=self._in_order(features), targets=targets)
 
-    def _in_order(self, own: Tensor) -> Tensor:
-        """Returns the rows [B,…] of all processes in the order of the full batch; only `own` keep their graph."""
+    def _in_order(self, features: Tensor) -> Tensor:
+        """Returns the rows [B,…] of all processes in the order of the full batch; only `features` keep their graph."""
         if len(self.positions) == len(self.positions[0]) == 1:
-            return own  # the one part is the batch
+            return features  # the one part is the batch
         positions = [torch.cat(of_process) for of_process in self.positions]
-        pieces = [own]
+        pieces = [features]
         if len(positions) > 1:
             # processes exchange equally many rows, and every process knows how many are another's
-            padded = own.new_zeros(max(map(len, positions)), *own.shape[1:])
-            padded[: len(own)] = own.detach()
+            padded = features.new_zeros(max(map(len, positions)), *features.shape[1:])
+            padded[: len(features)] = features.detach()
             everyone = [torch.empty_like(padded) for _ in positions]
             all_gather(everyone, padded)
             pieces = [rows[: len(of_process)] for rows, of_process in zip(everyone, positions, strict=True)]
-            pieces[self.process] = own
-        return torch.cat(pieces)[torch.cat(positions).argsort().to(own.device, non_blocking=True)]
+            pieces[self.process] = features
+        return torch.cat(pieces)[torch.cat(positions).argsort().to(features.device, non_blocking=True)]
 
 
 class TrainingBatches:
@@ -304,16 +304,16 @@ class TrainingBatches:
     def rows_to_read(self, step: int) -> RowsToRead:
         """Returns the rows that this process reads for `step`."""
         rows, partners = self.rows(step), self.partners(step)
-        own = torch.cat(self.positions(rows)[self.process])
+        read_here = torch.cat(self.positions(rows)[self.process])
         if partners is None:
-            return RowsToRead(rows[own], own, None)
+            return RowsToRead(rows[read_here], read_here, None)
         index_of = torch.full((2 * len(rows),), -1)  # index in `read` of each position; B and more: outside the batch
-        index_of[own] = torch.arange(len(own))
-        wanted = partners.position[own]
+        index_of[read_here] = torch.arange(len(read_here))
+        wanted = partners.position[read_here]
         # samples that share a partner get one image of it, decoded and augmented once
         missing = wanted[index_of[wanted] < 0].unique()
-        index_of[missing] = len(own) + torch.arange(len(missing))
-        read = torch.cat([own, missing])
+        index_of[missing] = len(read_here) + torch.arange(len(missing))
+        read = torch.cat([read_here, missing])
         return RowsToRead(torch.cat([rows, partners.row])[read], read, index_of[wanted])
 
     def begin(self, first: int = 0) -> Generator[tuple[int, StepBatch], None, None]:
@@ -337,10 +337,10 @@ class TrainingBatches:
         partner, positions = self.rows_to_read(step).partner, self.positions(samples.row)
         parts, begin = [], 0
         for of_part in positions[self.process]:
-            own = slice(begin, begin + len(of_part))
-            begin = own.stop
+            of_read = slice(begin, begin + len(of_part))
+            begin = of_read.stop
             # indexed here: an index that lies on the host would make it wait for the device
             fields = {name: to_device(value[of_part]) for name, value in annotations.items()}
-            partner_x = None if partner is None else x[to_device(partner[own])]
-            parts.append(Batch(x[own], **fields, partner=partner_x))
+            partner_x = None if partner is None else x[to_device(partner[of_read])]
+            parts.append(Batch(x[of_read], **fields, partner=partner_x))
         return StepBatch(parts, full_batch, positions, self.process)

@@ -39,8 +39,8 @@ class EvaluationImages:
         self.accelerator, self.n = accelerator, len(rows)
         self.rows_per_process = -(-self.n // accelerator.num_processes)
         begin = self.rows_per_process * accelerator.process_index
-        own = rows[begin : begin + self.rows_per_process].tolist()
-        self.read = inputs.of_rows(own, batch_size, persistent)
+        rows_here = rows[begin : begin + self.rows_per_process].tolist()
+        self.read = inputs.of_rows(rows_here, batch_size, persistent)
 
     @torch.no_grad()
     def outputs(self, model: EndToEnd, kind: Literal["logits", "features"] = "logits") -> Tensor:
