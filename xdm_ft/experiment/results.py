@@ -113,6 +113,12 @@ class Results:
         """These results as reports read them from the run directory."""
         return Run(self.path, self.streamed, self.records, self.rows)
 
+    def _repr_html_(self) -> str:
+        """The finding and the table, as a notebook shows them."""
+        from xdm_ft.report.notebook import html_of_run
+
+        return html_of_run(self.as_read)
+
     def table(self, selection: str | None = None) -> list[dict[str, Any]]:
         """Returns the rows of one selection rule as flat dicts: `pandas.DataFrame(results.table())`.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export import Classifier, ModelPrecision, Parts, probabilities
-from xdm_ft.export.card import HUB
+from xdm_ft.export.card import HUB, WORDS, interval, shown
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import CONFIG, read_directory
 from xdm_ft.export.hub import download
@@ -83,6 +83,24 @@ class Model:
     def __repr__(self) -> str:
         encoder, method = self.config.encoder, self.config.method["label"]
         return f"Model({method}, {len(self.class_names)} classes, {encoder.settings['model']}, {self.device})"
+
+    def _repr_html_(self) -> str:
+        """What the model is, and what to expect of it at a new site, as a notebook shows it."""
+        from xdm_ft.report.notebook import html_of_facts
+
+        encoder, method, expected = self.config.encoder, self.config.method, self.config.expected
+        facts = [
+            ("method", str(method["label"])),
+            ("encoder", str(encoder.settings["model"])),
+            ("classes", ", ".join(self.class_names)),
+            ("trained on", ", ".join(method["train_domains"])),
+        ]
+        if expected is not None:
+            site = expected.at_new_site
+            facts.append((WORDS[expected.metric], f"{shown(expected.metric, expected.mean)} on held-out domains"))
+            ends = None if site is None else site.between(expected.metric)
+            facts.append(("at a new site (95%)", interval(expected.metric, ends)))
+        return html_of_facts(repr(self), facts)
 
     def predict(self, images: Images) -> list[str]:
         """Returns the most probable class of every image. Raises `UserError` for one that does not decode."""

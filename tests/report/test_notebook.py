@@ -1,0 +1,25 @@
+"""What a notebook shows of results and of facts."""
+
+import json
+
+from example_runs import results_of, two_sets
+
+import xdm_ft
+from xdm_ft.report.headline import sentence
+from xdm_ft.report.notebook import html_of_facts
+from xdm_ft.storage.run_directory import RunDirectory
+
+
+def test_results_show_the_finding_and_the_table_with_names_escaped(tmp_path):
+    text = json.dumps(results_of(two_sets())).replace("xdomainmix", "<script>x</script>")
+    RunDirectory(tmp_path / "run").write_results(json.loads(text))
+    results = xdm_ft.open(tmp_path / "run")
+    html = results._repr_html_()
+    assert "<script>" not in html and "<td>&lt;script&gt;x&lt;/script&gt;</td>" in html
+    assert sentence(results.as_read).split(".")[0] in html or "&lt;" in html
+    assert "<td>erm</td>" in html and "mean ± stderr" in html and html.count("<tr>") == 3
+
+
+def test_facts_are_escaped():
+    html = html_of_facts("<b>", [("method", "<script>")])
+    assert "<script>" not in html and "&lt;b&gt;" in html and "<td>method</td><td>&lt;script&gt;</td>" in html
