@@ -210,7 +210,7 @@ def _gain(adapted: AdaptedConfig) -> str:
 
 
 def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[str]:
-    metric, held_out, site = expected.metric, expected.held_out, expected.at_new_site
+    metric, held_out, at_new_site = expected.metric, expected.held_out, expected.at_new_site
     noun = sets_noun([site.domains for site in held_out])
     is_final_fit = "images" in config.results
     if expected.selection == "oracle":
@@ -222,11 +222,11 @@ def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[st
     seeds = f"{plural(expected.seeds, 'seed')}" if expected.seeds else "incomplete seeds"
     kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
     yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}.\n"
-    if site is not None:
-        likely, nearly_all = (interval(metric, site.between(metric, level)) for level in LEVELS)
-        scale = "" if site.scale == "plain" else f", on the {site.scale} scale"
+    if at_new_site is not None:
+        likely, nearly_all = (interval(metric, at_new_site.between(metric, level)) for level in LEVELS)
+        scale = "" if at_new_site.scale == "plain" else f", on the {at_new_site.scale} scale"
         yield f"At one new site, {WORDS[metric]} is expected in **{likely}** (80%) and in **{nearly_all}** (95%):"
-        yield f"prediction intervals, t distribution with {site.freedom} degrees of freedom{scale}. They assume that"
+        yield f"prediction intervals, t distribution with {at_new_site.freedom} degrees of freedom{scale}. They assume that"
         yield f"the new site is like one more draw of the {len(held_out)} {noun}."
     else:
         yield "There is no interval for a new site: too few domains were held out to know how much sites differ."
