@@ -226,7 +226,8 @@ def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[st
         likely, nearly_all = (interval(metric, at_new_site.between(metric, level)) for level in LEVELS)
         scale = "" if at_new_site.scale == "plain" else f", on the {at_new_site.scale} scale"
         yield f"At one new site, {WORDS[metric]} is expected in **{likely}** (80%) and in **{nearly_all}** (95%):"
-        yield f"prediction intervals, t distribution with {at_new_site.freedom} degrees of freedom{scale}. They assume that"
+        freedom = f"{at_new_site.freedom} degrees of freedom"
+        yield f"prediction intervals, t distribution with {freedom}{scale}. They assume that"
         yield f"the new site is like one more draw of the {len(held_out)} {noun}."
     else:
         yield "There is no interval for a new site: too few domains were held out to know how much sites differ."
