@@ -138,7 +138,7 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
         (["run", "demo", "protocol.test_domains=[inc]"], 'xdm-ft: protocol.test_domains: "inc" is not a domain'),
         (["cache", "prune"], "xdm-ft: cache prune: no limit is given; give --unused-days N"),
         (["cp", "demo", "images"], "xdm-ft: images: exists already"),
-        (["cp", "demo", "images/mine.yaml"], "xdm-ft: images/mine.yaml: can not be written"),
+        (["cp", "demo", "images/mine.yaml"], "xdm-ft: images/mine.yaml: cannot be written"),
         *(
             ([verb, "output/nothing", *rest], "xdm-ft: output/nothing: does not exist; name a ")
             for verb, rest in (
@@ -425,5 +425,5 @@ def test_a_verb_leaves_the_keys_for_the_tab_key(tmp_path: Path, monkeypatch: pyt
     assert main(["validate", "demo", "data.root=x"]) == 2 and not (tmp_path / "cache").exists()
     assert main(["features", "demo", "encoder.trainable=true", "methods=[erm]", f"features.dir={tmp_path}/own"]) == 2
     assert json.loads((tmp_path / "cache/keys.json").read_text()) == known_keys()
-    monkeypatch.setenv("XDM_FT_CACHE", "/proc/nowhere")  # can not be written: nothing is said
+    monkeypatch.setenv("XDM_FT_CACHE", "/proc/nowhere")  # cannot be written: nothing is said
     assert main(["features", "demo", "encoder.trainable=true", "methods=[erm]", f"features.dir={tmp_path}/own"]) == 2

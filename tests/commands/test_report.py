@@ -154,10 +154,10 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
         (["one", "two", "./one"], "one: is named twice"),
         (["one", "two", "--images"], "--images: is about the page of one run"),
         (["one", "--out", "one/results.json"], "--out one/results.json: its name must end in .txt, .md, .tex, .csv"),
-        (["one", "--out", "one/results.json/x.md"], "x.md: can not be written"),
+        (["one", "--out", "one/results.json/x.md"], "x.md: cannot be written"),
         (["unfinished"], "unfinished: has no table, as its run is not finished; run the same command to finish it"),
         (["one", "unfinished"], "unfinished: has no table"),
-        (["damaged"], "damaged/results.json: can not be read as the results of a run"),
+        (["damaged"], "damaged/results.json: cannot be read as the results of a run"),
     ],
 )
 def test_faults_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

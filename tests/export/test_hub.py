@@ -141,7 +141,7 @@ def test_an_onnx_file_is_searched(tmp_path):
     onnx.save(onnx_model, path)
     assert leaks_in(path) == [("graph.node[0].metadata_props[0].value", "/srv/code/a.py")]
     path.write_bytes(b"\xff" * 50)
-    with pytest.raises(UserError, match=r"model\.onnx: can not be read"):
+    with pytest.raises(UserError, match=r"model\.onnx: cannot be read"):
         leaks_in(path)
 
 
@@ -179,7 +179,7 @@ def test_errors_of_the_hub_are_one_line_with_a_remedy(model, api, fault, message
 def test_a_wrong_name_and_a_folder_without_a_model_are_refused(model, api, tmp_path, name):
     with pytest.raises(UserError, match="is no name of a repository; write ORGANISATION/NAME"):
         push(model, name, private=True)
-    with pytest.raises(UserError, match=r"config\.json: can not be read"):
+    with pytest.raises(UserError, match=r"config\.json: cannot be read"):
         push(tmp_path, "org/name", private=True)
     assert not api.calls
 
@@ -233,7 +233,7 @@ def test_a_repository_is_never_read_as_a_run(model, hub, tmp_path):
     (model / "results.json").write_text('{"runs": [], "checksum": "x"}')
     hub(model)
     assert xdm_ft.load("hf-hub:org/name", device="cpu").class_names == small_models.CLASSES
-    with pytest.raises(UserError, match="is no run directory, so method, held-out domain, seed and trial can not be"):
+    with pytest.raises(UserError, match="is no run directory, so method, held-out domain, seed and trial cannot be"):
         xdm_ft.load("hf-hub:org/name", seed=1)
 
 

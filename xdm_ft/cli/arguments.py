@@ -193,7 +193,7 @@ def add_predict(verb: Parser) -> None:
     group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
     option("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
     flag("--resume", help="continue the unfinished predictions of --out, if any")
-    flag("--strict", help="exit status 2 if an image can not be read, or a folder holds other files")
+    flag("--strict", help="exit status 2 if an image cannot be read, or a folder holds other files")
     add_model_options(verb)
 
 

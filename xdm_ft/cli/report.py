@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     """Makes the tables of one run or of several runs of one protocol.
 
     Of one run it also writes results.md, results.csv, report.html and plots/ again. Raises `UserError` for a run that
-    is damaged or not finished, for runs of several protocols, and if a file can not be written.
+    is damaged or not finished, for runs of several protocols, and if a file cannot be written.
     """
     out, format_ = None, arguments.format or "text"
     if arguments.out is not None:

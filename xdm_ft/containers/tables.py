@@ -267,7 +267,7 @@ def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDic
     except (DatasetsError, OSError, ValueError) as error:  # Arrow raises ValueError for a damaged Parquet file
         cause = error.__cause__ or error
         reason = " ".join(printable(f"{type(cause).__name__}: {cause}").split())[:200]
-        raise UserError(f"{where}: can not be read ({reason}); {remedy}") from error
+        raise UserError(f"{where}: cannot be read ({reason}); {remedy}") from error
 
 
 class ImageTable(EncodedImages):

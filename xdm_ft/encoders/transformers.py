@@ -305,7 +305,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
                 "library itself knows, or use encoder.name: timm or open_clip"
             ) from error
         raise UserError(
-            f'encoder.model: transformers {transformers.__version__} can not read the config of "{model}" '
+            f'encoder.model: transformers {transformers.__version__} cannot read the config of "{model}" '
             f"({reason_of(error, 120)}); update transformers, or choose another model"
         ) from error
     if config.model_type.startswith("timm_"):
@@ -379,7 +379,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         if kwargs:
             raise wrong_kwargs(source.name, kwargs, error) from error
         raise UserError(
-            f'encoder.weights: {source.file or source.name} can not be loaded into "{source.name}" '
+            f'encoder.weights: {source.file or source.name} cannot be loaded into "{source.name}" '
             f"({reason_of(error, 200)}); check encoder.model, or give the complete file"
         ) from error
     pooler = {name for name in report["missing_keys"] if name.startswith("pooler.")}
@@ -416,7 +416,7 @@ BY_HAND = "set mean, std, size, crop, interpolation and resize in encoder.prepro
 
 
 def from_processor(processor: Any, model: str) -> Preprocessing:
-    """Returns the preprocessing of an image processor. Raises `UserError` if ours can not do the same.
+    """Returns the preprocessing of an image processor. Raises `UserError` if ours cannot do the same.
 
     Crops may lie one pixel beside the processor's, which rounds half a pixel down.
     """

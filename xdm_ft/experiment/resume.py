@@ -38,7 +38,7 @@ MAX_CHANGES = 10  # differences of a refused recipe that the message names
 
 @dataclass(frozen=True)
 class Generation:
-    """What determines the models that one recipe of a run directory planned, given all that can not change."""
+    """What determines the models that one recipe of a run directory planned, given all that cannot change."""
 
     methods: tuple[str, ...]  # labels, sorted
     seeds: tuple[int, ...]

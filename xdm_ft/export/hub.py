@@ -139,7 +139,7 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
 def leaks_in(path: Path) -> list[tuple[str, str]]:
     """Returns (place, leak) of each leak in a .json, .safetensors, .onnx or text file, and in names of tensors.
 
-    Raises `UserError` if the file can not be read, or if it is an ONNX file and `onnx` is not installed.
+    Raises `UserError` if the file cannot be read, or if it is an ONNX file and `onnx` is not installed.
     """
     try:
         content: Any
@@ -162,7 +162,7 @@ def leaks_in(path: Path) -> list[tuple[str, str]]:
             content = {f"line {number}": line for number, line in enumerate(lines, start=1)}
         return [(place, leak) for place, text in _texts(content, "") for leak in leaks_of(text)]
     except (OSError, ValueError, RecursionError, Damaged) as error:
-        raise UserError(f"{path}: can not be read ({reason_of(error)}); export the model again") from error
+        raise UserError(f"{path}: cannot be read ({reason_of(error)}); export the model again") from error
 
 
 def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:

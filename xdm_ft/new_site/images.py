@@ -125,7 +125,7 @@ def readable(
 
 
 class _Added:
-    """Adds features that the cache lacks, a shard at a time. What can not be written is computed again next time."""
+    """Adds features that the cache lacks, a shard at a time. What cannot be written is computed again next time."""
 
     def __init__(self, store: Store | None, content: np.ndarray) -> None:
         self.store, self.numbers, self.parts = store, list[int](), list[Tensor]()

@@ -52,7 +52,7 @@ def refuse_other_directories(folder: Path) -> None:
 
 
 def store(folder: Path, found: AtRisk, groups: int | None, precision: ModelPrecision) -> Path:
-    """Writes the file, atomically, and returns its path. Raises `UserError` if it can not be written."""
+    """Writes the file, atomically, and returns its path. Raises `UserError` if it cannot be written."""
     record = {name: getattr(found, name) for name in ("threshold", "risk", "labels", "answered", "wrong")}
     stored = StoredThreshold(model=checksum_of(folder), precision=precision, groups=groups, **record)
     document = with_checksum(stored.model_dump(mode="json"))

@@ -56,7 +56,7 @@ def write_page(run: Run) -> list[Section]:
     """Writes report.html and the figures as plots/*.svg into the run directory, each file atomically.
 
     Returns the sections of the page. Images of the data and names of their files stand in the page only if the recipe's
-    `report.images` is true. Raises `UserError` if a file of the run is damaged, or if the page can not be written.
+    `report.images` is true. Raises `UserError` if a file of the run is damaged, or if the page cannot be written.
     """
     shown = list(sections(run))
     figures = [figure for section in shown for figure in section.figures]
@@ -251,7 +251,7 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
         raise
     except Exception:
         remedy = f"the results are whole; `xdm-ft report {run.path}` tries it again"
-        logger.exception("%s: can not be drawn, because of a fault in xdm_ft; %s", run.path / PAGE, remedy)
+        logger.exception("%s: cannot be drawn, because of a fault in xdm_ft; %s", run.path / PAGE, remedy)
 
 
 def _write_tables(directory: RunDirectory, run: Run) -> None:

@@ -46,7 +46,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
     """Appends JSON values to a file of lines, and returns when they are on the disk.
 
     No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
-    `UserError` if the file can not be written.
+    `UserError` if the file cannot be written.
     """
     text = b"".join(map(checked_line, values))
     with disk_errors(path):

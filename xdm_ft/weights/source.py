@@ -188,7 +188,7 @@ def read_weights(
             with path.open("rb") as file:
                 header = int.from_bytes(file.read(8), "little")  # its length, of a safetensors file
     except OSError as error:
-        problem = f"can not be read ({error.strerror})"
+        problem = f"cannot be read ({error.strerror})"
     if problem:
         raise UserError(f"{key}: {path} {problem}; give the path of a .safetensors or .pth file")
     if not path.name.endswith(SUFFIXES):
@@ -418,7 +418,7 @@ def tokenizer_errors(model: str, repository: str) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{what} needs {error.name}; pip install {error.name}") from error
     except (ValueError, KeyError) as error:
-        raise UserError(f"{what} can not be used ({reason_of(error)})") from error
+        raise UserError(f"{what} cannot be used ({reason_of(error)})") from error
 
 
 def not_read(model: str, folder: str, error: OSError) -> UserError:
