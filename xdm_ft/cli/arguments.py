@@ -17,10 +17,6 @@ KEYS = "keys.json"  # the keys of recipes, in the cache folder
 FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv"}  # of `report`, by the suffix of its file
 LEAST_SHARE = 1e-4  # 23,000 labels could show it
 STORED = "stored"  # of --abstain-below: the threshold in the model directory
-TOPICS = (
-    "table", "comparison", "verdict", "selection", "metrics", "sentence", "labels", "cost", "encoders", "notes",
-    "analysis",
-)  # fmt: skip
 
 
 def complete_with(argument: argparse.Action, values: Callable[..., Iterable[str]]) -> None:
@@ -35,6 +31,13 @@ def recipe_names(prefix: str, **_: Any) -> Iterable[str]:
     from xdm_ft.recipe.text import recipe_folder
 
     return [*(path.stem for path in recipe_folder().glob("*.yaml")), *FilesCompleter(["yaml", "yml"])(prefix)]
+
+
+def explained_words(prefix: str, **_: Any) -> Iterable[str]:
+    """Returns the words and groups of the glossary."""
+    from xdm_ft.runtime.texts import glossary
+
+    return [*(groups := glossary()), *(word for entries in groups.values() for word in entries)]
 
 
 def override_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
@@ -255,7 +258,8 @@ def add_evaluate(verb: Parser) -> None:
 
 
 def add_explain(verb: Parser) -> None:
-    verb.add_argument("topic", nargs="?", choices=TOPICS)
+    meaning = "a word of a screen or table, or a group of words (default: the concepts that come first)"
+    complete_with(verb.add_argument("word", metavar="WORD", nargs="*", help=meaning), explained_words)
 
 
 def add_ls(verb: Parser) -> None:
@@ -302,7 +306,7 @@ VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
         partial(add_recipe, nargs="?"),
         "check installation, devices, weights and data; print a remedy for each fault",
     ),
-    "explain": (add_explain, "explain the words of a run's tables: ±, intervals, verdicts, selection, notes"),
+    "explain": (add_explain, "explain a word of a screen or table; without a word, the concepts that you need first"),
     "ls": (add_ls, "list recipes, methods, heads, data sets or encoders, one per line"),
     "cp": (add_cp, "copy a packaged recipe to a file that you can edit"),
     "cache": (add_cache, "list, verify or remove cached features"),
@@ -339,7 +343,7 @@ xdm-ft adapt output/clip_folder labelled.csv --method xdomainmix --out site_mode
 xdm-ft doctor
 xdm-ft doctor clip_folder data.root=DIR
 xdm-ft explain
-xdm-ft explain verdict
+xdm-ft explain held-out domain
 xdm-ft ls methods
 xdm-ft ls methods --json
 xdm-ft cp clip_folder mine.yaml
