@@ -279,8 +279,13 @@ def test_activations_of_a_cut(folder: Path) -> None:
 
 def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = {what: listing(what).text().splitlines() for what in ("recipes", "methods", "heads", "data", "encoders")}
-    for what, word in {"recipes": "clip_camelyon", "heads": "mlp", "data": "folder", "encoders": "open_clip"}.items():
+    lines = {what: listing(what).text().splitlines() for what in ("benchmarks", "methods", "heads", "data", "encoders")}
+    for what, word in {
+        "benchmarks": "clip_camelyon",
+        "heads": "mlp",
+        "data": "folder",
+        "encoders": "open_clip",
+    }.items():
         assert any(line.startswith(f"{word} ") for line in lines[what])
     rows = {cells[0]: cells for line in lines["methods"] for cells in [re.split(r"  +", line)]}
     assert rows["groupdro"][2] == rows["…+sagm"][2] == "cached / end to end" and rows["coral"][2] == "end to end"

@@ -263,7 +263,8 @@ def add_explain(verb: Parser) -> None:
 
 
 def add_ls(verb: Parser) -> None:
-    verb.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
+    lists = ["recipes", "benchmarks", "methods", "heads", "data", "encoders"]
+    verb.add_argument("what", nargs="?", choices=lists, default="recipes")
 
 
 def add_cp(verb: Parser) -> None:
@@ -307,7 +308,7 @@ VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
         "check installation, devices, weights and data; print a remedy for each fault",
     ),
     "explain": (add_explain, "explain a word of a screen or table; without a word, the concepts that you need first"),
-    "ls": (add_ls, "list recipes, methods, heads, data sets or encoders, one per line"),
+    "ls": (add_ls, "list recipes for your images, benchmarks, methods, heads, data sets or encoders"),
     "cp": (add_cp, "copy a packaged recipe to a file that you can edit"),
     "cache": (add_cache, "list, verify or remove cached features"),
 }
@@ -344,6 +345,8 @@ xdm-ft doctor
 xdm-ft doctor clip_folder data.root=DIR
 xdm-ft explain
 xdm-ft explain held-out domain
+xdm-ft ls
+xdm-ft ls benchmarks
 xdm-ft ls methods
 xdm-ft ls methods --json
 xdm-ft cp clip_folder mine.yaml

@@ -153,7 +153,9 @@ def find_recipe(name: str) -> Path:
     if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
     packaged_names = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
-    raise UserError(f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), packaged_names)}")
+    raise UserError(
+        f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), packaged_names, 'xdm-ft ls')}"
+    )
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
