@@ -386,7 +386,7 @@ def test_strict(images, predict, extra):
         (["new", "--out", "taken.csv"], "taken.csv: exists already"),
         (["new", "--out", "bad.png/x.csv"], "bad.png/x.csv"),
         (["new", "--device", "toaster"], "device: toaster cannot be used"),
-        (["new", "--seed", "0"], "is no run directory"),
+        (["new", "--seed", "0"], "is not a run directory"),
     ],
 )
 def test_what_is_refused(images, predict, arguments, line):
@@ -438,7 +438,7 @@ def test_a_file_of_another_program_stays(tmp_path, resume, content):
         file.symlink_to(target)
     elif content == "pipe":
         os.mkfifo(file)
-        message = r"is damaged \(it is no file\)"
+        message = r"is damaged \(it is not a file\)"
     else:
         file.write_bytes(content)
         message = r"is damaged .*; delete it to begin anew"

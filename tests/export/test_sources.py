@@ -156,7 +156,7 @@ def test_a_list_on_standard_input(scans, monkeypatch):
         (["-", "-"], None, "is given twice"),
         (["scans"], "(", "--group-by: ( is not a regular expression"),
         (["scans"], "b/", "--group-by: b/ matches nothing in scans/a/x/deep.tif"),
-        (["scans/t.csv"], "slide", "slide is no column of scans/t.csv and matches nothing in b/2.png"),
+        (["scans/t.csv"], "slide", "slide is not a column of scans/t.csv and matches nothing in b/2.png"),
         (["scans/none.csv"], None, "scans/none.csv: the table has no rows"),
         (["scans/other.csv"], None, "there is no column path; found: file"),
         (["scans/cell.csv"], None, "row 3, column path: the cell is empty"),

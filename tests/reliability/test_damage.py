@@ -356,7 +356,7 @@ def test_other_things_in_the_place_of_a_file(finished, tmp_path):
     pipe.save(lambda: {"n": 1})
     assert Checkpoint(tmp_path / "b", {}, Pace()).load({}) == {"n": 1}
     shutil.copy(finished / "out/small/models/final_fit/erm/model.safetensors", tmp_path / "c")
-    with pytest.raises(Damaged, match="it is no checkpoint"):
+    with pytest.raises(Damaged, match="it is not a checkpoint"):
         checkpoint.read(tmp_path / "c")
     empty_tensors(tmp_path / "w", 4_000_000, {"xxh3": "0"})
     with pytest.raises(Damaged, match="its checksum differs"):

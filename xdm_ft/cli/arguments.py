@@ -73,7 +73,7 @@ def share(text: str) -> float:
     except ValueError:
         value = 0
     if not LEAST_SHARE <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share from {LEAST_SHARE} to 1; give 0.1 or 10%, for example")
+        raise argparse.ArgumentTypeError(f"{text} is not a share from {LEAST_SHARE} to 1; give 0.1 or 10%, for example")
     return value
 
 

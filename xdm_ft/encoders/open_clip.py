@@ -368,7 +368,7 @@ def _config_of(model: str) -> dict[str, Any]:
         raise UserError(f"encoder.model: the config of {model} cannot be read ({type(error).__name__})") from error
     missing = {"vision_cfg", "text_cfg"} - {key for key, value in config.items() if isinstance(value, dict)}
     if missing:
-        raise UserError(f"encoder.model: {model} is no model of open_clip: it lacks {', '.join(sorted(missing))}")
+        raise UserError(f"encoder.model: {model} is not a model of open_clip: it lacks {', '.join(sorted(missing))}")
     return dict(config)
 
 

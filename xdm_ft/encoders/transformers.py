@@ -280,7 +280,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     if model.endswith(".json"):
         path, content = read_config(model)
         if not isinstance(content.get("model_type"), str):
-            raise UserError(f"encoder.model: {path} is no config of transformers: it has no model_type")
+            raise UserError(f"encoder.model: {path} is not a config of transformers: it has no model_type")
     else:
         if file is None:
             check_hub_weights(model, weights)
@@ -326,7 +326,7 @@ def _folder_of(model: str) -> str:
     if Path(name).is_dir():  # the library would read it instead of the hub
         raise UserError(f"encoder.model: {name} is a folder here; write {LOCAL}{name}, or start in another folder")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UserError(f'encoder.model: "{name}" is no name of the hub; write ORGANISATION/NAME or {LOCAL}FOLDER')
+        raise UserError(f'encoder.model: "{name}" is not a name of the hub; write ORGANISATION/NAME or {LOCAL}FOLDER')
     check_hub_cache()
     return name
 
@@ -340,7 +340,7 @@ def _changed(config: Any, kwargs: Mapping[str, Any], model: str) -> Any:
     for key, value in kwargs.items():
         if key not in given:
             hint = did_you_mean(key, list(given))
-            raise UserError(f'encoder.kwargs: "{key}" is no key of the config of "{model}"{hint}; leave it out')
+            raise UserError(f'encoder.kwargs: "{key}" is not a key of the config of "{model}"{hint}; leave it out')
         both = isinstance(given[key], dict) and isinstance(value, dict)
         merged[key] = {**given[key], **value} if both else value
     try:

@@ -204,7 +204,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
     path = folder / CONFIG
     try:
         if not path.is_file():
-            raise Damaged("it is no file" if path.exists() else "it does not exist")
+            raise Damaged("it is not a file" if path.exists() else "it does not exist")
         document = json_object(path.read_bytes())
         checksum = document.pop("checksum", None)
         if "format" not in document or "weights_xxh3" not in document:

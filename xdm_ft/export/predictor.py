@@ -207,7 +207,9 @@ def load(
         parts = read_parts(read_run(folder), choice)
         logger.info("%s: %s", folder, parts.config.chosen)
     elif choice != Choice():
-        raise UserError(f"{folder}: is no run directory, so method, held-out domain, seed and trial cannot be chosen")
+        raise UserError(
+            f"{folder}: is not a run directory, so method, held-out domain, seed and trial cannot be chosen"
+        )
     elif not (folder / CONFIG).exists():
         raise UserError(f"{folder}: holds neither a model (config.json) nor a run (results.json)")
     else:

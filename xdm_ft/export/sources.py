@@ -111,7 +111,7 @@ class Sources:
         for item in items:
             group = item.group or ("" if self.group_by is None else group_of(item.path, self._expression))
             if not group and self.group_by is not None:
-                column = f"is no column of {printable(path)} and " if _is_table(path) else ""
+                column = f"is not a column of {printable(path)} and " if _is_table(path) else ""
                 raise UserError(
                     f"{self.option}: {self.group_by} {column}matches nothing in {item.path}; change it so that "
                     "every image has a group"

@@ -283,7 +283,7 @@ def _hash_pieces(
             rows = pieces.rows(number)
             for row in rows:
                 content = dataset.content(row)
-                assert isinstance(content, bytes), "an image of a piece is no file"
+                assert isinstance(content, bytes), "an image of a piece is not a file"
                 digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
             bar.advance(len(rows))
             uncommitted.append(number)

@@ -48,7 +48,7 @@ def refuse_other_directories(folder: Path) -> None:
     if is_run(folder):
         raise UserError(f"--save: {folder} is a run directory; export a model of it first: xdm-ft export {folder} DIR")
     if not (folder / CONFIG).is_file():
-        raise UserError(f"--save: {folder} is no model directory on this machine; give one")
+        raise UserError(f"--save: {folder} is not a model directory on this machine; give one")
 
 
 def store(folder: Path, found: AtRisk, groups: int | None, precision: ModelPrecision) -> Path:

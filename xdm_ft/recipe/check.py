@@ -472,7 +472,7 @@ def _check_space(faults: Faults, recipe: Recipe) -> None:
     for name in recipe.search.space:
         key: Key = ("search", "space", name)
         if name not in searchable:
-            problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(name, searchable)}"
+            problem = f"is not a searchable hyper-parameter of this recipe's methods{did_you_mean(name, searchable)}"
             faults.add(key, problem, "methods")
         elif name in ("encoder_lr", "layer_decay") and not recipe.trains_encoders:
             faults.add(key, "has no effect with a frozen encoder; leave it out", "encoder.trainable")

@@ -115,7 +115,7 @@ def read(path: Path) -> tuple[State, dict[str, Any]]:
     """Returns the state and the settings it was written for. Raises `Damaged` or `FileNotFoundError`."""
     loaded, metadata = read_checked(path)
     if "header" not in metadata:
-        raise Damaged("it is no checkpoint")
+        raise Damaged("it is not a checkpoint")
     # clone, because the tensors are memory-mapped and the next save replaces the file
     tensors = {name: tensor.clone() for name, tensor in loaded.items()}
     state, settings = json.loads(metadata["header"])

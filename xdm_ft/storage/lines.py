@@ -98,9 +98,9 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields an open file. Raises `Damaged`, also for what is no file, as reading a pipe may never end."""
+    """Yields an open file. Raises `Damaged`, also for what is not a file, as reading a pipe may never end."""
     if not path.is_file():
-        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
+        raise Damaged("it is a folder" if path.is_dir() else "it is not a file")
     try:
         with path.open("rb") as file:
             yield file

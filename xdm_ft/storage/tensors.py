@@ -68,7 +68,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _as_damage(path: Path) -> Iterator[None]:
     """Context for reading a safetensors file. Raises `Damaged`, or `FileNotFoundError` if there is none."""
     if path.exists() and not path.is_file():
-        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
+        raise Damaged("it is a folder" if path.is_dir() else "it is not a file")
     try:
         yield
     except FileNotFoundError:
