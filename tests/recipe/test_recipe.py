@@ -197,7 +197,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([CLIP, "methods=[{name: erm, prompts: [a]}]"], "command line: methods.0.prompts"),
     ([CLIP, "methods=[{name: erm, prompts: ['a {}']}]"], "command line: methods.0.prompts: erm uses no class embeddin"),
     # the search
-    (["search={trials: 2, space: {lrr: {choice: [1]}}}"], "command line: search.space.lrr: is not a searchable hyper-par"),
+    (["search={trials: 2, space: {lrr: {choice: [1]}}}"], "command line: search.space.lrr: is not a searchable hyper"),
     (["search={trials: 2, space: {encoder_lr: {choice: [1.0]}}}"], "command line: search.space.encoder_lr: has no eff"),
     (["search={trials: 2, space: {momentum: {choice: [0.5]}}}"], "command line: search.space.momentum: has no effect "),
     (["search={trials: 2, space: {lr: {choice: [-1.0]}}}"], "command line: search.space: trial 1 draws lr = -1.0: "),

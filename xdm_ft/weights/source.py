@@ -96,7 +96,7 @@ def check_hub_weights(model: str, weights: str | None) -> None:
 
 
 def read_config(model: str) -> tuple[Path, dict[str, Any]]:
-    """Returns path and content of the JSON file `model`; {} if it is not an object. Raises `UserError` if it is no JSON."""
+    """Returns path and content of the JSON file `model`; {} if it is not an object. Raises `UserError`."""
     path = expand_user(model, "encoder.model")
     if not path.is_file():
         raise UserError(f"encoder.model: the config file {path} does not exist")
