@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = list(runpy.run_path(str(ROOT / "tools" / "freeze.py"))["texts"](ROOT / "xdm_ft"))
-CLUMSY = r"\bcan not\b|that of those|of its path|worth then|what else there is|(?<!there )\bis no (file|name|key|column)\b"
+CLUMSY = r"\bcan not\b|that of those|of its path|worth then|(?<!there )\bis no (file|name|key|column)\b"
 MOST = 160  # characters of a warning or note, where values are {…}
 LOGGED = re.compile(r"logger\.(?:warning|info|error)\(\s*((?:f?\"(?:[^\"\\]|\\.)*\"\s*)+)")
 
