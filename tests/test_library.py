@@ -96,7 +96,7 @@ def test_what_is_no_finished_run_is_one_clear_line(tmp_path):
         ("none", "none: does not exist; name a run directory"),
         ("unfinished", "unfinished: has no table, as its run is not finished; run the same command to finish it"),
         ("without_fit", "without_fit: has no final fit, as its run is not finished; run the same command to finish it"),
-        ("damaged", "damaged/results.json: can not be read as the results of a run"),
+        ("damaged", "damaged/results.json: cannot be read as the results of a run"),
     ):
         with pytest.raises(xdm_ft.UserError) as error:
             xdm_ft.open(tmp_path / name)

@@ -2,6 +2,7 @@
 
     python tools/freeze.py record FOLDER [PART…]    parts: recipes, keys, messages, json, models (default: all)
     python tools/freeze.py compare BEFORE AFTER     prints what differs; status 1 if numbers, files or a status do
+    python tools/freeze.py texts                    prints the texts of the package that a user may read, the longest first
 
 `record` runs the package that is first on the path: PYTHONPATH=OTHER_CHECKOUT records another one. Times, dates,
 versions and paths are replaced by words. One thread computes, as the order of sums depends on their number.
@@ -10,6 +11,7 @@ versions and paths are replaced by words. One thread computes, as the order of s
 # ruff: noqa: E501 - lists of inputs
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
 import difflib
@@ -375,8 +377,33 @@ def compare(before: Path, after: Path) -> int:
     return min(faults, 1)
 
 
+def texts(package: Path) -> Iterator[tuple[str, str]]:
+    """Yields (file:line, text) of every string of four words or more that is not a docstring; values are {…}."""
+
+    def text_of(node: ast.AST) -> str | None:
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, str) else None
+        if isinstance(node, ast.JoinedStr):
+            return "".join(text_of(part) or "{…}" for part in node.values)
+        return None
+
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            for child in ast.iter_child_nodes(node):
+                text = text_of(child)
+                inside = isinstance(node, ast.Expr | ast.JoinedStr)  # a docstring, or a part of a text
+                if text and not inside and len(text.split()) > 3:
+                    yield f"{path.relative_to(package)}:{child.lineno}", text
+
+
 if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
+    if verb == "texts":
+        package = Path(__file__).resolve().parents[1] / "xdm_ft"
+        for where, text in sorted(texts(package), key=lambda item: -len(item[1])):
+            print(f"{len(text)} {where} {text!r}")
+        sys.exit()
     if verb == "record":
         record(Path(rest[0]), rest[1:] or PARTS)
     else:

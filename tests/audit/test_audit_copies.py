@@ -46,7 +46,7 @@ def test_pairs_are_those_of_a_loop(n, width, seed):
             expected = (spread[pair.first] * spread[pair.second]) ** 0.5 / gaps[pair.first, pair.second]
             assert pair.score == pytest.approx(expected, rel=1e-3)
     listed = {(pair.first, pair.second) for pair in pairs}
-    for i in range(n if n > 2 else 0):  # mutual nearest neighbours are listed, unless float32 can not tell which it is
+    for i in range(n if n > 2 else 0):  # mutual nearest neighbours are listed, unless float32 cannot tell which it is
         j = int(gaps[i].argmin())
         clear = all(np.diff(np.sort(gaps[of])[:2])[0] > 1e-4 for of in (i, j))
         assert not clear or gaps[j].argmin() != i or (min(i, j), max(i, j)) in listed

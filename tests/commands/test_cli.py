@@ -20,7 +20,7 @@ import pytest
 from warm_processes import xdm_ft
 
 from xdm_ft.cli import as_json
-from xdm_ft.cli.arguments import EXAMPLES, TOPICS, VERBS
+from xdm_ft.cli.arguments import EXAMPLES, VERBS
 from xdm_ft.cli.cache import referenced_by
 from xdm_ft.cli.ls import Setting, listing
 from xdm_ft.cli.parser import main, parser
@@ -29,8 +29,8 @@ from xdm_ft.protocol.splits import Rule
 from xdm_ft.recipe.check import known_keys, load
 from xdm_ft.recipe.text import find_recipe
 from xdm_ft.report.comparisons import ELSEWHERE, HERE
-from xdm_ft.report.sections.about import MANUAL
 from xdm_ft.runtime.progress import progress
+from xdm_ft.runtime.texts import glossary
 from xdm_ft.storage.results_file import COSTS, write_results
 
 PARSERS = next(action.choices for action in parser()._actions if action.dest == "verb")
@@ -138,7 +138,7 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
         (["run", "demo", "protocol.test_domains=[inc]"], 'xdm-ft: protocol.test_domains: "inc" is not a domain'),
         (["cache", "prune"], "xdm-ft: cache prune: no limit is given; give --unused-days N"),
         (["cp", "demo", "images"], "xdm-ft: images: exists already"),
-        (["cp", "demo", "images/mine.yaml"], "xdm-ft: images/mine.yaml: can not be written"),
+        (["cp", "demo", "images/mine.yaml"], "xdm-ft: images/mine.yaml: cannot be written"),
         *(
             ([verb, "output/nothing", *rest], "xdm-ft: output/nothing: does not exist; name a ")
             for verb, rest in (
@@ -279,8 +279,13 @@ def test_activations_of_a_cut(folder: Path) -> None:
 
 def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = {what: listing(what).text().splitlines() for what in ("recipes", "methods", "heads", "data", "encoders")}
-    for what, word in {"recipes": "clip_camelyon", "heads": "mlp", "data": "folder", "encoders": "open_clip"}.items():
+    lines = {what: listing(what).text().splitlines() for what in ("benchmarks", "methods", "heads", "data", "encoders")}
+    for what, word in {
+        "benchmarks": "clip_camelyon",
+        "heads": "mlp",
+        "data": "folder",
+        "encoders": "open_clip",
+    }.items():
         assert any(line.startswith(f"{word} ") for line in lines[what])
     rows = {cells[0]: cells for line in lines["methods"] for cells in [re.split(r"  +", line)]}
     assert rows["groupdro"][2] == rows["…+sagm"][2] == "cached / end to end" and rows["coral"][2] == "end to end"
@@ -298,20 +303,51 @@ def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert (tmp_path / name).read_text() == (tmp_path / "demo.yaml").read_text() == find_recipe("demo").read_text()
 
 
-def test_every_word_of_a_table_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tuple(MANUAL) == TOPICS and main(["explain"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    rules = get_args(Rule)
-    assert len(rules) == 4 and len(HERE + ELSEWHERE) == 6
+def test_the_glossary_has_the_concepts_first_and_every_word_of_a_table() -> None:
+    words = glossary()
+    concepts = ["images in domains", "held-out domain", "encoder", "head", "method", "table with intervals", "verdict",
+                "model to ship"]  # fmt: skip
+    assert list(words["concepts"]) == concepts and next(iter(words)) == "concepts"
     columns = ["versus", *(column.removesuffix(" (unadjusted)") for column in HERE + ELSEWHERE)]
-    for word in (*columns, *rules, EQUAL, NO_VERDICT, "draws × gradients", "mixed steps", "last step picked"):
-        assert f" {word}: " in text, word
-    assert main(["explain", "verdict"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("VERDICT\n  here: ") and "SELECTION" not in out
-    assert max(map(len, out.splitlines())) <= 80
+    rules = get_args(Rule)
+    assert len(rules) == 4 and len(columns) == 7
+    every = [word for entries in words.values() for word in entries]
+    assert {*columns, *rules, EQUAL, NO_VERDICT, "draws × gradients", "mixed steps", "last step picked"} <= {*every}
+    assert len(every) == len({*every})
+    texts = [f"{word} {text}" for entries in words.values() for word, text in entries.items()]
+    assert len(" ".join(texts).split()) <= 2000
+    command, environment = [sys.executable, "tools/glossary.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    page = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert page.stdout == (ROOT / "docs/glossary.md").read_text(encoding="utf-8"), "python tools/glossary.py"
+
+
+def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    def explained(*words: str) -> str:
+        assert main(["explain", *words]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 80
+        return out
+
+    screen = explained()
+    assert screen.startswith("images in domains: ") and len(screen.splitlines()) <= 45
+    assert all(word in " ".join(screen.split()) for entries in glossary().values() for word in entries)
+    assert explained("held-out", "domain") == explained("Held-Out Domain")
+    assert explained("held-out", "domain").startswith("held-out domain: ")
+    assert explained("ece").startswith("ECE: ") and explained("macro f1").startswith("balanced accuracy, macro F1: ")
+    assert explained("verdicts").startswith("here: ") and "\nlook: " in explained("verdicts")
+    assert explained("mean").startswith("mean ±: ")
     assert main(["explain", "verdict", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"verdict": MANUAL["verdict"]}
+    assert json.loads(capsys.readouterr().out) == {"concepts": {"verdict": glossary()["concepts"]["verdict"]}}
+    for word, remedy in {"temprature": "the nearest: temperature", "xyz": "xdm-ft explain lists all words"}.items():
+        assert main(["explain", word]) == 2
+        assert capsys.readouterr().err == f'xdm-ft: explain: no word "{word}"; {remedy}\n'
+
+
+def test_explain_loads_nothing_heavy() -> None:
+    heavy = "{*sys.modules} & {'torch', 'numpy', 'yaml', 'pydantic', 'xdm_ft.report'}"
+    code = f"import sys; from xdm_ft.cli.parser import main; main(['explain', 'verdict']); print({heavy})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "set()"
 
 
 def test_features_of_every_encoder_and_cut_of_a_run_are_referenced(tmp_path: Path) -> None:
@@ -425,5 +461,5 @@ def test_a_verb_leaves_the_keys_for_the_tab_key(tmp_path: Path, monkeypatch: pyt
     assert main(["validate", "demo", "data.root=x"]) == 2 and not (tmp_path / "cache").exists()
     assert main(["features", "demo", "encoder.trainable=true", "methods=[erm]", f"features.dir={tmp_path}/own"]) == 2
     assert json.loads((tmp_path / "cache/keys.json").read_text()) == known_keys()
-    monkeypatch.setenv("XDM_FT_CACHE", "/proc/nowhere")  # can not be written: nothing is said
+    monkeypatch.setenv("XDM_FT_CACHE", "/proc/nowhere")  # cannot be written: nothing is said
     assert main(["features", "demo", "encoder.trainable=true", "methods=[erm]", f"features.dir={tmp_path}/own"]) == 2

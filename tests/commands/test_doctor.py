@@ -99,7 +99,7 @@ def test_planted_faults_are_all_found_at_once(images, doctor):
     assert any(line.startswith("ok     site × class: Cramér's V 0.") for line in lines)
     assert 'site × class: cannot be told apart: all images in c are of "cat"' in found
     assert "images: copies of 1 image in 2 files, 1 of them in more than one domain" in found
-    # with one class left, the domain can not be split; the recipe says which domains to leave alone
+    # with one class left, the domain cannot be split; the recipe says which domains to leave alone
     assert 'the domain "c" has images of one class only' in found
     assert lines[-1].startswith(f"{len(faults)} faults")
 

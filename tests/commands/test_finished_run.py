@@ -251,8 +251,8 @@ def test_a_folder_that_can_not_be_kept_in_is_refused_before_training(
     (tmp_path / "file").write_text("mine")
     cases = {
         tmp_path / "file": "exists and is not an empty folder; name a new one",
-        tmp_path / "file" / "below": "can not be written",
-        tmp_path / ("x" * 300): "can not be written",
+        tmp_path / "file" / "below": "cannot be written",
+        tmp_path / ("x" * 300): "cannot be written",
         tmp_path / "a\nb": "must be a text without slashes or control characters",
         run: "exists and is not an empty folder",
     }

@@ -49,10 +49,13 @@ def test_one_run(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
     assert main(["report", "one"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(
-        "A new site like these lies below the worst of the 2 held-out ones (40.0%) with probability 1 in 3, between "
-        "worst and best with 1 in 3; on average expect 55.0% accuracy with erm, chosen on validation images; "
-        "a|<script>\\n\\x1b"
+        "On a new domain expect about 55.0%; 2 held-out domains give no interval. Method: erm. "
+        "erm 55.0 → a|<script>\\n\\x1b"
     )
+    ranks = (
+        "A new site like these lies below the worst of the 2 held-out ones (40.0%) with probability 1 in 3, between "
+    )
+    assert f"{ranks}worst and best with 1 in 3. Validation images chose erm. " in out
     assert all(word in out for word in ("selection: train_val", "65.0 ± 0.0", "All metrics", "worst domain"))
     assert all(line.isprintable() for line in f"{out}{err}".splitlines())
     assert err == "wrote one/results.md, one/results.csv, one/report.html\n" and pages == [{}]
@@ -154,10 +157,10 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
         (["one", "two", "./one"], "one: is named twice"),
         (["one", "two", "--images"], "--images: is about the page of one run"),
         (["one", "--out", "one/results.json"], "--out one/results.json: its name must end in .txt, .md, .tex, .csv"),
-        (["one", "--out", "one/results.json/x.md"], "x.md: can not be written"),
+        (["one", "--out", "one/results.json/x.md"], "x.md: cannot be written"),
         (["unfinished"], "unfinished: has no table, as its run is not finished; run the same command to finish it"),
         (["one", "unfinished"], "unfinished: has no table"),
-        (["damaged"], "damaged/results.json: can not be read as the results of a run"),
+        (["damaged"], "damaged/results.json: cannot be read as the results of a run"),
     ],
 )
 def test_faults_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, list[int]], bytes], int, str]] = {
     "first byte of a header": (lambda all, at: flipped(all, at[30]), 30, "neither a member"),
     "size in a header": (lambda all, at: flipped(all, at[30] + 130), 30, "neither a member"),
     "the last header": (lambda all, at: flipped(all, at[-2] + 100), -2, "neither a member"),
-    "the first header": (lambda all, at: flipped(all, at[0] + 100), 0, "can not be read as a tar"),
+    "the first header": (lambda all, at: flipped(all, at[0] + 100), 0, "cannot be read as a tar"),
     "a header of zeros": (lambda all, at: zeroed(all, at[30]), 30, "other data follow|without the two blocks"),
     "cut at a member": (lambda all, at: all[: at[30]], 30, "without the two blocks"),
     "cut in a header": (lambda all, at: all[: at[30] + 100], 30, "neither a member"),

@@ -144,6 +144,6 @@ def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
     put(tmp_path, "d/c/a.png")
     (tmp_path / "d/c").chmod(0)
     try:
-        assert f"{tmp_path}/d/c can not be read: Permission denied" in fault(tmp_path)
+        assert f"{tmp_path}/d/c cannot be read: Permission denied" in fault(tmp_path)
     finally:
         (tmp_path / "d/c").chmod(0o755)

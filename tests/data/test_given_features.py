@@ -122,7 +122,7 @@ def test_faults_are_one_line(fault, tmp_path):
 def test_a_file_that_was_cut_is_refused(write, share, tmp_path):
     path = write(tmp_path / f"f.{write.__name__}")
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(UserError, match=r"can not be read \(.*\); write the file again"):
+    with pytest.raises(UserError, match=r"cannot be read \(.*\); write the file again"):
         FeatureTable(file=path)
 
 

@@ -16,7 +16,7 @@ from xdm_ft.images.facts import FACTS, MISSING, facts_of_row, image_facts
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two domains: noise as JPEG of a camera, and red as PNG, with a file that is no image."""
+    """Two domains: noise as JPEG of a camera, and red as PNG, with a file that is not an image."""
     pixels = np.random.default_rng(0).integers(0, 256, (80, 120, 3)).astype(np.uint8)
     exif = Image.Exif()
     exif[271], exif[272] = "Acme", "X100\0"

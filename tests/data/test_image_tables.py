@@ -153,7 +153,7 @@ def test_faults(folder, tmp_path):
     for read, name, message in (
         (lambda path: Parquet(file=path), "nothing.parquet", "does not exist"),
         (lambda path: Parquet(file=path), "empty", "contains no .parquet files"),
-        (lambda path: Parquet(file=path), "junk.parquet", r"junk.parquet: can not be read \(ArrowInvalid"),
+        (lambda path: Parquet(file=path), "junk.parquet", r"junk.parquet: cannot be read \(ArrowInvalid"),
         (lambda path: ImageFolder(root=path), "nowhere", r"data.root: .* does not exist; it must contain <domain>/<cl"),
         (lambda path: ImageFolder(root=path), "empty", r"data.root: .*empty contains no folders; it must contain"),
     ):
@@ -211,7 +211,7 @@ def test_a_known_data_set_on_the_hub_has_domainbeds_order_and_counts(hub, monkey
 def test_the_hub_without_a_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"flwrlabs/pacs on the hub: can not be read .*hf download --repo-type dataset"):
+    with pytest.raises(UserError, match=r"flwrlabs/pacs on the hub: cannot be read .*hf download --repo-type dataset"):
         Hub(repository="pacs")
     with pytest.raises(UserError, match="vlcs stands for no known repository on the hub"):
         Hub(repository="vlcs")

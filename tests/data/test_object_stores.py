@@ -70,5 +70,5 @@ def test_faults(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = Parquet(file=f"{bucket.address}/a.parquet")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     type(remote._system(data.name(0))[0]).clear_instance_cache()
-    with pytest.raises(UserError, match=r"^s3://images/a.parquet: can not be read in 3 attempts \("):
+    with pytest.raises(UserError, match=r"^s3://images/a.parquet: cannot be read in 3 attempts \("):
         Parquet(file=f"{bucket.address}/a.parquet")

@@ -121,7 +121,7 @@ def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.
     server.status = 403
     assert "a.parquet: the server denies access" in line(lambda: Parquet(file=address))
     server.status = 503
-    assert "a.parquet: can not be read in 3 attempts (ClientResponseError: 503" in line(lambda: Parquet(file=address))
+    assert "a.parquet: cannot be read in 3 attempts (ClientResponseError: 503" in line(lambda: Parquet(file=address))
     server.status, server.tags, server.times = 0, False, False
     assert "a.parquet: the server gives neither an ETag nor a time" in line(lambda: Parquet(file=address))
     server.times = True
@@ -131,7 +131,7 @@ def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.
     server.ranges, server.failing = True, 2
     assert data.content(7) == png(7), "connections that break are tried again"
     server.failing = 3
-    assert "a.parquet: can not be read in 3 attempts (Client" in line(lambda: data.content(49))
+    assert "a.parquet: cannot be read in 3 attempts (Client" in line(lambda: data.content(49))
     assert data.content(49) == png(49)
     server.silent = 1.0
     monkeypatch.setattr(remote, "SECONDS_OF_SILENCE", 0.05)
@@ -140,7 +140,7 @@ def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.
     server.silent = 0.0
     path.write_bytes(path.read_bytes()[:2000])
     damaged = line(lambda: pickle.loads(pickle.dumps(data)).content(49))
-    assert "can not be read" in damaged or "ends before" in damaged
+    assert "cannot be read" in damaged or "ends before" in damaged
     assert "known for such an address" in line(lambda: Parquet(file="nothing://a/b.parquet"))
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for protocol in ("s3", "s3a"):  # as other tests may have used it
@@ -190,7 +190,7 @@ def test_faults_of_parquet_files(tmp_path: Path) -> None:
     whole = write_parquet(tmp_path / "whole.parquet", range(50), 50)
     content = whole.read_bytes()
     whole.write_bytes(content[:4] + bytes(60) + content[64:])
-    assert "whole.parquet, row group 0: can not be read" in line(lambda: Parquet(file=whole).content(0))
+    assert "whole.parquet, row group 0: cannot be read" in line(lambda: Parquet(file=whole).content(0))
 
 
 def test_a_parquet_file_that_was_cut_is_refused(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_parquet_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     groups = [footer.row_group(number).column(0).file_offset for number in range(1, 3)]
     for size in (*groups, len(whole) - 8 - footer.serialized_size, len(whole) - 8, len(whole) - 1, 4, 0):
         path.write_bytes(whole[:size])
-        assert "a.parquet: can not be read (" in line(lambda: Parquet(file=path)), size
+        assert "a.parquet: cannot be read (" in line(lambda: Parquet(file=path)), size
 
 
 def test_memory_for_row_groups_is_bounded() -> None:
@@ -276,8 +276,8 @@ def test_faults_of_tars(tmp_path: Path) -> None:
     for mode, names, problem in (
         ("w", ["a.txt"], "1.tar: the tar contains no images"),
         ("w", ["a.png", "a.jpg"], "a.png and a.jpg are two images of one key"),
-        ("w", ["a.png", "a.json"], "1.tar: a.json: can not be read"),
-        ("w:gz", ["a.png"], "1.tar: byte 0: can not be read as a tar"),
+        ("w", ["a.png", "a.json"], "1.tar: a.json: cannot be read"),
+        ("w:gz", ["a.png"], "1.tar: byte 0: cannot be read as a tar"),
     ):
         with tarfile.open(one, mode) as file:
             for name in names:
@@ -311,7 +311,7 @@ def test_processes_that_ask_at_once_make_it_once(monkeypatch: pytest.MonkeyPatch
         assert remembered("another key", make)["a"].tolist() == arrays[0]
     made.clear()
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file" / "folder"))  # which can not be written
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file" / "folder"))  # which cannot be written
     assert [remembered("key", make)["a"].tolist() for _ in range(2)] == arrays[:2] and len(made) == 2
 
 

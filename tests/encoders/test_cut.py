@@ -348,7 +348,7 @@ def test_models_that_are_no_chain_are_refused(join: Any, blocks: tuple[str, ...]
     encoder = Linears(join, *blocks)
     assert encoder.block_names == ()
     remedy = "set trainable: true or false, or use another model"
-    with pytest.raises(UserError, match=rf"trainable: the encoder can not be cut \({reason}.*\); {remedy}"):
+    with pytest.raises(UserError, match=rf"trainable: the encoder cannot be cut \({reason}.*\); {remedy}"):
         Cut(encoder, 1)
     with pytest.raises(UserError, match=rf"training\.layer_decay: .* not known \({reason}.*\); set it to 1"):
         depth_from_top(encoder, "first.weight")
@@ -376,7 +376,7 @@ def overwriting() -> Encoder:
 )
 def test_cuts_that_would_change_features_are_refused(encoder: Encoder, reason: str) -> None:
     remedy = r"cut it elsewhere \(blocks\), or set trainable: true or false"
-    with pytest.raises(UserError, match=rf"trainable: the encoder can not be cut before second: {reason}.*; {remedy}"):
+    with pytest.raises(UserError, match=rf"trainable: the encoder cannot be cut before second: {reason}.*; {remedy}"):
         Cut(encoder, 1)
     line = r"trainable: blocks: 3 is more than the 2 blocks of the encoder; set at most 2, or trainable: true"
     with pytest.raises(UserError, match=line):

@@ -304,7 +304,7 @@ def test_faults_are_one_line(clip: LibraryEncoder, monkeypatch: pytest.MonkeyPat
     line = refused(Timm(model="test_resnet"), ("model.layer3.0", "model.layer4.0"))
     assert line.startswith("trainable.lora: the blocks of this encoder have no linear layers")
     assert "trainable: {blocks: 1}" in line
-    assert refused(Reading(), ()).startswith("trainable.lora: the encoder can not be cut")
+    assert refused(Reading(), ()).startswith("trainable.lora: the encoder cannot be cut")
 
     blocks = ("blocks.0", "blocks.1")
     line = refused(Reading(), blocks)

@@ -75,7 +75,7 @@ def test_auto_computes_draws_that_no_view_caches_and_writes_only_where_it_may(mo
     assert cuts(ONE_CUT, DRAWN, "features.views=1")[0].is_cached
     Path("cache").mkdir()
     monkeypatch.setattr("xdm_ft.experiment.prepare.is_writable", lambda folder: False)
-    assert "cache can not be written" in cuts(ONE_CUT)[0].why_computed
+    assert "cache cannot be written" in cuts(ONE_CUT)[0].why_computed
 
 
 @pytest.mark.slow

@@ -333,7 +333,7 @@ def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(capsys
     assert main(["validate", "small.yaml", f"encoder.weights={missing}"]) == 2
     printed = capsys.readouterr()
     assert "#   models: 3 = methods × held-out domains × seeds\n" in printed.out
-    assert "#   time: not measured, as an encoder can not be built\n" in printed.out
+    assert "#   time: not measured, as an encoder cannot be built\n" in printed.out
     assert "# findings\n#   images: copies of 1 image in 2 files, 1 of them in more" in printed.out
     [line] = printed.err.splitlines()
     assert line.startswith("xdm-ft: encoder.weights: ") and str(missing) in line

@@ -212,7 +212,7 @@ def test_a_port_in_use_is_one_line(monkeypatch):
         interfaces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         for name, value in {**RANK, **interfaces, "MASTER_ADDR": "x", "MASTER_PORT": str(port)}.items():
             monkeypatch.setenv(name, value)
-        message = rf"^MASTER_PORT: {port} can not be used \(Address already in use\); set"
+        message = rf"^MASTER_PORT: {port} cannot be used \(Address already in use\); set"
         with pytest.raises(UserError, match=message), on_loopback():
             pass
 

@@ -64,7 +64,7 @@ class TestRefusals:
                     [f"address={address}"], f"xdm-ft: cluster.address: .*{line}", marks=pytest.mark.needs("ray")
                 )
                 for address, line in (
-                    ("127.0.0.1:1", "127.0.0.1:1 can not be reached"),
+                    ("127.0.0.1:1", "127.0.0.1:1 cannot be reached"),
                     ("ray://127.0.0.1:10001", "must be HOST:PORT or auto"),
                     ("nowhere", "must be HOST:PORT or auto"),
                 )

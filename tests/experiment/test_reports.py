@@ -75,4 +75,4 @@ def test_a_fault_of_the_page_does_not_lose_the_run(faults, caplog):
     assert not run(recipe(*ONE)).failed
     assert (RUN / "results.md").exists() and not (RUN / "report.html").exists() and not (RUN / "state").exists()
     [record] = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert "report.html: can not be drawn" in record.message and record.exc_info is not None
+    assert "report.html: cannot be drawn" in record.message and record.exc_info is not None

@@ -267,7 +267,7 @@ def test_doubtful_picks_and_failed_trials_are_flagged():
     [
         (
             ["search.space={xdomainmixx.p_discard: {uniform: [0, 1]}}"],
-            r"search\.space\.xdomainmixx\.p_discard: is no searchable hyper",
+            r"search\.space\.xdomainmixx\.p_discard: is not a searchable hyper",
         ),
         (["search.space={encoder_lr: {uniform: [0.1, 1]}}"], "encoder_lr: has no effect with a frozen encoder"),
         (["search.trials=1"], r"search\.trials: 1 uses no value of the preset frozen"),

@@ -15,7 +15,7 @@ from xdm_ft.export.directory import read_config
 from xdm_ft.new_site import reference
 from xdm_ft.new_site.stored import read_stored
 from xdm_ft.report.finished import read_run
-from xdm_ft.report.headline import sentence
+from xdm_ft.report.headline import details
 from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
@@ -59,7 +59,7 @@ def test_a_set_is_one_of_three_in_verdicts_promise_and_card(monkeypatch, capsys)
     assert compared["error_elsewhere"] == pytest.approx(np.std(differences, ddof=1) / 3**0.5, abs=1e-12)
     ratio = abs(np.mean(differences)) / compared["error_elsewhere"]
     assert compared["p_elsewhere"]["plain"] == pytest.approx(2 * t.sf(ratio, df=2)), "D − 1, of sets"
-    assert "lies below the worst of the 3 held-out ones" in sentence(read_run(RUN))
+    assert "lies below the worst of the 3 held-out ones" in details(read_run(RUN))
     text = (RUN / "results.md").read_text()
     assert f"| {TWINS} |" in text and "| held out together |" in text
 

@@ -153,14 +153,14 @@ def test_a_wrong_config_is_status_2(model: Path, verb: str, tmp_path: Path, caps
     out = ["--out", str(tmp_path / "out.csv")] if verb == "predict" else []
     assert main([verb, str(model), image, *out]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
-    assert "/model/config.json: can not be read as a model's config (temperature" in line
+    assert "/model/config.json: cannot be read as a model's config (temperature" in line
     assert not (tmp_path / "out.csv").exists()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000, "3", '"\ud800"', "", "{"])
 def test_what_is_no_document_is_one_line(model: Path, text: str) -> None:
     (model / "config.json").write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(UserError, match=r"config\.json: can not be read as a model's config") as found:
+    with pytest.raises(UserError, match=r"config\.json: cannot be read as a model's config") as found:
         use(model)
     assert len(str(found.value).splitlines()) == 1
 

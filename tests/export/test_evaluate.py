@@ -331,8 +331,8 @@ def test_images_without_groups_are_independent_and_several_domains_have_a_worst(
         ((0.6, 0.7, 0.8, 0.9), WITHIN),
         ((0.97, 0.98, 0.99, 0.985), "below"),
         ((0.10, 0.11, 0.12, 0.10), "above"),
-        ((0.7, 0.8), "can not be said (2 held-out sets)"),
-        ((0.7,), "can not be said (one held-out set)"),
+        ((0.7, 0.8), "cannot be said (2 held-out sets)"),
+        ((0.7,), "cannot be said (one held-out set)"),
     ],
 )
 def test_the_verdict(values, verdict):
@@ -541,7 +541,7 @@ def test_a_models_own_test_images_give_its_recorded_metrics(small_model, tmp_pat
     assert found["whole"]["images"] == len(kept) == 24
     assert found["whole"]["metrics"]["accuracy"]["value"] == right.mean()
     assert list(found["unreadable"]) == [str(site / "horse/broken.png")] and found["absent_classes"] == ["dog"]
-    assert found["whole"]["versus"]["verdict"] == "can not be said (one held-out set)" and found["domains"] == {}
+    assert found["whole"]["versus"]["verdict"] == "cannot be said (one held-out set)" and found["domains"] == {}
     documented = (Path(__file__).parents[2] / "docs/command_line.md").read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in (*found, *found["whole"], *found["whole"]["versus"]))
     accuracy = found["whole"]["versus"]["promised"]
@@ -561,7 +561,7 @@ def test_several_domains_as_text(small_model, evaluate, monkeypatch):
     assert seen.endswith("trained the model, so they are no new sites: photo")
     trained = "no copies; 28 of 56 images trained the model: what is measured on them does not hold for new ones"
     assert last == trained, "those of photo, also without a model directory"
-    assert "can not be said (28 of these images trained the model)" in told
+    assert "cannot be said (28 of these images trained the model)" in told
     evaluate(site, "--batch-size", "0", status=2)
     said = evaluate(site, "--domain", "skech", status=2).err
     assert said.endswith('xdm-ft: --domain: no domain skech; did you mean "sketch"?\n')
@@ -587,7 +587,7 @@ def test_copies_count_once_and_training_images_are_known_again(small_model, tmp_
         f"2 of {plain['whole']['images'] + 2} images trained the model: what is measured on them does not hold for new "
         "ones"
     )
-    assert told.splitlines()[-1] == last and "can not be said (2 of these images trained the model)" in told
+    assert told.splitlines()[-1] == last and "cannot be said (2 of these images trained the model)" in told
     rows = [f"{path},{path.parent.name}" for path in sorted(site.rglob("*.png"))]
     (tmp_path / "site.csv").write_text("\n".join(["path,label", *rows]))
     assert evaluate(tmp_path / "site.csv").out.splitlines()[-1] == last

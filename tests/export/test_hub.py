@@ -141,7 +141,7 @@ def test_an_onnx_file_is_searched(tmp_path):
     onnx.save(onnx_model, path)
     assert leaks_in(path) == [("graph.node[0].metadata_props[0].value", "/srv/code/a.py")]
     path.write_bytes(b"\xff" * 50)
-    with pytest.raises(UserError, match=r"model\.onnx: can not be read"):
+    with pytest.raises(UserError, match=r"model\.onnx: cannot be read"):
         leaks_in(path)
 
 
@@ -177,9 +177,9 @@ def test_errors_of_the_hub_are_one_line_with_a_remedy(model, api, fault, message
 
 @pytest.mark.parametrize("name", ["name", "a/b/c", "org/na me", "org/name@main", ""])
 def test_a_wrong_name_and_a_folder_without_a_model_are_refused(model, api, tmp_path, name):
-    with pytest.raises(UserError, match="is no name of a repository; write ORGANISATION/NAME"):
+    with pytest.raises(UserError, match="is not a name of a repository; write ORGANISATION/NAME"):
         push(model, name, private=True)
-    with pytest.raises(UserError, match=r"config\.json: can not be read"):
+    with pytest.raises(UserError, match=r"config\.json: cannot be read"):
         push(tmp_path, "org/name", private=True)
     assert not api.calls
 
@@ -233,7 +233,7 @@ def test_a_repository_is_never_read_as_a_run(model, hub, tmp_path):
     (model / "results.json").write_text('{"runs": [], "checksum": "x"}')
     hub(model)
     assert xdm_ft.load("hf-hub:org/name", device="cpu").class_names == small_models.CLASSES
-    with pytest.raises(UserError, match="is no run directory, so method, held-out domain, seed and trial can not be"):
+    with pytest.raises(UserError, match="is not a run directory, so method, held-out domain, seed and trial cannot be"):
         xdm_ft.load("hf-hub:org/name", seed=1)
 
 
@@ -242,8 +242,8 @@ def test_a_repository_is_never_read_as_a_run(model, hub, tmp_path):
     [
         ("hf-hub:org/other", r"is not on this machine and did not download .*run `hf download org/other` on a machine"),
         ("hf-hub:org/name@v2", r"is not on this machine .*run `hf download org/name` on"),
-        ("hf-hub:name", r"is no name of a model on the hub; write hf-hub:ORGANISATION/NAME"),
-        ("hf-hub:org/../etc", "is no name of a model on the hub"),
+        ("hf-hub:name", r"is not a name of a model on the hub; write hf-hub:ORGANISATION/NAME"),
+        ("hf-hub:org/../etc", "is not a name of a model on the hub"),
     ],
 )
 def test_what_does_not_load_is_reported_in_one_line(model, hub, name, message):

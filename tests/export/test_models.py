@@ -361,7 +361,7 @@ def test_without_the_runs_images_the_export_says_so(
     with caplog.at_level(logging.WARNING, "xdm_ft"):
         export_model(str(RUN), "model", FOLD, no_site=True)
     [line] = [message for message in caplog.messages if "checksums" in message]
-    assert "no checksums of the training images, as they can not be read: " in line and "\n" not in line
+    assert "no checksums of the training images, as they cannot be read: " in line and "\n" not in line
     assert not (Path("model") / TRAINING_IMAGES).exists() and load("model").training_images is None
     assert TRAINING_IMAGES not in Path("model/README.md").read_text()
 

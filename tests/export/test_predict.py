@@ -324,7 +324,7 @@ def test_every_image_has_a_row_and_other_files_are_counted(images, predict, monk
     Path("list.csv").write_text(f"path\n{images[0]}\ngone.png\n")
     given = ["new", "list.csv", "--probabilities", "--distance", "--abstain-below", "0.1", "--entropy"]
     of_images, of_files = predict(*given, "--out", "out.csv").err.splitlines()
-    assert of_images.startswith("2 images can not be read: new/<img src=x on")
+    assert of_images.startswith("2 images cannot be read: new/<img src=x on")
     assert of_files == "5 other files: 2 .dcm, 2 without an extension, 1 .txt"
     with open("out.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
         found = list(csv.DictReader(file))
@@ -344,7 +344,7 @@ def test_every_image_has_a_row_and_other_files_are_counted(images, predict, monk
     # without any prediction
     Path("bad.png").write_text("no")
     done = predict("bad.png", status=2)
-    assert done.err.startswith("xdm-ft: no image was predicted: 1 image can not be read: bad.png (not an image in")
+    assert done.err.startswith("xdm-ft: no image was predicted: 1 image cannot be read: bad.png (not an image in")
     assert done.out == f"path,label,probability,error\nbad.png,,,{WHY}\n"
     predict("bad.png", "--out", "bad.csv", status=2)
     assert Path("bad.csv").read_text() == done.out
@@ -361,7 +361,7 @@ def test_strict(images, predict, extra):
     predict("new")
     done = predict("new", "--strict", "--out", "out.csv", status=2)
     assert done.out == "wrote out.csv: predictions of 11 images\n"
-    line = "1 other file: 1 .dcm" if "dcm" in extra else "1 image can not be read: new/bad.png"
+    line = "1 other file: 1 .dcm" if "dcm" in extra else "1 image cannot be read: new/bad.png"
     assert done.err.startswith(line) and done.err.count("\n") == 1
     found = json.loads(predict("new", "--strict", "--out", "o.csv", "--json", status=2).out)
     assert found["unreadable"] + sum(found["other_files"].values()) == 1
@@ -385,8 +385,8 @@ def test_strict(images, predict, extra):
         (["new", "--batch-size", "0"], "--batch-size: 0 is not positive"),
         (["new", "--out", "taken.csv"], "taken.csv: exists already"),
         (["new", "--out", "bad.png/x.csv"], "bad.png/x.csv"),
-        (["new", "--device", "toaster"], "device: toaster can not be used"),
-        (["new", "--seed", "0"], "is no run directory"),
+        (["new", "--device", "toaster"], "device: toaster cannot be used"),
+        (["new", "--seed", "0"], "is not a run directory"),
     ],
 )
 def test_what_is_refused(images, predict, arguments, line):
@@ -438,7 +438,7 @@ def test_a_file_of_another_program_stays(tmp_path, resume, content):
         file.symlink_to(target)
     elif content == "pipe":
         os.mkfifo(file)
-        message = r"is damaged \(it is no file\)"
+        message = r"is damaged \(it is not a file\)"
     else:
         file.write_bytes(content)
         message = r"is damaged .*; delete it to begin anew"
@@ -563,7 +563,7 @@ def test_a_kill_after_or_within_any_line_is_resumed(table, predict, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(unfinished, "append_lines", append_and_copy)
         said = predict(*given).err
-    assert said.startswith("1 image can not be read: bad.png") and len(left) == 10 and not file.exists()
+    assert said.startswith("1 image cannot be read: bad.png") and len(left) == 10 and not file.exists()
     complete = Path("out.csv").read_bytes()
     for number, content in enumerate(left[1:], start=1):
         Path("out.csv").unlink()

@@ -62,7 +62,7 @@ def test_a_folder_that_can_not_be_read_is_not_passed_over(scans, given, monkeypa
 
     original = os.scandir
     monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(UserError, match="PATH: scans/a/x can not be read: Permission denied"):
+    with pytest.raises(UserError, match="PATH: scans/a/x cannot be read: Permission denied"):
         paths(given)
 
 
@@ -156,14 +156,14 @@ def test_a_list_on_standard_input(scans, monkeypatch):
         (["-", "-"], None, "is given twice"),
         (["scans"], "(", "--group-by: ( is not a regular expression"),
         (["scans"], "b/", "--group-by: b/ matches nothing in scans/a/x/deep.tif"),
-        (["scans/t.csv"], "slide", "slide is no column of scans/t.csv and matches nothing in b/2.png"),
+        (["scans/t.csv"], "slide", "slide is not a column of scans/t.csv and matches nothing in b/2.png"),
         (["scans/none.csv"], None, "scans/none.csv: the table has no rows"),
         (["scans/other.csv"], None, "there is no column path; found: file"),
         (["scans/cell.csv"], None, "row 3, column path: the cell is empty"),
         (["scans/cell.csv"], "patient", "row 2, column patient: the cell is empty"),
         (["scans/twice.csv"], None, "two columns have the name path"),
-        (["scans/bad.parquet"], None, "can not be read as Parquet"),
-        (["scans/text.parquet"], None, "can not be read as Parquet: 'utf-8' codec can't decode byte 0xff"),
+        (["scans/bad.parquet"], None, "cannot be read as Parquet"),
+        (["scans/text.parquet"], None, "cannot be read as Parquet: 'utf-8' codec can't decode byte 0xff"),
         (["scans/a\nb*.png"], None, r"scans/a\nb*.png: matches"),
     ],
 )

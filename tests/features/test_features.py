@@ -87,7 +87,7 @@ def test_another_process_reads_the_same_files(tmp_path: Path, monkeypatch: pytes
     mapped, shard, written = there.to(CPU), next(tmp_path.rglob("shard-*")), pickle.dumps(placed)
     shard.unlink()
     assert not mapped.in_memory and torch.equal(every_row(mapped), every_row(first))
-    with pytest.raises(UserError, match=f"features.dir: {re.escape(str(shard))} can not be read"):
+    with pytest.raises(UserError, match=f"features.dir: {re.escape(str(shard))} cannot be read"):
         pickle.loads(written)
 
 
@@ -346,7 +346,7 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_folder(FeatureSettings()) == tmp_path / "elsewhere"
     assert cache_folder(FeatureSettings(dir=Path("~/chosen"))) == tmp_path / "chosen"
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"features\.dir: .*file/cache can not be created \(File exists\)"):
+    with pytest.raises(UserError, match=r"features\.dir: .*file/cache cannot be created \(File exists\)"):
         cache_folder(FeatureSettings(dir=tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=r"features.dir: s3:/+bucket/features is an address; the cache needs a file"):
         cache_path(FeatureSettings.model_validate({"dir": "s3://bucket/features"}))

@@ -220,7 +220,7 @@ def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.Monk
     assert path.stat().st_mode & 0o777 == 0o600
     path.unlink()
     path.mkdir()
-    with pytest.raises(UserError, match=r"index\.sqlite: can not be written .*set features\.dir"):
+    with pytest.raises(UserError, match=r"index\.sqlite: cannot be written .*set features\.dir"):
         hashes_of(images)
 
 

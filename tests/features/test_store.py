@@ -126,7 +126,7 @@ def test_every_flipped_byte_of_a_shard_is_found(tmp_path: Path, good: Features) 
         harmless += 1
     assert harmless < 10  # padding
     instead(Path.mkdir)(path)
-    with pytest.raises(UserError, match=r"shard-.*: can not be written: Is a directory"):
+    with pytest.raises(UserError, match=r"shard-.*: cannot be written: Is a directory"):
         features_of(Pixels(70), tmp_path)
 
 
@@ -385,7 +385,7 @@ def test_what_earlier_versions_wrote_is_said_to_be_so(tmp_path: Path, caplog: py
     with caplog.at_level("INFO", logger="xdm_ft"):
         for rows in (3, 4):
             features_of(Pixels(rows), tmp_path, Tiny(argument="new"))
-            assert caplog.text.count("1 set of features of an earlier version can not be read") == 1
+            assert caplog.text.count("1 set of features of an earlier version cannot be read") == 1
     for store in stores(tmp_path):
         if "model" not in store.manifest.get("encoder", {"model": ""}):
             write_manifest(store.folder, {**store.manifest, "encoder": {"component": "tiny", "model": "m"}})

@@ -198,7 +198,7 @@ def test_shares_are_read_as_they_are_written(counts):
 
 @pytest.mark.parametrize(
     "text, words",
-    [("a=.5", "name all classes"), ("a=.5,b=.6", "their sum 1"), ("a=x,b=1", "a share is no number"),
+    [("a=.5", "name all classes"), ("a=.5,b=.6", "their sum 1"), ("a=x,b=1", "a share is not a number"),
      ("a=-1,b=2", "0 or more"), ("a=nan,b=1", "0 or more"), ("c=1", "c=1 is no CLASS=SHARE"), ("", "is no CLASS=SHARE"),
      ("a", "a is no CLASS=SHARE"), ("a=.5,b=.5,c", "c is no CLASS=SHARE"),
      ("a=.5,a=.5", "twice")],

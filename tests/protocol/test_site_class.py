@@ -1,4 +1,4 @@
-"""Domain and class: Cramér's V by hand and under the null, and what can not be told apart."""
+"""Domain and class: Cramér's V by hand and under the null, and what cannot be told apart."""
 
 import numpy as np
 import pytest

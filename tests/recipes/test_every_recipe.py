@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from sklearn.utils import Bunch
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.cli.ls import listing
+from xdm_ft.cli.ls import OWN_IMAGES, listing
 from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import read_data
@@ -48,7 +48,13 @@ TINY_TIMM = {
 def test_all_recipes_are_found():
     assert sorted(path.name for path in (ROOT / "recipes").iterdir()) == [f"{name}.yaml" for name in RECIPES]
     assert {*PAPER, *(f"clip_{name}" for name in PAPER), "clip_camelyon_histology"} - {"clip_camelyon17"} <= {*RECIPES}
-    assert [line.split()[0] for line in listing("recipes").text().splitlines()] == list(RECIPES)
+    own, others = listing("recipes"), listing("benchmarks")
+    shown = [line.split("  ")[0] for line in own.text().splitlines()]
+    assert shown[:9] == ["Your own images", *OWN_IMAGES] and shown[9] == ""
+    named = [*OWN_IMAGES, *(line.split()[0] for line in others.text().splitlines())]
+    assert sorted(named) == list(RECIPES) and named == [entry.name for entry in own.document]
+    assert [entry.group for entry in own.document[7:9]] == ["own images", "benchmarks"]
+    assert max(map(len, own.text().splitlines())) <= 80
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {"recipes": "xdm_ft/recipes"}
 

@@ -32,7 +32,7 @@ from xdm_ft.storage.tensors import read_checked, read_tensors
 
 Damage = Callable[[Path], object]
 SOON = 60.0  # seconds, on a busy machine; what would hang does so for ever or for hours
-WORDS = ("damaged", "missing", "another recipe", "can not be", "another run", "another version")
+WORDS = ("damaged", "missing", "another recipe", "cannot be", "another run", "another version")
 NESTED = '{"value": ' + "[" * 900 + "]" * 900 + ', "xxh3": "0", "runs": [], "environment": {}, "recipe": {}}\n'
 MODEL = ["erm", "sketch", "0"]
 
@@ -356,7 +356,7 @@ def test_other_things_in_the_place_of_a_file(finished, tmp_path):
     pipe.save(lambda: {"n": 1})
     assert Checkpoint(tmp_path / "b", {}, Pace()).load({}) == {"n": 1}
     shutil.copy(finished / "out/small/models/final_fit/erm/model.safetensors", tmp_path / "c")
-    with pytest.raises(Damaged, match="it is no checkpoint"):
+    with pytest.raises(Damaged, match="it is not a checkpoint"):
         checkpoint.read(tmp_path / "c")
     empty_tensors(tmp_path / "w", 4_000_000, {"xxh3": "0"})
     with pytest.raises(Damaged, match="its checksum differs"):
@@ -534,7 +534,7 @@ def test_a_damaged_shared_file(kind, finished, large, caplog, capsys):
     damage(path, kind)
     if kind == "folder":
         assert run_large(finished, large) == 2
-        assert f"{path}: can not be written, as it is a folder" in capsys.readouterr().err
+        assert f"{path}: cannot be written, as it is a folder" in capsys.readouterr().err
         return
     assert run_large(finished, large) == 0
     assert contents(large) == content and numbers(large) == expected

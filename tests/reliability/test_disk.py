@@ -112,7 +112,7 @@ def test_every_kind_of_file(kind, small_disk, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(UserError, match=f"can not be written: {os.strerror(errno.EFBIG)}"):
+        with pytest.raises(UserError, match=f"cannot be written: {os.strerror(errno.EFBIG)}"):
             WRITERS[kind](tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -275,7 +275,7 @@ def test_files_without_permission(here, capfd):
                 assert any(word in line for word in ("ermission", "damaged", "no run", "no such recipe")), line
     for path, command in ((".", ["cp", "demo", "copy.yaml"]), ("out/small", ["run", "small.yaml", "protocol.seeds=2"])):
         with mode(here / path, 0o500):
-            assert "can not be written: Permission denied" in refused(capfd, *command)
+            assert "cannot be written: Permission denied" in refused(capfd, *command)
 
 
 @pytest.mark.slow
@@ -297,7 +297,7 @@ def test_features_of_another_user(bits, here, tmp_path, capsys):
         os.chown(path, 65533, 65533)
     status, text = of_user(*features)
     if bits == 0o700:
-        assert status == 2 and "cache can not be read; set features.dir" in one_line(text)
+        assert status == 2 and "cache cannot be read; set features.dir" in one_line(text)
         return
     assert status == 0 and f"{count} images of width 64, 0 of them extracted now" in text
     Image.new("RGB", (20, 20), "teal").save(tmp_path / "data/PACS/photo/dog/added.png")
@@ -306,7 +306,7 @@ def test_features_of_another_user(bits, here, tmp_path, capsys):
     if bits == 0o777:
         assert status == 0 and "1 of them extracted now" in text
     else:
-        assert status == 2 and "can not be written, and lacks features of 1 image; set features.dir" in text
+        assert status == 2 and "cannot be written, and lacks features of 1 image; set features.dir" in text
     shards = {*cache.rglob("shard-*")}
     for verb in (["ls"], ["verify"], ["prune", "--max-size", "0"]):
         status, text = of_user("cache", *verb, "--dir", str(cache))
@@ -320,7 +320,7 @@ def test_features_of_another_user(bits, here, tmp_path, capsys):
 
 @pytest.fixture
 def no_home(tmp_path, monkeypatch):
-    """A user without HOME and without an entry in the password file, in a folder that it can not write."""
+    """A user without HOME and without an entry in the password file, in a folder that it cannot write."""
 
     def unknown(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -371,5 +371,5 @@ def test_a_current_folder_that_is_gone(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    line = "xdm-ft: the current folder can not be used (No such file or directory); change to another one\n"
+    line = "xdm-ft: the current folder cannot be used (No such file or directory); change to another one\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)

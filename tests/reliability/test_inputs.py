@@ -238,7 +238,7 @@ def test_what_no_run_refers_to_is_pruned_and_nothing_by_mistake(here, capsys):
         assert f"{folder} holds no run" in one_line(capsys.readouterr().err)
     with mode(here / "out/one", 0), of_a_user():
         assert prune("--unreferenced", "out") == 2
-    assert "cache prune: out/one: can not be read (Permission denied)" in one_line(capsys.readouterr().err)
+    assert "cache prune: out/one: cannot be read (Permission denied)" in one_line(capsys.readouterr().err)
     path = Path("out/one/results.json")
     text = path.read_text()
     path.write_text(text.replace(one, "0" * 32))

@@ -19,7 +19,7 @@ from xdm_ft.report.comparisons import (
     what_it_finds,
 )
 from xdm_ft.report.csv import csv_rows, csv_text
-from xdm_ft.report.headline import sentence
+from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown_lines
 from xdm_ft.report.sections import table_sections
 from xdm_ft.report.side_by_side import side_by_side
@@ -113,9 +113,9 @@ def test_what_a_table_finds() -> None:
         lines += [f"{seconds} seconds:", *(f"  {line}" for line in what_it_finds(results, "train_val", "accuracy"))]
     assert_golden("finds.txt", "\n".join(lines) + "\n")
     row = comparison("m", **SEEDS)
-    assert f"3 seeds find {finds(5)} in one comparison" in lines_of(row)[0]
-    assert f"3 seeds find {finds(5, comparisons=2)} among 2 comparisons" in lines_of(row, row)[0]
-    assert f"nothing below {finds(3, 0.05, 2)} can" in lines_of(*[comparison("m", **FOUR)] * 2)[1]
+    assert f"found: {finds(5)} (in four of five runs, 3 seeds, 1 comparison)" in lines_of(row)[0]
+    assert f"found: {finds(5, comparisons=2)} (in four of five runs, 3 seeds, 2 comparisons)" in lines_of(row, row)[0]
+    assert f"no difference below {finds(3, 0.05, 2)}; if" in lines_of(*[comparison("m", **FOUR)] * 2)[1]
 
 
 def test_looks_and_declarations() -> None:
@@ -125,7 +125,7 @@ def test_looks_and_declarations() -> None:
     row = comparison("m")
     line, second = lines_of(row, looks=[look(), look(alpha=0.0125)])
     assert second == "look 2 at this run, at α = 0.0125; 0.0625 is spent in all"
-    assert f"find {finds(5, alpha=0.0125)} in" in line and len(lines_of(row, looks=[look()])) == 1
+    assert f"found: {finds(5, alpha=0.0125)} (in" in line and len(lines_of(row, looks=[look()])) == 1
     changed, pair = "report.compare was changed after the first look, which declared ", [["m", "erm"]]
     assert lines_of(row, looks=[look()], report={"compare": pair})[-1] == f"{changed}nothing"
     two = [*pair, ["n", "erm"]]
@@ -170,7 +170,11 @@ def test_every_report_of_an_earlier_version() -> None:
     better = comparison("xdomainmix @ small", "erm @ small", 0.1, "better", "better")
     results = with_comparisons(under_both(), better, comparison("erm @ small", "erm @ large", -0.05))
     for name, run in (("encoders", run_of(results)), ("encoders-earlier", run_of(earlier(results)))):
-        lines = [sentence(run), *markdown_lines([*table_sections(run, run.rules), *side_by_side([run, run], [])])]
+        lines = [
+            sentence(run),
+            details(run),
+            *markdown_lines([*table_sections(run, run.rules), *side_by_side([run, run], [])]),
+        ]
         assert_golden(f"{name}.md", "\n".join(lines) + "\n")
         assert_golden(f"{name}.csv", csv_text(csv_rows(run)))
 

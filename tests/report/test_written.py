@@ -126,7 +126,7 @@ def test_a_fault_of_the_page_is_reported_and_leaves_the_tables(
     assert refresh(directory) == TABLES
     [record] = caplog.records
     assert record.levelno == logging.ERROR and record.exc_info is not None, "with its traceback"
-    assert "report.html: can not be drawn" in record.message and "`xdm-ft report" in record.message
+    assert "report.html: cannot be drawn" in record.message and "`xdm-ft report" in record.message
     with pytest.raises(ZeroDivisionError):
         write_reports(directory, read_run(directory.path))
     faults[0] = UserError("the disk is full")  # which the user can repair

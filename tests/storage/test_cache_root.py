@@ -73,7 +73,7 @@ def test_a_killed_holder_delays_others_on_another_machine_only(tmp_path: Path, m
 
 
 def test_a_lock_that_can_not_be_written_or_is_deleted_while_it_is_held(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"gone/a\.lock: can not be written"), one_at_a_time(tmp_path / "gone/a.lock"):
+    with pytest.raises(UserError, match=r"gone/a\.lock: cannot be written"), one_at_a_time(tmp_path / "gone/a.lock"):
         pass
     (tmp_path / "cache").mkdir()
     with one_at_a_time(tmp_path / "cache/a.lock"):

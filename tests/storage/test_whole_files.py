@@ -166,7 +166,7 @@ def test_each_process_has_a_file_of_its_own_and_all_are_read(tmp_path: Path) -> 
     assert sorted(main.lines("records")) == ["by a fork", "by another rank", "by it too", "by the main process"]
     (tmp_path / "file").mkdir()
     (tmp_path / "file/state").touch()
-    with pytest.raises(UserError, match="can not be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         RunDirectory(tmp_path / "file").append("records", 1)
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_read_back_and_every_damage_is_found_or_harmless(
 ) -> None:
     state, path, draw = some_state(), tmp_path / "c", random.Random(0)
     write(path, state, SETTINGS)
-    with pytest.raises(AssertionError, match="can not be saved"):
+    with pytest.raises(AssertionError, match="cannot be saved"):
         write(path, {"n": object()}, SETTINGS)
     assert_equal([*read(path)], [state, SETTINGS])
     assert os.listdir(tmp_path) == ["c"], "the last one stays"

@@ -158,7 +158,7 @@ def test_stopping_early_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     setup, z, batch = problem()
     with caplog.at_level(logging.WARNING, logger="xdm_ft"):
         list(LinearProbe(setup, strengths=STRENGTHS).solve(z, batch))
-    assert "linear_probe, strength 0.01: stopped at a gradient of" in caplog.text
+    assert "linear_probe.tolerance: strength 0.01 has a gradient of" in caplog.text
 
 
 def solved(job: Job, data: CachedData | None = None, metric: str = "accuracy") -> Trained:

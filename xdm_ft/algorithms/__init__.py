@@ -143,19 +143,19 @@ class Algorithm(Method):
     """
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
-    first_selectable_step: int = 1  # earlier steps can not be selected
+    first_selectable_step: int = 1  # earlier steps cannot be selected
     # name of a quantity that `finish` varies → its meaning, for messages; empty: the trained weights are kept
     varied_by_finish: Mapping[str, str] = {}
     # "batch": the loss compares samples or domains of the whole batch; "part": of one part of it (the samples of one
     # process or micro-batch); "sample": it compares nothing and is a weighted mean over samples
     loss_over: Literal["batch", "part", "sample"] = "batch"
-    # one line: why a batch can not be split into parts (processes, micro-batches), and what to do; "": it can
+    # one line: why a batch cannot be split into parts (processes, micro-batches), and what to do; "": it can
     parts_reason: str = ""
     # one line: why the method equals ERM, or trains nothing, with a frozen encoder, and what to do; "": it does not
     frozen_reason: str = ""
-    # one line: why the method can not train what lies above a cut of the encoder, and what to do; "": it can
+    # one line: why the method cannot train what lies above a cut of the encoder, and what to do; "": it can
     cut_reason: str = ""
-    # one line: why the method can not train on pooled batches, and what to do; "": it can
+    # one line: why the method cannot train on pooled batches, and what to do; "": it can
     pooled_reason: str = ""
 
     def __init__(self, setup: Setup) -> None:

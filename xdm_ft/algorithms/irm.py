@@ -19,7 +19,7 @@ class AnnealedPenalty(Algorithm):
     """loss = R + w · penalty, R the average cross-entropy; w is 1 for `anneal_steps` steps, then `penalty_weight`.
 
     The optimizer resets its moments when w changes: Adam's second moments of small gradients would scale the first
-    large ones too little (as in DomainBed). Earlier steps can not be selected, as they trained with w = 1.
+    large ones too little (as in DomainBed). Earlier steps cannot be selected, as they trained with w = 1.
     """
 
     min_domains = 2

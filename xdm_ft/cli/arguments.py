@@ -17,10 +17,6 @@ KEYS = "keys.json"  # the keys of recipes, in the cache folder
 FORMATS = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv"}  # of `report`, by the suffix of its file
 LEAST_SHARE = 1e-4  # 23,000 labels could show it
 STORED = "stored"  # of --abstain-below: the threshold in the model directory
-TOPICS = (
-    "table", "comparison", "verdict", "selection", "metrics", "sentence", "labels", "cost", "encoders", "notes",
-    "analysis",
-)  # fmt: skip
 
 
 def complete_with(argument: argparse.Action, values: Callable[..., Iterable[str]]) -> None:
@@ -35,6 +31,13 @@ def recipe_names(prefix: str, **_: Any) -> Iterable[str]:
     from xdm_ft.recipe.text import recipe_folder
 
     return [*(path.stem for path in recipe_folder().glob("*.yaml")), *FilesCompleter(["yaml", "yml"])(prefix)]
+
+
+def explained_words(prefix: str, **_: Any) -> Iterable[str]:
+    """Returns the words and groups of the glossary."""
+    from xdm_ft.runtime.texts import glossary
+
+    return [*(groups := glossary()), *(word for entries in groups.values() for word in entries)]
 
 
 def override_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
@@ -70,7 +73,7 @@ def share(text: str) -> float:
     except ValueError:
         value = 0
     if not LEAST_SHARE <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no share from {LEAST_SHARE} to 1; give 0.1 or 10%, for example")
+        raise argparse.ArgumentTypeError(f"{text} is not a share from {LEAST_SHARE} to 1; give 0.1 or 10%, for example")
     return value
 
 
@@ -193,7 +196,7 @@ def add_predict(verb: Parser) -> None:
     group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
     option("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
     flag("--resume", help="continue the unfinished predictions of --out, if any")
-    flag("--strict", help="exit status 2 if an image can not be read, or a folder holds other files")
+    flag("--strict", help="exit status 2 if an image cannot be read, or a folder holds other files")
     add_model_options(verb)
 
 
@@ -255,11 +258,13 @@ def add_evaluate(verb: Parser) -> None:
 
 
 def add_explain(verb: Parser) -> None:
-    verb.add_argument("topic", nargs="?", choices=TOPICS)
+    meaning = "a word of a screen or table, or a group of words (default: the concepts that come first)"
+    complete_with(verb.add_argument("word", metavar="WORD", nargs="*", help=meaning), explained_words)
 
 
 def add_ls(verb: Parser) -> None:
-    verb.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
+    lists = ["recipes", "benchmarks", "methods", "heads", "data", "encoders"]
+    verb.add_argument("what", nargs="?", choices=lists, default="recipes")
 
 
 def add_cp(verb: Parser) -> None:
@@ -302,8 +307,8 @@ VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
         partial(add_recipe, nargs="?"),
         "check installation, devices, weights and data; print a remedy for each fault",
     ),
-    "explain": (add_explain, "explain the words of a run's tables: ±, intervals, verdicts, selection, notes"),
-    "ls": (add_ls, "list recipes, methods, heads, data sets or encoders, one per line"),
+    "explain": (add_explain, "explain a word of a screen or table; without a word, the concepts that you need first"),
+    "ls": (add_ls, "list recipes for your images, benchmarks, methods, heads, data sets or encoders"),
     "cp": (add_cp, "copy a packaged recipe to a file that you can edit"),
     "cache": (add_cache, "list, verify or remove cached features"),
 }
@@ -339,7 +344,9 @@ xdm-ft adapt output/clip_folder labelled.csv --method xdomainmix --out site_mode
 xdm-ft doctor
 xdm-ft doctor clip_folder data.root=DIR
 xdm-ft explain
-xdm-ft explain verdict
+xdm-ft explain held-out domain
+xdm-ft ls
+xdm-ft ls benchmarks
 xdm-ft ls methods
 xdm-ft ls methods --json
 xdm-ft cp clip_folder mine.yaml

@@ -1,4 +1,4 @@
-"""`xdm-ft assess`: the expected accuracy of a model on unlabelled images of a new site, or why it can not be said."""
+"""`xdm-ft assess`: the expected accuracy of a model on unlabelled images of a new site, or why it cannot be said."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {"cot": "COT", "aline": "ALine-D", "atc": "ATC"}
 
 
 def main(arguments: argparse.Namespace) -> Answer:
-    """Raises `UserError` for a model that can not be assessed, and for images that can not be listed."""
+    """Raises `UserError` for a model that cannot be assessed, and for images that cannot be listed."""
     check_batch_size(arguments)
     refuse_run(arguments.model)
     model = load_model(arguments)

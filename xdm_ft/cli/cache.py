@@ -126,7 +126,7 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
 
     def refuse_unreadable(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):  # these hold no run
-            problem = f"can not be read ({error.strerror}); a run in it may need features"
+            problem = f"cannot be read ({error.strerror}); a run in it may need features"
             raise UserError(f"cache prune: {error.filename}: {problem}")
 
     keys: set[str] = set()

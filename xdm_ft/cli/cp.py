@@ -11,7 +11,7 @@ from xdm_ft.runtime.errors import UserError
 
 
 def main(arguments: argparse.Namespace) -> Answer:
-    """Copies a recipe to a new file, or into a folder. Raises `UserError` if the file exists or can not be written."""
+    """Copies a recipe to a new file, or into a folder. Raises `UserError` if the file exists or cannot be written."""
     source, file = find_recipe(arguments.recipe), Path(arguments.file)
     file = file / source.name if file.is_dir() else file
     try:
@@ -20,5 +20,5 @@ def main(arguments: argparse.Namespace) -> Answer:
     except FileExistsError as error:
         raise UserError(f"{file}: exists already; choose another name") from error
     except OSError as error:
-        raise UserError(f"{file}: can not be written: {error.strerror}") from error
+        raise UserError(f"{file}: cannot be written: {error.strerror}") from error
     return Answer({"file": file}, [f"wrote {file}"])

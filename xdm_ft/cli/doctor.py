@@ -108,7 +108,7 @@ def installation() -> Iterator[Finding]:
             importlib.import_module(module)
         except Exception as error:  # the import of a broken binary can raise any exception
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            yield Finding("library", f"{module} can not be imported ({problem})", "install it again")
+            yield Finding("library", f"{module} cannot be imported ({problem})", "install it again")
 
 
 def devices() -> Iterator[Finding]:
@@ -206,9 +206,9 @@ def cache_space(
 ) -> Iterator[Finding]:
     """Checks that the features and activations of one encoder that are not cached yet fit on the disk.
 
-    Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
+    Raises `UserError` if they do not, or if the encoder cannot be cut where the recipe says.
     """
-    from accelerate import PartialState  # here, as `installation` reports that it can not be imported
+    from accelerate import PartialState  # here, as `installation` reports that it cannot be imported
 
     items = [item for item in recipe.served if item.encoder_label == label]
     device = device_of(recipe.cluster, PartialState().device)  # on which the run computes features
@@ -237,9 +237,9 @@ def cache_space(
 def check_data(
     recipe: Recipe, preprocessing: Preprocessing | None
 ) -> Generator[Finding, None, tuple[ImageDataset, FileHashes, Plan | None] | None]:
-    """Returns the data, a hash of every image, and the plan, if data and recipe fit; None if they can not be read.
+    """Returns the data, a hash of every image, and the plan, if data and recipe fit; None if they cannot be read.
 
-    `preprocessing` is the encoder's; None if the encoder can not be built.
+    `preprocessing` is the encoder's; None if the encoder cannot be built.
     """
     try:
         dataset = read_data(recipe)

@@ -89,7 +89,7 @@ class Evaluation:
         if found.value is None:
             return f"No accuracy with the help of --images: {found.refused}"
         by = f"with the help of {plural(found.images or 0, 'image')} of --images"
-        by += f" ({found.unreadable} more can not be read)" if found.unreadable else ""
+        by += f" ({found.unreadable} more cannot be read)" if found.unreadable else ""
         return f"accuracy {shown('accuracy', found.value)} {by}, 95% {interval('accuracy', found.interval)}"
 
     def _threshold(self, found: AtRisk) -> Iterator[str]:
@@ -129,7 +129,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     """Measures a model on the labelled images of a folder or table, of all domains or of `--domain` alone.
 
     Of images with the same bytes, the first one counts. Images that trained the model count, are counted, and leave no
-    verdict. Raises `UserError` for a site that can not be read, a label that the model lacks, and `--save` without
+    verdict. Raises `UserError` for a site that cannot be read, a label that the model lacks, and `--save` without
     `--risk` or a model directory.
     """
     check_batch_size(arguments)

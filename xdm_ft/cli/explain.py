@@ -1,21 +1,62 @@
-"""`xdm-ft explain`."""
+"""`xdm-ft explain`: the concepts that a reader needs first, and each further word on request."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 
 from xdm_ft.cli import Answer
-from xdm_ft.report.sections.about import MANUAL
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.texts import glossary
 
 WIDTH = 80  # characters
 
 
 def main(arguments: argparse.Namespace) -> Answer:
-    topics = MANUAL if arguments.topic is None else {arguments.topic: MANUAL[arguments.topic]}
-    lines: list[str] = []
-    for topic, words in topics.items():
-        lines += ["", topic.upper()]
-        for word, meaning in words.items():
-            lines += textwrap.wrap(f"{word}: {meaning}", WIDTH, initial_indent="  ", subsequent_indent="    ")
-    return Answer(topics, lines[1:])
+    groups = glossary()
+    if not arguments.word:
+        first, *further = groups
+        words = [_wrapped(group, " · ".join(groups[group])) for group in further]
+        more = ["", "More words: xdm-ft explain WORD, or the name of a group", ""]
+        return Answer(groups, [*_lines(groups[first]), *more, *(line for lines in words for line in lines)])
+    chosen = _entries(" ".join(arguments.word), groups)
+    return Answer(chosen, [line for entries in chosen.values() for line in _lines(entries)])
+
+
+def names(group: str, word: str) -> set[str]:
+    """Returns what asks for an entry: its word without signs, a part of it between commas, and what brackets leave."""
+    return {_plain(part) for part in (word, *word.split(", "), word.partition(" (")[0])}
+
+
+def _entries(asked: str, groups: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Returns {group: {word: meaning}} of the entries with this name, or else of the group, or of words that hold it.
+
+    Raises `UserError` if there is none.
+    """
+    name = _plain(asked)
+    known = [(group, word) for group, entries in groups.items() for word in entries]
+    found = [(group, word) for group, word in known if name in names(group, word)]
+    found = found or [(group, word) for group, word in known if name == group]
+    found = found or [(group, word) for group, word in known if name and f" {name} " in f" {_plain(word)} "]
+    if not found:
+        words = {word.lower(): word for word in (*groups, *(word for _, word in known))}
+        near = [words[word] for word in difflib.get_close_matches(asked.lower(), words)]
+        remedy = f"the nearest: {', '.join(near)}" if near else "xdm-ft explain lists all words"
+        raise UserError(f'explain: no word "{asked}"; {remedy}')
+    return {group: {word: groups[group][word] for of, word in found if of == group} for group, _ in found}
+
+
+def _plain(word: str) -> str:
+    return " ".join(re.findall(r"\w+", word.lower()))
+
+
+def _lines(entries: Mapping[str, str]) -> Iterator[str]:
+    for word, meaning in entries.items():
+        yield from _wrapped(word, meaning)
+
+
+def _wrapped(word: str, text: str) -> Iterable[str]:
+    return textwrap.wrap(f"{word}: {text}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)

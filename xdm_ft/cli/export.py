@@ -149,13 +149,13 @@ def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None
 
 
 def _images(run: Run) -> list[Image.Image]:
-    """Returns some images of the run's data set; none if it can not be read here."""
+    """Returns some images of the run's data set; none if it cannot be read here."""
     try:
         dataset = read_data(check(written_recipe(run.path, run.results)))
         rows = dict.fromkeys(i * (len(dataset) - 1) // (COMPARED_IMAGES - 1) for i in range(COMPARED_IMAGES))
         return [dataset.image(row) for row in rows]
     except (UserError, UnreadableImage) as error:
-        logger.warning("the run's images can not be read (%s); ONNX is compared on random pixels", error)
+        logger.warning("the run's images cannot be read (%s); ONNX is compared on random pixels", error)
         return []
 
 

@@ -1,4 +1,4 @@
-"""`xdm-ft ls`: lists recipes, methods, heads, data sets or encoders, one per line."""
+"""`xdm-ft ls`: lists recipes, benchmarks, methods, heads, data sets or encoders, one per line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from xdm_ft.cli import Answer, columns
 from xdm_ft.recipe.components import ADD_ONS, find, names, settings_model
 from xdm_ft.recipe.text import in_yaml, recipe_folder
 from xdm_ft.runtime.settings import Block
+
+OWN_IMAGES = (
+    "clip_folder", "adaptation", "encoders", "all_methods", "timm_folder", "frozen_search", "features", "demo",
+)  # fmt: skip
+"""The recipes for a user's own images, by what one asks first. The others are published benchmarks and ablations."""
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -31,6 +36,7 @@ class Setting:
 class Entry:
     name: str
     about: str
+    group: str | None = None  # of recipes
     source: str | None = None  # of methods and heads: the paper
     works_on: str | None = None  # of methods: cached features, training end to end, or both
     holds: str | None = None  # of methods: what of the training images their head holds
@@ -38,11 +44,8 @@ class Entry:
 
 
 def listing(what: str) -> Answer:
-    if what == "recipes":
-        paths = sorted(recipe_folder().glob("*.yaml"))
-        comments = [path.read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip() for path in paths]
-        entries = [Entry(path.stem, comment) for path, comment in zip(paths, comments, strict=True)]
-        return Answer(entries, columns([(entry.name, entry.about) for entry in entries], numbers=False))
+    if what in ("recipes", "benchmarks"):
+        return _recipes(only_benchmarks=what == "benchmarks")
     if what == "methods":
         entries = list(_methods())
     else:
@@ -58,6 +61,22 @@ def listing(what: str) -> Answer:
         cells = entry.name, summary, entry.source, works_on, "; ".join(settings)
         rows.append(tuple(cell for cell in cells if cell is not None))
     return Answer(entries, columns(rows, numbers=False))
+
+
+def _recipes(only_benchmarks: bool) -> Answer:
+    """As text either the recipes for own images or the benchmarks; the document of `ls recipes` has both."""
+    about = {
+        path.stem: path.read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip()
+        for path in sorted(recipe_folder().glob("*.yaml"))
+    }
+    own = [Entry(name, about.pop(name), "own images") for name in OWN_IMAGES]
+    others = [Entry(name, text, "benchmarks") for name, text in about.items()]
+    lines = columns([(entry.name, entry.about) for entry in (others if only_benchmarks else own)], numbers=False)
+    if only_benchmarks:
+        return Answer(others, lines)
+    use = "xdm-ft run RECIPE data.root=DIR starts one; xdm-ft cp RECIPE FILE copies it."
+    more = "Published benchmarks and ablations: xdm-ft ls benchmarks"
+    return Answer([*own, *others], ["Your own images", *lines, "", use, more])
 
 
 def _methods() -> Iterator[Entry]:
@@ -92,4 +111,4 @@ def _entry(folder: str, name: str, prefix: str = "") -> Entry:
             default = list(default)
         settings.append(Setting(key, field.description or "", required, default))
     summary = (inspect.getdoc(cls) or "").split("\n")[0]
-    return Entry(name, summary, getattr(cls, "source", None), settings=tuple(settings))
+    return Entry(name, summary, source=getattr(cls, "source", None), settings=tuple(settings))

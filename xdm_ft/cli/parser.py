@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f'no "{value}"{did_you_mean(str(value), [*action.choices])}')
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # argparse begins with the parser of all verbs, which can not do it, and calls this method of the verb's parser
+        # argparse begins with the parser of all verbs, which cannot do it, and calls this method of the verb's parser
         if self._options_are_first or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
         self._options_are_first = True  # parse_known_intermixed_args calls this method twice
@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
                 try:
                     os.getcwd()
                 except OSError as error:  # libraries would end the process when they are imported
-                    problem = f"the current folder can not be used ({error.strerror})"
+                    problem = f"the current folder cannot be used ({error.strerror})"
                     raise UserError(f"{problem}; change to another one") from error
                 return _perform(arguments)
     except _Misused as misused:
@@ -128,7 +128,7 @@ def _perform(arguments: argparse.Namespace) -> int:
 
 
 def _show_fault(status: int, message: str) -> None:
-    """Prints what `--json` promises where there is no result. The status tells if that can not be written either."""
+    """Prints what `--json` promises where there is no result. The status tells if that cannot be written either."""
     with suppress(UserError, BrokenPipeError):
         write(as_json({"error": message, "status": status}))
 

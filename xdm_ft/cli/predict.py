@@ -97,7 +97,7 @@ def print_rows(batches: Iterable[Batch], table: Predictions, grouped: bool) -> T
 def main(arguments: argparse.Namespace) -> Answer:
     """Predicts the images of `paths`, see `Sources`, and writes their rows.
 
-    Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
+    Raises `UserError` for a path that does not exist, a model that cannot be loaded, or options that do not fit it.
     """
     check_batch_size(arguments)  # before the images are counted, which may take minutes
     out, format_ = output_of(arguments)
@@ -161,7 +161,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     if tally.unreadable:
         named = [f"{path} ({reason})" for path, reason in tally.named.items()]
         more = f", {tally.unreadable - len(named)} more" if tally.unreadable > len(named) else ""
-        faults.append(f"{plural(tally.unreadable, 'image')} can not be read: {', '.join(named)}{more}")
+        faults.append(f"{plural(tally.unreadable, 'image')} cannot be read: {', '.join(named)}{more}")
     if sources.others:
         faults.append(counted(sources.others))
     status, error = 2 if arguments.strict and faults else 0, None

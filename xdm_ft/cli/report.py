@@ -14,7 +14,7 @@ from xdm_ft.cli import Answer
 from xdm_ft.cli.arguments import FORMATS
 from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
 from xdm_ft.report.finished import Run, encoders_of, read_run
-from xdm_ft.report.headline import sentence
+from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import as_text, latex, markdown, markdown_lines
 from xdm_ft.report.sections import brief_sections, table_sections
 from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     """Makes the tables of one run or of several runs of one protocol.
 
     Of one run it also writes results.md, results.csv, report.html and plots/ again. Raises `UserError` for a run that
-    is damaged or not finished, for runs of several protocols, and if a file can not be written.
+    is damaged or not finished, for runs of several protocols, and if a file cannot be written.
     """
     out, format_ = None, arguments.format or "text"
     if arguments.out is not None:
@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> Answer:
             write_data(text().encode())
             return
         if single is not None:
-            show(f"{sentence(single)}\n")
+            show("".join(f"{text}\n" for text in (sentence(single), details(single)) if text))
         write(as_text(sections, sys.stdout))
 
     if out is not None:

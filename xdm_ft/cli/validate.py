@@ -96,7 +96,7 @@ def validate(recipe: Recipe) -> Answer:
         "power": power,
         "error": None if fault is None else str(fault),
     }
-    time_line = "time: not measured, as an encoder can not be built"
+    time_line = "time: not measured, as an encoder cannot be built"
     if time is not None:
         time_line = f"time: {time.text()} on this machine, {time.device}"
     parts: dict[str, Sequence[str]] = {"prompts, exactly as the text encoder reads them": prompts or ()}

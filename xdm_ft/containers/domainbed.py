@@ -140,7 +140,7 @@ def check_counts(
     fault = f"data: {where} is not {name}: {', '.join(faults)}"
     if others:
         fault += f" (nor {', '.join(other for other, _ in others)})"
-    if counts == "published" or len(per_domain) < 2:  # one domain can not be both held out and trained on
+    if counts == "published" or len(per_domain) < 2:  # one domain cannot be both held out and trained on
         raise UserError(f"{fault}; complete the data, or accept the difference with data.counts: any")
     logger.warning("%s", fault)
     return False
@@ -154,4 +154,4 @@ def _subfolders(folder: Path) -> list[Path]:
     try:
         return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
-        raise UserError(f"data.root: {folder} can not be read: {error.strerror}") from error
+        raise UserError(f"data.root: {folder} cannot be read: {error.strerror}") from error

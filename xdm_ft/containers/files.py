@@ -166,7 +166,7 @@ def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[t
 def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], set[str]]:
     """Returns the status of a folder, the sorted names in it that are not hidden, and those of them that are folders.
 
-    Raises `UserError`, which names `key`, if the folder can not be read.
+    Raises `UserError`, which names `key`, if the folder cannot be read.
     """
     try:
         status = os.stat(folder)
@@ -176,7 +176,7 @@ def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], s
         # os.path.isdir: for a link that points to itself `entry.is_dir` raises
         folders = {entry.name for entry in others if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path)}
     except OSError as error:
-        raise UserError(f"{key}: {folder} can not be read: {error.strerror}") from error
+        raise UserError(f"{key}: {folder} cannot be read: {error.strerror}") from error
     return status, sorted([entry.name for entry in entries]), folders
 
 

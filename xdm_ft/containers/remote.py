@@ -37,7 +37,7 @@ def state_of(address: str) -> FileState:
         try:
             status = os.stat(address)
         except OSError as error:
-            raise UserError(f"{address}: can not be read: {error.strerror}") from error
+            raise UserError(f"{address}: cannot be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{address}: is not a regular file")  # opening a pipe would block for ever
         return FileState(status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
@@ -72,7 +72,7 @@ def open_file(address: str, state: FileState, block_bytes: int = 0) -> BinaryIO:
         try:
             return open(address, "rb", buffering=block_bytes)
         except OSError as error:
-            raise UserError(f"{address}: can not be read: {error.strerror}; check the disk") from error
+            raise UserError(f"{address}: cannot be read: {error.strerror}; check the disk") from error
     how = {"cache_type": "readahead", "block_size": block_bytes} if block_bytes else {"cache_type": "none"}
 
     def request() -> Any:
@@ -95,7 +95,7 @@ def read_range(address: str, state: FileState, start: int, stop: int) -> bytes:
             file.seek(start)
             content = file.read(stop - start)
     except OSError as error:
-        raise UserError(f"{address}: can not be read: {error.strerror}; check the disk") from error
+        raise UserError(f"{address}: cannot be read: {error.strerror}; check the disk") from error
     if len(content) != stop - start:
         raise UserError(f"{address}: ends before byte {stop}: it is damaged, or was changed; run again")
     return content
@@ -148,7 +148,7 @@ def attempt(address: str, read: Callable[[], T]) -> T:
                 reason = " ".join(printable(f"{type(cause).__name__}: {cause}").split())[:200]
                 if isinstance(cause, TimeoutError):
                     reason = f"no answer for {SECONDS_OF_SILENCE:g} s"
-                problem = f"can not be read in {ATTEMPTS} attempts ({reason}); check the address and the network"
+                problem = f"cannot be read in {ATTEMPTS} attempts ({reason}); check the address and the network"
             raise UserError(f"{address}: {problem}") from error
     raise AssertionError("the last attempt returns or raises")
 

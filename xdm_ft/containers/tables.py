@@ -130,7 +130,7 @@ def name_columns(
 
     `columns`: {label, domain, group or split: column of the table, None: there is none}. `class_names`: {column of
     integers: the names that its type gives to them}. `where` names the table in messages. Raises `UserError` for the
-    first row whose cell is no name.
+    first row whose cell is not a name.
     """
     numbers = {
         key: number_names(table[name], where, name, (class_names or {}).get(name))
@@ -151,7 +151,7 @@ def number_names(
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Returns the names that occur, and for every row its name's index (int64 [n]).
 
-    Integers are in their order, other names are sorted. Raises `UserError` for the first row whose cell is no name.
+    Integers are in their order, other names are sorted. Raises `UserError` for the first row whose cell is not a name.
     """
     import pyarrow
 
@@ -267,7 +267,7 @@ def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDic
     except (DatasetsError, OSError, ValueError) as error:  # Arrow raises ValueError for a damaged Parquet file
         cause = error.__cause__ or error
         reason = " ".join(printable(f"{type(cause).__name__}: {cause}").split())[:200]
-        raise UserError(f"{where}: can not be read ({reason}); {remedy}") from error
+        raise UserError(f"{where}: cannot be read ({reason}); {remedy}") from error
 
 
 class ImageTable(EncodedImages):

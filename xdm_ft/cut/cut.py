@@ -90,7 +90,7 @@ class Cut:
     def _verify(self) -> None:
         """Raises `UserError` if above(below(x)) differs from z, or if above changes its input."""
         images = probe_images(self.encoder, self.encoder.preprocessing.size, 2)
-        refused = f"{KEY}: the encoder can not be cut before {self.name}"
+        refused = f"{KEY}: the encoder cannot be cut before {self.name}"
         with undisturbed(self.encoder):
             z, activations = self.encoder(images), self.below(images)
             given = activations.clone()

@@ -96,7 +96,7 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
             # WILDS' downloader alone, as its constructor would also read the metadata
             unopened = cls.__new__(cls)
             unopened._version = None  # the latest
-            # an archive can not write outside its folder; Python 3.14 needs no such filter
+            # an archive cannot write outside its folder; Python 3.14 needs no such filter
             tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
             try:
                 with contextlib.redirect_stdout(sys.stderr):
@@ -104,7 +104,7 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
             finally:
                 del tarfile.TarFile.extraction_filter
     except OSError as error:
-        raise UserError(f"data.root: {folder} can not be written: {error.strerror or error}") from error
+        raise UserError(f"data.root: {folder} cannot be written: {error.strerror or error}") from error
     if not marker.is_file():  # WILDS' downloader catches its own exceptions, so that only this file shows its success
         raise UserError(
             f"data.download: the download to {folder} failed with WILDS' message above; check the network "

@@ -209,4 +209,4 @@ def _damage_in(file: str) -> Iterator[None]:
         yield
     except damage as error:
         reason = " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
-        raise UserError(f"{file}: can not be read ({reason}); write the file again") from error
+        raise UserError(f"{file}: cannot be read ({reason}); write the file again") from error

@@ -177,4 +177,4 @@ def _damage_in(where: str) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
         remedy = "write the file again, or remove it"
-        raise UserError(f"{where}: can not be read ({reason}); {remedy}") from error
+        raise UserError(f"{where}: cannot be read ({reason}); {remedy}") from error

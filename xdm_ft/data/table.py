@@ -153,4 +153,4 @@ def _from_parquet(file: Path, read: Callable[[Any], Any]) -> Any:
     try:
         return read(pyarrow.parquet)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: can not be read as Parquet: {error}") from error
+        raise UserError(f"{file}: cannot be read as Parquet: {error}") from error

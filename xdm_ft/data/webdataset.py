@@ -205,7 +205,7 @@ def _samples(address: str, state: FileState) -> Iterator[_Sample]:
                 elif content is not None:
                     values = json.loads(content)
             except ValueError as error:
-                raise UserError(f"{where}: can not be read ({error}); write it as UTF-8 text") from error
+                raise UserError(f"{where}: cannot be read ({error}); write it as UTF-8 text") from error
             if not isinstance(values, dict):
                 raise UserError(f"{where}: it must be a JSON object, with a key for each name")
         if image is not None:
@@ -242,10 +242,10 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
                         "(GNU tar: --dereference --hard-dereference, without --sparse)"
                     )
                 file.members = []  # type: ignore[attr-defined]  # else it keeps all of them
-            # tarfile takes a header that it can not read, and the end of the file, for the end of the tar
+            # tarfile takes a header that it cannot read, and the end of the file, for the end of the tar
             problem = _fault_of_end(reader, offset := file.offset)
     except (tarfile.TarError, EOFError) as error:
-        problem = f"can not be read as a tar ({printable(error)})"
+        problem = f"cannot be read as a tar ({printable(error)})"
     if problem is not None:
         remedy = "copy the file again, or write it again as one tar without compression"
         raise UserError(f"{address}: byte {offset}{after}: {problem}; {remedy}")

@@ -45,7 +45,7 @@ class Portable(NamedTuple):
 class Encoder(nn.Module, ABC):
     """f: images [B,3,H,W], preprocessed as `preprocessing` says, → features z [B,K]. In eval mode after construction.
 
-    Constructors raise `UserError` if weights are missing, do not fit, or can not be downloaded.
+    Constructors raise `UserError` if weights are missing, do not fit, or cannot be downloaded.
     """
 
     width: int  # K
@@ -97,7 +97,7 @@ class Encoder(nn.Module, ABC):
         """Empty if there are `block_names`; if not, why, and what to do."""
         if self.chain.blocks:
             return ""
-        return f"the encoder can not be cut ({self.chain.reason}); set trainable: true or false, or use another model"
+        return f"the encoder cannot be cut ({self.chain.reason}); set trainable: true or false, or use another model"
 
 
 class LibraryEncoder(Encoder):
@@ -115,7 +115,7 @@ class LibraryEncoder(Encoder):
     def __init__(self, kwargs: dict[str, Any], normalize: bool, pooling: Pooling | None) -> None:
         super().__init__()
         if taken := sorted(set(kwargs) & set(self.reserved)):
-            raise UserError(f"encoder.kwargs: {', '.join(taken)} can not be set here; leave it out")
+            raise UserError(f"encoder.kwargs: {', '.join(taken)} cannot be set here; leave it out")
         check_sizes(kwargs, "encoder.kwargs")
         self.normalize, self.pooling = normalize, pooling
 

@@ -356,7 +356,7 @@ def _built_in(name: str) -> Path | None:
 
 
 def _config_of(model: str) -> dict[str, Any]:
-    """Returns the config of a hub repository or folder. Raises `UserError` if it can not be read."""
+    """Returns the config of a hub repository or folder. Raises `UserError` if it cannot be read."""
     import open_clip
 
     try:
@@ -365,10 +365,10 @@ def _config_of(model: str) -> dict[str, Any]:
     except (OSError, RuntimeError) as error:
         raise download_failed(model, model, network_error(error) or error) from error
     except (ValueError, RecursionError, AttributeError) as error:  # JSON or UTF-8; AttributeError: no object
-        raise UserError(f"encoder.model: the config of {model} can not be read ({type(error).__name__})") from error
+        raise UserError(f"encoder.model: the config of {model} cannot be read ({type(error).__name__})") from error
     missing = {"vision_cfg", "text_cfg"} - {key for key, value in config.items() if isinstance(value, dict)}
     if missing:
-        raise UserError(f"encoder.model: {model} is no model of open_clip: it lacks {', '.join(sorted(missing))}")
+        raise UserError(f"encoder.model: {model} is not a model of open_clip: it lacks {', '.join(sorted(missing))}")
     return dict(config)
 
 
@@ -407,5 +407,5 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         elif fault is not None:
             failure = download_failed(f"{source.name} {source.pretrained or ''}".strip(), source.repository, fault)
         else:
-            failure = UserError(f'encoder.model: open_clip can not build "{source.name}" ({reason_of(error)})')
+            failure = UserError(f'encoder.model: open_clip cannot build "{source.name}" ({reason_of(error)})')
         raise failure from error

@@ -280,7 +280,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     if model.endswith(".json"):
         path, content = read_config(model)
         if not isinstance(content.get("model_type"), str):
-            raise UserError(f"encoder.model: {path} is no config of transformers: it has no model_type")
+            raise UserError(f"encoder.model: {path} is not a config of transformers: it has no model_type")
     else:
         if file is None:
             check_hub_weights(model, weights)
@@ -305,7 +305,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
                 "library itself knows, or use encoder.name: timm or open_clip"
             ) from error
         raise UserError(
-            f'encoder.model: transformers {transformers.__version__} can not read the config of "{model}" '
+            f'encoder.model: transformers {transformers.__version__} cannot read the config of "{model}" '
             f"({reason_of(error, 120)}); update transformers, or choose another model"
         ) from error
     if config.model_type.startswith("timm_"):
@@ -326,7 +326,7 @@ def _folder_of(model: str) -> str:
     if Path(name).is_dir():  # the library would read it instead of the hub
         raise UserError(f"encoder.model: {name} is a folder here; write {LOCAL}{name}, or start in another folder")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise UserError(f'encoder.model: "{name}" is no name of the hub; write ORGANISATION/NAME or {LOCAL}FOLDER')
+        raise UserError(f'encoder.model: "{name}" is not a name of the hub; write ORGANISATION/NAME or {LOCAL}FOLDER')
     check_hub_cache()
     return name
 
@@ -340,7 +340,7 @@ def _changed(config: Any, kwargs: Mapping[str, Any], model: str) -> Any:
     for key, value in kwargs.items():
         if key not in given:
             hint = did_you_mean(key, list(given))
-            raise UserError(f'encoder.kwargs: "{key}" is no key of the config of "{model}"{hint}; leave it out')
+            raise UserError(f'encoder.kwargs: "{key}" is not a key of the config of "{model}"{hint}; leave it out')
         both = isinstance(given[key], dict) and isinstance(value, dict)
         merged[key] = {**given[key], **value} if both else value
     try:
@@ -379,7 +379,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         if kwargs:
             raise wrong_kwargs(source.name, kwargs, error) from error
         raise UserError(
-            f'encoder.weights: {source.file or source.name} can not be loaded into "{source.name}" '
+            f'encoder.weights: {source.file or source.name} cannot be loaded into "{source.name}" '
             f"({reason_of(error, 200)}); check encoder.model, or give the complete file"
         ) from error
     pooler = {name for name in report["missing_keys"] if name.startswith("pooler.")}
@@ -416,7 +416,7 @@ BY_HAND = "set mean, std, size, crop, interpolation and resize in encoder.prepro
 
 
 def from_processor(processor: Any, model: str) -> Preprocessing:
-    """Returns the preprocessing of an image processor. Raises `UserError` if ours can not do the same.
+    """Returns the preprocessing of an image processor. Raises `UserError` if ours cannot do the same.
 
     Crops may lie one pixel beside the processor's, which rounds half a pixel down.
     """

@@ -139,7 +139,7 @@ def parts_at(
 
 
 class ExpectedAccuracy(NamedTuple):
-    """What to expect at the site, or why it can not be said."""
+    """What to expect at the site, or why it cannot be said."""
 
     estimate: float
     low: float  # nan: no past error is known

@@ -130,7 +130,7 @@ def gain_words(metric: str, gain: float) -> str:
 
 
 def within_bounds(metric: str, low: float, high: float) -> Bounds:
-    """Cuts an interval off where the metric can not be."""
+    """Cuts an interval off where the metric cannot be."""
     return max(low, 0.0), high if metric == "nll" else min(high, 1.0)
 
 
@@ -150,7 +150,7 @@ class HeldOut(NamedTuple):
     """The values of one method on one held-out set."""
 
     by_seed: np.ndarray  # float64 [S]
-    variance: float | None  # of their mean, over groups of test images; None if it can not be estimated
+    variance: float | None  # of their mean, over groups of test images; None if it cannot be estimated
     groups: float  # effective number of groups
 
 
@@ -160,7 +160,7 @@ def over_seeds_and_groups(sets: Sequence[HeldOut]) -> Estimate | None:
     `by_seed` of each set are values of the metric, of the same seeds. V_groups = Σ_d V_d / D². With one seed the
     variance is that over images alone. The degrees of freedom are Welch and Satterthwaite's, (Σ V)² / Σ V²/df; the
     smaller number that verdicts use would make this description as wide as 0% to 100% with two seeds. Returns None if
-    the variance over images can not be estimated.
+    the variance over images cannot be estimated.
     """
     terms = [Term(held.variance / len(sets) ** 2, held.groups - 1) for held in sets if held.variance is not None]
     if not sets or len(terms) < len(sets) or any(term.freedom < 1 for term in terms):

@@ -81,7 +81,7 @@ def neighbours(unit: Tensor, rows: Tensor, domains: np.ndarray, k: int = NEAREST
         of_block[without[block]] = -torch.inf
         of_block.diagonal(start).fill_(-torch.inf)
         values, indices = (tensor.cpu() for tensor in of_block.topk(k, dim=1))
-        exists = values > -torch.inf  # −inf is no image
+        exists = values > -torch.inf  # −inf is not an image
         nearest[block][exists], cosines[block][exists] = indices[exists], values[exists]
         of_block.masked_fill_(domain[block, None] == domain, -torch.inf)
         values, indices = (tensor.cpu() for tensor in of_block.max(1))

@@ -202,7 +202,7 @@ def effective_number(sizes: np.ndarray) -> float:
 
 
 def check_same_images(first: Prediction, other: Prediction) -> None:
-    """Raises `ValueError` if one of them was tested on other images than the other: they can not be paired."""
+    """Raises `ValueError` if one of them was tested on other images than the other: they cannot be paired."""
     if other.images is not first.images and not np.array_equal(other.images.rows, first.images.rows):
         raise ValueError(
             f"{other.method} and {first.method} were not tested on the same images of {other.test_domains}"

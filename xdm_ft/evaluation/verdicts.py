@@ -60,7 +60,7 @@ class Estimate(NamedTuple):
 
     def p(self) -> float | None:
         """Two-sided p value of the hypothesis that the mean is 0. Without an error: 1 for a mean of 0, else None."""
-        if self.error == 0:  # rows that can not vary; t would be 0/0
+        if self.error == 0:  # rows that cannot vary; t would be 0/0
             return 1.0 if self.value == 0 else None
         return float(2 * stdtr(self.freedom, -abs(self.value) / self.error))
 
@@ -185,7 +185,7 @@ class PValue(NamedTuple):
 class Comparison:
     """How one row of the summary compares with another: an entry of `comparisons` in results.json.
 
-    Errors and variances are None where they can not be estimated. `judge` makes the verdicts.
+    Errors and variances are None where they cannot be estimated. `judge` makes the verdicts.
     """
 
     selection: str  # selection rule
@@ -301,7 +301,7 @@ def judge(
         elif row.p_here is not None:
             judged[i] = replace(judged[i], note="; ".join(filter(None, [UNDECLARED, row.note])))
     of_here = holm([rows[i].p_here.plain for i in tested])  # type: ignore[union-attr]
-    # a row without a p of elsewhere counts as one that can not be shown
+    # a row without a p of elsewhere counts as one that cannot be shown
     of_elsewhere = holm([1.0 if (p := rows[i].p_elsewhere) is None else p.plain for i in tested])
 
     for i, p_here, p_elsewhere in zip(tested, of_here, of_elsewhere, strict=True):
@@ -467,7 +467,7 @@ def _finite_freedom(of: Term | Estimate | None) -> float | None:
 def _over_images(
     pair: Pair, seeds: tuple[Sequence[int], Sequence[int]], without: WithoutGroups
 ) -> tuple[Term | None, str]:
-    """Returns V_I, or None and the reason why it can not be estimated."""
+    """Returns V_I, or None and the reason why it cannot be estimated."""
     variances, numbers = list[float](), list[float]()
     for held in pair.first.held_out:
         first, second = (without.mean(runs, held, side) for runs, side in zip(pair, seeds, strict=True))

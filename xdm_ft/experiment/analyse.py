@@ -423,7 +423,7 @@ def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Se
                             bar.advance(begun + done.value - bar.done)
 
     if frozen:
-        # a CUDA context can not be used in a forked process
+        # a CUDA context cannot be used in a forked process
         forks = 1 if context.accelerator.device.type != "cpu" else own_cores()
         run_forked(measure_groups, min(forks, len(frozen)))
         bar.advance(begun + done.value - bar.done)
@@ -501,7 +501,7 @@ def write_reconstructions(
     """Writes a file per held-out set, of the first seed's split, and returns what stands in the files.
 
     A file has a row per training image and a column per `COLUMNS`, and no text. A set with fewer than two training
-    domains or classes, or without partners, has none. Raises `UserError` if a file can not be written.
+    domains or classes, or without partners, has none. Raises `UserError` if a file cannot be written.
     """
     autoencoder.encoder.to(device)
     autoencoder.decoder.to(device)

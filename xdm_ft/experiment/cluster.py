@@ -61,7 +61,7 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "OMPI_C
 def check_cluster(recipe: Recipe) -> dict[str, str]:
     """Logs what the recipe's cluster has, and returns what the environment in results.json says of it.
 
-    Without a cluster it does nothing and returns {}. Raises `UserError` if the recipe's models can not train there.
+    Without a cluster it does nothing and returns {}. Raises `UserError` if the recipe's models cannot train there.
     """
     settings = recipe.cluster
     if settings.name is None:
@@ -164,7 +164,7 @@ def reachable(asked: str) -> str:
         # asked first, as `ray.init` waits long for an address where nobody answers
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
     except OSError as error:
-        raise UserError(f"cluster.address: {address} can not be reached ({error}); {START}") from error
+        raise UserError(f"cluster.address: {address} cannot be reached ({error}); {START}") from error
     return address
 
 
@@ -349,7 +349,7 @@ def _task() -> Callable[..., tuple[str, str, Any]]:
         try:
             from xdm_ft.experiment import cluster
         except ImportError as error:
-            why = f"node {node}: xdm_ft can not be imported ({error}); install the version of the run on all nodes"
+            why = f"node {node}: xdm_ft cannot be imported ({error}); install the version of the run on all nodes"
             return "refused", node, (why,)
         fetch = lambda: ray.get(work[0])  # noqa: E731
         how, value = cluster.do_task(fetch, work[0].hex(), node, cluster.Part(*part), cluster.Order(**order))
@@ -422,7 +422,7 @@ _kept: tuple[str, ClusterWork, Accelerator] | None = None  # of the last task of
 
 
 def _load_work(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[ClusterWork, Accelerator]:
-    """Returns the work on this process's device. Raises `UserError` if this node can not do it."""
+    """Returns the work on this process's device. Raises `UserError` if this node cannot do it."""
     global _kept
 
     def require(versions: Mapping[str, str]) -> None:
@@ -432,7 +432,7 @@ def _load_work(fetch_work: Callable[[], bytes], name: str, order: Order) -> tupl
                     f"{program} is {version} here and {order.versions[program]} in the run; install the same everywhere"
                 )
 
-    require({"xdm_ft": __version__, "torch": torch.__version__})  # another version can not unpickle the work
+    require({"xdm_ft": __version__, "torch": torch.__version__})  # another version cannot unpickle the work
     try:
         os.chdir(order.relative_to)
     except OSError as error:

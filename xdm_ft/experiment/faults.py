@@ -67,7 +67,7 @@ def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Fin
 
     `show`: whether to show progress.
     """
-    if hashes is None:  # files of different sizes can not be copies of each other
+    if hashes is None:  # files of different sizes cannot be copies of each other
         hashes = hash_files(plan.dataset, index_folder(plan.recipe), show, equal_sizes_only=True)
     return [*data_faults(plan.dataset, hashes, plan.splits_of_all_seeds), *plan_faults(plan)]
 
@@ -102,7 +102,7 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
 
 def plan_faults(plan: Plan) -> Iterator[Finding]:
     """Yields the faults that depend on data and recipe: groups that are both in training and tested, unless the data
-    set is published so, and methods that can not be trained, one finding per reason.
+    set is published so, and methods that cannot be trained, one finding per reason.
     """
     yield from _divided_groups(plan.dataset, plan.splits)
     for reason, items in plan.skipped.items():

@@ -282,7 +282,7 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
         f"({', '.join(split.train_domains)}), {official if recipe.protocol.name == 'official' else held_out}",
     ]
     if item.is_solver:
-        parts.append(f"candidate {fit.step} of its path (from 0), the median of those picked")
+        parts.append("of the settings on its path, the median of those picked")
     elif fit.averaged_from is not None:
         parts.append(f"weights averaged over steps {fit.averaged_from} to {fit.step}, the medians of those averaged")
     elif item.averaging is not None:

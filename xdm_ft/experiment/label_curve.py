@@ -75,7 +75,7 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
 def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, float]:
     """Returns the accuracy of a model on one half of its held-out images, after labels of the other half adapted it.
 
-    Numbers of labels that this half can not give are left out.
+    Numbers of labels that this half cannot give are left out.
     """
     plan, planned, seed = context.plan, context.plan.by_key[record.key], record.seed
     features = context.prepared.for_method(planned.item).features_of(make_job(plan, context.prepared, planned, {}))

@@ -63,7 +63,7 @@ MEASURED = "cross_domain"  # kind of the lines that hold the values of extra mod
 def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece], Work]:
     """Returns the pieces of all planned models without a record, and the work on the others.
 
-    Extra models of `cross_domain` are trained first. Raises `UserError` if a folder for the models can not be written.
+    Extra models of `cross_domain` are trained first. Raises `UserError` if a folder for the models cannot be written.
     """
     plan = context.plan
     planned = {key: model for key, model in plan.by_key.items() if not model.skipped}
@@ -172,7 +172,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
             files[file] = selected.state, metadata
             by_state[id(selected.state)] = logits, pick
         logits, pick = by_state[id(selected.state)]
-        # values in `external_values` were measured on other models, so the logits of this one can not give them
+        # values in `external_values` were measured on other models, so the logits of this one cannot give them
         external = job.external_values.get(rule)
         value = selected.value if external is None else external.get(selected.step)
         if value is None:  # of averaged weights, which have none yet

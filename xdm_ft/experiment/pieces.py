@@ -155,7 +155,7 @@ def do_pieces(
     accelerator, main = context.accelerator, bool(context.accelerator.is_main_process)
     queue = sorted((piece for piece in pieces if not piece.is_end_to_end), key=lambda piece: -piece.cost)
     together = [piece for piece in pieces if piece.is_end_to_end]
-    # a CUDA context can not be used in a forked process
+    # a CUDA context cannot be used in a forked process
     processes = 1 if accelerator.device.type != "cpu" else min(own_cores(), max(1, len(queue)))
     with RunProgress(what, work_of(pieces), done, context.directory, processes, shows=main) as progress:
         if context.plan.recipe.cluster.name is not None:

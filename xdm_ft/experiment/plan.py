@@ -35,7 +35,7 @@ class PlannedModel:
     training: Training
     split: Split
     steps: int
-    skipped: str | None = None  # the reason if it can not be trained
+    skipped: str | None = None  # the reason if it cannot be trained
     serves: tuple[ModelKey, ...] = ()
     """Of an extra model: for each of its evaluation splits, in order, the planned model that needs it. It has one more
     held-out domain, on which it is measured, and is not kept."""

@@ -104,7 +104,7 @@ def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> dict[
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
     `dataset`: needed if the recipe has no images; its features give what stands for an encoder. Raises `UserError` if
-    all methods need class embeddings that their encoders lack, or if one can not train the part of its encoder that the
+    all methods need class embeddings that their encoders lack, or if one cannot train the part of its encoder that the
     recipe says: before all else, not after hours.
     """
     if not recipe.has_images:
@@ -147,7 +147,7 @@ def with_text(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> Recipe:
 
 
 def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> None:
-    """Raises `UserError` if an encoder can not have the low-rank updates that methods train: before all else.
+    """Raises `UserError` if an encoder cannot have the low-rank updates that methods train: before all else.
 
     It needs peft, which what only reads trained models does not.
     """
@@ -242,7 +242,7 @@ def prepare(
 
 
 def index_folder(recipe: Recipe) -> Path | None:
-    """Returns the folder of the hashes, or None if it can not be used and no method reads what is cached there."""
+    """Returns the folder of the hashes, or None if it cannot be used and no method reads what is cached there."""
     try:
         return cache_folder(recipe.features)
     except UserError:
@@ -304,7 +304,7 @@ def cuts_of(
     hashes: FileHashes | None = None,
     was_cached: Mapping[str, bool] | None = None,
 ) -> list[RecipeCut]:
-    """Returns the cuts below the methods of one encoder. Raises `UserError` if the encoder can not be cut there.
+    """Returns the cuts below the methods of one encoder. Raises `UserError` if the encoder cannot be cut there.
 
     `device`: computes the activations. `hashes`: copies of an image then count as one; without them all images count as
     different ones, and those that the cache has as theirs: no image is read, and nothing written. `was_cached`: as
@@ -349,7 +349,7 @@ def _why_computed(recipe: Recipe, cut: RecipeCut, on_images: bool, planned: int,
         return ""
     folder = existing = cache_path(settings)
     if folder.exists() and not is_writable(folder):
-        return f"features.cut: auto, as {folder} can not be written"
+        return f"features.cut: auto, as {folder} cannot be written"
     # the first run makes the folder, and a disk can be asked only through a folder that exists
     while not existing.exists():
         existing = existing.parent

@@ -38,7 +38,7 @@ MAX_CHANGES = 10  # differences of a refused recipe that the message names
 
 @dataclass(frozen=True)
 class Generation:
-    """What determines the models that one recipe of a run directory planned, given all that can not change."""
+    """What determines the models that one recipe of a run directory planned, given all that cannot change."""
 
     methods: tuple[str, ...]  # labels, sorted
     seeds: tuple[int, ...]
@@ -220,7 +220,7 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
         raise UserError(f"{path}: is missing, so the recipe of this run is unknown; {remedy}")
     try:
         if not path.is_file():
-            raise UserError("it is no file")
+            raise UserError("it is not a file")
         written = parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError, UserError) as error:
         raise UserError(f"{path}: is damaged ({error}); {remedy}") from error

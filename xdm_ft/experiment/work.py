@@ -113,7 +113,7 @@ def on_loopback() -> Iterator[None]:
                 bound = socket.create_server((LOOPBACK, port)).detach()
             except OSError as error:
                 raise UserError(
-                    f"MASTER_PORT: {port} can not be used ({os.strerror(error.errno or 0)}); set another port"
+                    f"MASTER_PORT: {port} cannot be used ({os.strerror(error.errno or 0)}); set another port"
                 ) from error
             # torch's own store of this port then uses the same server (multi_tenant)
             store = TCPStore(

@@ -154,7 +154,7 @@ class AtHeldOut(Block):
 
     domains: Annotated[tuple[str, ...], Field(min_length=1)]
     value: float  # of the metric
-    interval: tuple[float, float] | None  # 95%, over seeds and groups of images; None: can not be estimated
+    interval: tuple[float, float] | None  # 95%, over seeds and groups of images; None: cannot be estimated
     seeds: Count  # with one seed the interval is over images alone
     images: Count
     groups: Count | None  # number of patients, slides or sequences; None: images assumed independent
@@ -195,7 +195,7 @@ class ExpectedPerformance(Block):
 
     @model_validator(mode="after")
     def _possible(self) -> ExpectedPerformance:
-        """Refuses values that the metrics can not have."""
+        """Refuses values that the metrics cannot have."""
         values = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "worst": self.worst[1]}
         if self.scale == "plain":
             values |= {"center": self.center, "spread": self.spread}

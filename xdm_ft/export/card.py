@@ -111,7 +111,7 @@ xdm-ft evaluate DIRECTORY SITE{" --encoder-weights FILE" if needs_file else ""}
 ```"""
     if config.site_xxh3 is not None:
         loading += (
-            "\n\nWithout labels, `xdm-ft assess DIRECTORY IMAGES` says what to expect there, or why it can not be said."
+            "\n\nWithout labels, `xdm-ft assess DIRECTORY IMAGES` says what to expect there, or why it cannot be said."
         )
     expected = "Unknown: the run has no test result of this method."
     if config.expected is not None:

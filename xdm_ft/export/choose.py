@@ -73,7 +73,7 @@ class Choice:
 
 
 def refuse_given_features(run: Run) -> None:
-    """Raises `UserError` for a run on features that were computed elsewhere: its models can not read images."""
+    """Raises `UserError` for a run on features that were computed elsewhere: its models cannot read images."""
     if not run.has_images:
         problem = f"{NO_IMAGES}, so its heads lack the encoder that a model for images needs"
         raise UserError(f"{run.path}: {problem}; use the weights in {run.path}/models, or run a recipe on the images")
@@ -162,7 +162,7 @@ def read_parts(
 
     `wise_ft`: α, the share of the trained weights in their mean with the zero-shot ones. `ensemble`: the heads of all
     seeds. `temperature`: divide the logits by the temperature that was fitted in the run. Raises `UserError` if files
-    are missing or damaged, or if the model can not be combined so.
+    are missing or damaged, or if the model cannot be combined so.
     """
     if wise_ft is not None and (ensemble or temperature):
         lacking = "ensemble" if ensemble else "fitted temperature"
@@ -337,7 +337,7 @@ def training_images(run: Run, config: ModelConfig) -> np.ndarray | None:
     """Returns the checksums of the images that trained or selected a model of the run: uint8 [n,16], each once, sorted.
 
     A checksum is the xxh3 (128 bits) of the bytes of an image file, not of its pixels, so that a copy in another format
-    has another one. None, with a warning of one line, if the run's data can not be read, or are not those of the run.
+    has another one. None, with a warning of one line, if the run's data cannot be read, or are not those of the run.
     """
     try:
         recipe = check(written_recipe(run.path, run.results))
@@ -355,10 +355,10 @@ def training_images(run: Run, config: ModelConfig) -> np.ndarray | None:
             raise UserError("the images have changed since the run")
     except (UserError, OSError) as error:
         reason = printable(error)[:200]
-        logger.warning("%s: no checksums of the training images, as they can not be read: %s", run.path, reason)
+        logger.warning("%s: no checksums of the training images, as they cannot be read: %s", run.path, reason)
         return None
     used = digests[rows.numpy()]
-    return np.unique(used[used.any(1)], axis=0)  # zeros: its bytes can not be read
+    return np.unique(used[used.any(1)], axis=0)  # zeros: its bytes cannot be read
 
 
 def with_training_images(run: Run, parts: Parts) -> Parts:

@@ -83,7 +83,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 def new_directory(target: Path) -> Iterator[Path]:
     """Yields a temporary folder beside `target`, which gets that name at the end, so that a kill leaves nothing there.
 
-    Raises `UserError` if the target is taken or can not be written.
+    Raises `UserError` if the target is taken or cannot be written.
     """
     refuse_taken(target)
     with disk_errors(target):
@@ -111,7 +111,7 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
 
     `with_encoder` None: the encoder too, if no name leads to its weights: all were trained, or they came from a file.
     Without it, what was trained of it is in a file of its own. No path and no name of a weights file of this machine is
-    in any of them. Raises `UserError` if a file can not be written.
+    in any of them. Raises `UserError` if a file cannot be written.
     """
     config, encoder = parts.config, parts.encoder
     model, weights = str(config.encoder.settings["model"]), config.encoder.settings.get("weights", "")
@@ -161,7 +161,7 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
 def write_changed(source: Path, parts: Parts, folder: Path) -> None:
     """Writes a model into a folder that has the encoder of the model directory `source`, and another head.
 
-    Raises `UserError` if a file can not be read or written.
+    Raises `UserError` if a file cannot be read or written.
     """
     model = str(parts.config.encoder.settings["model"])
     for name in (ENCODER, PART, TEXT_CONFIG, *([model] if model.endswith(".json") else [])):
@@ -204,7 +204,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
     path = folder / CONFIG
     try:
         if not path.is_file():
-            raise Damaged("it is no file" if path.exists() else "it does not exist")
+            raise Damaged("it is not a file" if path.exists() else "it does not exist")
         document = json_object(path.read_bytes())
         checksum = document.pop("checksum", None)
         if "format" not in document or "weights_xxh3" not in document:
@@ -218,7 +218,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
         return ModelConfig.model_validate(document), weights_xxh3
     except (Damaged, ValueError, RecursionError, OSError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
-        raise UserError(f"{path}: can not be read as a model's config ({reason[:200]}); {AGAIN}") from error
+        raise UserError(f"{path}: cannot be read as a model's config ({reason[:200]}); {AGAIN}") from error
 
 
 def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
@@ -277,7 +277,7 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
             try:
                 described.append((str(path), json_object(path.read_bytes())))
             except (Damaged, OSError) as error:
-                raise UserError(f"{path}: can not be read ({error}); {AGAIN}") from error
+                raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from error
     for where, document in described:
         refuse_sources(document, where)
         check_sizes(document, where, file if file is not None and file.is_file() else None)
@@ -287,7 +287,7 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         raise UserError(*(f"{folder}: {line}" for line in error.args)) from error
     except Exception as error:  # of the encoder's library, for settings that no model has
         reason = f"{type(error).__name__}: {reason_of(error)}"
-        raise UserError(f"{folder}: its encoder can not be built ({reason}); {AGAIN}") from error
+        raise UserError(f"{folder}: its encoder cannot be built ({reason}); {AGAIN}") from error
     check_encoder(encoder, expected.named_xxh3, weights, folder)
     if expected.part is not None:
         try:

@@ -142,7 +142,7 @@ def expected_performance(
 class _Stored(NamedTuple):
     """The stored test predictions of one held-out set, with the temperature that was fitted for each model."""
 
-    predictions: list[Prediction]  # in the order of the seeds; empty if one can not be read
+    predictions: list[Prediction]  # in the order of the seeds; empty if one cannot be read
     temperatures: list[float | None]
     of_earlier_version: bool  # groups were not stored yet
 
@@ -187,7 +187,7 @@ def _at_held_out(runs: Runs, held: Held, by_seed: np.ndarray, predictions: Seque
 
 
 def error_at(metric: str, by_seed: np.ndarray, predictions: Sequence[Prediction], groups: float) -> Estimate | None:
-    """The mean over seeds on one held-out set, with its error; None if that can not be estimated.
+    """The mean over seeds on one held-out set, with its error; None if that cannot be estimated.
 
     `groups` is the effective number of groups of images.
     """
@@ -218,7 +218,7 @@ def _calibrated(stored: Sequence[_Stored]) -> dict[str, float] | None:
     by_set = []
     for predictions, temperatures, _ in stored:
         pairs = []
-        # not strict: where stored predictions can not be read, there are none
+        # not strict: where stored predictions cannot be read, there are none
         for prediction, temperature in zip(predictions, temperatures, strict=False):
             if temperature is None or prediction.probabilities is None or prediction.probabilities.ndim == 1:
                 return None
@@ -272,7 +272,7 @@ class Versus:
     promised: float  # the mean over held-out domains
     interval: tuple[float, float] | None  # 95%, for a value that is measured on this many images; None: unknown
     worst: tuple[str, float]  # the held-out domain with the worst value, and that value
-    verdict: str  # within what the card promises | below | above | can not be said (why)
+    verdict: str  # within what the card promises | below | above | cannot be said (why)
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ def _versus(
         if interval == within_bounds(expected.metric, -math.inf, math.inf):
             reason = "the held-out domains differ so much that any value is possible"
     if reason:
-        verdict = f"can not be said ({reason})"
+        verdict = f"cannot be said ({reason})"
     return Versus(expected.metric, value, expected.mean, interval, expected.worst, verdict)
 
 
@@ -368,7 +368,7 @@ def judged(metric: str, value: float, estimate: Estimate, images: int, promised:
 
 
 def checksums(items: Sequence[Item]) -> np.ndarray:
-    """Returns the xxh3 (128 bits) of each image's bytes, uint8 [n,16]; zeros where they can not be read."""
+    """Returns the xxh3 (128 bits) of each image's bytes, uint8 [n,16]; zeros where they cannot be read."""
 
     def checksum(item: Item) -> bytes:
         if isinstance(item.content, bytes):

@@ -63,7 +63,7 @@ class Pushed:
 def check_name(repository: str) -> None:
     """Raises `UserError` unless the text is the name of a repository on the hub."""
     if _REPOSITORY.fullmatch(repository) is None or "@" in repository:
-        raise UserError(f"{repository}: is no name of a repository; write ORGANISATION/NAME")
+        raise UserError(f"{repository}: is not a name of a repository; write ORGANISATION/NAME")
 
 
 def push(folder: Path, repository: str, private: bool, with_training_hashes: bool = False) -> Pushed:
@@ -139,7 +139,7 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
 def leaks_in(path: Path) -> list[tuple[str, str]]:
     """Returns (place, leak) of each leak in a .json, .safetensors, .onnx or text file, and in names of tensors.
 
-    Raises `UserError` if the file can not be read, or if it is an ONNX file and `onnx` is not installed.
+    Raises `UserError` if the file cannot be read, or if it is an ONNX file and `onnx` is not installed.
     """
     try:
         content: Any
@@ -156,13 +156,13 @@ def leaks_in(path: Path) -> list[tuple[str, str]]:
             try:
                 content = onnx.load(path, load_external_data=False)
             except DecodeError as error:
-                raise Damaged("it is no ONNX file") from error
+                raise Damaged("it is not an ONNX file") from error
         else:
             lines = path.read_text(encoding="utf-8").splitlines()
             content = {f"line {number}": line for number, line in enumerate(lines, start=1)}
         return [(where, leak) for where, text in _texts(content, "") for leak in leaks_of(text)]
     except (OSError, ValueError, RecursionError, Damaged) as error:
-        raise UserError(f"{path}: can not be read ({reason_of(error)}); export the model again") from error
+        raise UserError(f"{path}: cannot be read ({reason_of(error)}); export the model again") from error
 
 
 def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
@@ -209,7 +209,7 @@ def download(name: str) -> Path:
     """
     match = _REPOSITORY.fullmatch(name.removeprefix(HUB))
     if match is None:
-        raise UserError(f"{name}: is no name of a model on the hub; write hf-hub:ORGANISATION/NAME or …@REVISION")
+        raise UserError(f"{name}: is not a name of a model on the hub; write hf-hub:ORGANISATION/NAME or …@REVISION")
     check_hub_cache()
     from huggingface_hub import snapshot_download
 
@@ -238,7 +238,7 @@ def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
     cause = network_error(error)
     repository = name.removeprefix(HUB).partition("@")[0]
     if isinstance(error, errors.HFValidationError):
-        problem = "is no name of a repository; write ORGANISATION/NAME"
+        problem = "is not a name of a repository; write ORGANISATION/NAME"
     elif isinstance(error, errors.OfflineModeIsEnabled) and writing:
         problem = "HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"
     elif isinstance(error, errors.RevisionNotFoundError):

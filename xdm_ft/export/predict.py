@@ -58,7 +58,7 @@ class Predictions:
     """
 
     def __init__(self, model: Model, columns: Columns, format_: Format, grouped: bool) -> None:
-        """Raises `UserError` for columns that can not be computed."""
+        """Raises `UserError` for columns that cannot be computed."""
         classes, top_k, threshold = len(model.class_names), columns.top_k, columns.abstain_below
         if top_k is not None and not 2 <= top_k <= classes:
             raise UserError(f"--top-k: {top_k} is not in 2…{classes}, the number of classes")
@@ -335,7 +335,7 @@ def refuse_taken(out: Path, resume: bool) -> None:
 def open_unfinished(out: Path, about: Mapping[str, Any], resume: bool) -> Iterator[Unfinished]:
     """Yields the unfinished file of `out`, which no other process writes to. Without rows it is removed at the end.
 
-    Raises `UserError` if `out` exists, if it can not be written, or if there are earlier rows and not `resume`.
+    Raises `UserError` if `out` exists, if it cannot be written, or if there are earlier rows and not `resume`.
     """
     refuse_taken(out, resume)
     file = unfinished_file(out)

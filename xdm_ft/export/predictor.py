@@ -73,7 +73,7 @@ class Model:
             torch.zeros(1, device=self.device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: no CUDA in this torch
             reason = str(error).splitlines()[0]
-            raise UserError(f"device: {name} can not be used ({reason}); use cpu or cuda") from error
+            raise UserError(f"device: {name} cannot be used ({reason}); use cpu or cuda") from error
         self.module = Classifier(parts, precision, self.device)
         self.reference = parts.reference
         self.training_images = parts.training_images
@@ -225,7 +225,9 @@ def load(
         parts = read_parts(read_run(folder), choice)
         logger.info("%s: %s", folder, parts.config.chosen)
     elif choice != Choice():
-        raise UserError(f"{folder}: is no run directory, so method, held-out domain, seed and trial can not be chosen")
+        raise UserError(
+            f"{folder}: is not a run directory, so method, held-out domain, seed and trial cannot be chosen"
+        )
     elif not (folder / CONFIG).exists():
         raise UserError(f"{folder}: holds neither a model (config.json) nor a run (results.json)")
     else:

@@ -77,7 +77,7 @@ class Sources:
             raise UserError(f"{option}: {group_by} is not a regular expression: {error}") from error
 
     def __iter__(self) -> Iterator[Item]:
-        """Raises `UserError` for a folder or table that can not be read, and for an image without a group."""
+        """Raises `UserError` for a folder or table that cannot be read, and for an image without a group."""
         self.others.clear()
         for path in self.paths:
             yield from self._items(path)
@@ -111,12 +111,12 @@ class Sources:
         for item in items:
             group = item.group or ("" if self.group_by is None else group_of(item.path, self._expression))
             if not group and self.group_by is not None:
-                column = f"is no column of {printable(path)} and " if _is_table(path) else ""
+                column = f"is not a column of {printable(path)} and " if _is_table(path) else ""
                 raise UserError(
                     f"{self.option}: {self.group_by} {column}matches nothing in {item.path}; change it so that "
                     "every image has a group"
                 )
-            # `group_of` joins several parentheses by \0, which a table can not show
+            # `group_of` joins several parentheses by \0, which a table cannot show
             yield item if group == item.group else item._replace(group=str(group).replace("\0", "/"))
 
     def _image_files(self, path: str) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _files(folder: str, parts: Sequence[str] = ("**",)) -> Iterator[str]:
     """Yields the files at any depth in a folder ("": the current one) whose names below it match `parts`.
 
     They are in the order of their names. Links are followed, each folder once; `glob.iglob` would follow a link to a
-    folder above 40 times, and pass over a folder that can not be read. Raises `UserError` for such a folder.
+    folder above 40 times, and pass over a folder that cannot be read. Raises `UserError` for such a folder.
     """
     visited = set[tuple[int, int]]()
 
@@ -241,7 +241,7 @@ def _table_rows(file: Path, group_by: str | None) -> Iterator[tuple[int, dict[st
             batches = table.iter_batches(ROWS_AT_ONCE, columns=columns_of(table.schema_arrow.names))
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: can not be read as Parquet: {error}") from error
+        raise UserError(f"{file}: cannot be read as Parquet: {error}") from error
 
 
 class Site(NamedTuple):

@@ -172,7 +172,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 def cache_folder(settings: FeatureSettings) -> Path:
     """Returns the folder of the cache. Creates it, for its user only, if it does not exist.
 
-    Raises `UserError` if it can not be created or read. A folder that can only be read serves what is cached there.
+    Raises `UserError` if it cannot be created or read. A folder that can only be read serves what is cached there.
     """
     folder = cache_path(settings)
     remedy = "set features.dir or XDM_FT_CACHE to a folder of your own"
@@ -180,9 +180,9 @@ def cache_folder(settings: FeatureSettings) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise UserError(f"features.dir: {folder} can not be created ({error.strerror}); {remedy}") from error
+        raise UserError(f"features.dir: {folder} cannot be created ({error.strerror}); {remedy}") from error
     if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
-        raise UserError(f"features.dir: {folder} can not be read; {remedy}")
+        raise UserError(f"features.dir: {folder} cannot be read; {remedy}")
     return folder
 
 
@@ -262,7 +262,7 @@ class Store:
                 continue
             self.shard_of[numbers[rows]], self.row_of[numbers[rows]] = len(self.shards), rows
             self.shards.append(shard)
-            with suppress(OSError):  # `cache prune` goes by this time; another user's shard can not be touched
+            with suppress(OSError):  # `cache prune` goes by this time; another user's shard cannot be touched
                 os.utime(shard.path)
 
     def unreadable(self) -> dict[int, str]:
@@ -355,7 +355,7 @@ def lock_file(folder: Path) -> Path:
 
 
 class Lookup:
-    """The features of a store as it is now. A folder that is missing or can not be read holds none.
+    """The features of a store as it is now. A folder that is missing or cannot be read holds none.
 
     It takes 28 bytes of memory per image of the store; the features stay in their memory-mapped files. Forked processes
     share both.
@@ -541,13 +541,13 @@ class ShardFiles(NamedTuple):
         return [torch.zeros(1, self.width, dtype=self.dtype), *of_files]
 
     def open(self, places: Tensor, key: str, unreadable: Mapping[int, str]) -> Features:
-        """Returns unpickled features. Raises `UserError` if a file can not be read here."""
+        """Returns unpickled features. Raises `UserError` if a file cannot be read here."""
         features = []
         for path, key_of_store in self.files:
             try:
                 features.append(open_shard(path, key_of_store, self.width, self.dtype).features)
             except (Damaged, OSError) as error:
-                raise UserError(f"features.dir: {path} can not be read ({error})") from error
+                raise UserError(f"features.dir: {path} cannot be read ({error})") from error
         return Features(self.shards(features), places, key=key, unreadable=unreadable, streamed=True, files=self)
 
 

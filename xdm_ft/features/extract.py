@@ -130,14 +130,14 @@ def extract(
 
 
 def _require_room(stores_of_views: Sequence[Store], missing: int) -> None:
-    """Raises `UserError` if the missing features can not be written, for lack of permission or of space.
+    """Raises `UserError` if the missing features cannot be written, for lack of permission or of space.
 
     Logs, once for a new store, that the cache has features of an earlier version: why all are computed again.
     """
     plain, *others = stores_of_views
     if not is_writable(plain.cache):
         raise UserError(
-            f"features.dir: {plain.cache} can not be written, and lacks {plain.what} of {plural(missing, 'image')}; "
+            f"features.dir: {plain.cache} cannot be written, and lacks {plain.what} of {plural(missing, 'image')}; "
             f"set features.dir to a folder of your own{plain.instead}"
         )
     plain.require_space(sum(store.bytes_needed for store in others))
@@ -145,7 +145,7 @@ def _require_room(stores_of_views: Sequence[Store], missing: int) -> None:
     outdated = [cached for cached in cached_stores if cached.is_outdated and cached.of_features]
     if outdated:
         logger.info(
-            "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
+            "%s: %s of features of an earlier version cannot be read; `xdm-ft cache ls` lists them, and "
             "`xdm-ft cache prune` can delete them", plain.cache, plural(len(outdated), "set"),
         )  # fmt: skip
 

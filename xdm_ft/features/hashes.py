@@ -78,8 +78,8 @@ class DistinctImages(NamedTuple):
 class FileHashes:
     """Hashes of N images. An image in memory or in a table has a digest and no file."""
 
-    digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they can not be read
-    unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
+    digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they cannot be read
+    unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes cannot be read
     dataset: ImageDataset | None = None  # of the files
     stamps: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int64 [N,3], the `stamp` of each file when it was hashed, −1 where there is none; [0,3] if no image is a file."""
@@ -159,10 +159,10 @@ def hash_files(
 ) -> FileHashes:
     """Returns the hash of every image of the data set, from the index in `cache` or from the file.
 
-    New hashes are added to the index. There is none if `cache` is None or can not be written. `equal_sizes_only` skips
+    New hashes are added to the index. There is none if `cache` is None or cannot be written. `equal_sizes_only` skips
     files whose size no other file has, as they have no duplicate, and images of remote files that the index lacks.
     `share` (i, n) skips all files but the i-th of every n; of a container, all pieces but those of the i-th of n parts.
-    Raises `UserError` for a file that is being written, and for an index that can not be written.
+    Raises `UserError` for a file that is being written, and for an index that cannot be written.
     """
     index, container = _Index(cache), dataset.container
     if container is not None and container.pieces is not None:
@@ -201,7 +201,7 @@ def _files_key(hashes: FileHashes) -> str:
 
 
 def _table_key(dataset: ImageDataset) -> str | None:
-    """Returns the key of the list of a table's images. None: there is no table, or a file of it can not be read."""
+    """Returns the key of the list of a table's images. None: there is no table, or a file of it cannot be read."""
     if dataset.container is None:
         return None
     try:
@@ -261,7 +261,7 @@ def _hash_pieces(
 ) -> np.ndarray:
     """Returns uint8 [N,16]; zeros where a hash is not known. `indexed_only`: reads no remote file.
 
-    Raises `UserError` for a file that can not be read, or has changed.
+    Raises `UserError` for a file that cannot be read, or has changed.
     """
     keys = list[str]()  # under which pieces are remembered: they change with the state of their file
     for number, file in enumerate(pieces.file_of.tolist()):
@@ -283,7 +283,7 @@ def _hash_pieces(
             rows = pieces.rows(number)
             for row in rows:
                 content = dataset.content(row)
-                assert isinstance(content, bytes), "an image of a piece is no file"
+                assert isinstance(content, bytes), "an image of a piece is not a file"
                 digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
             bar.advance(len(rows))
             uncommitted.append(number)
@@ -321,7 +321,7 @@ def undecodable(
     """Returns {row: reason} of the images that do not decode, or that the preprocessing refuses, in order.
 
     Decodes only images that were not decoded before, with so many threads; the processes of the accelerator divide
-    them. Nothing is remembered if `cache` is None or can not be written. Raises `UserError` for a file that changes
+    them. Nothing is remembered if `cache` is None or cannot be written. Raises `UserError` for a file that changes
     meanwhile.
     """
     check, index, images = NotAStrip(preprocessing), _Index(cache), hashes.images
@@ -378,7 +378,7 @@ class _List(NamedTuple):
 class _Index:
     """The index in the folder of the cache. Without a folder that can be written it stays empty.
 
-    A damaged index is deleted, as it only saves time. Raises `UserError` if it can not be written.
+    A damaged index is deleted, as it only saves time. Raises `UserError` if it cannot be written.
     """
 
     tables = (
@@ -472,7 +472,7 @@ class _Index:
             if code == sqlite3.SQLITE_FULL:
                 raise UserError(f"{path}: the disk is full; make room, or {full} disk") from error
             if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-                problem = f"can not be written ({error}); allow writing to it"
+                problem = f"cannot be written ({error}); allow writing to it"
                 raise UserError(f"{path}: {problem}, or {full} folder") from error
             # SQLITE_ERROR: it has other tables
             if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
@@ -575,7 +575,7 @@ def regular_file(path: str) -> os.stat_result:
 
 
 def _reason(error: Exception) -> str:
-    """Why a file can not be read. Raises `error` again if the machine is at fault (too many open files, no memory)."""
+    """Why a file cannot be read. Raises `error` again if the machine is at fault (too many open files, no memory)."""
     if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
         raise error
     return (isinstance(error, OSError) and error.strerror) or str(error)

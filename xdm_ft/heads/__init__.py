@@ -29,10 +29,10 @@ class Head(nn.Module, ABC):
 
     source: str = ""  # one line: paper, or library
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
-    trained: bool = True  # False: it has no parameters, and a solver computes its buffers; gradients can not train it
+    trained: bool = True  # False: it has no parameters, and a solver computes its buffers; gradients cannot train it
     normalizes: bool = False  # whether it L2-normalises z itself, so that class embeddings fit any features
     training_features: str = ""  # the buffer that holds a feature of every training image; "": none does
-    text_reason: str = ""  # one line: why it can not start from class embeddings; "": it can
+    text_reason: str = ""  # one line: why it cannot start from class embeddings; "": it can
     values_per_image: int  # outputs of the largest layer: memory that one image needs while logits are computed
 
     @abstractmethod

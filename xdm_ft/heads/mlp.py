@@ -21,7 +21,7 @@ class MLP(Head):
 
     source = "torch.nn.Linear twice; GELU: Hendrycks & Gimpel 2016"
     text_reason = (
-        "mlp can not start from class embeddings, as they do not fit a hidden layer; use head: linear or cosine"
+        "mlp cannot start from class embeddings, as they do not fit a hidden layer; use head: linear or cosine"
     )
 
     def __init__(

@@ -53,7 +53,7 @@ class Neighbours(Head):
         self.register_buffer("labels", torch.zeros(0, dtype=torch.int64))  # [n]
         self.register_buffer("k", torch.tensor(1))
         self.register_buffer("temperature", torch.tensor(1.0))
-        self.nearest = 1  # k as a number: the shape of a result can not depend on a tensor's value
+        self.nearest = 1  # k as a number: the shape of a result cannot depend on a tensor's value
 
     def forward(self, z: Tensor) -> Tensor:
         rows = max(1, VALUES_AT_ONCE // max(1, len(self.keys)))

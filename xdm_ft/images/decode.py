@@ -23,7 +23,7 @@ from xdm_ft.runtime.progress import progress
 
 ROWS_AT_ONCE = 1024  # that are given to the threads together
 NAMED_AT_MOST = 3  # faults that a message names; it counts the others
-NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but can not decode them
+NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but cannot decode them
 EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a program
 OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
 

@@ -61,7 +61,7 @@ class ImageFacts:
 
 
 def image_facts(dataset: ImageDataset, rows: np.ndarray, show: bool = True) -> ImageFacts:
-    """Returns the facts of these rows; an image that can not be read is skipped. `show`: whether to show progress."""
+    """Returns the facts of these rows; an image that cannot be read is skipped. `show`: whether to show progress."""
 
     def read(row: int) -> dict[str, float | str] | None:
         try:

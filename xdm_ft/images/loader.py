@@ -153,7 +153,7 @@ def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how:
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise the loader draws a seed from the global one
-        # fork: what `read` closes over can not be pickled, and workers share the memory of data sets and features
+        # fork: what `read` closes over cannot be pickled, and workers share the memory of data sets and features
         multiprocessing_context="fork" if workers else None,
         worker_init_fn=lambda number: end_with_parent(parent),
         **how,

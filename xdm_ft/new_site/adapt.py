@@ -129,7 +129,7 @@ def adapt_run(
     """Trains a method of a run again, with the labelled images of `path` as one more domain, and writes the model.
 
     It is not written if it is no better there than the same training without the site. Raises `UserError` if the method
-    has no model on frozen features, if the run's images can not be read, or if the labels do not do.
+    has no model on frozen features, if the run's images cannot be read, or if the labels do not do.
     """
     run = read_run(Path(folder).expanduser())
     chosen_method(run, Choice(method))
@@ -139,7 +139,7 @@ def adapt_run(
     held_out = selected[0].test_domains
     parts = read_parts(run, Choice(method, held_out))
     if reason := without_site(parts.config):
-        raise UserError(f"{folder}: {method} can not be adapted: {reason}")
+        raise UserError(f"{folder}: {method} cannot be adapted: {reason}")
     domains = list(dict.fromkeys([*parts.config.method["train_domains"], *held_out]))
     of_all = {**parts.config.method, "train_domains": domains, "test_domains": []}
     parts = replace(parts, config=parts.config.model_copy(update={"method": of_all}))

@@ -22,7 +22,7 @@ AGREE = "the heads agree everywhere"
 
 @dataclass(frozen=True)
 class WorstThreshold:
-    """The largest of the held-out domains' thresholds for a risk. It is no threshold of this site."""
+    """The largest of the held-out domains' thresholds for a risk. It is not a threshold of this site."""
 
     domain: str  # where it was needed, or where none was enough
     threshold: float | None

@@ -125,7 +125,7 @@ def readable(
 
 
 class _Added:
-    """Adds features that the cache lacks, a shard at a time. What can not be written is computed again next time."""
+    """Adds features that the cache lacks, a shard at a time. What cannot be written is computed again next time."""
 
     def __init__(self, store: Store | None, content: np.ndarray) -> None:
         self.store, self.numbers, self.parts = store, list[int](), list[Tensor]()
@@ -185,7 +185,7 @@ def prevalence_of(text: str, class_names: Sequence[str]) -> np.ndarray:
     try:
         shares = {name: float(number) for name, number in pairs}
     except ValueError:
-        raise UserError(f"--prevalence: {text}: a share is no number; give a=.3,b=.7") from None
+        raise UserError(f"--prevalence: {text}: a share is not a number; give a=.3,b=.7") from None
     lacking = [name for name in class_names if name not in shares]
     if lacking:
         raise UserError(f"--prevalence: has no share of {', '.join(lacking[:8])}; name all classes, with 0 if need be")

@@ -67,7 +67,7 @@ def label(
     """Chooses at most `budget` of the images of `paths`, see `Sources`, and writes their table.
 
     Groups, which are chosen whole, are the column `group` of a table, or what `group` says. `html`: the page of small
-    images to write. Raises `UserError` for images that can not be listed or have no group, if no group is small enough,
+    images to write. Raises `UserError` for images that cannot be listed or have no group, if no group is small enough,
     and for a file that exists.
     """
     refuse_taken(out, html)

@@ -80,7 +80,7 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
 def with_images(model: Model, name: str, sources: Sources, images: Labelled, batch_size: int | None) -> WithImages:
     """Estimates the accuracy at a site from labelled images and all images of `sources`.
 
-    Raises `UserError` for images that can not be listed.
+    Raises `UserError` for images that cannot be listed.
     """
     n, refused = len(images.logits), _trained(images)
     if refused is None and n < FEWEST_LABELS:

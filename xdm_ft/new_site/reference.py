@@ -60,7 +60,7 @@ _Answers = tuple[np.ndarray, np.ndarray]
 
 
 def with_site(run: Run, parts: Parts) -> Parts:
-    """Returns a model of the run with what tells of new sites, if there is such; says why if it can not be made."""
+    """Returns a model of the run with what tells of new sites, if there is such; says why if it cannot be made."""
     if reason := without_site(parts.config):
         logger.info("no heads for new sites: %s", reason)
         return parts
@@ -75,7 +75,7 @@ def with_site(run: Run, parts: Parts) -> Parts:
 
 
 def site_of(run: Run, config: ModelConfig) -> Stored:
-    """Trains the heads. Raises `UserError` if the data of the run can not be read, or are not enough."""
+    """Trains the heads. Raises `UserError` if the data of the run cannot be read, or are not enough."""
     label, held_out = str(config.method["label"]), tuple(config.method["test_domains"])
     seed, records = int(config.method["seed"]), [record for record in run.records if record.method == label]
     picked = picked_trials(records, run.rule, run.metric)
@@ -99,7 +99,7 @@ def prepared_run(
     """Yields the plan of a run and the features that a method reads, on one thread: products of heads are small.
 
     `also`: returns the run's data set with more images behind its own, which are prepared too. Raises `UserError` if
-    the run's data can not be read.
+    the run's data cannot be read.
     """
     recipe = replace(check(written_recipe(run.path, run.results)), cluster=Cluster())
     alone = replace(recipe, methods=tuple(item for item in recipe.methods if item.label == label))

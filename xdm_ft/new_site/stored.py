@@ -168,7 +168,7 @@ def read_stored(folder: Path, config: ModelConfig) -> Stored:
     path = folder / SITE
     reason = without_site(config)
     if reason is not None:
-        raise UserError(f"{folder}: the model can not be assessed or adapted at a new site: {reason}")
+        raise UserError(f"{folder}: the model cannot be assessed or adapted at a new site: {reason}")
     if config.site_xxh3 is None:
         raise UserError(f"{folder}: has no {SITE}, which tells of new sites; export it again, without --no-site")
     tensors = read_described(path, config.site_xxh3)

@@ -48,11 +48,11 @@ def refuse_other_directories(folder: Path) -> None:
     if is_run(folder):
         raise UserError(f"--save: {folder} is a run directory; export a model of it first: xdm-ft export {folder} DIR")
     if not (folder / CONFIG).is_file():
-        raise UserError(f"--save: {folder} is no model directory on this machine; give one")
+        raise UserError(f"--save: {folder} is not a model directory on this machine; give one")
 
 
 def store(folder: Path, shown: AtRisk, groups: int | None, precision: ModelPrecision) -> Path:
-    """Writes the file, atomically, and returns its path. Raises `UserError` if it can not be written."""
+    """Writes the file, atomically, and returns its path. Raises `UserError` if it cannot be written."""
     record = {name: getattr(shown, name) for name in ("threshold", "risk", "labels", "answered", "wrong")}
     stored = StoredThreshold(model=checksum_of(folder), precision=precision, groups=groups, **record)
     document = with_checksum(stored.model_dump(mode="json"))

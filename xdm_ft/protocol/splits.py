@@ -287,7 +287,7 @@ def _draw_validation(
 
 
 def _validation_of_data(dataset: ImageDataset) -> np.ndarray | None:
-    """Returns the data set's own validation rows, bool [N]; None if they can not be used.
+    """Returns the data set's own validation rows, bool [N]; None if they cannot be used.
 
     Each domain must have other rows to train on. Each domain must also have validation rows, unless the data's own
     split has only the parts train and val.
@@ -364,7 +364,7 @@ def _split(
     evaluation: dict[str, np.ndarray],
     notes: list[str],
 ) -> Split:
-    """Returns the split of these rows, with its notes. Raises `UserError` if the protocol can not use it."""
+    """Returns the split of these rows, with its notes. Raises `UserError` if the protocol cannot use it."""
     evaluation = {name: rows for name, rows in evaluation.items() if len(rows)}
     held_out = ", ".join(test_domains)
     grouped = dataset.groups is not None

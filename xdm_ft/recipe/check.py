@@ -292,7 +292,7 @@ def _method(faults: Faults, index: int, value: Any, encoder: Component) -> Metho
         if name not in folders:
             problem = f'no "{name}" in {" or ".join(ADD_ONS)}{did_you_mean(name, list(folders))}'
         elif folders[name] in add_ons:
-            problem = f"+{add_ons[folders[name]][0]} and +{name} can not be combined; keep one"
+            problem = f"+{add_ons[folders[name]][0]} and +{name} cannot be combined; keep one"
         else:
             add_ons[folders[name]] = (name, components.find(folders[name], name))
         if problem:
@@ -472,7 +472,7 @@ def _check_space(faults: Faults, recipe: Recipe) -> None:
     for name in recipe.search.space:
         key: Key = ("search", "space", name)
         if name not in searchable:
-            problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(name, searchable)}"
+            problem = f"is not a searchable hyper-parameter of this recipe's methods{did_you_mean(name, searchable)}"
             faults.add(key, problem, "methods")
         elif name in ("encoder_lr", "layer_decay") and not recipe.trains_encoders:
             faults.add(key, "has no effect with a frozen encoder; leave it out", "encoder.trainable")
@@ -521,7 +521,7 @@ def checked_algorithm(item: MethodItem, recipe: Recipe) -> Algorithm:
 
 
 def _parts_reason(algorithm: Algorithm, item: MethodItem, recipe: Recipe) -> str:
-    """Returns why the method can not train on batches in parts (accumulation, several processes); "" if it can."""
+    """Returns why the method cannot train on batches in parts (accumulation, several processes); "" if it can."""
     training, processes = recipe.training, int(os.environ.get("WORLD_SIZE", "1"))
     if item.trainable is False or processes * training.accumulation == 1:
         return ""

@@ -110,7 +110,7 @@ class MethodItem:
     index: int  # of the entry in `methods`
     encoder: Component
     encoder_label: str | None = None  # None: the recipe has one encoder
-    skipped: str | None = None  # why its encoder can not serve it; its models become skipped rows
+    skipped: str | None = None  # why its encoder cannot serve it; its models become skipped rows
 
     @property
     def encoder_common(self) -> EncoderCommon:
@@ -187,7 +187,7 @@ class MethodItem:
             if self.is_solver:
                 yield ("head_init",), f"{self.label} has no initial head; leave head_init out"
             elif head.text_reason:
-                yield ("head",), f"{self.head.name} can not be combined with head_init: zero_shot: {head.text_reason}"
+                yield ("head",), f"{self.head.name} cannot be combined with head_init: zero_shot: {head.text_reason}"
             elif not normalized and not head.normalizes:
                 what = self.label if needs_text else "zero_shot"
                 remedy = "set encoder.normalize: true, or normalize: true for this method"

@@ -153,16 +153,18 @@ def find_recipe(name: str) -> Path:
     if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
     packaged_names = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
-    raise UserError(f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), packaged_names)}")
+    raise UserError(
+        f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), packaged_names, 'xdm-ft ls')}"
+    )
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
-    """Returns the text of a recipe with its overrides. Raises `UserError` if it can not be read or parsed."""
+    """Returns the text of a recipe with its overrides. Raises `UserError` if it cannot be read or parsed."""
     path = find_recipe(name)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can not be read as UTF-8 text: {error}") from error
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     recipe = parse(text, str(path))
     for override in overrides:
         apply_override(recipe, override)
@@ -239,7 +241,7 @@ def _plain(node: yaml.Node, key: Key, loader: _Loader, lines: dict[Key, int], se
     seen.add(id(node))
     lines[key] = node.start_mark.line + 1
     tag = node.tag.removeprefix("tag:yaml.org,2002:")
-    # pydantic can not write bytes, which `!!binary` makes, into its messages
+    # pydantic cannot write bytes, which `!!binary` makes, into its messages
     if tag not in ("map", "seq") if isinstance(node, yaml.CollectionNode) else tag == "binary":
         raise _yaml_fault(node, f"the tag {node.tag} is not supported in recipes")
     if isinstance(node, yaml.SequenceNode):

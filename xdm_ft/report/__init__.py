@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, field_validator
 
 from xdm_ft.report.charts import Figure
-from xdm_ft.report.words import EMPTY, number, packaged_texts, significant
+from xdm_ft.report.words import EMPTY, number, significant
 from xdm_ft.runtime.settings import Block, OneOrMany
+from xdm_ft.runtime.texts import packaged_texts
 
 if TYPE_CHECKING:
     from PIL.Image import Image

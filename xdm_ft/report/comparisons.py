@@ -139,7 +139,7 @@ def differences(run: Run, rule: str) -> Section | None:
     notes = words.each_once(
         (method, row.note and f"versus {names[method]}: {row.note}") for method, row in shown.items()
     )
-    notes += [f"this table: {line}" for line in what_it_finds(run.results, rule, run.metric)]
+    notes += what_it_finds(run.results, rule, run.metric)
     return _section("differences", run, rule, shown, notes, f"Differences to {reference}", reference)
 
 
@@ -232,9 +232,9 @@ def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
     lines = [_smallest_here(family, metric, results)]
     if (smallest := family.elsewhere()) is not None:
         alone = family.elsewhere(1) if family.count > 1 else None
-        hint = f"; declare one comparison (report.compare): {_size(alone, metric)}" if alone is not None else ""
+        hint = f"; if report.compare declares one comparison, {_size(alone, metric)}" if alone is not None else ""
         lines.append(
-            f"with {family.sets} domains nothing below {_size(smallest, metric)} can be shown for new ones{hint}"
+            f"on new domains, {family.sets} held-out ones show no difference below {_size(smallest, metric)}{hint}"
         )
     if alpha != ALPHA:
         spent = math.fsum(look.alpha for look in looks)
@@ -264,7 +264,7 @@ def forecast(results: Results, metric: str, seeds: int, declared: int) -> list[s
         return []
     family = replace(family, count=declared or family.count)
     size, among = _size(family.here(seeds), metric), _among(family.count)
-    return [f"{plural(seeds, 'seed')} will find {size} {among} with 80% probability"]
+    return [f"{plural(seeds, 'seed')} will find {size} {among} in four of five runs"]
 
 
 def _among(count: int) -> str:
@@ -277,23 +277,24 @@ def _size(difference: float, metric: str) -> str:
 
 def _smallest_here(family: Family, metric: str, results: Results) -> str:
     """The smallest difference here, what limits it and what would help."""
-    now, seeds, among = family.here(), family.seeds, _among(family.count)
+    now, seeds = family.here(), family.seeds
     who = "test images alone" if seeds is None else plural(seeds, "seed")
-    line = f"{who} find{'s' if seeds == 1 else ''} {_size(now, metric)} {among} with 80% probability"
+    line = f"smallest difference that this table would have found: {_size(now, metric)} (in four of five runs, {who}, "
+    line += f"{plural(family.count, 'comparison')})"
     if family.other is not None:
         other = "not paired" if family.rows[0].paired else "paired"
-        line += f" ({_size(family.other, metric)} if {other} by seed; from 10 common seeds on rows are paired)"
+        line += f", {_size(family.other, metric)} if {other} by seed; from 10 common seeds on rows are paired"
     if seeds is None:
         return f"{line}; more test images would help"
     more = verdicts.more_seeds(seeds)
     then = family.here(more)
     if family.images_limit and then > 0.9 * now:  # so little gain is none
-        return f"{line}; the test images, or their groups, are the limit: more seeds are useless"
+        return f"{line}; the test images, or their groups, limit it: more seeds would not help"
     spent = math.fsum(run.get("train_seconds") or 0.0 for run in results["runs"])
     seconds = (more - seeds) * spent / max(len({run["seed"] for run in results["runs"]}), 1)
     duration = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-    cost = f" ({duration} of training more)" if seconds else ""
-    limit = "the test images, or their groups, limit most" if family.images_limit else "the seeds are the limit"
+    cost = f" ({duration} more training)" if seconds else ""
+    limit = "the test images, or their groups, limit it most" if family.images_limit else "the seeds limit it"
     return f"{line}; {limit}; {more} seeds: {_size(then, metric)}{cost}"
 
 

@@ -283,7 +283,7 @@ def read_run(path: Path) -> Run:
     try:
         results = read_results(file, record_in(file))
     except Damaged as error:
-        raise UserError(f"{file}: can not be read as the results of a run ({error}); name a run directory") from error
+        raise UserError(f"{file}: cannot be read as the results of a run ({error}); name a run directory") from error
     rows = [SummaryRow.from_json(row) for row in results["summary"]]
     return Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
 

@@ -1,4 +1,4 @@
-"""The finding of a run as one sentence, and the last screen: the sentence, the table in short, and what to do next.
+"""The finding of a run in plain sentences, and the last screen: the table in short, the sentence, and what to do next.
 
 On a terminal the last screen fits the terminal's size: domains, methods and notes that find no room are in results.md.
 Output to a file or pipe has every method and domain.
@@ -18,7 +18,7 @@ from xdm_ft.evaluation import Runs, SummaryRow
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison
+from xdm_ft.evaluation.verdicts import BETTER, EQUAL, NO_VERDICT, UNKNOWN, WORSE, Comparison
 from xdm_ft.report import comparisons, words
 from xdm_ft.report.finished import ORACLE, Run, split_row
 from xdm_ft.report.words import (
@@ -40,11 +40,10 @@ NAMED = 3  # methods, or encoders, at most, that the sentence names
 
 
 def sentence(run: Run) -> str:
-    """Returns what to expect on new data of the method that validation prefers, and how it compares with ERM.
+    """Returns in plain sentences what to expect on new data, with which method, and its verdict.
 
     It is one line of plain text, with escapes for control characters in names, and never claims more than the verdicts
-    of the summary. `choose_method` says which method; test results choose nothing. The number is its mean over the
-    held-out domains.
+    of the summary. `choose_method` says which method; test results choose nothing. `details` has the rest.
     """
     if not run.records:
         statuses = Counter(entry["status"] for entry in run.results["runs"])
@@ -59,58 +58,133 @@ def sentence(run: Run) -> str:
             "There is no number to expect on new data: no method has both a selection value and a test result for "
             "every one of its models."
         )
-    rows = [row for row in run.rows if row.selection == run.rule]
-    chosen = next(row for row in rows if row.method == run.chosen)
-    missing = [printable(row.method) for row in rows if row.method not in run.choice.values]
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    left_out = f"; not counted, for lack of results: {', '.join(missing[:NAMED])}{more}" if missing else ""
-    expected = _expected(run, chosen, len(run.choice.values) > 1)
-    return f"{expected}{_versus(run, chosen, [*run.choice.values])}{_between_encoders(run, chosen)}{left_out}."
+    chosen = _chosen(run)
+    return f"{_expected(run, chosen)} {_verdict_in_short(run, chosen)}".rstrip()
 
 
-def _expected(run: Run, chosen: SummaryRow, had_choice: bool) -> str:
-    """Where a new site ranks among the held-out ones, the number, where it holds, and who chose the method."""
+def details(run: Run) -> str:
+    """Returns what stands below `sentence` on the page and in results.md; empty where there is nothing to expect.
+
+    Where a new site ranks, intervals at two levels, the verdicts of all methods and encoders, and methods that do not
+    count.
+    """
+    if not run.records or run.rule == ORACLE or run.choice is None:
+        return ""
+    chosen, metric = _chosen(run), run.metric
+    parts = []
+    if run.results.get("tested_on", UNSEEN) == UNSEEN:
+        runs = _runs_of(run, chosen)
+        means = [float(values.mean()) for values in values_by_set(runs).values()]
+        ranks = rank_words(metric, runs.held_out, means, partial(with_unit, metric))
+        parts.append(f"{ranks[0].upper()}{ranks[1:]}")
+        if (site := new_site_of(runs)) is not None:  # enough domains were held out to know prediction intervals
+            texts = [_interval(metric, site.between(metric, level)) for level in LEVELS]
+            shown = ", ".join(f"{text} at {level:.0%}" for text, level in zip(texts, LEVELS, strict=True))
+            parts.append(f"One new site alone: {shown}")
+        gain = one_more_domain(runs, run.results.get("data", {}).get("images", ()))
+        if gain is not None:
+            words_of_gain = gain_words(metric, gain)
+            parts.append(f"{words_of_gain[0].upper()}{words_of_gain[1:]}")
+    if len(run.choice.values) > 1:
+        parts.append(f"Validation images chose {printable(chosen.method)}")
+    parts += [_versus(run, chosen, [*run.choice.values]), _between_encoders(run, chosen)]
+    missing = [
+        printable(row.method) for row in run.rows if row.selection == run.rule and row.method not in run.choice.values
+    ]
+    if missing:
+        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+        parts.append(f"Not counted, for lack of results: {', '.join(missing[:NAMED])}{more}")
+    return "".join(f"{part}. " for part in parts if part).rstrip()
+
+
+def _chosen(run: Run) -> SummaryRow:
+    return next(row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule))
+
+
+def _runs_of(run: Run, row: SummaryRow) -> Runs:
+    picked = picked_trials(run.records, run.rule, run.metric)
+    records = tuple(record for record in picked if record.method == row.method)
+    return Runs(row.method, run.rule, run.metric, tuple(run.held_out_sets), records)
+
+
+def _interval(metric: str, ends: tuple[float, float]) -> str:
+    if metric in words.IN_PERCENT:
+        return f"{100 * ends[0]:.0f} to {100 * ends[1]:.0f}%"
+    return f"{ends[0]:.2f} to {ends[1]:.2f}"
+
+
+def _expected(run: Run, chosen: SummaryRow) -> str:
+    """The number, the interval where one new site lies in 95 of 100 cases, and the method."""
     assert chosen.mean is not None, "`selection_values` leaves out methods without a mean"
-    held_out, metric = tuple(run.held_out_sets), run.metric
-    value = f"{with_unit(metric, chosen.mean)} {words.metric_words(metric)}"
-    who = printable(chosen.method) + (", chosen on validation images" if had_choice else "")
+    metric, who, sets = run.metric, printable(chosen.method), run.held_out_sets
+    of_metric = "" if metric == "accuracy" else f" {words.metric_words(metric)}"
+    value = f"{with_unit(metric, chosen.mean)}{of_metric}"
     if run.results.get("tested_on", UNSEEN) != UNSEEN:
-        return f"On its test images, which are of {printable(run.results['tested_on'])}, expect {value} with {who}"
-    picked = picked_trials(run.records, run.rule, metric)
-    records = tuple(record for record in picked if record.method == chosen.method)
-    runs = Runs(chosen.method, run.rule, metric, held_out, records)
-    means = [float(values.mean()) for values in values_by_set(runs).values()]
-    ranks = rank_words(metric, held_out, means, partial(with_unit, metric)).capitalize()
-    if len(held_out) == 1:
-        domains = ", ".join(printable(name) for name in held_out[0])
-        return f"{ranks}; on {domains}, never trained on, expect {value} with {who}"
+        return f"On test images of {printable(run.results['tested_on'])}, {who} reaches {value}."
+    if len(sets) == 1:
+        on, noun = words.listed([printable(name) for name in sets[0]]), plural(len(sets[0]), "domain").split()[1]
+        what = f"a {noun}" if len(sets[0]) == 1 else noun
+        return f"On {on}, {what} that no model was trained on, {who} reaches {value}."
+    site = new_site_of(_runs_of(run, chosen))
+    if site is None:
+        return f"On a new domain expect about {value}; {len(sets)} held-out domains give no interval. Method: {who}."
+    about = f"{100 * chosen.mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
+    return (
+        f"On a new domain expect about {about} ({_interval(metric, site.between(metric, LEVELS[-1]))}). Method: {who}."
+    )
 
-    details = []
-    if (site := new_site_of(runs)) is not None:  # enough domains were held out to know prediction intervals
-        ends = [site.between(metric, level) for level in LEVELS]
-        texts = [f"{low:.2f} to {high:.2f}" for low, high in ends]
-        if metric in words.IN_PERCENT:
-            texts = [f"{100 * low:.0f} to {100 * high:.0f}%" for low, high in ends]
-        shown = ", ".join(f"{text} at {level:.0%}" for text, level in zip(texts, LEVELS, strict=True))
-        details.append(f"one new site alone: {shown}")
-    gain = one_more_domain(runs, run.results.get("data", {}).get("images", ()))
-    if gain is not None:
-        details.append(gain_words(metric, gain))
-    return f"{ranks}; on average expect {value} with {who}" + (f" ({'; '.join(details)})" if details else "")
+
+def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
+    """The verdict on the chosen method, or on those that were compared with it; empty if nothing was compared."""
+    assert run.choice is not None
+    compared = _under_its_encoder(run, chosen, [*run.choice.values])
+    own = next((row for row in compared if row.first == chosen.method), None)
+    rows = [row for row in compared if row.second == (own.second if own else chosen.method)]
+    none_is_better = len(rows) > 1 and all(row.here in (EQUAL, WORSE) for row in rows)
+    if none_is_better and (own is None or own.here == EQUAL):
+        return f"No method clearly beats {printable(rows[0].second)}."
+    if own is not None:
+        return f"{_arrow(run, own)}: {_words(own)}."
+    if len(rows) == 1:
+        return f"{_arrow(run, rows[0])}: {_words(rows[0])}."
+    better = [printable(row.first) for row in rows if row.here == BETTER]
+    if better and len(better) <= NAMED:
+        return f"Better here than {printable(chosen.method)}: {', '.join(better)}."
+    return f"Of {len(rows)} other methods: {_counts(Counter(map(_verdict, rows)))}." if rows else ""
+
+
+def _arrow(run: Run, row: Comparison) -> str:
+    """Both values of a comparison as the table has them, or the difference where a side has no value there."""
+    values = {of.method: of.mean for of in run.rows if of.selection == run.rule}
+    first, second = values.get(row.first), values.get(row.second)
+    lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
+    if first is None or second is None:
+        over = "over" if row.difference > 0 else "against"
+        signed = words.scaled(row.difference, run.metric, signed=True)
+        return f"{printable(row.first)} is {signed} {over} {printable(row.second)}{lower}"
+    before, after = (f"{printable(name)} {words.scaled(value, run.metric)}" for name, value in (
+        (row.second, second), (row.first, first)))  # fmt: skip
+    return f"{before} → {after}{lower}"
+
+
+def _under_its_encoder(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> list[Comparison]:
+    """Returns the comparisons beside the rows that count, under the encoder of the chosen method."""
+    encoder = split_row(chosen.method, run.results)[1]
+    beside = comparisons.beside_rows(run.results, run.rule).values()
+    return [row for row in beside if row.first in methods and split_row(row.first, run.results)[1] == encoder]
 
 
 def _versus(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> str:
     """How the chosen method, and the others, compare with their references; empty if nothing was compared."""
-    compared = [row for row in comparisons.beside_rows(run.results, run.rule).values() if row.first in methods]
+    compared = _under_its_encoder(run, chosen, methods)
     own = next((row for row in compared if row.first == chosen.method), None)
     if own is None:  # others were compared with it
         others = [row for row in compared if row.second == chosen.method]
         if len(others) > 1:
-            return f"; of {len(others)} other methods compared with it: {_counts(Counter(map(_verdict, others)))}"
-        return f"; {printable(others[0].first)} is {_difference(run, others[0])}" if others else ""
-    encoder = split_row(chosen.method, run.results)[1]
-    others = [row for row in compared if row is not own and split_row(row.first, run.results)[1] == encoder]
-    text, verdicts = f"; it is {_difference(run, own)}", Counter(map(_verdict, others))
+            return f"Of {len(others)} other methods compared with it: {_counts(Counter(map(_verdict, others)))}"
+        return f"{printable(others[0].first)} is {_difference(run, others[0])}" if others else ""
+    others = [row for row in compared if row is not own]
+    text, verdicts = f"It is {_difference(run, own)}", Counter(map(_verdict, others))
     if not others or {*verdicts} == {_verdict(own)} == {"without a verdict"}:
         return text
     the_others = "the other method" if len(others) == 1 else f"the {len(others)} other methods"
@@ -130,7 +204,7 @@ def _between_encoders(run: Run, chosen: SummaryRow) -> str:
     rows += [row.turned() for row in pairs if row.second == chosen.method]
     if not rows or encoder is None:
         return ""
-    start = f"; under {printable(method)}, {printable(encoder)}"
+    start = f"Under {printable(method)}, {printable(encoder)}"
     if len(rows) > NAMED:
         return f"{start} was compared with {len(rows)} other encoders: {_counts(Counter(map(_verdict, rows)))}"
     named = [dataclasses.replace(row, second=split_row(row.second, run.results)[1] or row.second) for row in rows]
@@ -204,8 +278,9 @@ def show_headline(run: Run) -> None:
     if not is_terminal:
         console.width = UNBOUNDED  # rich assumes 80 columns there and would fold the text
     above = [Text(_on_terminal(_title(run)), style="bold")]
-    lines = comparisons.what_it_finds(run.results, run.own_rule, run.metric)
-    below = [Text(_on_terminal(line), style="dim") for line in lines] + [Text(), Text(_on_terminal(sentence(run)))]
+    smallest = comparisons.what_it_finds(run.results, run.own_rule, run.metric)[:1]  # results.md has the other lines
+    below = [Text(), Text(_on_terminal(sentence(run)), style="bold")]
+    below += [Text(_on_terminal(f"{line[0].upper()}{line[1:]}."), style="dim") for line in smallest]
     below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if is_terminal else None)]
     below += [Text()]
     for what, text in _files(run):
@@ -339,7 +414,7 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
     """Where the files are, and the next command: (what, text) of each line."""
     if (run.path / PAGE).exists():
         yield "page", str(run.path / PAGE)
-    yield "tables", f"{run.path / MARKDOWN} (how to read them: xdm-ft explain)"
+    yield "tables", f"{run.path / MARKDOWN} (what the words mean: xdm-ft explain)"
     if (run.path / ANALYSIS).exists():  # it is not read: a damaged one must not spoil the last screen of a run
         yield "measures", f"{run.path / ANALYSIS} (what they mean: xdm-ft explain analysis)"
     if "label_curve" in run.results:

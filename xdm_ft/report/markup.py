@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from xdm_ft.report import Section, Table
 from xdm_ft.report.finished import Run
-from xdm_ft.report.headline import sentence
+from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.words import encoded, plain
 
 LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page of LaTeX is too narrow,
@@ -29,10 +29,11 @@ FONTS = "% has names beyond ASCII: use LuaLaTeX or XeLaTeX, and a font that has 
 
 
 def markdown(run: Run, sections: Iterable[Section]) -> str:
-    """Returns the text of results.md: the finding, and of these sections those that have a table."""
+    """Returns the text of results.md: the finding with its details, and of these sections those that have a table."""
     name, finding = escape_markdown(str(run.results["recipe"]["name"])), escape_markdown(sentence(run))
     lines = markdown_lines(section for section in sections if section.tables)
-    return "\n".join([f"# {name}", "", f"**{finding}**", "", *lines])
+    more = [escape_markdown(text), ""] if (text := details(run)) else []
+    return "\n".join([f"# {name}", "", f"**{finding}**", "", *more, *lines])
 
 
 def markdown_lines(sections: Iterable[Section]) -> Iterator[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from xdm_ft.evaluation.trials import ORACLE
@@ -18,18 +16,6 @@ IN_PERCENT = (
     "accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "worst_class_recall", "ece",
 )  # fmt: skip
 CHEATING = "CHEATING: the step was picked on test-domain images; not a result"
-
-
-def packaged_texts(file: str) -> dict[str, dict[str, Any]]:
-    """Returns the tables of a TOML file of this package. The lines of a text are joined by single spaces."""
-
-    def joined(value: Any) -> Any:
-        if isinstance(value, list):
-            return [joined(text) for text in value]
-        return " ".join(value.split()) if isinstance(value, str) else value
-
-    tables = tomllib.loads(files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8"))
-    return {name: {key: joined(value) for key, value in table.items()} for name, table in tables.items()}
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

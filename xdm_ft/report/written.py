@@ -28,7 +28,7 @@ from xdm_ft.report import SIDE, Section, Thumbnail
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
-from xdm_ft.report.headline import sentence
+from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown
 from xdm_ft.report.means import ECE, Picked
 from xdm_ft.report.sections import brief_sections, sections
@@ -56,7 +56,7 @@ def write_page(run: Run) -> list[Section]:
     """Writes report.html and the figures as plots/*.svg into the run directory, each file atomically.
 
     Returns the sections of the page. Images of the data and names of their files stand in the page only if the recipe's
-    `report.images` is true. Raises `UserError` if a file of the run is damaged, or if the page can not be written.
+    `report.images` is true. Raises `UserError` if a file of the run is damaged, or if the page cannot be written.
     """
     shown = list(sections(run))
     figures = [figure for section in shown for figure in section.figures]
@@ -135,6 +135,7 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         "page.html.j2",
         name=str(run.results["recipe"]["name"]),
         sentence=sentence(run),
+        details=details(run),
         numbers=list(_numbers(run)),
         choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
         models=models,
@@ -183,9 +184,8 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
         yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
         versus = beside_rows(run.results, row.selection).get(row.method)
         if versus is not None:
-            p = f", Holm's p {versus.p_here.holm:.2g}" if versus.p_here and versus.p_here.holm is not None else ""
             difference = scaled(versus.difference, metric, True)
-            yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric) + p
+            yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric)
         means = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
         if len(means) > 1:
             worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
@@ -207,13 +207,13 @@ def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     """Yields (what, command) of each thing to do next."""
     path = shlex.quote(str(_shareable(run.path)))
     if run.has_images:
-        yield "Take a model home: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
-        yield "Predict the classes of new images with it.", "xdm-ft predict my_model IMAGES --out predictions.csv"
+        yield "Export a model: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
+        yield "Predict the classes of new images.", "xdm-ft predict my_model IMAGES --out predictions.csv"
         yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
     if run.audit is None:
-        yield "Look whether the data is what it says: copies, twin domains, label errors.", f"xdm-ft audit {path}"
+        yield "Audit the data: copies, twin domains, label errors.", f"xdm-ft audit {path}"
     if run.analysis is None or run.not_measured:
-        yield "Measure what the paper measures, for this page.", f"xdm-ft analyse {path}"
+        yield "Add diagnostics: calibration, invariance, embeddings.", f"xdm-ft analyse {path}"
 
 
 def write_reports(directory: RunDirectory, run: Run) -> list[Path]:
@@ -251,7 +251,7 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
         raise
     except Exception:
         remedy = f"the results are whole; `xdm-ft report {run.path}` tries it again"
-        logger.exception("%s: can not be drawn, because of a fault in xdm_ft; %s", run.path / PAGE, remedy)
+        logger.exception("%s: cannot be drawn, because of a fault in xdm_ft; %s", run.path / PAGE, remedy)
 
 
 def _write_tables(directory: RunDirectory, run: Run) -> None:

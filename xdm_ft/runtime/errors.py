@@ -29,7 +29,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Returns the end of a message about an unknown name: the nearest known name, or all known names."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f'; did you mean "{close[0]}"?' if close else f"; known: {', '.join(known)}"
+def did_you_mean(word: str, known: list[str], command: str = "") -> str:
+    """Returns the end of a message about an unknown name: the nearest known name, or all known names.
+
+    `command`: what lists the names, if they are too many for a message.
+    """
+    if close := difflib.get_close_matches(word, known, n=1):
+        return f'; did you mean "{close[0]}"?'
+    return f"; {command} lists them" if command else f"; known: {', '.join(known)}"

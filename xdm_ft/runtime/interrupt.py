@@ -187,7 +187,7 @@ def _exit(number: int, message: str) -> None:
             function()
         if _received.prints:
             end_of_bar = "\n" if os.isatty(2) else ""
-            # os.write, as the signal may have interrupted a print, whose buffer can not be entered twice
+            # os.write, as the signal may have interrupted a print, whose buffer cannot be entered twice
             with suppress(OSError):
                 os.write(2, f"{end_of_bar}xdm-ft: {message}\n".encode())
     finally:

@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     has_partner: Tensor | None = None  # bool [B]
 
     def fields(self) -> dict[str, Tensor]:
-        """Returns the fields that are not None, by name, as `torch.func.vmap` can not map None."""
+        """Returns the fields that are not None, by name, as `torch.func.vmap` cannot map None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def block(self, number: int, blocks: int, axis: int = 0) -> Batch:

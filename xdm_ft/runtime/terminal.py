@@ -26,7 +26,7 @@ def show(text: object) -> None:
 def write(text: str) -> None:
     """Writes to standard output, control characters included: for text with colours, whose names are printable.
 
-    Raises `BrokenPipeError` if the reader has ended (`| head`), and `UserError` if the output can not be written.
+    Raises `BrokenPipeError` if the reader has ended (`| head`), and `UserError` if the output cannot be written.
     """
     with _output():
         sys.stdout.write(text)
@@ -56,7 +56,7 @@ def _output() -> Iterator[None]:
 
 
 def print_error(text: object) -> None:
-    """Prints a text of one or more lines to standard error. Where that can not be written, nothing is printed.
+    """Prints a text of one or more lines to standard error. Where that cannot be written, nothing is printed.
 
     A bar on the terminal gives way, and stands below the text afterwards.
     """
@@ -137,7 +137,7 @@ class _Log(logging.Handler):
 def opened(level: int) -> Iterator[None]:
     """Context of a verb: standard output and error can be written, and the log (of `level`) goes to standard error.
 
-    Raises `UserError` at the end if standard output holds text that can not be written.
+    Raises `UserError` at the end if standard output holds text that cannot be written.
     """
     for number in range(3):  # the next file that is opened would get the number of a closed one, and our output
         try:

@@ -99,7 +99,7 @@ class Watch:
                 self.store.set(f"heartbeat/{self.rank}", str(self._published))
             keys = [f"heartbeat/{rank}" for rank in range(len(self.heard))]
             now = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
-        except RuntimeError:  # the process that serves the store can not be reached
+        except RuntimeError:  # the process that serves the store cannot be reached
             now = self.heard
         for rank, beat in enumerate(now):
             self.silent[rank] = self.silent[rank] + 1 if beat == self.heard[rank] else 0
@@ -134,7 +134,7 @@ class Watch:
                 os.write(2, f"xdm-ft: {hung_message(silent, len(self.heard))}\n".encode())
             elif ended.wait(AGAIN * EVERY_SECONDS):  # the rank that reports exits first: the launcher names the first
                 return
-            os._exit(1)  # the main thread waits inside a library, where an exception can not stop it
+            os._exit(1)  # the main thread waits inside a library, where an exception cannot stop it
 
 
 def hung_message(silent: list[int], ranks: int) -> str:

@@ -100,7 +100,7 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed = "" if size is None else f" ({size / 1e6:,.1f} MB are needed for it)"
             raise UserError(f"{path}: the disk is full{needed}; free some space and {how_to_resume()}") from error
-        raise UserError(f"{path}: can not be written: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def order_metadata(path: Path) -> None:

@@ -47,7 +47,7 @@ def one_at_a_time(path: Path, waiting: str = "", wait: bool = True) -> Iterator[
     A killed process delays others on its machine by nothing, and on other machines by `LOCK_SECONDS` at most: the lock
     is a file that its holder touches, so that a file system needs no locks of its own. A process that was paused for
     longer, or whose machine was, may find itself here together with another one. Whoever must wait logs `waiting`; not
-    `wait`: raises `filelock.Timeout`. Raises `UserError` if the file can not be written.
+    `wait`: raises `filelock.Timeout`. Raises `UserError` if the file cannot be written.
     """
     with disk_errors(path):
         mode = file_mode(path.parent)
@@ -70,7 +70,7 @@ def one_at_a_time(path: Path, waiting: str = "", wait: bool = True) -> Iterator[
 def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
     """Returns what `make` returned for this key, or returns now. `key` names all that the arrays depend on.
 
-    Of processes that ask at once, one makes them and the others wait. A folder that can not be written remembers
+    Of processes that ask at once, one makes them and the others wait. A folder that cannot be written remembers
     nothing.
     """
     path = cache_root() / "indexes" / f"{digest(key, bits=128)}.npz"

@@ -65,7 +65,7 @@ class Checkpoint:
         self.settings = {**self.settings, **engine_settings}
         if self.path.is_dir():  # found now, and not when the first state is to be written
             raise UserError(
-                f"{self.path}: can not be written, as it is a folder; remove it and run the same command to resume"
+                f"{self.path}: cannot be written, as it is a folder; remove it and run the same command to resume"
             )
         try:
             state, settings = read(self.path)
@@ -115,7 +115,7 @@ def read(path: Path) -> tuple[State, dict[str, Any]]:
     """Returns the state and the settings it was written for. Raises `Damaged` or `FileNotFoundError`."""
     loaded, metadata = read_checked(path)
     if "header" not in metadata:
-        raise Damaged("it is no checkpoint")
+        raise Damaged("it is not a checkpoint")
     # clone, because the tensors are memory-mapped and the next save replaces the file
     tensors = {name: tensor.clone() for name, tensor in loaded.items()}
     state, settings = json.loads(metadata["header"])
@@ -147,7 +147,7 @@ def _packed(value: Any, numbered: dict[tuple[Any, ...], tuple[int, Tensor]]) -> 
         return {"items": [[key, _packed(inner, numbered)] for key, inner in value.items()]}
     if isinstance(value, list | tuple):
         return [_packed(element, numbered) for element in value]
-    assert value is None or isinstance(value, bool | int | float | str), f"{type(value)} can not be saved"
+    assert value is None or isinstance(value, bool | int | float | str), f"{type(value)} cannot be saved"
     return value
 
 

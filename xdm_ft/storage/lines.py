@@ -46,7 +46,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
     """Appends JSON values to a file of lines, and returns when they are on the disk.
 
     No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
-    `UserError` if the file can not be written.
+    `UserError` if the file cannot be written.
     """
     text = b"".join(map(checked_line, values))
     with disk_errors(path):
@@ -98,9 +98,9 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[BinaryIO]:
-    """Yields an open file. Raises `Damaged`, also for what is no file, as reading a pipe may never end."""
+    """Yields an open file. Raises `Damaged`, also for what is not a file, as reading a pipe may never end."""
     if not path.is_file():
-        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
+        raise Damaged("it is a folder" if path.is_dir() else "it is not a file")
     try:
         with path.open("rb") as file:
             yield file

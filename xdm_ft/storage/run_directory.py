@@ -79,7 +79,7 @@ class RunDirectory:
         except Timeout as error:
             raise UserError(f"{self.path}: another run is writing here; wait for it, or set output.dir") from error
         except OSError as error:
-            raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
+            raise UserError(f"{self.path}: cannot be used as a run directory: {error.strerror}") from error
         for kind in (TAKEN, FINISHED):  # those of the interrupted run
             shutil.rmtree(self.path / "state" / kind, ignore_errors=True)
 
@@ -350,4 +350,4 @@ class RunDirectory:
 
 def _refuse_folder(file: Path) -> None:
     if file.is_dir():
-        raise UserError(f"{file}: can not be written, as it is a folder; remove it and run the same command")
+        raise UserError(f"{file}: cannot be written, as it is a folder; remove it and run the same command")

@@ -67,7 +67,7 @@ def read_scalars(folder: Path) -> dict[str, Scalars]:
 
     A file that a resumed training began replaces all values of its sub-run from its first step on, as in TensorBoard;
     of several values of one step the last one counts. A damaged record, or one that was cut off by a kill, ends its
-    file. Without a folder there is nothing. Raises `UserError` if a file can not be read.
+    file. Without a folder there is nothing. Raises `UserError` if a file cannot be read.
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -98,7 +98,7 @@ def _read_events(path: Path) -> Iterator[Any]:
     except DecodeError:
         return
     except OSError as error:
-        raise UserError(f"{path}: can not be read: {error.strerror}") from error
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 class EventFile:
@@ -114,7 +114,7 @@ class EventFile:
         """Appends the values of the tags after `step` steps. They survive a kill of this process.
 
         The first write, and one of an earlier step, declares that older values from this step on do not count any
-        more, as the training was resumed before it. Raises `UserError` if the file can not be written.
+        more, as the training was resumed before it. Raises `UserError` if the file cannot be written.
         """
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
@@ -160,7 +160,7 @@ class Session:
 def write_session(folder: Path, session: Session) -> None:
     """Writes the session of the sub-run in `folder`, unless it is there, undamaged, and removes an earlier one.
 
-    Raises `UserError` if it can not be written.
+    Raises `UserError` if it cannot be written.
     """
     name = f"{BEGINNING}{LAST}.{digest(json.dumps(asdict(session)), bits=128)}{ENDING}"
     if not (folder / name).is_file() or len([*_read_events(folder / name)]) < 3:  # the records of `_write`

@@ -38,7 +38,7 @@ def write_tensors(
 ) -> None:
     """Writes a safetensors file atomically, by `replace`. Equal tensors and metadata give equal bytes.
 
-    Raises `UserError` if the file can not be written.
+    Raises `UserError` if the file cannot be written.
     """
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
@@ -68,7 +68,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _as_damage(path: Path) -> Iterator[None]:
     """Context for reading a safetensors file. Raises `Damaged`, or `FileNotFoundError` if there is none."""
     if path.exists() and not path.is_file():
-        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
+        raise Damaged("it is a folder" if path.is_dir() else "it is not a file")
     try:
         yield
     except FileNotFoundError:
@@ -180,7 +180,7 @@ class TensorFiles(Together):
             write_checked(folder / file, tensors, metadata, self.add)
             return
         header = json.dumps({**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, sort_keys=True).encode()
-        # copies, as heads that train together may share memory, which the tensors of a file can not
+        # copies, as heads that train together may share memory, which the tensors of a file cannot
         kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         kept[METADATA] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._shared.setdefault(folder / file, {})[entry] = kept

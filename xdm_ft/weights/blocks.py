@@ -32,7 +32,7 @@ def pool(tokens: Tensor, prefix: int, pooling: Pooling) -> Tensor:
 
 
 def outside_text_space(pooling: Pooling | None) -> str:
-    """Returns why such features can not be compared with class embeddings; "" if they can."""
+    """Returns why such features cannot be compared with class embeddings; "" if they can."""
     if pooling in (None, "projected"):
         return ""
     return f"encoder.pooling: {pooling} gives features outside the space of the texts; leave it out, or use projected"

@@ -96,7 +96,7 @@ def check_hub_weights(model: str, weights: str | None) -> None:
 
 
 def read_config(model: str) -> tuple[Path, dict[str, Any]]:
-    """Returns path and content of the JSON file `model`; {} if it is no object. Raises `UserError` if it is no JSON."""
+    """Returns path and content of the JSON file `model`; {} if it is not an object. Raises `UserError`."""
     path = expand_user(model, "encoder.model")
     if not path.is_file():
         raise UserError(f"encoder.model: the config file {path} does not exist")
@@ -169,7 +169,9 @@ def file_of_weights(model: str, weights: str) -> Path | None:
     if is_file_name(weights):
         return expand_user(weights, "encoder.weights")
     if model.endswith(".json"):
-        raise UserError(f'encoder.weights: "{weights}" is no file; {Path(model).name} needs a .safetensors or .pt file')
+        raise UserError(
+            f'encoder.weights: "{weights}" is not a file; {Path(model).name} needs a .safetensors or .pt file'
+        )
     return None
 
 
@@ -188,11 +190,11 @@ def read_weights(
             with path.open("rb") as file:
                 header = int.from_bytes(file.read(8), "little")  # its length, of a safetensors file
     except OSError as error:
-        problem = f"can not be read ({error.strerror})"
+        problem = f"cannot be read ({error.strerror})"
     if problem:
         raise UserError(f"{key}: {path} {problem}; give the path of a .safetensors or .pth file")
     if not path.name.endswith(SUFFIXES):
-        raise UserError(f"{key}: {path} is no weights file; give one of {', '.join(SUFFIXES)}")
+        raise UserError(f"{key}: {path} is not a weights file; give one of {', '.join(SUFFIXES)}")
     too_many = UserError(f"{key}: {path} holds more than {MAX_TENSORS:,} tensors; give the weights of a model")
     if path.name.endswith(".safetensors") and _MAX_HEADER < header < path.stat().st_size:
         raise too_many  # reading them would take minutes
@@ -289,7 +291,7 @@ PER_BYTE, PER_BYTE_OF_CONVOLUTIONS, FREE_WEIGHTS = 8, 64, 1 << 27
 
 
 def _values(document: Any) -> Iterator[tuple[str, Any]]:
-    """Yields (path of keys, value) of every value that is no dict; of a list, the list and then its items."""
+    """Yields (path of keys, value) of every value that is not a dict; of a list, the list and then its items."""
     rest = [("", document)]
     while rest:  # a recursive function would end at a thousand brackets
         keys, value = rest.pop()
@@ -418,7 +420,7 @@ def tokenizer_errors(model: str, repository: str) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{what} needs {error.name}; pip install {error.name}") from error
     except (ValueError, KeyError) as error:
-        raise UserError(f"{what} can not be used ({reason_of(error)})") from error
+        raise UserError(f"{what} cannot be used ({reason_of(error)})") from error
 
 
 def not_read(model: str, folder: str, error: OSError) -> UserError:

@@ -106,7 +106,7 @@ def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5
     """Returns the quantile of τ_d: it falls from `start` to `stop` by `drop` every `every` steps, then starts again.
 
     `step` counts from 0 since the end of the warm-up. Raises `ValueError` if `step` is negative, `every` is below 1, or
-    the cycle can not fall from `start` to `stop`.
+    the cycle cannot fall from `start` to `stop`.
     """
     if step < 0 or every < 1:
         raise ValueError(f"step {step} and every {every}: step must be at least 0, every at least 1")
@@ -184,7 +184,7 @@ class _Exceeds(torch.autograd.Function):
 def runs_kernel(tensor: Tensor, kind: Literal["cpu", "cuda"]) -> bool:
     """Returns whether the kernel of this kind of device computes the tensor: float32, and not inside `torch.compile`.
 
-    A compiler fuses plain torch itself, and can not see into a kernel of numba. `XDM_FT_KERNELS=0` in the environment
+    A compiler fuses plain torch itself, and cannot see into a kernel of numba. `XDM_FT_KERNELS=0` in the environment
     turns all kernels off: an edit of plain torch can be tried before its kernel is written.
     """
     fits = tensor.dtype == torch.float32 and tensor.device.type == kind

@@ -151,7 +151,7 @@ class Overflows(ERM):
 
 @pytest.mark.slow
 def test_a_step_that_overflows_is_the_gradient_scaler_s_to_skip(accelerator: Accelerator) -> None:
-    """Neither weights nor batch-norm statistics move; without a scaler, or where it can not help, the model fails."""
+    """Neither weights nor batch-norm statistics move; without a scaler, or where it cannot help, the model fails."""
     training = Training(batch_size=8, optimizer="sgd", encoder_lr=0.003, clip_norm=0.5)
 
     def trained(at: tuple[int, ...], steps: int, scaled: bool = True, gradient_alone: bool = False) -> Trained:

@@ -1,7 +1,6 @@
 """How to read the tables of a run, and what it was made of: its data, environment and recipe.
 
-manual.toml holds the words of the tables. `xdm-ft explain` prints all of it; results.md and the page have what their
-tables need.
+glossary.toml holds the words. results.md and the page have those that their tables need.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from xdm_ft.evaluation import set_name
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.report import Section, Table, cells, make_section
 from xdm_ft.report.finished import Run, several_encoders
-from xdm_ft.report.words import in_unit, packaged_texts
+from xdm_ft.report.words import in_unit
 from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.texts import glossary
 
 MAX_CLASSES = 60  # that have a column each; of more, each domain has its number of classes and images
 Results = Mapping[str, Any]
-MANUAL: dict[str, dict[str, str]] = packaged_texts("manual.toml")
-"""{topic: {word of a table: what it means}}"""
+GLOSSARY = glossary()
 
 
 def _is_measured(name: str) -> Callable[[Results], bool]:
@@ -47,7 +46,7 @@ NEEDS: dict[str, Callable[[Results], bool]] = {
     ),
     "mixed steps": _is_measured("mixed_steps"),
     "comparison": _is_compared,
-    "verdict": _is_compared,
+    "verdicts": _is_compared,
     "equal within": lambda results: bool(results["recipe"].get("report", {}).get("margin")),
     "look": lambda results: len(results.get("looks", ())) > 1,
     **{rule: _is_selected_by(rule) for rule in ("train_val", "val_domain", "cross_domain", ORACLE)},
@@ -55,14 +54,13 @@ NEEDS: dict[str, Callable[[Results], bool]] = {
     "trained parameters": _is_measured("trained_parameters"),
     "peak memory": _is_measured("peak_memory"),
     "encoders": lambda results: bool(several_encoders(results)),
-    "analysis": lambda results: False,  # its tables are in the sections that explain them
+    **dict.fromkeys(("analysis", "training", "data", "shipping"), lambda results: False),  # words of other tables
     "published numbers": lambda results: any(row.get("spread_as_published") for row in results["summary"]),
-    "labels": lambda results: "label_curve" in results,
     "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),
     "at the edge of its range": _is_searched,
     "held out together": lambda results: bool(results["recipe"].get("protocol", {}).get("together")),
 }
-"""{topic or word of the manual: whether tables of these results need it}; those that are not here are always needed"""
+"""{group or word: whether tables of these results need it}; those that are not here are always needed"""
 
 
 def how_to_read(results: Results) -> dict[str, str]:
@@ -76,8 +74,8 @@ def how_to_read(results: Results) -> dict[str, str]:
 
     tested_on = f" of {results['tested_on']}" if "tested_on" in results else ""
     numbers = {"numbers": f"{', '.join(map(in_unit, metrics))} on test images{tested_on}."}
-    topics = [texts for topic, texts in MANUAL.items() if is_needed(topic)]
-    return numbers | {word: text for texts in topics for word, text in texts.items() if is_needed(word)}
+    groups = [texts for group, texts in GLOSSARY.items() if is_needed(group)]
+    return numbers | {word: text for texts in groups for word, text in texts.items() if is_needed(word)}
 
 
 def reading(run: Run) -> Section | None:

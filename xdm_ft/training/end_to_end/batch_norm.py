@@ -100,8 +100,8 @@ def synchronised(module: Module, processes: int, accumulation: int, device: torc
         reasons.append(f"training.accumulation: {accumulation}")
     if reasons:
         logger.warning(
-            "encoder.batch_norm: train: with %s, batch norm normalises each part of a batch by its own statistics, so "
-            "results differ from those of one process without accumulation; encoder.batch_norm: frozen avoids this",
+            "encoder.batch_norm: train: %s normalise each part of a batch alone, which changes results; "
+            "encoder.batch_norm: frozen avoids it",
             " and ".join(reasons),
         )  # fmt: skip
     return module

@@ -173,7 +173,7 @@ class ComputedActivations(Inputs):
 
 def worker_count(accelerator: Accelerator) -> int:
     """Returns the number of loader workers of this process: cores of the machine / processes on it, at most 8."""
-    # a container or a queue may allow this process fewer cores than the machine has; macOS can not say
+    # a container or a queue may allow this process fewer cores than the machine has; macOS cannot say
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
     return min(MAX_WORKERS, max(1, cores // processes))

@@ -103,7 +103,7 @@ class EndToEnd(nn.Module):
     ) -> None:
         """`encoder` is changed. `seed`: of low-rank updates. `merged`: they are in the plain weights; nothing trains.
 
-        Raises `UserError` if the encoder can not be cut there, or the algorithm works below the cut.
+        Raises `UserError` if the encoder cannot be cut there, or the algorithm works below the cut.
         """
         super().__init__()
         self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
@@ -234,20 +234,20 @@ def is_cnn(encoder: nn.Module) -> bool:
 
 
 def cut_of(encoder: Encoder, trainable: LastBlocks | LowRank) -> Cut:
-    """Returns the cut below the blocks that train. Raises `UserError` if the encoder can not be cut there."""
+    """Returns the cut below the blocks that train. Raises `UserError` if the encoder cannot be cut there."""
     above = blocks_above(trainable)
     return Cut(encoder, max(1, len(encoder.block_names)) if above is None else above)
 
 
 def check_trainable(encoder: Encoder, algorithm: Algorithm, trainable: Trainable) -> None:
-    """Raises `UserError` if the method can not train this part of the encoder, as `EndToEnd` would do much later."""
+    """Raises `UserError` if the method cannot train this part of the encoder, as `EndToEnd` would do much later."""
     modules = algorithm.stage_modules(encoder)
     if isinstance(trainable, LastBlocks | LowRank):
         _refuse_below(cut_of(encoder, trainable), modules)
 
 
 def check_updates(encoder: Encoder, trainable: LowRank) -> None:
-    """Raises `UserError` if the encoder can not have these low-rank updates. Adds them to a copy, and runs it once."""
+    """Raises `UserError` if the encoder cannot have these low-rank updates. Adds them to a copy, and runs it once."""
     add_lora(copy.deepcopy(encoder), updated_blocks(encoder, trainable), trainable.lora, seed=0)
 
 

@@ -78,7 +78,7 @@ def train_model(
     rule.
 
     Before step `unfreeze_at` only the head is trained, on features of the unchanged encoder in eval mode (LP-FT, Kumar
-    et al. 2022); these steps can not be selected. One optimizer serves both phases: the encoder's parameters have no
+    et al. 2022); these steps cannot be selected. One optimizer serves both phases: the encoder's parameters have no
     state in it before `unfreeze_at`.
 
     With a `checkpoint`, an interrupted training resumes from it; on a CPU the result is bit for bit that of a training
@@ -385,7 +385,7 @@ class PendingScalars:
 
 
 def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
-    """Raises `UserError` for a launch configuration that can not train this model."""
+    """Raises `UserError` for a launch configuration that cannot train this model."""
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise UserError(f"accelerate: {kind} is not supported for training end to end; launch without it")
