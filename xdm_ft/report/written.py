@@ -24,7 +24,7 @@ import numpy as np
 
 from xdm_ft.evaluation import set_name, sets_noun
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.report import SIDE, Section, Thumbnail
+from xdm_ft.report import PARTS, SIDE, Section, Thumbnail
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
@@ -64,6 +64,7 @@ def write_page(run: Run) -> list[Section]:
     text = html(run, shown, drawn)
     for figure in figures:
         svg = re.sub(r"var\((--\w+)\)", lambda variable: ON_PAPER[variable[1]], drawn[figure.name])
+        svg = re.sub(r' data-points="[^"]*"', "", svg, count=1)  # for the script of the page
         style = f"background: {ON_PAPER['--paper']}; font-family: sans-serif"
         size = f'<svg width="{72 * figure.width:g}pt" height="{72 * figure.height:g}pt" style="{style}"'
         svg = _with_start(svg, size, f"<title>{escape(printable(figure.alt))}</title>")
@@ -139,7 +140,7 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
         models=models,
         next=list(_next_steps(run)) if run.records else [],
-        panels=shown,
+        parts={part: [section for section in shown if section.part == part] for part in PARTS},
         script=Markup(script),
         script_hash=f"sha256-{digest}",
         WIDE=WIDE,
