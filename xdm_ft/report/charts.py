@@ -254,7 +254,7 @@ def curves(
                 axes.set_aspect("equal")
             if vertical is not None:
                 axes.axvline(vertical, color=MUTED, linewidth=0.8, linestyle=":")
-            for number, line in enumerate(lines):
+            for line in lines:
                 _draw_line(axes, line, f"{SERIES_ID}{len(pointed)}")
                 shown = _thinned(line.points, MAX_POINTS) if line.label else []
                 texts = [f"{axes_labels[0]} {x:.4g}: {y:.4g}" for x, y in shown]

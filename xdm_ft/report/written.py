@@ -149,6 +149,8 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         drawn=lambda figure: Markup(
             _with_start(drawn[figure.name], f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}')
         ),
+        # columns of figures are so wide that none of them is cut off
+        least_width=lambda panel: round(0.8 * PIXELS_PER_INCH * max(figure.width for figure in panel.figures)),
         figure_width=lambda figure: round(figure.width * PIXELS_PER_INCH),
         number_columns=lambda table: [
             any(cell.value is not None for cell in column) for column in zip(*table.rows, strict=True)

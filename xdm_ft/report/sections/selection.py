@@ -117,11 +117,9 @@ def _trial_text(run: Run, keys: Sequence[str], trial: Trial) -> str:
     """Returns what the page shows of a trial under the pointer."""
     record = trial.record
     values = [f"{key} {setting_text(record.hparams.get(key))}" for key in keys]
-    tested = [
-        f"{what} {number(value, run.metric)}" for what, value in (("selection", trial.selection), ("test", trial.test))
-    ]
+    tested = f"selection {number(trial.selection, run.metric)}, test {number(trial.test, run.metric)}"
     where = f"trial {record.trial}, seed {record.seed}, held out {set_name(record.test_domains)}"
-    return "\n".join([where, ", ".join(tested), *values])
+    return "; ".join([where, tested, *values])
 
 
 def _against_key(run: Run, name: str, method: str, keys: Sequence[str], key: str, trials: Sequence[Trial]) -> Figure:
