@@ -34,7 +34,7 @@ on dark. Use markers or line styles as well, so that colour is never the only di
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 WIDTH = 3.6  # inches: on a phone of 390 px such a figure is not scaled down, and two stand side by side on a desk
-FULL_WIDTH = 7.4  # inches of a figure that has a row of the page for itself
+FULL_WIDTH = 8.6  # inches of a figure that has a row of the page for itself
 SERIES_ID = "xdm-series-"  # and the number of a series: the id of all that is drawn of it
 MAX_POINTS, MAX_THIN_POINTS = 120, 60  # of a line, of a thin line
 MAX_THIN_LINES = 6  # per line of a method
@@ -368,6 +368,7 @@ def heat_maps(
     title: str = "",
     axes_labels: tuple[str, str] = ("predicted class", "true class"),
     caption: str = "",
+    small: bool = False,  # a single one that stands beside others
 ) -> Figure:
     """Matrices of shares as one colour of growing opacity, which suits a light and a dark page.
 
@@ -396,16 +397,16 @@ def heat_maps(
             axes.set_xlabel(axes_labels[0])
             axes.set_ylabel(axes_labels[1])
             if len(names) <= MAX_NAMED:
-                size = 8 if len(names) <= 20 else 5
+                size = (7 if small else 8) if len(names) <= 20 else 5
                 labels = [short(name, 14) for name in names]
                 axes.set_xticks(range(len(names)), labels, rotation=90, fontsize=size)
                 axes.set_yticks(range(len(names)), labels, fontsize=size)
             if len(names) <= MAX_WRITTEN:
                 # smaller shares would be written as 0
                 for i, j in zip(*np.nonzero(matrix >= 0.005), strict=True):
-                    axes.text(j, i, f"{100 * matrix[i, j]:.0f}", ha="center", va="center", fontsize=7.5)
+                    axes.text(j, i, f"{100 * matrix[i, j]:.0f}", ha="center", va="center", fontsize=6 if small else 7.5)
 
-    size = (3.6, 3.5) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
+    size = ((2.75, 2.7) if small else (3.6, 3.5)) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
     return Figure(name, alt, caption, draw, *size)
 
 

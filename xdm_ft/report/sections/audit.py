@@ -259,7 +259,7 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
     made = findings(audit)
     rows = [cells(finding.name, finding.what, finding.remedy) for finding in made]
     header = ["what", "what was found", "what to do"]
-    tables = [Table("What was found, the worst first.", header, rows, labels=3, sortable=False)]
+    tables = [Table("What was found, the worst first.", header, rows, labels=3, sortable=False, folded=True)]
     costs = [(finding, cost) for finding in made for cost in finding.costs]
     if costs:
         tables.append(_costs_table(costs))

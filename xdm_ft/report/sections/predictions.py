@@ -37,7 +37,7 @@ def confusion(run: Run) -> Section | None:
             f"Confusion matrix of {method}, {where}: {100 * np.trace(counts) / counts.sum():.1f}% right; the lowest "
             f"recall is that of {run.class_names[int(recall.argmin())]}, {100 * recall.min():.1f}%."
         )
-        figures.append(heat_maps(f"confusion-{i}", alt, {where: _shares(counts)}, run.class_names))
+        figures.append(heat_maps(f"confusion-{i}", alt, {where: _shares(counts)}, run.class_names, small=len(sets) > 2))
 
     pairs = []
     for held in (held for held in run.held_out_sets if (method, held) in run.pools.of):
@@ -205,7 +205,7 @@ def risk_coverage(run: Run) -> Section | None:
 
 # --------------------------------------------------------------------------------------------------- confident mistakes
 
-EACH, MAX_IMAGES = 6, 16  # images per held-out set, and of all of them
+EACH, MAX_IMAGES = 6, 12  # images per held-out set, and of all of them
 SEEDS = 5  # models per held-out set whose mistakes are looked at, at most
 
 
