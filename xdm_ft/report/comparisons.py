@@ -209,7 +209,7 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
     )
     axis, limits = f"{what} in {words.unit_of_difference(metric)}", (low - margin, high + margin)
     title = f"Forest plot of the {what}"
-    return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.25, width=FULL_WIDTH)
+    return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.23, width=FULL_WIDTH)
 
 
 # ------------------------------------------------------------------------------------------------ what they could find

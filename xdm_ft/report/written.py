@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xdm_ft")
 PLOTS = "plots"
-WIDE = 9  # columns; a table of more may break numbers and words to fit on paper
+WIDE = 8  # columns; a table of more may break numbers and words to fit on paper
 PIXELS_PER_INCH = 96
 ON_PAPER = {"--ink": "#1b1f24", "--muted": "#57606a", "--rule": "#dfe3e8", "--paper": "#ffffff"}
 """The page's colours in light mode. Files in plots/ have them: other programs know no CSS variables."""

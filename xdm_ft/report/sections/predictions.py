@@ -196,7 +196,7 @@ def risk_coverage(run: Run) -> Section | None:
         ("images that are answered in %", "right answers in %"),
         limits={"xmin": 0, "xmax": 100},
         width=FULL_WIDTH,
-        height=2.6,
+        height=2.2,
     )
     fewer = len(drawn) < len(by_method)
     more = f" Drawn are {len(drawn)} of {len(by_method)} methods; the table has all." if fewer else ""

@@ -111,7 +111,7 @@ def _dot_plot(run: Run) -> list[Figure]:
         f"test {in_unit(run.metric)}" + ("" if several else f" on {words.short(domains[0], 18)}"),
         looks(domains) | {"mean": Look("", "|", size=18)},
         {name: words.short(name, 18) for name in (*domains, "mean")} if several else {},
-        row_height=max(0.24, 0.055 * len(domains)),
+        row_height=max(0.24, 0.05 * len(domains)),
         width=FULL_WIDTH,
     )
     return [figure]
