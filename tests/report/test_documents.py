@@ -228,7 +228,7 @@ def test_names_are_text(results: dict[str, Any], capsys: pytest.CaptureFixture[s
         row["protocol"] = "data\n\n# not a title [link](x) [red]no markup[/red]"
     text = document(results)
     assert "\x1b" not in text and "\n# not a title" not in text and text.startswith("# pets\\_\\*demo\\*\n")
-    assert "| method | \\\\x1b\\[31m\\<b\\>\\|\\*x\\* |" in text
+    assert "| method | \\\\x1b\\[31m\\<b\\>\\|\\*x\\* ± stderr |" in text
     for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.replace("\\|", "").count("|") for line in lines.splitlines()}) == 1
     shown = printed(results, capsys)
