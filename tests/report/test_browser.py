@@ -170,7 +170,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
 OPEN_HEIGHT = 6000  # CSS pixels in a window of 1,280
 VALUE = "const value = document.getElementById('value'); return value.hidden ? null : value.textContent"
 NEAREST = """const svg = document.querySelector('#risk-coverage svg'), [x, y] = JSON.parse(svg.dataset.points)[0][2][5];
-    svg.scrollIntoView({block: 'center'});
+    svg.scrollIntoView({block: 'center', behavior: 'instant'});
     const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
     return [at.x, at.y];"""
 BUTTON = "const button = document.querySelector('#risk-coverage .series button');"

@@ -64,7 +64,7 @@ def write_page(run: Run) -> list[Section]:
     text = html(run, shown, drawn)
     for figure in figures:
         svg = re.sub(r"var\((--\w+)\)", lambda variable: ON_PAPER[variable[1]], drawn[figure.name])
-        svg = re.sub(r' data-points="[^"]*"', "", svg, count=1)  # for the script of the page
+        svg = re.sub(r""" data-points=("[^"]*"|'[^']*')""", "", svg, count=1)  # for the script of the page
         style = f"background: {ON_PAPER['--paper']}; font-family: sans-serif"
         size = f'<svg width="{72 * figure.width:g}pt" height="{72 * figure.height:g}pt" style="{style}"'
         svg = _with_start(svg, size, f"<title>{escape(printable(figure.alt))}</title>")
