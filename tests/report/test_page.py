@@ -176,8 +176,8 @@ def test_the_pointer_finds_the_values_of_a_curve(page: Page) -> None:
     _, _, width, height = map(float, svg.attributes["viewbox"].split())
     for _, _, points in series:
         xs, ys = [x for x, *_ in points], [y for _, y, _ in points]
-        assert len(points) > 10 and xs == sorted(xs) and 0 <= min(xs) and max(xs) <= width
-        assert 0 <= min(ys) and max(ys) <= height
+        assert len(points) > 10 and xs == sorted(xs) and min(xs) >= 0 and max(xs) <= width
+        assert min(ys) >= 0 and max(ys) <= height
         values = [float(text.rpartition(" ")[2]) for *_, text in points]
         highest, lowest = int(np.argmax(values)), int(np.argmin(values))
         assert ys[highest] == min(ys) and ys[lowest] == max(ys), "y of SVG points downwards"

@@ -243,7 +243,7 @@ def curves(
     every = [line for lines in panels.values() for line in lines]
 
     def draw(canvas: Canvas) -> list[Pointed]:
-        pointed, columns = [], min(len(panels), per_row)
+        pointed, columns = list[Pointed](), min(len(panels), per_row)
         rows = -(-len(panels) // columns)
         sides = canvas.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
         for unused in sides[len(panels) :]:

@@ -48,8 +48,8 @@ def confusion(run: Run) -> Section | None:
             i, j = divmod(int(number), len(shares))
             share, count = float(shares[i, j]), int(counts[i, j])
             sized = Cell(f"{100 * share:.1f}", share), Cell(f"{count} of {counts[i].sum()}", count)
-            where = [set_name(held)] if len(run.held_out_sets) > 1 else []
-            pairs.append((share, cells(run.class_names[i], run.class_names[j], *where, *sized)))
+            held_out = [set_name(held)] if len(run.held_out_sets) > 1 else []
+            pairs.append((share, cells(run.class_names[i], run.class_names[j], *held_out, *sized)))
     rows = [row for share, row in sorted(pairs, key=lambda pair: -pair[0])[:MAX_PAIRS] if share > 0]
     several = len(run.held_out_sets) > 1
     header = ["true class", "predicted as", *(["held-out domain"] if several else ()), "share of the class in %"]
