@@ -195,7 +195,8 @@ def test_figures_answer_the_pointer_and_the_open_page_is_short(tmp_path: Path) -
         browser.cdp("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
         assert browser.run(VALUE) is None
 
-        drawn = "return [...document.querySelectorAll('#risk-coverage [data-series]')].filter(one => getComputedStyle(one).display !== 'none')"
+        every = "[...document.querySelectorAll('#risk-coverage [data-series]')]"
+        drawn = f"return {every}.filter(one => getComputedStyle(one).display !== 'none')"
         before = browser.run(drawn + ".length")
         browser.run(BUTTON + "button.focus()")
         browser.press("Enter")  # by the keyboard
