@@ -145,11 +145,12 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         browser.open(page, 1280)  # a link opens a folded section, and print all of them
         assert True not in browser.run(FOLDED)
         browser.run("location.hash = '#recipe'; dispatchEvent(new HashChangeEvent('hashchange'))")
-        assert browser.run("return document.querySelector('#recipe details').open")
+        opened = "return ['#diagnostics', '#recipe'].map(one => document.querySelector(`${one} > details`).open)"
+        assert browser.run(opened) == [True, True], "the section, and what is around it"
         browser.run("dispatchEvent(new Event('beforeprint'))")
         assert False not in browser.run(FOLDED)
         browser.run("dispatchEvent(new Event('afterprint'))")
-        assert browser.run(FOLDED).count(True) == 1
+        assert browser.run(FOLDED).count(True) == 2
         browser.cdp("Emulation.setEmulatedMedia", media="print")
         browser.resize(680)  # A4 less its margins
         browser.run("dispatchEvent(new Event('beforeprint'))")
@@ -164,3 +165,43 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         assert browser.run("return document.activeElement.getBoundingClientRect().left") >= 0
         browser.press("Enter")
         assert browser.run("return location.hash + document.activeElement.id") == "#reportreport"
+
+
+OPEN_HEIGHT = 6000  # CSS pixels in a window of 1,280
+VALUE = "const value = document.getElementById('value'); return value.hidden ? null : value.textContent"
+NEAREST = """const svg = document.querySelector('#risk-coverage svg'), [x, y] = JSON.parse(svg.dataset.points)[0][2][5];
+    svg.scrollIntoView({block: 'center', behavior: 'instant'});
+    const at = new DOMPoint(x, y).matrixTransform(svg.getScreenCTM());
+    return [at.x, at.y];"""
+BUTTON = "const button = document.querySelector('#risk-coverage .series button');"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_figures_answer_the_pointer_and_the_open_page_is_short(tmp_path: Path) -> None:
+    methods = tuple(f"method{i}" for i in range(13))
+    data = Named(("art", "photo", "cartoon", "sketch"), tuple(f"class{i}" for i in range(7)), each=6)
+    write_page(write_run(tmp_path / "run", data, ("erm", *methods), range(2)))
+    page = tmp_path / "run" / "report.html"
+    with browser_with(tmp_path / "profile") as browser:
+        browser.open(page, 1280)
+        assert browser.run("return document.documentElement.scrollHeight") <= OPEN_HEIGHT
+
+        assert browser.run(VALUE) is None
+        x, y = browser.run(NEAREST)
+        browser.cdp("Input.dispatchMouseEvent", type="mouseMoved", x=x + 2, y=y + 2)
+        name, text = browser.run(VALUE).split("\n")
+        assert name in ("erm", *methods) and text.startswith("images that are answered in % ")
+        browser.cdp("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+        assert browser.run(VALUE) is None
+
+        every = "[...document.querySelectorAll('#risk-coverage [data-series]')]"
+        drawn = f"return {every}.filter(one => getComputedStyle(one).display !== 'none')"
+        before = browser.run(drawn + ".length")
+        browser.run(BUTTON + "button.focus()")
+        browser.press("Enter")  # by the keyboard
+        assert browser.run(BUTTON + "return button.getAttribute('aria-pressed')") == "false"
+        assert 0 < browser.run(drawn + ".length") < before
+        browser.run(BUTTON + "button.click()")
+        assert browser.run(drawn + ".length") == before
+        assert browser.console() == []

@@ -160,6 +160,29 @@ def test_structure_and_headline(run: Run, page: Page) -> None:
     assert whole == run.results | {"runs": [*run.results["runs"]]}, "results.json is not touched"
 
 
+def test_five_parts_are_open_and_all_else_is_below_diagnostics(run: Run, page: Page) -> None:
+    before, after = page.text.split('<section id="diagnostics"')
+    opened = re.findall(r'<section id="([\w-]+)"', before)
+    assert opened == ["differences", "results", "confusion", "part-confidence", "reliability", "risk-coverage", "data"]
+    folded = re.findall(r'<section id="([\w-]+)"[^>]*>\n<details class="folded">', after)
+    assert {"metrics", "intervals", "cost", "results-oracle", "environment", "recipe"} <= {*folded}
+    assert len(folded) == after.count("<section id="), "each has a line that opens it"
+
+
+def test_the_pointer_finds_the_values_of_a_curve(page: Page) -> None:
+    [svg] = [e for e in page.all("svg") if e.attributes["aria-label"].startswith("Accuracy of the answers")]
+    series = json.loads(svg.attributes["data-points"])
+    assert {name for name, *_ in series} == {button for _, button, _ in series} == {*METHODS}
+    _, _, width, height = map(float, svg.attributes["viewbox"].split())
+    for _, _, points in series:
+        xs, ys = [x for x, *_ in points], [y for _, y, _ in points]
+        assert len(points) > 10 and xs == sorted(xs) and min(xs) >= 0 and max(xs) <= width
+        assert min(ys) >= 0 and max(ys) <= height
+        values = [float(text.rpartition(" ")[2]) for *_, text in points]
+        highest, lowest = int(np.argmax(values)), int(np.argmin(values))
+        assert ys[highest] == min(ys) and ys[lowest] == max(ys), "y of SVG points downwards"
+
+
 def test_coverage_as_a_loop_over_thresholds_finds_it(run: Run, page: Page) -> None:
     rows = page.table("Share of the images").by_first()
     for row in run.own_rows:

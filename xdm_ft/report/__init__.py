@@ -72,6 +72,8 @@ class ReportSettings(Block):
 
 MAX_ROWS = 240  # of a table with a row per model
 MAX_UNFOLDED_ROWS = 12
+PARTS = ("verdicts", "results", "mistakes", "confidence", "data", "diagnostics")
+"""The parts of the page in their order. All are open except the last one, which has all other sections."""
 TEXTS = packaged_texts("sections.toml")
 
 
@@ -131,7 +133,7 @@ class Section:
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
-    folded: bool = False  # shown on the page behind a line that opens it
+    part: str = PARTS[-1]  # of the page
     thumbnails: Sequence[Thumbnail] = ()
     code: str = ""  # lines of text in fixed width
 
@@ -149,7 +151,7 @@ def make_section(
     texts = TEXTS[id_]
     title, about = (texts[name].format(**values) for name in ("title", "about"))
     notes = [*filter(None, (note.format(**values) for note in texts.get("notes", ()))), *notes]
-    return Section(id_, title, about, figures, tables, notes, texts.get("folded", False), thumbnails, code)
+    return Section(id_, title, about, figures, tables, notes, texts.get("part", PARTS[-1]), thumbnails, code)
 
 
 def cells(*values: str | int | Cell) -> list[Cell]:

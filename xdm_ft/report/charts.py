@@ -6,6 +6,7 @@ A `Figure` draws nothing before it is asked for its SVG, so that reports without
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import warnings
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
 from xdm_ft.report.words import listed, short
+from xdm_ft.runtime.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +34,8 @@ on dark. Use markers or line styles as well, so that colour is never the only di
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 WIDTH = 3.6  # inches: on a phone of 390 px such a figure is not scaled down, and two stand side by side on a desk
+FULL_WIDTH = 8.6  # inches of a figure that has a row of the page for itself
+SERIES_ID = "xdm-series-"  # and the number of a series: the id of all that is drawn of it
 MAX_POINTS, MAX_THIN_POINTS = 120, 60  # of a line, of a thin line
 MAX_THIN_LINES = 6  # per line of a method
 MAX_MARKERS = 9  # of a line
@@ -46,12 +51,16 @@ class Figure:
     name: str  # of its file in plots/, without the ending, and of its ids: unique in the page, of a–z, 0–9, _ and -
     alt: str  # what it shows, with the main numbers, for those who do not see it
     caption: str
-    draw: Callable[[Canvas], None]
+    draw: Callable[[Canvas], Sequence[Pointed] | None]  # returns what the page shows under the pointer
     width: float = WIDTH  # inches of 96 px
     height: float = 2.5
 
     def svg(self) -> str:
-        """Returns the SVG. The same figure gives the same text."""
+        """Returns the SVG. The same figure gives the same text.
+
+        Its attribute `data-points` is JSON: of each series its name, the name of the button that hides it, and
+        [x, y, text] of its points in units of the SVG.
+        """
         from matplotlib import rc_context, rc_params_from_file
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
@@ -63,10 +72,32 @@ class Figure:
             warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
             canvas = Canvas(figsize=(self.width, self.height), layout="constrained")
             FigureCanvasSVG(canvas)
-            self.draw(canvas)
+            pointed = self.draw(canvas)
             out = io.StringIO()
             canvas.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        return _for_the_page(out.getvalue(), self.name)
+            text = _for_the_page(out.getvalue(), self.name)
+            if not pointed:
+                return text
+            series = [_on_the_page(canvas, self.height, of_series) for of_series in pointed]
+        return text.replace("<svg", f"<svg data-points={quoteattr(json.dumps(series, separators=(',', ':')))}", 1)
+
+
+class Pointed(NamedTuple):
+    """The points of a series, and what the page shows when the pointer is on them."""
+
+    axes: Axes
+    name: str
+    button: str  # which hides the series; "": none does
+    points: Sequence[Point]
+    texts: Sequence[str]
+
+
+def _on_the_page(canvas: Canvas, height: float, series: Pointed) -> list[Any]:
+    """Returns [name, button, [[x, y, text], …]] in units of the SVG, points of 1/72 inch from the top left."""
+    pixels = 72 / canvas.dpi * series.axes.transData.transform(np.reshape(series.points, (-1, 2)))
+    places = zip(pixels, series.texts, strict=True)
+    shown = [[round(x, 1), round(72 * height - y, 1), printable(text)] for (x, y), text in places if np.isfinite(x + y)]
+    return [printable(series.name), printable(series.button), shown]
 
 
 class Look(NamedTuple):
@@ -170,7 +201,7 @@ def points(
         values = [f"{mark.series} {mark.x:.4g}" for mark in row.marks if mark.x is not None]
         text = ", ".join(values) if row.bar is None else f"{row.bar:.4g}"
         alts.append(f"{row.label}: {text or 'not defined'} {row.right}".rstrip())
-    height = 0.75 + row_height * len(rows) + _legend_height(len(legend) + (limit is not None))
+    height = 0.75 + row_height * len(rows) + _legend_height(len(legend) + (limit is not None), width)
     return Figure(name, f"{title}. {listed(alts, sign='; ')}.", caption, draw, width, height)
 
 
@@ -189,17 +220,20 @@ class Line(NamedTuple):
     thin: Sequence[Sequence[Point]] = ()  # such as a line per model, whose mean are the `points`
     band: Sequence[tuple[float, float, float]] = ()  # (x, lowest, highest)
     rings: Sequence[Point] = ()
+    bars: Sequence[Point] = ()  # behind the line
+    button: str = ""  # which hides the line; "": none does
+    texts: Sequence[str] = ()  # of each point, for the pointer. Default: the label, if there is one, and the values
 
 
 def curves(
     name: str,
     title: str,
     caption: str,
-    panels: Mapping[str, Sequence[Line]],  # {title: its lines}, side by side
+    panels: Mapping[str, Sequence[Line]],  # {title: its lines}, beside and below each other
     axes_labels: tuple[str, str],
+    per_row: int = 4,  # panels
     diagonal: bool = False,  # a line where x = y in %, and axes of equal scale
     vertical: float | None = None,  # a line at this x
-    bars: Sequence[Point] = (),  # behind the lines
     logarithmic_y: bool = False,
     limits: Mapping[str, float] = {},  # of `Axes.set`: xmin, xmax, ymin, ymax
     width: float = WIDTH,
@@ -208,22 +242,30 @@ def curves(
     """Lines over a common x. Long lines are thinned evenly."""
     every = [line for lines in panels.values() for line in lines]
 
-    def draw(canvas: Canvas) -> None:
-        sides = canvas.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
-        for axes, (heading, lines) in zip(sides, panels.items(), strict=True):
+    def draw(canvas: Canvas) -> list[Pointed]:
+        pointed, columns = list[Pointed](), min(len(panels), per_row)
+        rows = -(-len(panels) // columns)
+        sides = canvas.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+        for unused in sides[len(panels) :]:
+            unused.remove()
+        for position, (axes, (heading, lines)) in enumerate(zip(sides, panels.items(), strict=False)):
             if diagonal:
                 axes.plot([0, 100], [0, 100], color=MUTED, linewidth=0.9, linestyle=":")
                 axes.set_aspect("equal")
             if vertical is not None:
                 axes.axvline(vertical, color=MUTED, linewidth=0.8, linestyle=":")
-            if bars:
-                axes.bar(*_columns(bars), width=5, color=SERIES[0], alpha=0.25)
             for line in lines:
-                _draw_line(axes, line)
+                _draw_line(axes, line, f"{SERIES_ID}{len(pointed)}")
+                shown = _thinned(line.points, MAX_POINTS) if line.label else []
+                texts = [f"{axes_labels[0]} {x:.4g}: {y:.4g}" for x, y in shown]
+                pointed.append(Pointed(axes, line.label, line.button, shown, texts))
             axes.set_title(heading)
-            axes.set_xlabel(axes_labels[0])
+            if position + columns >= len(panels):
+                axes.set_xlabel(axes_labels[0])
+                axes.tick_params(labelbottom=True)
+            if position % columns == 0:
+                axes.set_ylabel(axes_labels[1])
         first = sides[0]
-        first.set_ylabel(axes_labels[1])
         if logarithmic_y:
             drawn = [y for line in every for points_of in (line.points, *line.thin) for _, y in points_of]
             logarithmic(first, "y", drawn)
@@ -233,30 +275,34 @@ def curves(
         first.set_xlim(limits.get("xmin"), limits.get("xmax"))
         first.set_ylim(limits.get("ymin"), limits.get("ymax"))
         _legend_below(canvas, first)
+        return pointed
 
     alts = []
     for line in (line for line in every if line.label and line.points):
         (x, y), (last_x, last_y) = line.points[0], line.points[-1]
         alts.append(f"{line.label} from {y:.4g} at {x:.4g} to {last_y:.4g} at {last_x:.4g}")
-    height += _legend_height(sum(bool(line.label) for line in next(iter(panels.values()))))
+    height += _legend_height(sum(bool(line.label) for line in next(iter(panels.values()))), width)
     return Figure(name, f"{title}. {listed(alts, sign='; ') or caption}", caption, draw, width, height)
 
 
-def _draw_line(axes: Axes, line: Line) -> None:
+def _draw_line(axes: Axes, line: Line, gid: str) -> None:
+    """Draws a line. All that belongs to it has the id `gid`."""
     colour = line.look.colour
+    if line.bars:
+        axes.bar(*_columns(line.bars), width=5, color=colour, alpha=0.25)
     if line.band:
         steps, low, high = zip(*_thinned(line.band, MAX_THIN_POINTS), strict=True)
-        axes.fill_between(steps, low, high, color=colour, alpha=0.08, linewidth=0)
+        axes.fill_between(steps, low, high, color=colour, alpha=0.08, linewidth=0, gid=gid)
         for edge in (low, high):
-            axes.plot(steps, edge, color=colour, ls=line.look.line, linewidth=0.7)
+            axes.plot(steps, edge, color=colour, ls=line.look.line, linewidth=0.7, gid=gid)
     for thin in line.thin[:MAX_THIN_LINES]:
-        axes.plot(*_columns(_thinned(thin, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5)
+        axes.plot(*_columns(_thinned(thin, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5, gid=gid)
     if line.rings:
-        axes.plot(*_columns(line.rings), "o", color=INK, ms=6, mew=1, fillstyle="none", ls="", zorder=5)
+        axes.plot(*_columns(line.rings), "o", color=INK, ms=6, mew=1, fillstyle="none", ls="", zorder=5, gid=gid)
     shown = _thinned(line.points, MAX_POINTS)
     style = {"ls": line.look.line, "marker": line.look.marker, "ms": line.look.size - 1, "linewidth": line.look.width}
     every = max(1, -(-len(shown) // MAX_MARKERS))
-    axes.plot(*_columns(shown), color=colour, markevery=every, label=short(line.label) or None, **style)
+    axes.plot(*_columns(shown), color=colour, markevery=every, label=short(line.label) or None, gid=gid, **style)
 
 
 def scatter(
@@ -268,17 +314,23 @@ def scatter(
     framed: bool = False,  # boxes with titles instead of axes: positions have no unit
     x_names: Sequence[str] | None = None,  # at 0, 1, …
     logarithmic_x: bool = False,
+    width: float = WIDTH,
     height: float = 2.6,
 ) -> Figure:
     """Plots of points, which share x and, in a row, y."""
 
-    def draw(canvas: Canvas) -> None:
+    def draw(canvas: Canvas) -> list[Pointed]:
+        pointed = list[Pointed]()
         share_x: Any = False if framed else "col"
         all_axes = canvas.subplots(len(grid), len(grid[0]), squeeze=False, sharex=share_x, sharey="row")
         for axes, (title, clouds) in zip(all_axes.flat, (cell for row in grid for cell in row), strict=True):
             for cloud in clouds:
                 style = _marker(cloud.look, cloud.look.colour)
-                axes.plot(*_columns(cloud.points), alpha=0.8, label=short(cloud.label) or None, **style)
+                gid = f"{SERIES_ID}{len(pointed)}"
+                axes.plot(*_columns(cloud.points), alpha=0.8, label=short(cloud.label) or None, gid=gid, **style)
+                pointed.append(
+                    Pointed(axes, cloud.label, cloud.button, cloud.points if cloud.texts else (), cloud.texts)
+                )
             if framed:
                 axes.set_title(title, fontsize=8)
                 axes.set_xticks([])
@@ -298,9 +350,10 @@ def scatter(
             else:
                 last.locator_params(axis="x", nbins=5)
         _legend_below(canvas, all_axes[0][0])
+        return pointed
 
-    height += _legend_height(sum(bool(cloud.label) for cloud in grid[0][0][1]))
-    return Figure(name, alt, caption, draw, WIDTH, height)
+    height += _legend_height(sum(bool(cloud.label) for cloud in grid[0][0][1]), width)
+    return Figure(name, alt, caption, draw, width, height)
 
 
 MAX_WRITTEN, MAX_NAMED = 10, 40  # classes whose cells hold numbers, and whose rows have names
@@ -315,6 +368,7 @@ def heat_maps(
     title: str = "",
     axes_labels: tuple[str, str] = ("predicted class", "true class"),
     caption: str = "",
+    small: bool = False,  # a single one that stands beside others
 ) -> Figure:
     """Matrices of shares as one colour of growing opacity, which suits a light and a dark page.
 
@@ -343,16 +397,16 @@ def heat_maps(
             axes.set_xlabel(axes_labels[0])
             axes.set_ylabel(axes_labels[1])
             if len(names) <= MAX_NAMED:
-                size = 8 if len(names) <= 20 else 5
+                size = (7 if small else 8) if len(names) <= 20 else 5
                 labels = [short(name, 14) for name in names]
                 axes.set_xticks(range(len(names)), labels, rotation=90, fontsize=size)
                 axes.set_yticks(range(len(names)), labels, fontsize=size)
             if len(names) <= MAX_WRITTEN:
                 # smaller shares would be written as 0
                 for i, j in zip(*np.nonzero(matrix >= 0.005), strict=True):
-                    axes.text(j, i, f"{100 * matrix[i, j]:.0f}", ha="center", va="center", fontsize=7.5)
+                    axes.text(j, i, f"{100 * matrix[i, j]:.0f}", ha="center", va="center", fontsize=6 if small else 7.5)
 
-    size = (3.6, 3.5) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
+    size = ((2.75, 2.7) if small else (3.6, 3.5)) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
     return Figure(name, alt, caption, draw, *size)
 
 
@@ -385,12 +439,17 @@ def _legend_below(canvas: Canvas, axes: Axes) -> None:
     """Puts the legend below the figure, where it covers no point."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        canvas.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, handlelength=3)
+        columns = _legend_columns(canvas.get_figwidth())
+        canvas.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, handlelength=3)
 
 
-def _legend_height(entries: int) -> float:
+def _legend_columns(width: float) -> int:
+    return 4 if width >= FULL_WIDTH else 2
+
+
+def _legend_height(entries: int, width: float) -> float:
     """Returns the inches that a legend takes."""
-    return 0.2 * -(-entries // 2) + 0.1 if entries else 0.0
+    return 0.2 * -(-entries // _legend_columns(width)) + 0.1 if entries else 0.0
 
 
 def _thinned(values: Sequence[Any], most: int) -> list[Any]:
@@ -415,6 +474,8 @@ def _for_the_page(text: str, name: str) -> str:
     text = re.sub(r"font: [^;\"]*?(\d+(?:\.\d+)?)px [^;\"]*", r"font-size: \1px", text)
     text = re.sub(r"font-family: [^;\"]*; ?", "", text)  # that of the page
 
+    # not an id: the thin lines of a series have it too
+    text = re.sub(rf" id=\"{SERIES_ID}(\d+)\"", r' data-series="\1"', text)
     # matplotlib numbers ids from 1 in every figure. Those that something refers to get the name, the others go
     used = dict.fromkeys(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     new_ids = {old: f"{name}-{position}" for position, old in enumerate(used)}

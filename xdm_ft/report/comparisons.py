@@ -13,8 +13,8 @@ from xdm_ft.evaluation import split_label, verdicts, with_encoder
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.summary import Look as LookAtRun
 from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, Comparison, Family, PValue
-from xdm_ft.report import Cell, Section, Table, cells, make_section, words
-from xdm_ft.report.charts import INK, SERIES, Figure, Look, Mark, Row, points
+from xdm_ft.report import MAX_UNFOLDED_ROWS, Cell, Section, Table, cells, make_section, words
+from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Look, Mark, Row, points
 from xdm_ft.report.finished import Run, items, several_encoders, split_row
 from xdm_ft.report.words import (
     EMPTY,
@@ -180,7 +180,8 @@ def comparison_table(caption: str, metric: str, rows: Iterable[Comparison], rule
     for row, line in zip(rows, tested, strict=True):
         difference = Cell(scaled(row.difference, metric, signed=True), row.difference)
         lines.append(cells(row.first, row.second, difference, *line))
-    return Table(caption, [f"{sides[0]}{oracle_mark(rule)}", sides[1], "difference", *header], lines, labels=2)
+    titles = [f"{sides[0]}{oracle_mark(rule)}", sides[1], "difference", *header]
+    return Table(caption, titles, lines, labels=2, folded=len(lines) > MAX_UNFOLDED_ROWS)
 
 
 def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) -> Figure:
@@ -192,9 +193,8 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
         difference = axis_value(metric, row.difference)
         narrow += [difference, *(here or ())]
         wide += elsewhere or ()
-        intervals = Mark("elsewhere", None, elsewhere, 0.16), Mark("here", None, here, -0.16)
-        p = p_value(row.p_here and row.p_here.holm)
-        rows.append(Row(label, [*intervals, Mark("difference", difference)], right=f"p {p}"))
+        marks = Mark("elsewhere", None, elsewhere, 0.22), Mark("here", None, here), Mark("difference", difference)
+        rows.append(Row(label, marks, right=row.here))
 
     # the ends of the axis, around 0 and every difference
     largest = max(map(abs, narrow))
@@ -205,11 +205,11 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
     of_elsewhere = "Thin orange line: 95% interval elsewhere, on new domains; at the edge it goes on. " if wide else ""
     caption = (
         "Diamond: the difference. Thick blue line: 95% interval here, with other seeds and test images. "
-        f"{of_elsewhere}At the right Holm's p here."
+        f"{of_elsewhere}At the right the verdict here."
     )
     axis, limits = f"{what} in {words.unit_of_difference(metric)}", (low - margin, high + margin)
     title = f"Forest plot of the {what}"
-    return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.38, width=4.6)
+    return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.23, width=FULL_WIDTH)
 
 
 # ------------------------------------------------------------------------------------------------ what they could find

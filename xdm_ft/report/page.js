@@ -6,13 +6,17 @@
   wide.addEventListener("change", fit);
   fit();
 
-  // a link to a folded section opens it
+  // a link to a folded section opens it, and what is around it
   const unfold = () => {
     const section = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
     const folded = section && section.querySelector(":scope > details.folded");
-    if (folded) folded.open = true;
+    if (!folded) return;
+    for (let one = folded; one; one = one.parentElement.closest("details")) one.open = true;
+    section.scrollIntoView();
   };
   addEventListener("hashchange", unfold);
+  // a second click on the same link changes no hash
+  contents.addEventListener("click", (event) => { if (event.target.closest("a")) setTimeout(unfold); });
   unfold();
 
   // paper has no lines to click
@@ -54,5 +58,76 @@
         table.tBodies[0].append(...rows);
       });
     });
+  }
+
+  // figures: the value of the point that is nearest to the pointer, and buttons that hide series
+  const NEAR = 24;  // CSS pixels
+  const value = document.createElement("div");
+  value.id = "value";
+  value.hidden = true;
+  document.body.append(value);
+  const ring = document.createElementNS("http://www.w3.org/2000/svg", "circle");
+  ring.setAttribute("class", "pointer");
+  ring.setAttribute("r", "5");
+  const leave = () => { value.hidden = true; ring.remove(); };
+  const hidden = (svg, number) => svg.querySelector(`[data-series="${number}"][display="none"]`);
+
+  const figures = [...document.querySelectorAll("svg[data-points]")].map((svg) => ({svg, series: JSON.parse(svg.dataset.points)}));
+  for (const {svg, series} of figures) {
+    svg.addEventListener("pointermove", (event) => {
+      const matrix = svg.getScreenCTM();
+      let nearest, least = NEAR;
+      series.forEach(([name, , points], number) => {
+        if (hidden(svg, number)) return;
+        for (const [x, y, text] of points) {
+          const at = new DOMPoint(x, y).matrixTransform(matrix);
+          const distance = Math.hypot(at.x - event.clientX, at.y - event.clientY);
+          if (distance < least) [nearest, least] = [{name, x, y, text, at}, distance];
+        }
+      });
+      if (!nearest) return leave();
+      value.textContent = nearest.name ? `${nearest.name}\n${nearest.text}` : nearest.text;
+      value.hidden = false;
+      ring.setAttribute("cx", nearest.x);
+      ring.setAttribute("cy", nearest.y);
+      svg.append(ring);
+      const left = Math.min(nearest.at.x + 12, innerWidth - value.offsetWidth - 8);
+      const above = nearest.at.y - value.offsetHeight - 10;
+      value.style.left = `${Math.max(left, 8)}px`;
+      value.style.top = `${above < 8 ? nearest.at.y + 12 : above}px`;
+    });
+    svg.addEventListener("pointerleave", leave);
+  }
+  addEventListener("scroll", leave, {passive: true});
+
+  for (const section of new Set(figures.map(({svg}) => svg.closest("section")))) {
+    const own = figures.filter(({svg}) => svg.closest("section") === section);
+    const names = new Set(own.flatMap(({series}) => series.map(([, button]) => button)).filter((name) => name));
+    if (names.size < 2) continue;
+    const row = document.createElement("div");
+    row.className = "series";
+    row.setAttribute("role", "group");
+    row.setAttribute("aria-label", "Shown in the figures");
+    for (const name of names) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = name;
+      button.setAttribute("aria-pressed", "true");
+      button.addEventListener("click", () => {
+        const shown = button.getAttribute("aria-pressed") === "false";
+        button.setAttribute("aria-pressed", String(shown));
+        for (const {svg, series} of own) {
+          series.forEach(([, of], number) => {
+            if (of !== name) return;
+            for (const part of svg.querySelectorAll(`[data-series="${number}"]`)) part.setAttribute("display", shown ? "inline" : "none");
+          });
+          const of = series.map(([, button]) => button);
+          svg.closest("figure").hidden = of.every((button, number) => button && hidden(svg, number));
+        }
+        leave();
+      });
+      row.append(button);
+    }
+    section.querySelector(".beside").before(row);
   }
 })();

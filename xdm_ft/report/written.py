@@ -24,7 +24,7 @@ import numpy as np
 
 from xdm_ft.evaluation import set_name, sets_noun
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.report import SIDE, Section, Thumbnail
+from xdm_ft.report import PARTS, SIDE, Section, Thumbnail
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xdm_ft")
 PLOTS = "plots"
-WIDE = 9  # columns; a table of more may break numbers and words to fit on paper
+WIDE = 8  # columns; a table of more may break numbers and words to fit on paper
 PIXELS_PER_INCH = 96
 ON_PAPER = {"--ink": "#1b1f24", "--muted": "#57606a", "--rule": "#dfe3e8", "--paper": "#ffffff"}
 """The page's colours in light mode. Files in plots/ have them: other programs know no CSS variables."""
@@ -64,6 +64,7 @@ def write_page(run: Run) -> list[Section]:
     text = html(run, shown, drawn)
     for figure in figures:
         svg = re.sub(r"var\((--\w+)\)", lambda variable: ON_PAPER[variable[1]], drawn[figure.name])
+        svg = re.sub(r""" data-points=("[^"]*"|'[^']*')""", "", svg, count=1)  # for the script of the page
         style = f"background: {ON_PAPER['--paper']}; font-family: sans-serif"
         size = f'<svg width="{72 * figure.width:g}pt" height="{72 * figure.height:g}pt" style="{style}"'
         svg = _with_start(svg, size, f"<title>{escape(printable(figure.alt))}</title>")
@@ -140,7 +141,7 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
         models=models,
         next=list(_next_steps(run)) if run.records else [],
-        panels=shown,
+        parts={part: [section for section in shown if section.part == part] for part in PARTS},
         script=Markup(script),
         script_hash=f"sha256-{digest}",
         WIDE=WIDE,
@@ -149,6 +150,8 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         drawn=lambda figure: Markup(
             _with_start(drawn[figure.name], f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}')
         ),
+        # columns of figures are so wide that none of them is cut off
+        least_width=lambda panel: round(0.8 * PIXELS_PER_INCH * max(figure.width for figure in panel.figures)),
         figure_width=lambda figure: round(figure.width * PIXELS_PER_INCH),
         number_columns=lambda table: [
             any(cell.value is not None for cell in column) for column in zip(*table.rows, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
-from xdm_ft.report import Section, comparisons
+from xdm_ft.report import PARTS, Section, comparisons
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.published import published_section
 from xdm_ft.report.sections import about, analysis, audit, predictions, results, selection
@@ -32,7 +32,7 @@ def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
     """Yields the sections that results.json alone makes, of each of these rules, for a terminal or a paper.
 
     What oracle selects has its results and differences alone, unless it is the recipe's own rule. Those of other rules
-    than the recipe's are folded on the page and have no figures. Seeds averaged read predictions, if the recipe asks
+    than the recipe's are diagnostics and have no figures. Seeds averaged read predictions, if the recipe asks
     for them.
     """
     for rule in (rule for rule in run.rules if rule in rules):
@@ -48,7 +48,7 @@ def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
                 yield section
             else:
                 title = section.title if rule in section.title else f"{section.title}, selection: {rule}"
-                yield dataclasses.replace(section, id=f"{section.id}-{rule}", title=title, figures=(), folded=True)
+                yield dataclasses.replace(section, id=f"{section.id}-{rule}", title=title, figures=(), part=PARTS[-1])
 
 
 def brief_sections(run: Run) -> Iterator[Section]:

@@ -107,13 +107,16 @@ def _reliability_figures(run: Run, measured: Mapping[Domain, list[Entry]]) -> li
     tested = grouped((key for key in measured if key[3] == "test"), lambda key: key[1:3])
     for i, ((_, domain), keys) in enumerate(list(tested.items())[:MAX_RELIABILITY]):
         sides = {
-            title: [Line(key[0], run.looks[key[0]]._replace(width=1), pooled_bins(measured[key], name)) for key in keys]
+            title: [
+                Line(key[0], run.looks[key[0]]._replace(width=1), pooled_bins(measured[key], name), button=key[0])
+                for key in keys
+            ]
             for title, name in (("before scaling", "reliability"), ("after scaling", "reliability_scaled"))
         }
         title = f"Reliability on {domain}, before and after temperature scaling"
         caption = f"{domain}, never seen in training. On the dotted line confidence is right; below it, it is too high."
         axes = "confidence in %", "accuracy in %"
-        figures.append(curves(f"calibration-{i}", title, caption, sides, axes, diagonal=True, height=2.1))
+        figures.append(curves(f"calibration-{i}", title, caption, sides, axes, diagonal=True, width=5.4, height=2.8))
     return figures
 
 
@@ -161,7 +164,8 @@ def bars(name: str, title: str, caption: str, rows: Mapping[str, Bar], axis: str
         for held, value in row.values.items() if len(sets) > 1 or row.errors else ():
             error = row.errors.get(held) if few else None
             ends = None if error is None else (value - error, value + error)
-            marks.append(Mark(held, value, ends, 0.3 * (sets.index(held) / max(len(sets) - 1, 1) - 0.5)))
+            shift = 0.3 * (sets.index(held) / (len(sets) - 1) - 0.5) if len(sets) > 1 else 0.0
+            marks.append(Mark(held, value, ends, shift))
         drawn.append(Row(label, marks, mean_of(row.values.values()), row.colour))
     alt = f"Bars of the {title}, mean over held-out domains"
     return points(name, alt, caption, drawn, axis, series, legend, limit=limit, zero=True)
@@ -408,27 +412,34 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
     panels, silhouettes = [], []
     for title, plot in plots.items():
         labels = plot.get("label") or [0] * len(plot["points"])
-        rows = list(zip(map(tuple, plot["points"]), plot["kind"], labels, strict=True))
+        # the points of both kinds are of the same images, in the same order
+        numbers = [*range(1, len(labels) // 2 + 1)] * 2
+        rows = list(zip(map(tuple, plot["points"]), plot["kind"], labels, numbers, strict=True))
         rows = rows[:: max(1, -(-len(rows) // MAX_POINTS))]
-        clouds = [[(point, label) for point, of_part, label in rows if of_part == part] for part in (0, 1)]
+        clouds = [[row for row in rows if row[1] == part] for part in (0, 1)]
         values = [_silhouette(model, pair, title, part) for part in (0, 1)]
         first, second = (EMPTY if value is None else f"{value:.2f}" for value in values)
         if kind:
             silhouettes.append(f"{title} {first} specific, {second} generic")
             styles = list(looks(map(str, range(max(labels) + 1))).values())
             for cloud, part in zip(clouds, ("specific", "generic"), strict=True):
-                by_label = grouped(sorted(cloud, key=lambda pair: pair[1]), lambda pair: pair[1])
+                by_label = grouped(sorted(cloud, key=lambda row: row[2]), lambda row: row[2])
                 lines = []
                 for label, of in by_label.items():
                     words = names[label] if label < len(names) else str(label)
-                    words = words if len(by_label) <= MAX_NAMES else ""
-                    lines.append(Line(words, styles[label]._replace(size=3), [point for point, _ in of]))
+                    texts = [f"image {number}, {kind} {words}" for *_, number in of]
+                    shown = words if len(by_label) <= MAX_NAMES else ""
+                    look = styles[label]._replace(size=3)
+                    lines.append(Line(shown, look, [row[0] for row in of], texts=texts))
                 panels.append((f"{kind}-{part}\n{title}", lines))
         else:
             silhouettes.append(f"{title} {first}")
-            original = Line("original", Look(SERIES[0], "o", size=3), [point for point, _ in clouds[0]])
-            look = Look(SERIES[1], "^", size=3, hollow=True)
-            panels.append((title, [original, Line("augmented", look, [point for point, _ in clouds[1]])]))
+            both = {"original": Look(SERIES[0], "o", size=3), "augmented": Look(SERIES[1], "^", size=3, hollow=True)}
+            lines = []
+            for (words, look), cloud in zip(both.items(), clouds, strict=True):
+                texts = [f"image {row[3]}, {words}" for row in cloud]
+                lines.append(Line(words, look, [row[0] for row in cloud], texts=texts))
+            panels.append((title, lines))
 
     who = f"{', '.join(methods)}, held out {set_name(model['test_domains'])}"
     if not kind:

@@ -259,7 +259,7 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
     made = findings(audit)
     rows = [cells(finding.name, finding.what, finding.remedy) for finding in made]
     header = ["what", "what was found", "what to do"]
-    tables = [Table("What was found, the worst first.", header, rows, labels=3, sortable=False)]
+    tables = [Table("What was found, the worst first.", header, rows, labels=3, sortable=False, folded=True)]
     costs = [(finding, cost) for finding in made for cost in finding.costs]
     if costs:
         tables.append(_costs_table(costs))
@@ -267,9 +267,8 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
     sizes = f"{count_text(audit['images'])} images of {plural(len(audit['domains']), 'domain')}"
     yield make_section(
         "audit",
-        _heat_map(audit["domain_pairs"]),
-        tables,
-        audit["notes"],
+        tables=tables,
+        notes=audit["notes"],
         headline=headline(made),
         images=sizes + (f"; {audit['unreadable']} cannot be read" if audit["unreadable"] else ""),
         features="" if encoder is None else f", by features of {encoder['label']}",
@@ -288,7 +287,7 @@ def _costs_table(costs: Iterable[tuple[Finding, Json]]) -> Table:
         rows.append(cells(finding.name, cost["what"], *numbers, p_value(cost["p_holm"]), _verdict(cost)))
     header = ["what", "its images", "images", "before", "after", "change (95%)", "p (Holm)", "verdict"]
     caption = "What the findings cost: accuracy on held-out domains in %, and its change in points."
-    return Table(caption, header, rows, labels=2)
+    return Table(caption, header, rows, labels=2, folded=True)
 
 
 def _change(value: float | None, interval: Sequence[float] | None, signed: bool = False) -> Cell:
@@ -358,7 +357,7 @@ def twins_details(part: Json, files: bool) -> Section:
         caption = "Accuracy in % on a held-out domain if another domain does not train either; losses in points."
         caption += _some(len(rows), len(order), "pairs", "audit.json")
         tables.append(Table(caption, [*header, "more than expected (95%)", "p (Holm)", "verdict"], rows, labels=2))
-    return make_section("audit-twins", tables=tables, notes=[part["note"]] if part["note"] else [])
+    return make_section("audit-twins", _heat_map(part), tables, [part["note"]] if part["note"] else [])
 
 
 def _nearest(part: Json) -> np.ndarray:
@@ -366,8 +365,8 @@ def _nearest(part: Json) -> np.ndarray:
     return np.array(part["nearest"], float).reshape(len(part["names"]), len(part["names"]))
 
 
-def _heat_map(part: Json | None) -> list[Figure]:
-    if part is None or not 2 <= len(part["names"]) <= MAX_DRAWN:
+def _heat_map(part: Json) -> list[Figure]:
+    if not 2 <= len(part["names"]) <= MAX_DRAWN:
         return []
     names, shares = part["names"], np.nan_to_num(_nearest(part))
     nearest = zip(names, shares.max(axis=1), shares.argmax(axis=1), strict=True)

@@ -10,7 +10,7 @@ import numpy as np
 from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
-from xdm_ft.report.charts import MUTED, SERIES, Line, Look, curves, heat_maps
+from xdm_ft.report.charts import FULL_WIDTH, MUTED, SERIES, WIDTH, Line, Look, curves, heat_maps
 from xdm_ft.report.finished import Run
 from xdm_ft.report.means import ECE, Picked, Pool, confidences
 from xdm_ft.report.words import short
@@ -37,7 +37,7 @@ def confusion(run: Run) -> Section | None:
             f"Confusion matrix of {method}, {where}: {100 * np.trace(counts) / counts.sum():.1f}% right; the lowest "
             f"recall is that of {run.class_names[int(recall.argmin())]}, {100 * recall.min():.1f}%."
         )
-        figures.append(heat_maps(f"confusion-{i}", alt, {where: _shares(counts)}, run.class_names))
+        figures.append(heat_maps(f"confusion-{i}", alt, {where: _shares(counts)}, run.class_names, small=len(sets) > 2))
 
     pairs = []
     for held in (held for held in run.held_out_sets if (method, held) in run.pools.of):
@@ -48,16 +48,18 @@ def confusion(run: Run) -> Section | None:
             i, j = divmod(int(number), len(shares))
             share, count = float(shares[i, j]), int(counts[i, j])
             sized = Cell(f"{100 * share:.1f}", share), Cell(f"{count} of {counts[i].sum()}", count)
-            pairs.append((share, cells(run.class_names[i], run.class_names[j], set_name(held), *sized)))
+            held_out = [set_name(held)] if len(run.held_out_sets) > 1 else []
+            pairs.append((share, cells(run.class_names[i], run.class_names[j], *held_out, *sized)))
     rows = [row for share, row in sorted(pairs, key=lambda pair: -pair[0])[:MAX_PAIRS] if share > 0]
-    header = ["true class", "predicted as", "held-out domain", "share of the class in %", "images"]
+    several = len(run.held_out_sets) > 1
+    header = ["true class", "predicted as", *(["held-out domain"] if several else ()), "share of the class in %"]
     caption = f"The most frequent confusions of {method}, images counted once per seed."
     chosen = ", which the selection rule chose" if method == run.chosen else ""
-    tables = [Table(caption, header, rows, labels=3)] if rows else []
+    table = Table(caption, [*header, "images"], rows, labels=2 + several, folded=len(sets) > 1)
     return make_section(
         "confusion",
         figures,
-        tables,
+        [table] if rows else [],
         method=method,
         chosen=chosen,
         counted=run.pools.about(),
@@ -93,6 +95,7 @@ def _shares(counts: np.ndarray) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------------------------- reliability
 
+RELIABILITY_COLUMNS = 4  # held-out sets beside each other
 FEWEST_IMAGES = 10  # that a bin needs for a point: fewer say nothing
 OTHERS = Look(MUTED, "", "-", width=0.7)
 
@@ -110,34 +113,39 @@ def reliability(run: Run) -> Section | None:
         kept = n >= FEWEST_IMAGES
         return 100 * np.stack([confidence[kept] / n[kept], right[kept] / n[kept], n[kept] / n.sum()], 1)
 
-    figures = []
-    for i, held in enumerate(sets, 1):
+    panels, captions = {}, []
+    for held in sets:
         others = [pool for (name, where), pool in run.pools.of.items()
                   if where == held and name != method and pool.calibrated and pool.read]  # fmt: skip
         points = drawn(run.pools.of[method, held])
         lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
-        lines.append(Line("", Look(SERIES[0]), points[:, :2].tolist()))
+        lines.append(Line(method, Look(SERIES[0]), points[:, :2].tolist(), bars=points[:, ::2].tolist()))
+        panels[f"{short(set_name(held), 22)} held out"] = lines
         n, confidence, right = run.pools.of[method, held].bins.sum(0)
-        figure = curves(
-            f"reliability-{i}",
-            f"Reliability of {method}, {set_name(held)} held out",
-            f"Mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%.",
-            {f"{short(set_name(held), 30)} held out": lines},
-            ("confidence in %", "right in %"),
-            diagonal=True,
-            bars=points[:, ::2].tolist(),
-            limits={"xmin": 0, "xmax": 102, "ymin": -2, "ymax": 102},
-            height=3.4,
-        )
-        figures.append(figure)
+        captions.append(f"{set_name(held)}: mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%")
+    columns = min(len(panels), RELIABILITY_COLUMNS)
+    figure = curves(
+        "reliability",
+        f"Reliability of {method}",
+        f"{'; '.join(captions)}.",
+        panels,
+        ("confidence in %", "right (line), images (bars) in %"),
+        per_row=columns,
+        diagonal=True,
+        limits={"xmin": 0, "xmax": 102, "ymin": -2, "ymax": 102},
+        width=WIDTH if len(panels) == 1 else FULL_WIDTH,
+        height=3.2 if len(panels) == 1 else 0.4 + -(-len(panels) // columns) * (0.5 + 0.85 * FULL_WIDTH / columns),
+    )
     models, rows = Picked(run.every, run.own_rule, run.metric), []
     for row in run.own_rows:
-        spreads = [*(models.on(row.method, held, ECE) for held in run.held_out_sets), models.mean(row.method, ECE)]
+        spreads = [models.on(row.method, held, ECE) for held in run.held_out_sets]
+        spreads += [models.mean(row.method, ECE)] if len(spreads) > 1 else []
         rows.append(cells(row.method, *(metric_cell(spread.mean, "ece") for spread in spreads)))
     caption = "Expected calibration error (ECE, 15 bins) in percentage points, the mean over seeds. Lower is better."
-    table = Table(caption, ["method", *map(set_name, run.held_out_sets), "mean"], rows, folded=True)
+    names = [*map(set_name, run.held_out_sets), *(["mean"] if len(run.held_out_sets) > 1 else ())]
+    table = Table(caption, ["method", *names], rows, folded=True)
     counted, rest = run.pools.about(), _rest(run, sets)
-    return make_section("reliability", figures, [table], method=method, counted=counted, not_drawn=rest)
+    return make_section("reliability", [figure], [table], method=method, counted=counted, not_drawn=rest)
 
 
 # ---------------------------------------------------------------------------------------------------- risk and coverage
@@ -168,7 +176,9 @@ def risk_coverage(run: Run) -> Section | None:
         at = [Cell(f"{100 * share:.0f}" if share else "none", share) for share in shares_at]
         rows.append(cells(name, *at, Cell(f"{100 * accuracy[-1]:.1f}", float(accuracy[-1]))))
     header = ["method", *(f"{100 * target:.0f}% right" for target in TARGETS), "accuracy if all are answered"]
-    table = Table("Share of the images in % that can be answered with so many right answers.", header, rows)
+    table = Table(
+        "Share of the images in % that can be answered with so many right answers.", header, rows, folded=True
+    )
 
     drawn = [name for name in dict.fromkeys([run.shown_method, *by_method]) if name in by_method][:MAX_LINES]
     lines = []
@@ -176,7 +186,8 @@ def risk_coverage(run: Run) -> Section | None:
         answered, accuracy = by_method[name]
         steps = np.searchsorted(answered, np.linspace(SMALLEST_SHARE, answered[-1], 200) - 1e-12)
         kept = np.unique(np.minimum(steps, len(answered) - 1))
-        lines.append(Line(name, run.looks[name], [*zip(100 * answered[kept], 100 * accuracy[kept], strict=True)]))
+        curve = [*zip(100 * answered[kept], 100 * accuracy[kept], strict=True)]
+        lines.append(Line(name, run.looks[name], curve, button=name))
     figure = curves(
         "risk-coverage",
         "Accuracy of the answers against the share of images that are answered",
@@ -184,8 +195,8 @@ def risk_coverage(run: Run) -> Section | None:
         {"": lines},
         ("images that are answered in %", "right answers in %"),
         limits={"xmin": 0, "xmax": 100},
-        width=4.6,
-        height=3.4,
+        width=FULL_WIDTH,
+        height=2.2,
     )
     fewer = len(drawn) < len(by_method)
     more = f" Drawn are {len(drawn)} of {len(by_method)} methods; the table has all." if fewer else ""
@@ -194,7 +205,7 @@ def risk_coverage(run: Run) -> Section | None:
 
 # --------------------------------------------------------------------------------------------------- confident mistakes
 
-EACH = 6  # images per held-out set
+EACH, MAX_IMAGES = 6, 12  # images per held-out set, and of all of them
 SEEDS = 5  # models per held-out set whose mistakes are looked at, at most
 
 
@@ -220,7 +231,9 @@ def mistakes(run: Run) -> Section | None:
     method = run.shown_method
     if method is None or not run.shows_images:
         return None
-    worst = [mistake for held in run.shown_sets(method) for mistake in _worst_mistakes(run, method, held)]
+    sets = run.shown_sets(method)
+    each = min(EACH, max(1, MAX_IMAGES // max(len(sets), 1)))
+    worst = [mistake for held in sets for mistake in _worst_mistakes(run, method, held)[:each]]
     if not worst:
         return None
     thumbnails, missing = _thumbnails(run, worst)

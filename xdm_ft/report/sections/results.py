@@ -13,7 +13,7 @@ from xdm_ft.evaluation import Record, SummaryRow, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
 from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
-from xdm_ft.report.charts import Figure, Line, Look, Mark, Row, curves, looks, points
+from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Look, Mark, Row, curves, looks, points
 from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
 from xdm_ft.report.means import MEASURES, Picked, costs, interval
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, grouped, in_unit, oracle_mark, with_spread
@@ -58,11 +58,14 @@ def _table(run: Run, rows: Sequence[SummaryRow]) -> Table:
     measured = (entry for entry in run.results["runs"] if entry.get("mixed_steps") is not None)
     mixed = grouped(measured, lambda entry: str(entry["method"]))  # steps that used augmented features
     has_budgets, has_mixed = any(row.budget for row in rows), any(row.method in mixed for row in rows)
-    header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
+    several = len(domains) != 1  # the mean of one domain is that domain's
+    header = [f"method{mark}", *(domains if several else ())]
+    header += [f"mean ± stderr{mark}" if several else f"{domains[0]} ± stderr{mark}", "seeds"]
     header += ["draws × gradients"] * has_budgets + ["mixed steps"] * has_mixed
     lines = []
     for row in rows:
-        means = [metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains]
+        of_domains = domains if several else ()
+        means = [metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in of_domains]
         mean = Cell(with_spread(row.to_json(), row.stderr), row.mean)
         steps = [entry["mixed_steps"] for entry in mixed.get(row.method, ())]
         more = [budget_text({"budget": row.budget})] * has_budgets
@@ -94,17 +97,22 @@ def _dot_plot(run: Run) -> list[Figure]:
         if several and row.mean is not None:
             marks.append(Mark("mean", axis_value(run.metric, row.mean)))
         drawn.append(Row(row.method, marks))
-    bar = " The bar is the mean over the domains. Compare methods within a domain." if several else ""
+    caption = "The dot has its 95% interval over seeds and test images."
+    if several:
+        caption = (
+            "One dot per held-out domain, with its 95% interval over seeds and test images. The bar is the mean over "
+            "the domains. Compare methods within a domain."
+        )
     figure = points(
         "results",
         f"Dot plot of test {in_unit(run.metric)} by method and held-out domain",
-        f"One dot per held-out domain, with its 95% interval over seeds and test images.{bar}",
+        caption,
         drawn,
-        f"test {in_unit(run.metric)}",
+        f"test {in_unit(run.metric)}" + ("" if several else f" on {words.short(domains[0], 18)}"),
         looks(domains) | {"mean": Look("", "|", size=18)},
-        {domain: words.short(domain, 18) for domain in domains} | ({"mean": "mean"} if several else {}),
-        row_height=max(0.3, 0.085 * len(domains)),
-        width=4.6,
+        {name: words.short(name, 18) for name in (*domains, "mean")} if several else {},
+        row_height=max(0.24, 0.05 * len(domains)),
+        width=FULL_WIDTH,
     )
     return [figure]
 
@@ -113,13 +121,14 @@ def intervals(run: Run) -> Section | None:
     """The 95% intervals of the numbers of the first table; None without predictions that show them."""
     domains = list(dict.fromkeys(domain for row in run.own_rows for domain in row.per_test_domain))
     rows = []
+    of_domains = domains if len(domains) > 1 else []
     for row in run.own_rows:
-        ends = [mean_interval(run, row), *(domain_interval(run, row.method, domain) for domain in domains)]
+        ends = [mean_interval(run, row), *(domain_interval(run, row.method, domain) for domain in of_domains)]
         if any(ends):
             shown = [Cell(words.between(run.metric, end), end.low) if end else Cell(EMPTY) for end in ends]
             rows.append(cells(row.method, *shown))
     caption = f"95% intervals of test {words.metric_words(run.metric)}, over seeds and test images."
-    table = Table(caption, ["method", "mean", *domains], rows)
+    table = Table(caption, ["method", *(["mean", *domains] if of_domains else domains)], rows)
     return make_section("intervals", tables=[table]) if rows else None
 
 
@@ -256,13 +265,15 @@ def averaged(run: Run) -> Section | None:
         tests = [record.selected[run.own_rule].metrics["test"] for records in by_set for record in records]
         of_seeds = [getattr(test, run.metric) for test in tests]
         single, mean = math.nan if None in of_seeds else float(np.mean(of_seeds)), float(np.mean(defined))
-        shown = [metric_cell(None if math.isnan(v) else v, run.metric) for v in (*defined, mean, single)]
+        of_sets = defined if len(held_out) > 1 else []
+        shown = [metric_cell(None if math.isnan(v) else v, run.metric) for v in (*of_sets, mean, single)]
         difference = EMPTY if math.isnan(mean - single) else words.scaled(mean - single, run.metric, signed=True)
         rows.append(cells(f"{method}, seeds averaged", len(seeds), *shown, difference))
     if not rows and not notes:
         return None
-    header = [f"method{oracle_mark(run.own_rule)}", "seeds", *map(set_name, held_out)]
-    table = Table("Seeds averaged.", [*header, "mean", "mean of its seeds", "difference"], rows)
+    sets = [*map(set_name, held_out), "mean"] if len(held_out) > 1 else [*map(set_name, held_out)]
+    header = [f"method{oracle_mark(run.own_rule)}", "seeds", *sets, "mean of its seeds", "difference"]
+    table = Table("Seeds averaged.", header, rows)
     return make_section("averaged", tables=[table], notes=notes)
 
 
@@ -318,8 +329,8 @@ def label_curve(run: Run) -> Section | None:
         {"": lines},
         ("labelled images of the site", "gain in points"),
         limits={"xmin": 0},
-        width=4.6,
-        height=3.0,
+        width=FULL_WIDTH,
+        height=2.6,
     )
     other = run.chosen not in (None, curve["method"])
     prefers = f"validation prefers {run.chosen}, whose models can not be adapted" if other else ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from xdm_ft.report import Cell, Section, Table, cells, long_table, make_section,
 from xdm_ft.report.charts import INK, Figure, Line, Look, curves, looks, scatter
 from xdm_ft.report.finished import ORACLE, Run, items
 from xdm_ft.report.means import Picked
-from xdm_ft.report.words import EMPTY, axis_value, grouped, in_unit, oracle_mark, setting_text
+from xdm_ft.report.words import EMPTY, axis_value, grouped, in_unit, number, oracle_mark, setting_text
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 # ------------------------------------------------------------------------------------------------------------- searches
@@ -54,7 +55,8 @@ def search(run: Run) -> Section | None:
 
     unit, figures, tables = in_unit(run.metric), [], []
     for i, (method, keys_of, trials) in enumerate(searches):
-        clouds = _clouds(trials, lambda t: (axis_value(run.metric, t.selection), axis_value(run.metric, t.test)))
+        text = partial(_trial_text, run, keys_of)
+        clouds = _clouds(trials, lambda t: (axis_value(run.metric, t.selection), axis_value(run.metric, t.test)), text)
         caption = f"{method}: every trial. {agreement(trials)}"
         alt = f"Test against selection value of {len(trials)} trials of {caption}"
         figures.append(scatter(f"search-{i}-all", alt, caption, [[(f"test {unit}", clouds)]], f"selection {unit}"))
@@ -69,7 +71,7 @@ def search(run: Run) -> Section | None:
         tables.append(
             long_table(caption, ["held out", "seed", "trial", *keys_of, "selection value", "test value"], rows)
         )
-    pairs = [(f"search-{i}-{j}", method, key, trials)
+    pairs = [(f"search-{i}-{j}", method, keys_of, key, trials)
              for i, (method, keys_of, trials) in enumerate(searches) for j, key in enumerate(keys_of)]  # fmt: skip
     room = max(MAX_SEARCH_FIGURES - len(figures), 0)
     figures += [_against_key(run, *pair) for pair in pairs[:room]]
@@ -111,7 +113,16 @@ def agreement(trials: Sequence[Trial]) -> str:
     return f"Rank correlation of selection and test value: {mean:+.2f} (mean over held-out sets and seeds)."
 
 
-def _against_key(run: Run, name: str, method: str, key: str, trials: Sequence[Trial]) -> Figure:
+def _trial_text(run: Run, keys: Sequence[str], trial: Trial) -> str:
+    """Returns what the page shows of a trial under the pointer."""
+    record = trial.record
+    values = [f"{key} {setting_text(record.hparams.get(key))}" for key in keys]
+    tested = f"selection {number(trial.selection, run.metric)}, test {number(trial.test, run.metric)}"
+    where = f"trial {record.trial}, seed {record.seed}, held out {set_name(record.test_domains)}"
+    return "; ".join([where, tested, *values])
+
+
+def _against_key(run: Run, name: str, method: str, keys: Sequence[str], key: str, trials: Sequence[Trial]) -> Figure:
     """Selection value above, test value below, against one hyper-parameter."""
     values: list[Any] = [trial.record.hparams.get(key) for trial in trials]
     names = None if all(map(_is_number, values)) else sorted({str(value) for value in values})
@@ -133,8 +144,9 @@ def _against_key(run: Run, name: str, method: str, key: str, trials: Sequence[Tr
         return float(names.index(str(value)) if str(value) in names else len(names) - 1)
 
     unit = in_unit(run.metric)
-    above = _clouds(trials, lambda trial: (x(trial), axis_value(run.metric, trial.selection)))
-    below = _clouds(trials, lambda trial: (x(trial), axis_value(run.metric, trial.test)))
+    text = partial(_trial_text, run, keys)
+    above = _clouds(trials, lambda trial: (x(trial), axis_value(run.metric, trial.selection)), text)
+    below = _clouds(trials, lambda trial: (x(trial), axis_value(run.metric, trial.test)), text)
     picked = list(dict.fromkeys(setting_text(trial.record.hparams.get(key)) for trial in trials if trial.picked))
     values_text = f"{', '.join(picked[:8])}{' and more' if len(picked) > 8 else ''}"
     alt = f"Selection and test value of {method} against {key}, {len(trials)} trials; picked values: {values_text}."
@@ -147,12 +159,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _clouds(trials: Sequence[Trial], point: Callable[[Trial], tuple[float, float]]) -> list[Line]:
+def _clouds(
+    trials: Sequence[Trial], point: Callable[[Trial], tuple[float, float]], text: Callable[[Trial], str]
+) -> list[Line]:
     """Returns the points of each held-out set, thinned evenly, and rings around those of picked trials."""
 
-    def thinned(of_set: Sequence[Trial], most: int) -> list[tuple[float, float]]:
+    def thinned(of_set: Sequence[Trial], most: int) -> list[Trial]:
         step = max(1, -(-len(of_set) // most))
-        return [point(trial) for i, trial in enumerate(of_set) if i % step == 0 or trial.picked]
+        return [trial for i, trial in enumerate(of_set) if i % step == 0 or trial.picked]
 
     by_set = grouped(trials, lambda trial: set_name(trial.record.test_domains))
     few = len(by_set) <= MAX_MARKED_SETS
@@ -160,8 +174,11 @@ def _clouds(trials: Sequence[Trial], point: Callable[[Trial], tuple[float, float
     for where, look in looks(by_set).items():
         style = look._replace(marker=look.marker if few else "o", size=3.5)
         label = where if few and len(by_set) > 1 else ""
-        clouds.append(Line(label, style, thinned(by_set[where], max(MAX_POINTS // len(by_set), 1))))
-    return [*clouds, Line("picked", RING, thinned([trial for trial in trials if trial.picked], MAX_POINTS // 2))]
+        shown = thinned(by_set[where], max(MAX_POINTS // len(by_set), 1))
+        button, texts = shown[0].record.method, [*map(text, shown)]
+        clouds.append(Line(label, style, [*map(point, shown)], button=button, texts=texts))
+    picked = thinned([trial for trial in trials if trial.picked], MAX_POINTS // 2)
+    return [*clouds, Line("picked", RING, [*map(point, picked)], button=trials[0].record.method)]
 
 
 def selected(run: Run, rule: str) -> Section | None:
@@ -224,11 +241,13 @@ def learning_curves(run: Run) -> Section | None:
     by_set = grouped(recorded, lambda curve: curve.where)
 
     tag = f"{'oracle' if run.own_rule == ORACLE else 'val'}/{run.metric}"
+    every = [scalars for curve in recorded for scalars in (*(scalars for _, scalars in curve.models), *curve.heads)]
     figures: list[Figure] = []
     for i, (where, on_set) in enumerate(list(by_set.items())[:MAX_SETS]):
-        figures += _curves_figure(run, f"curve-{i}-loss", on_set, LOSS, "training loss", where)
-        figures += _curves_figure(run, f"curve-{i}-selection", on_set, tag, f"selection {in_unit(run.metric)}", where)
-    every = [scalars for curve in recorded for scalars in (*(scalars for _, scalars in curve.models), *curve.heads)]
+        wide = _spans_decades(every, LOSS), _spans_decades(every, tag)  # of all sets: their axes are alike
+        figures += _curves_figure(run, f"curve-{i}-loss", on_set, LOSS, "training loss", where, wide[0])
+        words = f"selection {in_unit(run.metric)}"
+        figures += _curves_figure(run, f"curve-{i}-selection", on_set, tag, words, where, wide[1])
     tags = [tag for tag in dict.fromkeys(tag for scalars in every for tag in scalars) if tag.startswith("train/")]
     # parts of losses and what methods log, unless they are 0 everywhere
     parts = [
@@ -236,7 +255,7 @@ def learning_curves(run: Run) -> Section | None:
     ]
     for i, part in enumerate(parts[:MAX_PARTS]):
         words = part.removeprefix("train/").replace("_", " ")
-        figures += _curves_figure(run, f"curve-part-{i}", recorded, part, words, "")
+        figures += _curves_figure(run, f"curve-part-{i}", recorded, part, words, "", _spans_decades(every, part))
     if not figures:
         return None
 
@@ -263,7 +282,15 @@ def learning_curves(run: Run) -> Section | None:
     )
 
 
-def _curves_figure(run: Run, name: str, recorded: Sequence[Recorded], tag: str, what: str, where: str) -> list[Figure]:
+def _spans_decades(every: Iterable[Scalars], tag: str) -> bool:
+    """Returns whether the values of a curve need a logarithmic axis."""
+    values = [value for scalars in every for _, value in scalars.get(tag, ())]
+    return bool(values) and min(values) > 0 and max(values) > MAX_LINEAR_RATIO * min(values)
+
+
+def _curves_figure(
+    run: Run, name: str, recorded: Sequence[Recorded], tag: str, what: str, where: str, logarithmic: bool
+) -> list[Figure]:
     """Returns a line per method and its models; the held-out sets together if `where` is empty. [] without a value."""
     scale = axis_value(run.metric, 1.0) if tag.endswith(f"/{run.metric}") else 1.0
     ring_rule = run.own_rule if where and tag != LOSS else None
@@ -275,9 +302,8 @@ def _curves_figure(run: Run, name: str, recorded: Sequence[Recorded], tag: str, 
         return []
     title = f"{what.capitalize()}{f', held out: {where}' if where else ', all held-out sets'}."
     caption = title + (" Thin lines: models; bold: their mean." if any(line.thin for line in lines) else "")
-    values = [value for line in lines for points in (line.points, *line.thin) for _, value in points]
-    wide = bool(values) and min(values) > 0 and max(values) > MAX_LINEAR_RATIO * min(values)
-    return [curves(name, title.rstrip("."), caption, {"": lines}, ("step", what), logarithmic_y=wide)]
+    axes = "step", what
+    return [curves(name, title.rstrip("."), caption, {"": lines}, axes, logarithmic_y=logarithmic, width=4.6)]
 
 
 def _line(recorded: Sequence[Recorded], tag: str, scale: float, look: Look, ring_rule: str | None) -> Line | None:
@@ -306,7 +332,8 @@ def _line(recorded: Sequence[Recorded], tag: str, scale: float, look: Look, ring
     points = [(step, fmean([values[step] for values in every], weights)) for step in common(every)]
     band = [(step, min(head[step] for head in low), max(head[step] for head in high)) for step in common([*low, *high])]
     thin = [[*values.items()] for values in models] if len(models) > 1 else []
-    return Line(recorded[0].method, look, points, thin, band, rings)
+    method = recorded[0].method
+    return Line(method, look, points, thin, band, rings, button=method)
 
 
 # -------------------------------------------------------------------------------------------------------------- WiSE-FT
