@@ -35,7 +35,7 @@ from xdm_ft.storage.results_file import COSTS, write_results
 
 PARSERS = next(action.choices for action in parser()._actions if action.dest == "verb")
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs/command_line.md"
+DOCS = ROOT / "docs/scripts.md"
 RECIPE = """\
 name: small
 data: {name: folder, root: images}

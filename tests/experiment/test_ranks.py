@@ -111,7 +111,7 @@ def launch(*arguments, script, **more):
 
 @pytest.mark.slow
 def test_real_launches(recipe):
-    """Of two ranks, which listen on the loopback alone; the launcher serves their store on all (docs/scaling.md)."""
+    """Of two ranks, which listen on the loopback alone; the launcher serves their store on all (docs/machines.md)."""
     data = miniature.domainbed(Path("data"), "pacs")
     shutil.copy(data / "photo/dog/000.png", data / "sketch/dog/twin.png")
     recipe()

@@ -542,7 +542,7 @@ def test_a_models_own_test_images_give_its_recorded_metrics(small_model, tmp_pat
     assert found["whole"]["metrics"]["accuracy"]["value"] == right.mean()
     assert list(found["unreadable"]) == [str(site / "horse/broken.png")] and found["absent_classes"] == ["dog"]
     assert found["whole"]["versus"]["verdict"] == "cannot be said (one held-out set)" and found["domains"] == {}
-    documented = (Path(__file__).parents[2] / "docs/command_line.md").read_text(encoding="utf-8")
+    documented = (Path(__file__).parents[2] / "docs/scripts.md").read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in (*found, *found["whole"], *found["whole"]["versus"]))
     accuracy = found["whole"]["versus"]["promised"]
     ranks = f"a new site like the held-out one lies below it ({accuracy:.1%}) with probability 1 in 2"

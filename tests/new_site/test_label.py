@@ -102,7 +102,7 @@ def test_the_same_images_are_chosen_again_and_a_document_says_how_many(site, lab
     Path("images/broken.png").write_bytes(b"no image")
     told = label("images", "--budget", 30, "--out", "b.csv", "--json").out
     found = json.loads(told)
-    documented = (DOCS / "command_line.md").read_text(encoding="utf-8")
+    documented = (DOCS / "scripts.md").read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in found)
     counts = {"images": 47, "evaluate": 8, "adapt": 22, "copies": 1, "training_images": 1, "groups": None, "seed": 0}
     assert counts.items() <= found.items() and list(found["unreadable"]) == ["images/broken.png"]

@@ -61,7 +61,7 @@ def test_a_killed_holder_delays_others_on_another_machine_only(tmp_path: Path, m
     killed_in(lock)
     started = time.monotonic()
     with one_at_a_time(lock):
-        assert time.monotonic() - started < 10 < cache_root.LOCK_SECONDS == 60, "docs/scaling.md says so"
+        assert time.monotonic() - started < 10 < cache_root.LOCK_SECONDS == 60, "docs/machines.md says so"
     monkeypatch.setattr(cache_root, "LOCK_SECONDS", 2.0)
     killed_in(lock)
     lines = lock.read_text().splitlines()
