@@ -1,4 +1,4 @@
-"""Predicts with model.onnx and without torch: preprocessing inside the file, images resized by Pillow (`resize: native`)."""
+"""Predicts with model.onnx, which holds the preprocessing (`resize: native`), without torch; Pillow resizes."""
 
 import json
 
