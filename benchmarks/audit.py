@@ -11,7 +11,7 @@ labels      5% of the labels are replaced by another class, both drawn at random
             of them among as many images, ranked by doubt; and among the suspects.
 
 Of each domain × class up to `--per-class` images are drawn with seed 0; the encoder is MobileNetV2 at 224 px (squash).
-All that is random is drawn with stated seeds. The last line is JSON. docs/results.md, "Audit", has measured numbers.
+All that is random is drawn with stated seeds. The last line is JSON. benchmarks/results.md, "Audit", has the numbers.
 """
 
 from __future__ import annotations

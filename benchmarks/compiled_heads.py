@@ -10,7 +10,7 @@ seconds     of the first compiled step: compilation
 steps       after which a training has earned its compilation; −: never
 
 Batches and problems are those of `heads.py`, and so is the clock. The last line is JSON.
-docs/results.md, "Speed", has measured numbers.
+benchmarks/results.md, "Speed", has measured numbers.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ predicted by count    3a / (n + 2a) for the last a of n blocks, if all cost the 
                       forward ones
 of all                cached step / step that trains the whole encoder
 
-The last line is JSON. docs/results.md, "Above a cut", has measured numbers.
+The last line is JSON. benchmarks/results.md, "Above a cut", has measured numbers.
 """
 
 from __future__ import annotations

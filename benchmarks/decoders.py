@@ -8,7 +8,7 @@ whole       images per second from bytes to the encoder's input of 224 × 224, r
 mean, most  differences of the input's pixels (0 to 255) from those with Pillow: mean of all, and the greatest
 
 All on one core, in processor time: medians over rounds that measure one decoder after the other. The last line is JSON.
-docs/results.md, "Decoders", has measured numbers.
+benchmarks/results.md, "Decoders", has measured numbers.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ whose MMD² is within 1.96 standard errors of the truth. The truth of a shift is
 With images a second table follows: features of one half of them against those of the other half plus Gaussian noise
 ("apart"), and each batch of the other half against itself plus noise ("paired", as the authors' program compares).
 
-docs/analysis.md has measured numbers.
+benchmarks/results.md, "Divergence of two samples of one distribution", has measured numbers.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ run up to its first batch that depend on the number of images, in seconds and in
 in the cache of the system. With `--keep FOLDER` the second run of the same command measures a process that has made
 nothing. Memory that a virtual machine uses for the first time may be slow, 2 s per GB on one: see a third run, too.
 
-docs/results.md, "Speed of extraction", has measured numbers. The last line is JSON.
+benchmarks/results.md, "Speed of extraction", has measured numbers. The last line is JSON.
 """
 
 from __future__ import annotations

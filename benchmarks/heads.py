@@ -26,7 +26,7 @@ memory          Bytes that a head-step moves, counted by hand in `moved`, divide
                 must move: the features of the batch once; weights and Adam's moments, read and written once. Also moved
                 bytes per second, divided by the bandwidth of a copy of 256 MB (caches can be faster).
 
-docs/results.md, "Speed", has measured numbers.
+benchmarks/results.md, "Speed", has measured numbers.
 """
 
 from __future__ import annotations

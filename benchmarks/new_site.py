@@ -6,7 +6,7 @@
 The models are ERM on frozen features (MobileNetV2, 224 px, squash), trained on the other domains, under each of the
 seeds. Of each domain × class up to `--per-class` images are drawn with seed 0. All that is random is drawn with
 stated seeds. Numbers are means over domains and seeds, in points of accuracy. The last line is JSON.
-docs/results.md, "A new site", has measured numbers.
+benchmarks/results.md, "A new site", has measured numbers.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ heads                  60 heads (20 seeds, 3 learning rates), one after the othe
                        warm-up. One evaluation at the end is included, compilation of kernels is not.
 
 Probes and heads use one thread and made-up features, and are measured in processor time. The accuracies only show that
-both ways learn the same. docs/results.md, "Beside other ways", has measured numbers. The last line is JSON.
+both ways learn the same. benchmarks/results.md, "Beside other ways", has measured numbers. The last line is JSON.
 """
 
 from __future__ import annotations

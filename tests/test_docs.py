@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from xdm_ft.recipe.components import find, names
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+TASKS = [page for page in DOCS if page.name not in ("README.md", "glossary.md")]
 READS_A_RECIPE = ("run", "validate", "doctor", "features")
 
 
@@ -40,7 +43,7 @@ def test_there_are_commands_to_test():
 @pytest.mark.parametrize("command", commands())
 def test_a_command_is_accepted(command):
     """The verb and its arguments exist; a recipe loads with its overrides, unless the line leaves some out (…)."""
-    arguments = parser().parse_args(shlex.split(command, comments=True)[1:])
+    arguments = parser().parse_args(shlex.split(command.partition(" > ")[0], comments=True)[1:])
     if arguments.verb in READS_A_RECIPE and "…" not in command:
         load(arguments.recipe, arguments.overrides)
 
@@ -61,11 +64,36 @@ def test_links_and_scripts_are_there(page):
 
 def test_the_methods_that_are_said_to_have_one_seed_have_one():
     """Those whose head the prompts alone make, as `make_plan` plans them."""
-    text = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
+    text = " ".join((ROOT / "docs" / "measure.md").read_text(encoding="utf-8").split())
     [named] = re.findall(r"method with one seed \(([^)]*)\)", text)
     known = {name: find("algorithms", name) for name in names("algorithms")}
     planned = {name for name, cls in known.items() if issubclass(cls, Solver) and cls.needs_text}
     assert set(re.findall(r"`(\w+)`", named)) == planned and len(known) > 10
+
+
+def test_the_docs_are_short():
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in DOCS}
+    assert sum(words.values()) <= 10_000, words
+
+
+@pytest.mark.parametrize("page", TASKS, ids=lambda page: page.name)
+def test_a_page_begins_with_the_command_that_does_its_task(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ")
+    commands = [after for line, after in pairwise(lines[:9]) if line == "```"]
+    assert commands and commands[0].startswith(("xdm-ft ", "torchrun ", "accelerate ", "python ")), lines[:9]
+
+
+def test_the_table_of_contents_links_every_page():
+    linked = re.findall(r"\]\(([\w.]+)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    assert {page.name for page in DOCS} - {"README.md"} <= set(linked)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=lambda page: page.name)
+def test_pages_read_as_english(page):
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    phrases = ("can not", "that of those of", "it is no ")
+    assert not [phrase for phrase in phrases if phrase in text.lower()]
 
 
 def test_contributing_names_files_that_there_are():
@@ -79,7 +107,7 @@ def test_contributing_names_files_that_there_are():
 def test_the_readme_is_one_page_with_one_test_command():
     """`.ci/run` looks for the mark, and runs the code block below it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 100
     [block] = re.findall(r"<!-- test command.*-->\n```\n(.*?)\n```", text)
     assert block.startswith("python3 -m venv .venv && ") and block.endswith(".venv/bin/pytest")
     assert "<!-- test command" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

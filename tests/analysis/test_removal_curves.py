@@ -96,7 +96,7 @@ def test_draws_depend_on_the_seed_and_on_the_image() -> None:
 
 
 def test_the_score_of_a_head_that_has_learned_nothing_falls_too() -> None:
-    """The order knows the true label, which docs/analysis.md warns of."""
+    """The order knows the true label, which docs/diagnostics.md warns of."""
     z, y, domain = planted(n=400)
     curves = removal_curves(z, y, domain, Linear(WIDTH, CLASSES, 0, Stream.INIT), None, shares=(0.0, 0.2))
     (before, after), (_, at_random) = curves["class"]["score"], curves["class"]["random"]

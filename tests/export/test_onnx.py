@@ -1,9 +1,10 @@
-"""Other programs read a model: model.onnx, and timm, open_clip and ONNX Runtime by the code of docs/deploying.md."""
+"""Other programs read a model: model.onnx, and timm, open_clip and ONNX Runtime by the programs in docs/examples/."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,27 +176,19 @@ def test_pooled_tokens_export_and_clip_does_without_its_text_side(tmp_path, libr
         assert visual < file.bytes < 1.2 * visual + 50_000
 
 
-# the snippets of docs/deploying.md
+# the programs in docs/examples/
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
-
-
-def snippet(heading: str) -> str:
-    """The Python code below a heading of the page."""
-    text = PAGE.read_text(encoding="utf-8").partition(f"\n### {heading}\n")[2].partition("\n#")[0]
-    [code] = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    return code
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 
 
-def run_snippet(heading: str, **names: object) -> dict[str, object]:
-    space: dict[str, object] = dict(names)
-    exec(compile(snippet(heading), f"{PAGE.name}: {heading}", "exec"), space)
-    return space
+def run_example(name: str) -> dict[str, object]:
+    """Returns the variables of the program after it has run."""
+    return runpy.run_path(str(EXAMPLES / name))
 
 
 @pytest.fixture
 def images(tmp_path, monkeypatch):
-    """The folder of the snippets, with their two images."""
+    """The folder of the programs, with their two images."""
     monkeypatch.chdir(tmp_path)
     for path, name in zip(photographs(tmp_path, 2), ("a.png", "b.png"), strict=True):
         Path(path).rename(name)
@@ -221,7 +214,7 @@ def test_timm_loads_the_encoder_and_the_classifier(images, network):
     import timm
 
     model = saved_by_timm(network, {"head": "linear"}, temperature=2.0)
-    made = run_snippet("timm")
+    made = run_example("timm_model.py")
     pixels = pixels_of(model, images).to(memory_format=torch.channels_last)  # as `Model` computes
     overlay = {"file": "timm_model/encoder.safetensors"}
     again = timm.create_model(
@@ -243,11 +236,10 @@ def test_open_clip_loads_a_fine_tuned_clip_and_takes_the_head_as_class_embedding
     tuned = parts(encoder, settings, "cosine", name="open_clip", normalize=True, temperature=0.5, trained=True)
     write_directory(tuned, Path("clip_model"), with_encoder=True)
     model = xdm_ft.load("clip_model", device="cpu")
-    clip = run_snippet("open_clip")["clip"]
+    made = run_example("open_clip_model.py")
     with torch.no_grad():
-        features = clip.encode_image(pixels_of(model, images))
+        features = made["clip"].encode_image(pixels_of(model, images))
     np.testing.assert_allclose(F.normalize(features, dim=-1).numpy(), model.encode(images), atol=1e-6)
-    made = run_snippet("The head as class embeddings", clip=clip)
     np.testing.assert_allclose(made["clip_probabilities"].numpy(), model.predict_proba(images), atol=1e-5)
 
 
@@ -258,7 +250,7 @@ def test_onnx_runtime_predicts_from_image_files(images):
     Path("onnx_model").mkdir()
     model = parts(*small_models.timm("test_vit"), temperature=0.1)
     write_onnx(model, Path("onnx_model"), [], include_preprocessing=True)
-    found = run_snippet("ONNX Runtime")["onnx_probabilities"]
+    found = run_example("onnx_runtime.py")["onnx_probabilities"]
     # the temperature makes rounding of the logits ten times as large
     np.testing.assert_allclose(found, Model(model, "cpu").predict_proba(images), atol=1e-5)
 
@@ -292,7 +284,6 @@ def test_other_heads_have_no_class_embeddings(head, reason):
         Model(parts(Tiny(), {"model": "tiny"}, head)).class_embeddings()
 
 
-def test_every_snippet_of_the_page_is_run_here():
-    code = re.findall(r"^```python$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    run = re.findall(r"run_snippet\(\"", Path(__file__).read_text(encoding="utf-8"))
-    assert len(code) == len(run) >= 4
+def test_every_example_is_run_here():
+    run = re.findall(r"run_example\(\"([\w.]+)\"", Path(__file__).read_text(encoding="utf-8"))
+    assert sorted(run) == sorted(path.name for path in EXAMPLES.glob("*.py")) and len(run) == 3

@@ -53,7 +53,7 @@ def test_heads_that_share_memory_share_a_file(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, 2, 3)
     assert all(is_read(tmp_path, number) for number in range(4))
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["heads-1a2b.safetensors"]
-    with safe_open(tmp_path / FILE, "pt") as file:  # as docs/results.md says
+    with safe_open(tmp_path / FILE, "pt") as file:  # as xdm_ft/storage/README.md says
         assert file.get_tensor("ink/seed2-trial0/val/head.weight").equal(STACKED[2])
         assert json.loads(bytes(file.get_tensor("ink/seed2-trial0/val/metadata").tolist()))["step"] == "2"
 

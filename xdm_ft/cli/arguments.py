@@ -189,7 +189,7 @@ def add_predict(verb: Parser) -> None:
     option("--top-k", type=int, metavar="K", help="columns label_1, probability_1 … of the K best classes")
     flag("--entropy", help="entropy of the probabilities, in nats")
     flag("--spread", help="standard deviation of the label's probability over the heads of an ensemble")
-    distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/deploying.md)"
+    distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/ship.md)"
     flag("--distance", help=distance)
     below = f"leave the label empty where its probability is lower; {STORED}: than what `xdm-ft evaluate --save` stored"
     option("--abstain-below", type=probability_or_stored, metavar=f"P|{STORED}", help=below)
