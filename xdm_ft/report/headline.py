@@ -328,9 +328,11 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
         full = list(methods) if width is None else [_cut(method, MAX_NAME) for method in methods]
         names = [Column("method", full, gap=0, left=True)]
 
-    after = [
-        Column(f"mean{words.oracle_mark(run.own_rule)}", [words.with_spread(row.to_json(), row.stderr) for row in rows])
-    ]
+    domains = {name for row in run.own_rows for name in row.per_test_domain}
+    several = len(domains) != 1  # the mean of one domain is that domain's
+    mean = "mean" if several else _cut(next(iter(domains)), MAX_NAME)
+    means = [words.with_spread(row.to_json(), row.stderr) for row in rows]
+    after = [Column(f"{mean}{words.oracle_mark(run.own_rule)}", means)]
     if beside := comparisons.beside_rows(run.results, run.own_rule):
         compared = [beside.get(row.method) for row in rows]
         references = [comparisons.reference_name(row, run.results) for row in compared]
@@ -343,7 +345,7 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
             after.append(Column("elsewhere", [row.elsewhere if row else EMPTY for row in compared], left=True))
 
     room = None if width is None else width - sum(column.gap + column.width for column in (*names, *after))
-    columns = [*names, *_domains(run, rows, room), *after]
+    columns = [*names, *(_domains(run, rows, room) if several else ()), *after]
     lines = [Text("".join(column.text(column.header) for column in columns).rstrip(), style="bold")]
     for i in range(len(rows)):
         line = Text()
