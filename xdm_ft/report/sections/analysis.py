@@ -172,6 +172,7 @@ def bars(name: str, title: str, caption: str, rows: Mapping[str, Bar], axis: str
 
 
 ALL = "all methods"
+SHORTEST = 0.02  # of the longest bar of distances; a shorter one lies on another scale
 INVARIANCES = {  # title: name of the figure, its axis, and where analysis.json has the number
     "representation (paper's formula)": (
         "invariance-representation", "distance of covariances", ("representation_invariance", "paper"),
@@ -226,15 +227,23 @@ def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[
             values.setdefault(method, {})[where] = value
     if len(values) > 1 and len({tuple(of_method.items()) for of_method in values.values()}) == 1:
         values = {ALL: next(iter(values.values()))}  # of one frozen encoder
+    means = {method: mean_of(of_method.values()) or 0.0 for method, of_method in values.items()}
+    # a distance depends on the scale of the features: one of unit length has no bar beside one of raw features
+    unseen = [
+        m for m, mean in means.items() if part == "representation_invariance" and mean < SHORTEST * max(means.values())
+    ]
     rows = {}
     for method, of_method in values.items():
+        if method in unseen:
+            continue
         own = [model for model in measured if method in (model["method"], ALL)]
         chance = mean_of(part_of(model, part, f"{key}_noise") for model in own)
         rows[method] = Bar(MUTED if method == ALL else run.looks[method].colour, of_method, {}, chance)
     one_set = len({where for of_method in values.values() for where in of_method}) == 1
     markers = "" if one_set else ": the bar is the mean over held-out domains, a marker is one of them"
+    scale = f" No bar: {', '.join(unseen)}, whose features have another scale." if unseen else ""
     title = title.capitalize()
-    return [bars(name, title, f"{title}{markers}.", rows, axis)] if rows else []
+    return [bars(name, title, f"{title}{markers}.{scale}", rows, axis)] if rows else []
 
 
 KERNELS = 7  # of the published MMD: twice this divided by the batch size is the limit for far features
