@@ -170,7 +170,7 @@ class Training(Block):
             problem = f"an epoch needs sampler: pooled; {self.sampler} draws with replacement, give steps"
             yield Problem("training.epochs", problem, ("training.sampler",))
         if self.steps is not None and self.schedule.warmup_steps >= self.steps:
-            problem = f"{self.schedule.warmup_steps} is not below training.steps: {self.steps}; lower it"
+            problem = f"{self.schedule.warmup_steps} must be less than training.steps ({self.steps}); lower it"
             yield Problem("training.schedule.warmup_steps", problem, ("training.steps",))
         if self.amsgrad and self.optimizer == "sgd":
             problem = "is only for adam and adamw; leave it out, or use one of them"

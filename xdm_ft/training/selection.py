@@ -61,7 +61,7 @@ def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
         rows = job.split.evaluation.get(name)
         if rows is None or len(rows) == 0:
             raise UserError(
-                f'protocol.selection: "{rule}" needs images in the split {name}, which has none if '
+                f'protocol.selection: "{rule}" needs images in the split {name}, which is empty when '
                 f"{', '.join(job.split.test_domains)} is held out; choose another rule"
             )
         rows_of[rule] = rows
