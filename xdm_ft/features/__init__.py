@@ -40,8 +40,8 @@ class FeatureSettings(Block):
     precision: Annotated[
         Precision,
         Field(
-            description="number format of the encoder and its features: fp32, or bf16 or fp16 (half the size; faster on "
-            "a GPU, bf16 also on newer CPUs). Default: bf16 on a GPU that computes in it, else fp32"
+            description="number format of the encoder and its features: fp32, or bf16 or fp16 (half the size; faster "
+            "on a GPU, bf16 also on newer CPUs). Default: bf16 on a GPU that computes in it, else fp32"
         ),
     ] = Field(default_factory=default_precision)
     batch_size: Annotated[

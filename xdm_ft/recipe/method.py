@@ -81,7 +81,7 @@ class MethodCommon(Block):
     encoder_lr: float | None = Field(
         default=None,
         gt=0,
-        description="training.encoder_lr of this method alone (usual for lora: 1e-4 to 1e-3); null: training.encoder_lr",
+        description="training.encoder_lr of this method alone (lora: usually 1e-4 to 1e-3); null: training.encoder_lr",
     )
 
 

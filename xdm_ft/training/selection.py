@@ -230,8 +230,8 @@ class Selector:
         if self.rules[0] in self.selected:
             return None
         return (
-            f"{self.rules[0]} could select no step: from step {self.first_selectable_step} on, {self.metric} was "
-            "undefined on its images, or a logit was not finite, at every evaluation"
+            f"{self.rules[0]} could not select a step: from step {self.first_selectable_step} on, every "
+            f"evaluation had an undefined {self.metric} on its images, or a logit that was not finite"
         )
 
 
