@@ -15,8 +15,8 @@ from xdm_ft.runtime.randomness import folds, sample
 FOLDS = 5
 PENALTY = 0.01  # of the domain probe, on the squared weights, for each training image
 NOTE = (
-    "Not a verdict: over 15 encoder layers, the domain's predictability had a rank correlation of −0.35 and "
-    "+0.85 with held-out accuracy; plain validation accuracy had 0.98 and 0.89."
+    "A description, no verdict: over 15 layers of encoders the domain's predictability had a rank correlation of −0.35 "
+    "and +0.85 with held-out accuracy, plain validation accuracy 0.98 and 0.89."
 )
 HOW = (
     "halves by the cosine of each image to its class's prompt, split at the median of each class; a middle "

@@ -129,7 +129,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
         "notes": notes,
     }
     if scores is None:
-        notes.append("no search for label errors: it needs two classes, and five images or groups of each")
+        notes.append("no search for label errors: it needs two classes, and five images or groups")
     else:
         document["labels"] = {
             "suspects": len(scores.suspects),

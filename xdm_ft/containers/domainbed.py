@@ -24,8 +24,8 @@ Root = Annotated[Path, Field(description="the data set's own folder, or the fold
 Counts = Annotated[
     Literal["published", "any"],
     Field(
-        description="if a domain of a DomainBed data set does not have its published number of images: published: stop; "
-        "any: warn only"
+        description="if a domain of a DomainBed data set does not have its published number of images: published: "
+        "stop; any: warn only"
     ),
 ]
 
@@ -141,7 +141,7 @@ def check_counts(
     if others:
         fault += f" (nor {', '.join(other for other, _ in others)})"
     if counts == "published" or len(per_domain) < 2:  # one domain cannot be both held out and trained on
-        raise UserError(f"{fault}; complete the data, or accept them with data.counts: any")
+        raise UserError(f"{fault}; complete the data, or accept the difference with data.counts: any")
     logger.warning("%s", fault)
     return False
 

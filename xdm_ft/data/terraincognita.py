@@ -49,8 +49,8 @@ class TerraIncognita(BenchmarkFolders):
         sequences: Annotated[
             Literal["group", "ignore"],
             Field(
-                description="group: with annotations, no split divides a sequence; ignore: images count as independent, "
-                "as in DomainBed's split"
+                description="group: with annotations, no split divides a sequence; ignore: images count as "
+                "independent, as in DomainBed's split"
             ),
         ] = "group",
     ) -> None:

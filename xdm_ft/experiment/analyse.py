@@ -467,8 +467,8 @@ def _notes(plan: Plan, entries: Sequence[Json], images: Mapping[Group, SplitImag
         under = " under one encoder" if len(plan.recipe.encoders) > 1 else ""
         alike = " and normalise them alike" if len({item.reads_normalized for item in on_features}) > 1 else ""
         yield (
-            "frozen encoder: features, and so representation invariance, are equal for all "
-            f"methods{which}{under}{alike}"
+            "frozen encoder: the features, and so the representation invariance, are the same for all methods"
+            f"{which}{under}{alike}"
         )
     for used, limits, what in ((True, FROZEN, "on cached features"), (False, TRAINED, "that trains its encoder")):
         if any(frozen == used for *_, frozen in images):

@@ -68,8 +68,8 @@ class Training(Block):
     sampler: Annotated[
         SamplerName,
         Field(
-            description="per_domain: batch_size images from every training domain; class_balanced: the same, with equal "
-            "numbers per class in a domain; pooled: batch_size images from all domains together"
+            description="per_domain: batch_size images from every training domain; class_balanced: the same, with "
+            "equal numbers per class in a domain; pooled: batch_size images from all domains together"
         ),
     ] = "per_domain"
     steps: Annotated[int | None, Field(ge=1, description="training steps; null: from epochs")] = None
@@ -118,8 +118,8 @@ class Training(Block):
     compile: Annotated[
         bool,
         Field(
-            description="compile a trainable encoder and the steps of heads on cached features (not XDomainMix's, which "
-            "have their own kernels) with torch.compile; rounding differs, and the first steps take long"
+            description="compile a trainable encoder and the steps of heads on cached features (not XDomainMix's, "
+            "which have their own kernels) with torch.compile; rounding differs, and the first steps take long"
         ),
     ] = False
     profile: Annotated[
