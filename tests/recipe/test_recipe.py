@@ -96,7 +96,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([("10}", "10, epochs: 2, sampler: pooled}")], "r.yaml:5: training.epochs: both steps and epochs are given; keep"),
     ([("steps: 10", "epochs: 2")], "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
     ([("steps: 10", "epochs: 2, sampler: class_balanced")], "r.yaml:5: training.epochs: an epoch needs sampler: poole"),
-    (["training.schedule.warmup_steps=10"], "command line: training.schedule.warmup_steps: 10 must be less than training"),
+    (["training.schedule.warmup_steps=10"], "command line: training.schedule.warmup_steps: 10 must be less than"),
     ([("10}", "10, amsgrad: true, optimizer: sgd}")], "r.yaml:5: training.amsgrad: is only for adam and adamw"),
     ([("steps: 10", "steps: 10, mixed_precision: bf16")], "r.yaml:5: training.mixed_precision: has no effect with a f"),
     (["training.layer_decay=0.5"], "command line: training.layer_decay: has no effect with a frozen encoder"),
