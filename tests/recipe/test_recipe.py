@@ -74,7 +74,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([("name: good", "name: a/b")], "r.yaml:1: name: must be a text without slashes"),
     ([("name: good\n", "")], "r.yaml: name: is missing; it names the run"),
     ([("name: good", f"name: {'n' * 300}")], "r.yaml:1: name: is 300 bytes long as a folder's name; use"),
-    ([("name: good", f"name: {'語' * 80}")], "r.yaml:1: name: takes 240 bytes"),
+    ([("name: good", f"name: {'語' * 80}")], "r.yaml:1: name: is 240 bytes"),
     ([("name: good", 'name: "a\\0b"')], "r.yaml:1: name: must be a text without slashes"),
     ([("name: good", 'name: "\\ud800"')], "r.yaml:1: name: must be a text without slashes"),
     ([("{name: digits}", "digits")], "r.yaml:2: data: needs a name; known: "),
