@@ -1,7 +1,9 @@
 """The texts that a user may read: plain words, and one line that can be read at once."""
 
+import ast
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,56 @@ def test_a_warning_is_a_line(room):
 
 def test_some_warnings_are_looked_at():
     assert sum(len(LOGGED.findall(path.read_text(encoding="utf-8"))) for path in (ROOT / "xdm_ft").rglob("*.py")) > 30
+
+
+LIMITS = {"UserError": 300, "Problem": 300, "Field": 210, "add_argument": 210, "option": 210, "flag": 210}
+"""Call → characters of a text in it at most, where values are {…}."""
+
+
+def told(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
+    """Yields (call, line, text) of errors, descriptions of settings and help; a name stands for what was assigned."""
+
+    def text_of(node: ast.AST | None) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        if isinstance(node, ast.JoinedStr):
+            return "".join(
+                text_of(part) or (text_of(getattr(part, "value", None)) if names(part) else "") or "{…}"
+                for part in node.values
+            )
+        return assigned.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    def names(part: ast.AST) -> bool:
+        return isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name)
+
+    assigned: dict[str, str] = {}
+    for node in sorted((n for n in ast.walk(tree) if hasattr(n, "lineno")), key=lambda n: (n.lineno, n.col_offset)):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned[node.targets[0].id] = text_of(node.value)
+        if isinstance(node, ast.Call):
+            call = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            keywords = [key.value for key in node.keywords if key.arg in ("description", "help")]
+            for argument in keywords if LIMITS.get(call) == LIMITS["Field"] else node.args:
+                if call in LIMITS and (text := text_of(argument)):
+                    yield call, node.lineno, text
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in (ROOT / "xdm_ft").rglob("*.py")}), ids=str)
+def test_errors_and_descriptions_are_short(room):
+    for path in room.glob("*.py"):
+        for call, line, text in told(ast.parse(path.read_text(encoding="utf-8"))):
+            assert len(text) <= LIMITS[call], f"{path}:{line}: {len(text)} characters: {text}"
+
+
+def test_a_long_description_would_be_found():
+    long = "x" * 120
+    source = f'text = "{long}"\noption("--a", help=f"{{text}} {long}")\nraise UserError(f"{{key}}: {long}")'
+    assert [(call, len(text) > 210) for call, _, text in told(ast.parse(source))] == [
+        ("option", True),
+        ("UserError", False),
+    ]
+
+
+def test_errors_descriptions_and_help_are_looked_at():
+    calls = [call for path in (ROOT / "xdm_ft").rglob("*.py") for call, *_ in told(ast.parse(path.read_text("utf-8")))]
+    assert calls.count("UserError") > 200 and calls.count("Field") > 100 and calls.count("option") > 30

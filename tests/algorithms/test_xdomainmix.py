@@ -95,7 +95,7 @@ def test_warm_up_is_erm_with_a_domain_head_for_its_count_of_steps() -> None:
     assert (long.first_selectable_step, long.mixed_steps(5000), long.mixed_steps(10)) == (3001, 2000, 0)
     assert (short.warmup_steps, short.quantile_steps) == (0, 1)
     for steps in (100, 4000):
-        message = f"warmup_steps {steps} leaves no step to mix in: .*has 100 steps.*lower"
+        message = f"warmup_steps {steps} leaves no step to mix in, .*has 100 steps.*lower"
         with pytest.raises(UserError, match=message) as fault:
             XDomainMix(setup(), warmup_steps=steps)
         assert "\n" not in str(fault.value)

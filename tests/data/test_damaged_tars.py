@@ -43,16 +43,16 @@ DAMAGES: dict[str, tuple[Callable[[bytes, list[int]], bytes], int, str]] = {
     "size in a header": (lambda all, at: flipped(all, at[30] + 130), 30, "neither a member"),
     "the last header": (lambda all, at: flipped(all, at[-2] + 100), -2, "neither a member"),
     "the first header": (lambda all, at: flipped(all, at[0] + 100), 0, "cannot be read as a tar"),
-    "a header of zeros": (lambda all, at: zeroed(all, at[30]), 30, "other data follow|without the two blocks"),
+    "a header of zeros": (lambda all, at: zeroed(all, at[30]), 30, "more data follow|without the two blocks"),
     "cut at a member": (lambda all, at: all[: at[30]], 30, "without the two blocks"),
     "cut in a header": (lambda all, at: all[: at[30] + 100], 30, "neither a member"),
     "cut behind a header": (lambda all, at: all[: at[30] + 512], -3, "unexpected end of data"),
     "cut in a class": (lambda all, at: all[: at[32] + 513], 32, "unexpected end of data"),
     "cut before the end": (lambda all, at: all[: at[-1]], -1, "without the two blocks"),
     "one block at the end": (lambda all, at: all[: at[-1] + 512], -1, "without the two blocks"),
-    "a byte behind the end": (lambda all, at: all + b"x", -1, "other data follow"),
-    "a byte in the padding": (lambda all, at: all[:-1] + b"x", -1, "other data follow"),
-    "two tars in one file": (lambda all, at: all + all, -1, "other data follow"),
+    "a byte behind the end": (lambda all, at: all + b"x", -1, "more data follow"),
+    "a byte in the padding": (lambda all, at: all[:-1] + b"x", -1, "more data follow"),
+    "two tars in one file": (lambda all, at: all + all, -1, "more data follow"),
 }
 
 

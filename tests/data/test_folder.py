@@ -119,7 +119,7 @@ def test_faults_are_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert fault(tmp_path / "empty").endswith("contains no images in <domain>/<class>/ folders; it is empty")
     put(tmp_path, "flat/cat/a.png", "flat/cat/b.png", "good/d/c/p1.png", "good/d/c/q.png")
-    higher = "it contains 2 images in higher folders, such as cat/a.png; move them into class folders"
+    higher = "it contains 2 images outside class folders, such as cat/a.png; move them into class folders"
     assert fault(tmp_path / "flat").endswith(f"folders; {higher}")
     (tmp_path / "text/d/c").mkdir(parents=True)
     (tmp_path / "text/d/c/a.txt").write_text("x")

@@ -213,5 +213,5 @@ def test_the_hub_without_a_network(monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"flwrlabs/pacs on the hub: cannot be read .*hf download --repo-type dataset"):
         Hub(repository="pacs")
-    with pytest.raises(UserError, match="vlcs stands for no known repository on the hub"):
+    with pytest.raises(UserError, match="vlcs has no repository on the hub"):
         Hub(repository="vlcs")

@@ -127,7 +127,7 @@ def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.
     server.times = True
     assert len(Parquet(file=address)) == 50, "size and time of modification are enough"
     server.ranges = False
-    assert "a.parquet: the server sends no ranges of a file" in line(lambda: data.content(30))
+    assert "a.parquet: the server cannot send a part of a file" in line(lambda: data.content(30))
     server.ranges, server.failing = True, 2
     assert data.content(7) == png(7), "connections that break are tried again"
     server.failing = 3
@@ -141,7 +141,7 @@ def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.
     path.write_bytes(path.read_bytes()[:2000])
     damaged = line(lambda: pickle.loads(pickle.dumps(data)).content(49))
     assert "cannot be read" in damaged or "ends before" in damaged
-    assert "known for such an address" in line(lambda: Parquet(file="nothing://a/b.parquet"))
+    assert "this kind of address is unknown" in line(lambda: Parquet(file="nothing://a/b.parquet"))
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for protocol in ("s3", "s3a"):  # as other tests may have used it
         monkeypatch.delitem(_registry, protocol, raising=False)

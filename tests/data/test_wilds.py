@@ -228,7 +228,7 @@ def test_no_data_and_no_permission_to_download(cls, folder, size, tmp_path):
 
 def test_damaged_trees(tmp_path):
     (miniature.camelyon17(tmp_path) / "RELEASE_v1.0.txt").unlink()
-    problem = r"camelyon17_v1.0 contains no RELEASE_v1.0.txt, so that its download was not finished"
+    problem = r"camelyon17_v1.0 contains no RELEASE_v1.0.txt, so its download was not finished"
     with pytest.raises(UserError, match=problem):
         Camelyon17(root=tmp_path)
     (miniature.fmow(tmp_path) / "country_code_mapping.csv").unlink()
@@ -267,6 +267,6 @@ def test_downloads_that_fail(tmp_path, archive_at):
     archive = tmp_path / "again" / "camelyon17_v1.0" / "archive.tar.gz"
     archive.parent.mkdir(parents=True)
     archive.write_bytes(b"half of it")
-    with pytest.raises(UserError, match=r"archive.tar.gz remains from an earlier download"):
+    with pytest.raises(UserError, match=r"archive.tar.gz is left from an earlier download"):
         Camelyon17(root=tmp_path / "again", download=True)
     assert archive.read_bytes() == b"half of it", "it is not unpacked"

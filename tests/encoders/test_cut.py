@@ -337,7 +337,7 @@ def twice_as_many(x: Tensor, first: nn.Module, second: nn.Module) -> Tensor:
     ("join", "blocks", "reason"),
     [
         (in_turn, (), "no modules of it are known as blocks"),
-        (around_second, ("first", "second"), "what its module first computes is used beyond the next block"),
+        (around_second, ("first", "second"), "the output of its module first is used beyond the next block"),
         (lambda x, first, second: second(first(first(x))), ("first", "second"), "its module first is called more than"),
         (lambda x, first, second: first(x), ("first", "second"), "its module second is not called"),
         (twice_as_many, ("second",), r"its module second takes \[4, 12\] for two images"),

@@ -308,7 +308,7 @@ def test_faults_are_one_line(clip: LibraryEncoder, monkeypatch: pytest.MonkeyPat
 
     blocks = ("blocks.0", "blocks.1")
     line = refused(Reading(), blocks)
-    assert line.startswith("trainable.lora.targets: this model uses the weights of read without calling")
+    assert line.startswith("trainable.lora.targets: this model reads the weights of read without calling")
     assert line.endswith("set targets: [called]")
     assert refused(Reading(), blocks, targets="read").endswith("use trainable: {blocks: k}")
     add_lora(Reading(), blocks, Lora(targets=("called",)), seed=0)

@@ -77,7 +77,7 @@ def test_open_clip(pooling: str) -> None:
     torch.testing.assert_close(z, by_hand(seen[0], 1, pooling), rtol=1e-4, atol=1e-5)
     if pooling == "cls":
         torch.testing.assert_close(z @ encoder.model.visual.proj, plain(x), rtol=1e-4, atol=1e-5)
-    assert "outside the space of the texts" in encoder.text_reason
+    assert "do not match the text embeddings" in encoder.text_reason
     assert Cut(encoder, 1).name == Cut(plain, 1).name
 
 
@@ -113,7 +113,7 @@ def test_transformers(families: dict[str, Family], kind: str, prefix: int, pooli
 @pytest.mark.parametrize(
     ("name", "pooling", "wording"),
     [
-        ("test_resnet", "mean", "is no vision transformer and averages over space; leave it out"),
+        ("test_resnet", "mean", "is not a vision transformer and averages over space; leave it out"),
         ("test_vit", "projected", "has no projection; leave it out, or use cls, mean or cls_mean"),
         ("vit_base_patch16_siglip_224", "cls", "has no class token; leave it out, or use mean"),
     ],

@@ -116,7 +116,7 @@ def test_warnings_of_class_names() -> None:
 def test_without_text_side_or_outside_its_space(families: dict[str, Family]) -> None:
     for name, keys, reason in (
         ("dinov2", {}, "has no text side; use a CLIP or SigLIP model"),
-        ("clip", {"pooling": "mean"}, "outside the space of the texts"),
+        ("clip", {"pooling": "mean"}, "do not match the text embeddings"),
     ):
         encoder = families[name].encoder(**keys)
         assert reason in encoder.text_reason

@@ -96,7 +96,9 @@ def test_images_of_another_size(families: dict[str, Family]) -> None:
 )
 def test_processors_are_expressed_or_refused(make, expected: dict[str, object] | None) -> None:
     if expected is None:
-        with pytest.raises(UserError, match=r"have no equal here; set mean, std, size, crop, interpolation and resize"):
+        with pytest.raises(
+            UserError, match=r"have no equivalent here; set mean, std, size, crop, interpolation and resize"
+        ):
             from_processor(make(), "acme/own")
     else:
         assert {key: getattr(from_processor(make(), "acme/own"), key) for key in expected} == expected
@@ -139,7 +141,7 @@ def test_code_of_a_repository_is_never_run(families: dict[str, Family], tmp_path
     if known:
         assert Transformers(model=f"local-dir:{folder}")(images()).shape == (3, 32)
     else:
-        with pytest.raises(UserError, match="needs code from its repository, which is never run") as raised:
+        with pytest.raises(UserError, match="needs code from its repository, and that code is never run") as raised:
             Transformers(model=f"local-dir:{folder}")
         assert "\n" not in str(raised.value)
     assert not exploded.exists()

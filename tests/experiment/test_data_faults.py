@@ -34,7 +34,7 @@ features: {dir: cache, workers: 0}
 """
 OFFICIAL = ("data={name: table, file: table.csv}", "protocol={name: official, seeds: 1}")
 NO_TEXT = "needs an encoder with a text side"
-RENAME = "differ only in case, in spaces or in how a number is written →"
+RENAME = "differ only in case, spaces or the form of a number →"
 
 
 def make_images(root, domains="abc", classes=("cat", "dog")):

@@ -317,7 +317,7 @@ class TestFeatures:
         line = fault_of_node(half, lambda tasks: None)
         assert fault() == f"xdm-ft: {line}" and str(broken) in line
         line = fault_of_node(complete, lambda tasks: broken.unlink(missing_ok=True))
-        assert str(broken) in line and "this file is not here, or has changed since it was hashed" in line
+        assert str(broken) in line and "this file is missing here, or changed after it was hashed" in line
         line = fault_of_node(complete, lambda tasks: shutil.rmtree(tasks.folder, ignore_errors=True))
         assert line.startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
         assert not [*Path("cache").glob("tasks-*")]

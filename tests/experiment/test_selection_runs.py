@@ -270,7 +270,7 @@ def test_doubtful_picks_and_failed_trials_are_flagged():
             r"search\.space\.xdomainmixx\.p_discard: is not a searchable hyper",
         ),
         (["search.space={encoder_lr: {uniform: [0.1, 1]}}"], "encoder_lr: has no effect with a frozen encoder"),
-        (["search.trials=1"], r"search\.trials: 1 uses no value of the preset frozen"),
+        (["search.trials=1"], r"search\.trials: 1 never uses the preset frozen"),
         (["search.preset=none"], r"search\.trials: 3 would train each model 3 times with the same settings"),
         (["search.space={lr: {uniform: [-2, -1]}}"], r"trial 1 draws lr = -"),
         (["search.space={lr: {uniform: [0.1, 1], choice: [1]}}"], "give exactly one of"),

@@ -558,8 +558,8 @@ def test_several_domains_as_text(small_model, evaluate, monkeypatch):
     for name in ("photo", "sketch"):
         assert f"\n{name}: accuracy " in told
     *_, seen, last = told.splitlines()
-    assert seen.endswith("trained the model, so they are no new sites: photo")
-    trained = "no copies; 28 of 56 images trained the model: what is measured on them does not hold for new ones"
+    assert seen.endswith("trained the model, so they are not new sites: photo")
+    trained = "no copies; 28 of 56 images trained the model: results on them do not hold for new images"
     assert last == trained, "those of photo, also without a model directory"
     assert "cannot be said (28 of these images trained the model)" in told
     evaluate(site, "--batch-size", "0", status=2)
@@ -584,8 +584,8 @@ def test_copies_count_once_and_training_images_are_known_again(small_model, tmp_
     told = evaluate(site).out
     last = (
         "31 copies left out, as an image counts once, 1 of them with another label; "
-        f"2 of {plain['whole']['images'] + 2} images trained the model: what is measured on them does not hold for new "
-        "ones"
+        f"2 of {plain['whole']['images'] + 2} images trained the model: results on them do not hold for new "
+        "images"
     )
     assert told.splitlines()[-1] == last and "cannot be said (2 of these images trained the model)" in told
     rows = [f"{path},{path.parent.name}" for path in sorted(site.rglob("*.png"))]
@@ -604,4 +604,4 @@ def test_without_checksums_of_training_images_nothing_is_known_of_them(small_mod
     model = shutil.copytree(small_model.model, tmp_path / "model")
     (model / TRAINING_IMAGES).unlink()  # as after --push-to-hub
     last = evaluate(small_model.data / "PACS" / "sketch", model=model).out.splitlines()[-1]
-    assert last.startswith("no copies; whether any image trained the model is unknown, as there are no checksums")
+    assert last.startswith("no copies; unknown whether an image trained the model, because its training images have")

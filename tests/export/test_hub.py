@@ -83,7 +83,7 @@ def test_any_other_file_and_any_link_is_refused_by_name(model, api, tmp_path, na
         (model / name).symlink_to(tmp_path / "secret")
     else:
         (model / name).write_text("x")
-    with pytest.raises(UserError, match=rf"model: {name}: no file of a model, and so not uploaded"):
+    with pytest.raises(UserError, match=rf"model: {name}: not a file of a model, so it is not uploaded"):
         push(model, "org/name", private=True)
     assert not api.calls
 
@@ -99,7 +99,7 @@ def test_leaks_are_refused_with_their_place(model, api):
     with pytest.raises(UserError) as found:
         push(model, "org/name", private=True)
     lines = str(found.value).splitlines()
-    places = [line.removeprefix(f"{model}/").split(": a path of")[0] for line in lines]
+    places = [line.removeprefix(f"{model}/").split(": paths of")[0] for line in lines]
     assert places == [
         f"README.md: line 3: {model.parent}",
         "config.json: protocol.description: /data/site_1/labels.csv",

@@ -132,7 +132,7 @@ def test_an_encoder_from_a_file_is_asked_for_and_checked() -> None:
         state = load_file("wrong.safetensors")
         next(iter(state.values())).view(-1)[0] += 1
         save_file(state, "wrong.safetensors", {"format": "pt"})
-        with pytest.raises(UserError, match=f"are not those that the model was trained with .*needed {needed}"):
+        with pytest.raises(UserError, match=f"differ from those that trained the model .xxh3 {needed}"):
             load(name, encoder_weights="wrong.safetensors")
 
 
@@ -244,10 +244,10 @@ def of_slow_run(*case: object) -> Any:
         ("heads", Choice("linear_probe"), {"ensemble": True}, "linear_probe has the same head under every seed"),
         ("heads", Choice("erm"), {"wise_ft": 0.5}, "did not start from class embeddings"),
         ("heads", Choice("erm"), {"wise_ft": 2.0}, "2.0 is not in 0…1"),
-        ("heads", Choice("erm"), {"wise_ft": 0.5, "ensemble": True}, "makes a new model, for which there is no ensem"),
+        ("heads", Choice("erm"), {"wise_ft": 0.5, "ensemble": True}, "makes a new model, which has no ensem"),
         ("heads", Choice("knn"), {"push_to_hub": "me/mine"}, "of knn contains .*; --allow-training-features uploads"),
         ("heads", Choice("erm", PHOTO, seed=0), {"ensemble": True}, "takes the heads of all seeds; leave --seed out"),
-        ("heads", Choice("erm", PHOTO), {"best": True}, "--best names the final fit, and --held-out a model that was"),
+        ("heads", Choice("erm", PHOTO), {"best": True}, "--best names the final fit, but --held-out a model that was"),
         of_slow_run("clip", Choice("tuned", PHOTO), {"ensemble": True}, "needs models of several seeds, but"),
         of_slow_run("clip", Choice("zero_shot", PHOTO), {"wise_ft": 0.5}, "zero_shot is zero-shot itself; choose a"),
         of_slow_run("trained", Choice("all", PHOTO), {"ensemble": True}, "an ensemble needs one encoder"),
@@ -327,7 +327,7 @@ def test_a_run_of_an_earlier_version_loads(copied: Enter) -> None:
     model = load(RUN, choice=choice_of(record))
     assert model.config.encoder.trained is True
     np.testing.assert_allclose(model.predict_proba(held_out()), recorded(record), rtol=0, atol=1e-6)
-    with pytest.raises(UserError, match=r"distance: not known for this model.*it is of an earlier version"):
+    with pytest.raises(UserError, match=r"distance: unknown for this model.*it is from an earlier version"):
         model.distance(held_out())
 
 
@@ -440,7 +440,7 @@ def test_lost_and_damaged_files_come_back_with_the_recipe(copied: Enter, caplog:
     file, head = RUN / "training_features/vit/photo.safetensors", Choice("head @ vit", PHOTO)
     intact = file.read_bytes()
     file.unlink()
-    with pytest.raises(UserError, match=r"distance: not known for this model.* run its recipe again"):
+    with pytest.raises(UserError, match=r"distance: unknown for this model.* run its recipe again"):
         load(RUN, choice=head).distance(held_out())
     file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
     with pytest.raises(UserError, match="the file is damaged"):

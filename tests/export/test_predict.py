@@ -286,7 +286,7 @@ def test_columns_of_distances(small_model, model, images, predict):
     shutil.rmtree("old/training_features")
     said = predict("new", "--held-out", "sketch", "--distance", model="old", status=2)
     [line] = [line for line in said.err.splitlines() if line.startswith("xdm-ft: ")]
-    assert line.startswith("xdm-ft: --distance: not known for this model") and "run its recipe again" in line
+    assert line.startswith("xdm-ft: --distance: unknown for this model") and "run its recipe again" in line
     assert said.out == ""
 
 
@@ -403,7 +403,7 @@ def test_what_is_refused(images, predict, arguments, line):
 
 def test_a_summary_as_json(small_model, images, predict, tmp_path, monkeypatch):
     monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "cache"))  # other tests cache features of the same images
-    assert "--json: prints a summary, so that" in predict("new", "--json", status=2).err
+    assert "--json: prints a summary, so" in predict("new", "--json", status=2).err
     shutil.copy(sorted(small_model.data.rglob("*/photo/*/*"))[0], "known.png")
     Path("bad.png").write_text("no")
     Path("new/notes.txt").touch()
@@ -457,7 +457,7 @@ def test_a_file_of_another_program_stays(tmp_path, resume, content):
         ([0, 1, 1, 2, 3], r"is damaged \(line 3: it is not where it was written\)"),
         ([0, 1, 3], r"is damaged \(line 3: it is not where it was written\)"),
         ([1, 2, 3], r"is damaged \(line 1: it is not where it was written\)"),
-        ([0, 1, 2], "has 2 rows of 3 images, since another program has changed it"),
+        ([0, 1, 2], "has 2 rows for 3 images, because another program changed it"),
     ],
 )
 def test_lines_that_are_missing_moved_or_there_twice(tmp_path, order, message):

@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_small_is_reported_before_any_work(
     needed, encoder = (1 + views) * 70 * WIDTH * 4, Tiny()
     settings = {"views": views, "augmentation": "domainbed" if views else "none"}
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    with pytest.raises(UserError, match=r"the disk is full: 0\.0 MB more are needed for features, 0\.0 MB are free"):
+    with pytest.raises(UserError, match=r"the disk is full: features needs 0\.0 MB more, and 0\.0 MB are free"):
         features_of(Pixels(70), tmp_path, encoder, **settings)
     assert encoder.seen[0] == 0
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
@@ -385,7 +385,7 @@ def test_what_earlier_versions_wrote_is_said_to_be_so(tmp_path: Path, caplog: py
     with caplog.at_level("INFO", logger="xdm_ft"):
         for rows in (3, 4):
             features_of(Pixels(rows), tmp_path, Tiny(argument="new"))
-            assert caplog.text.count("1 set of features of an earlier version cannot be read") == 1
+            assert caplog.text.count("1 set of features are from an earlier version and cannot be read") == 1
     for store in stores(tmp_path):
         if "model" not in store.manifest.get("encoder", {"model": ""}):
             write_manifest(store.folder, {**store.manifest, "encoder": {"component": "tiny", "model": "m"}})

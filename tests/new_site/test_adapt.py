@@ -164,7 +164,7 @@ def test_bad_input_is_one_line_and_writes_nothing(inside, capsys, tmp_path):
         ((SITE, "--group", "(/)"), "too few groups for cross-validation: 1"),
         ((SITE, "--recentre"), "give both"),
         ((SITE, "--images", SITE), "give both"),
-        ((SITE, "--prevalence", "dog=1"), "is used by --recentre alone"),
+        ((SITE, "--prevalence", "dog=1"), "only --recentre uses it"),
         ((SITE, "--recentre", "--images", SITE, "--prevalence", "dog=1"), "name all classes"),
     ]:
         status, shown, err = answer(capsys, "model", *argv, "--out", out)
@@ -248,7 +248,7 @@ def test_what_a_run_can_not_do_with_a_site(inside, capsys, tmp_path):
     out = tmp_path / "new"
     for argv, words in [
         (("--method", "nothing"), "no model nothing"),
-        (("--method", "erm", "--held-out", "photo"), "is for model directories"),
+        (("--method", "erm", "--held-out", "photo"), "is for a model directory"),
         ((), "is a run directory; export a model of it first"),
         (("--method", "erm"), "0 labelled images and 56 training images"),
     ]:

@@ -140,7 +140,7 @@ def test_each_verdict_has_its_words():
     assert "60.0% to 80.0%" in text and "Assumes class shares as in training" in text
     assert "below the card" in found(verdict="below") and "as promised" in found(verdict="as_promised")
     assert "Assumes" not in found(prevalence={"a": 0.5, "b": 0.5})
-    assert "farther from the training images than every held-out domain" in found(is_far=True)
+    assert "farther from the training images than any held-out domain" in found(is_far=True)
     assert "No expected accuracy: because" in found(estimate=None, low=None, high=None, refused="because")
 
 

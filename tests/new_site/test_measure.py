@@ -56,7 +56,7 @@ def test_why_there_is_no_threshold():
     assert wrong.threshold is None and "with 22 of the 22 most certain answers wrong" in wrong.refused
     one = labelled(np.linspace(0.6, 0.9, 60), np.ones(60, bool))
     one.site.labels[:] = 0
-    assert at_risk(one, 0.1).refused == "all labels are of one class, and say nothing of the others"
+    assert at_risk(one, 0.1).refused == "all labels are of one class and say nothing about the others"
     trained = at_risk(labelled(np.linspace(0.6, 0.9, 60), np.ones(60, bool), trained=np.arange(60) < 3), 0.1)
     assert trained.threshold is None and trained.refused == "3 of these images trained the model"
     grouped = at_risk(labelled(np.linspace(0.6, 0.9, 60), np.ones(60, bool), np.arange(60) // 6), 0.1)
@@ -149,9 +149,9 @@ def test_thresholds_that_can_not_be_used(stored, model, inside, capsys, tmp_path
 
 def test_what_can_not_be_stored(inside, model, capsys):
     for argv, words in [
-        ((model, PHOTO, "--save"), "--save: stores a threshold, which needs --risk"),
+        ((model, PHOTO, "--save"), "--save: needs a threshold to store; add --risk"),
         (("output/small", PHOTO, "--method", "erm", "--held-out", "photo", "--risk", "0.1", "--save"), "run directory"),
-        ((model, "data/PACS", "--risk", "0.1"), "is for one site, and these are 4 domains"),
+        ((model, "data/PACS", "--risk", "0.1"), "is for one site, but these are 4 domains"),
     ]:
         status, _, err = answer(capsys, "evaluate", *argv)
         assert status == 2 and words in err, err

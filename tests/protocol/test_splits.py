@@ -291,7 +291,7 @@ THREE = MadeUp([0, 1, 0, 1, 0, 0, 1], [0, 0, 1, 1, 2, 2, 2])
         (two_domains(), {"test_domains": ("d0", "d0")}, (), "d0, d0: a domain appears twice"),
         (two_domains(), {"selection": "val_domain"}, (), "val_domain needs val_domain images"),
         (two_domains(), {"selection": "val_domain"}, (), "possible here: train_val, oracle"),
-        (two_domains(), {"name": "official"}, (), "comes with a split"),
+        (two_domains(), {"name": "official"}, (), "a split of its own"),
         (MadeUp([0, 1], [0, 0]), {}, (), "is the only domain"),
         (
             two_domains(),

@@ -73,8 +73,8 @@ def faults(*changes: Change) -> list[str]:
 FAULTS: list[tuple[list[Change], str]] = [
     ([("name: good", "name: a/b")], "r.yaml:1: name: must be a text without slashes"),
     ([("name: good\n", "")], "r.yaml: name: is missing; it names the run"),
-    ([("name: good", f"name: {'n' * 300}")], "r.yaml:1: name: takes 300 bytes as a folder's name; at most"),
-    ([("name: good", f"name: {'語' * 80}")], "r.yaml:1: name: takes 240 bytes"),
+    ([("name: good", f"name: {'n' * 300}")], "r.yaml:1: name: is 300 bytes long as a folder's name; use"),
+    ([("name: good", f"name: {'語' * 80}")], "r.yaml:1: name: is 240 bytes"),
     ([("name: good", 'name: "a\\0b"')], "r.yaml:1: name: must be a text without slashes"),
     ([("name: good", 'name: "\\ud800"')], "r.yaml:1: name: must be a text without slashes"),
     ([("{name: digits}", "digits")], "r.yaml:2: data: needs a name; known: "),
@@ -88,15 +88,15 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([("{steps: 10}", "[1]")], "r.yaml:5: training: must be a block of keys, not list"),
     ([("{steps: 10}", "{steps: 10}\nanalyse: maybe")], "r.yaml:6: analyse: must be true or false, given 'maybe'"),
     ([("{steps: 10}", "{steps: 10}\nlabel_curve: 1")], "r.yaml:6: label_curve: must be true or false, given 1"),
-    (["label_curve=true", "methods=[knn]"], "command line: label_curve: adapts linear heads on a frozen encoder, and"),
+    (["label_curve=true", "methods=[knn]"], "command line: label_curve: adapts linear heads on a frozen encoder, but"),
     (["label_curve=true", "encoder.trainable=true"], "command line: label_curve: adapts linear heads on a frozen enc"),
-    (["label_curve=true", "protocol={name: official}"], "command line: label_curve: needs domains that are held out"),
-    (["label_curve=true", "protocol={selection: oracle}"], "command line: label_curve: needs models that no label of"),
+    (["label_curve=true", "protocol={name: official}"], "command line: label_curve: needs one held-out domain"),
+    (["label_curve=true", "protocol={selection: oracle}"], "command line: label_curve: needs models that were picked"),
     ([("{steps: 10}", "{}")], "r.yaml:5: training.steps: give steps or epochs"),
     ([("10}", "10, epochs: 2, sampler: pooled}")], "r.yaml:5: training.epochs: both steps and epochs are given; keep"),
     ([("steps: 10", "epochs: 2")], "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
     ([("steps: 10", "epochs: 2, sampler: class_balanced")], "r.yaml:5: training.epochs: an epoch needs sampler: poole"),
-    (["training.schedule.warmup_steps=10"], "command line: training.schedule.warmup_steps: 10 is not below training"),
+    (["training.schedule.warmup_steps=10"], "command line: training.schedule.warmup_steps: 10 must be less than"),
     ([("10}", "10, amsgrad: true, optimizer: sgd}")], "r.yaml:5: training.amsgrad: is only for adam and adamw"),
     ([("steps: 10", "steps: 10, mixed_precision: bf16")], "r.yaml:5: training.mixed_precision: has no effect with a f"),
     (["training.layer_decay=0.5"], "command line: training.layer_decay: has no effect with a frozen encoder"),
@@ -104,7 +104,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     (["protocol={name: official, test_domains: ink}"], "command line: protocol.test_domains: is only for leave_one"),
     (["protocol={name: official, together: [[a, b]]}"], "command line: protocol.together: is only for leave_one"),
     (["protocol.together=[a, b]"], "command line: protocol.together: must be a list of sets of domains, such as [[d"),
-    (["protocol.together=[[a]]"], "command line: protocol.together: a set of fewer than two domains holds none out"),
+    (["protocol.together=[[a]]"], "command line: protocol.together: a set needs at least two domains"),
     (["protocol.together=[[a, b], [c, a]]"], "command line: protocol.together: a is named twice; keep it in one set"),
     (["protocol.together=[[0, {}]]"], "…command line: protocol.together.0.0: input should be a valid string, given 0"),
     (["protocol={final_fit: true, selection: oracle}"], "command line: protocol.final_fit: needs an unbiased estimate"),
@@ -125,7 +125,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     # encoders
     ([("resnet10t", "resnet10t, unfreeze_at: 5")], "r.yaml:3: encoder.unfreeze_at: has no effect with a frozen encode"),
     ([END_TO_END, "encoder.unfreeze_at=10"], "command line: encoder.unfreeze_at: 10 of 10 training steps leave the en"),
-    ([("name: digits", "name: digits}\nencoders: []\nx: {")], "…r.yaml:5: encoder: is for one encoder, and encoders l"),
+    ([("name: digits", "name: digits}\nencoders: []\nx: {")], "…r.yaml:5: encoder: is for one encoder, but encoders l"),
     ([ENCODERS, "encoders=[]"], "command line: encoders: must be a list of blocks like encoder, each with a name"),
     ([ENCODERS, "encoders.1.label=resnet10t"], 'r.yaml:3: encoders.1: two encoders have the name "resnet10t" in'),
     ([LINES, "encoders.0.trainable.blocks=0"], "command line: encoders.0.trainable.blocks: input should be greater th"),
@@ -181,7 +181,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     (["methods=[xdomainmix+sam, linear_probe]", "training.compile=true"], "command line: training.compile: has no eff"),
     (["methods=[erm+swad]", "training.patience=3"], "command line: methods.0: +swad decides itself which steps it ave"),
     ([END_TO_END, "training.mixed_precision=fp16"], "command line: training.mixed_precision: fp16 scales the loss, wh"),
-    (["methods=[coral]"], "command line: methods.0: coral: its penalty changes the encoder only"),
+    (["methods=[coral]"], "command line: methods.0: coral: its penalty changes only the encoder"),
     (["methods=[mixstyle]"], "command line: methods.0: mixstyle: "),
     (["methods=[{name: lisa, mix: cutmix}]"], "command line: methods.0: lisa: "),
     ([END_TO_END, "training.sampler=pooled", "methods=fish"], "command line: methods.0: fish: "),
@@ -202,8 +202,8 @@ FAULTS: list[tuple[list[Change], str]] = [
     (["search={trials: 2, space: {momentum: {choice: [0.5]}}}"], "command line: search.space.momentum: has no effect "),
     (["search={trials: 2, space: {lr: {choice: [-1.0]}}}"], "command line: search.space: trial 1 draws lr = -1.0: "),
     (["search.trials=2"], "command line: search.trials: 2 would train each model 2 times with the same settings; set "),
-    (["search.preset=frozen"], "command line: search.trials: 1 uses no value of the preset frozen"),
-    (["search.space={lr: {choice: [0.1]}}"], "command line: search.trials: 1 uses no value of search.space"),
+    (["search.preset=frozen"], "command line: search.trials: 1 never uses the preset frozen"),
+    (["search.space={lr: {choice: [0.1]}}"], "command line: search.trials: 1 never uses search.space"),
     # overrides METHOD.KEY=VALUE
     ([ITEMS, LONG, "irm.x=3"], "command line: irm.x: no item of methods uses irm; add it to one, or leave this out"),
     ([ITEMS, LONG, "irm+sam.rho=3"], "command line: irm+sam.rho: no item of methods uses irm+sam; add it to one"),
@@ -417,13 +417,13 @@ def test_methods_that_can_not_see_the_whole_batch_are_refused(
     with pytest.raises(UserError) as caught:
         load("all_methods_end_to_end", overrides)
     assert len(str(caught.value).splitlines()) == 2
-    assert "mixstyle: it mixes the styles" in str(caught.value) and "dsu: it measures" in str(caught.value)
+    assert "mixstyle: it mixes styles" in str(caught.value) and "dsu: it measures" in str(caught.value)
     local = [*overrides, "training.sampler=pooled", "methods=[{name: xdomainmix, partners: local}]"]
     with pytest.raises(UserError, match="use partners: global"):
         load("all_methods_end_to_end", local)
     load("all_methods_end_to_end", [*local, "training.loss_average=sample"])
     searched = "search={trials: 9, space: {xdomainmix.partners: {choice: [global, local]}}}"
-    with pytest.raises(UserError, match="of xdomainmix: partners: local averages the loss over each part"):
+    with pytest.raises(UserError, match="of xdomainmix: partners: local averages the loss over parts"):
         load("all_methods_end_to_end", [*overrides, "training.sampler=pooled", "methods=[xdomainmix]", searched])
 
 

@@ -446,7 +446,7 @@ def test_edited_files_are_refused(finished, run, capsys):
             assert "Traceback" not in errors
             if command != commands[2] or name == "training.steps":  # else it is no recipe, or one with defaults
                 line = one_line(errors)
-                assert f"{recipe}: was edited or is damaged" in line and name in line
+                assert f"{recipe}: was edited or damaged" in line and name in line
         assert document.read_bytes() == texts[document]
     recipe.write_bytes(texts[recipe])
     for change, has_checksum, problem in RESULT_EDITS:
@@ -534,7 +534,7 @@ def test_a_damaged_shared_file(kind, finished, large, caplog, capsys):
     damage(path, kind)
     if kind == "folder":
         assert run_large(finished, large) == 2
-        assert f"{path}: cannot be written, as it is a folder" in capsys.readouterr().err
+        assert f"{path}: cannot be written because it is a folder" in capsys.readouterr().err
         return
     assert run_large(finished, large) == 0
     assert contents(large) == content and numbers(large) == expected

@@ -365,8 +365,8 @@ def faults_of(dataset):
 def test_names_that_are_alike_are_reported(folder):
     dataset = as_csv(folder, cells(label=["1", "1.0", "01", "2"], domain=["Site", "site", "x", "x"]))
     classes, domains, *_ = faults_of(dataset)
-    assert classes.found.startswith('"01" (in x) and "1" (in Site) and "1.0" (in site) differ only in case, in spaces')
-    assert domains.found.startswith('"Site" (1 image) and "site" (1 image) differ only in case, in spaces or in how')
+    assert classes.found.startswith('"01" (in x) and "1" (in Site) and "1.0" (in site) differ only in case, spaces')
+    assert domains.found.startswith('"Site" (1 image) and "site" (1 image) differ only in case, spaces or the form')
     assert classes.remedy and domains.remedy
     others = faults_of(MadeUp([0, 1, 2], [0, 1, 1]))
     assert not [finding for finding in others if "differ only" in finding.found]

@@ -97,7 +97,10 @@ def test_only_the_recipes_own_rule_must_select() -> None:
     selector, resumed = (Selector(Criteria((VAL, ORACLE), "auroc"), first_selectable_step=5) for _ in range(2))
     offer(selector, (NAN, 0.5), first=5)
     reason = str(selector.failure())
-    assert reason.startswith("train_val could select no step: from step 5 on, auroc was") and ORACLE not in reason
+    assert (
+        reason.startswith("train_val could not select a step: from step 5 on, every evaluation had an undefined auroc")
+        and ORACLE not in reason
+    )
     offer(selector, (0.5, NAN), first=6)
     assert selector.failure() is None and selector.selected[ORACLE].step == 5
     resumed.load_state(selector.state())

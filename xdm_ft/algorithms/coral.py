@@ -29,8 +29,8 @@ class CORAL(Algorithm):
     search_ranges = {"gamma": {"log_uniform": (1e-1, 1e1)}}
     min_domains = 2
     frozen_reason = (
-        "its penalty changes the encoder only, so with a frozen encoder it equals erm; "
-        "set encoder.trainable: true, or use erm"
+        "its penalty changes only the encoder, so it equals erm on a frozen one; set encoder.trainable: true, "
+        "or use erm"
     )
 
     def __init__(

@@ -29,11 +29,11 @@ class DSU(ERM):
 
     source = "Li et al. 2022, Uncertainty Modeling for Out-of-Distribution Generalization (ICLR)"
     parts_reason = (
-        "it measures how the statistics of a batch's samples vary inside the encoder, where a process or micro-batch "
-        "has only its part; train it in one process with training.accumulation: 1"
+        "it measures statistics over a whole batch, but a process or micro-batch holds only a part; train it in "
+        "one process with training.accumulation: 1"
     )
     frozen_reason = (
-        "it changes feature maps inside the encoder, and features are cached after it; set encoder.trainable: true"
+        "it changes feature maps inside the encoder, but cached features come after it; set encoder.trainable: true"
     )
 
     def __init__(

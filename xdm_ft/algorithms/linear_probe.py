@@ -96,8 +96,8 @@ class LinearProbe(Solver):
         largest = float(np.abs(end.jac).max())
         if largest > self.tolerance:
             logger.warning(
-                "linear_probe.tolerance: strength %g has a gradient of %.1e after %d iterations, above %.0e; the head "
-                "is kept; raise the tolerance to accept it",
+                "linear_probe.tolerance: strength %g has a gradient of %.1e after %d iterations, above %.0e; "
+                "the head stays; raise the tolerance to accept it",
                 strength, largest, end.nit, self.tolerance,
             )  # fmt: skip
         return problem.coefficients(end.x)

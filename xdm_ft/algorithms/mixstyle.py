@@ -32,11 +32,11 @@ class MixStyle(ERM):
 
     source = "Zhou et al. 2021, Domain Generalization with MixStyle (ICLR)"
     parts_reason = (
-        "it mixes the styles of a batch's samples inside the encoder, where a process or micro-batch has only its "
-        "part; train it in one process with training.accumulation: 1"
+        "it mixes styles over a whole batch, but a process or micro-batch holds only a part; train it in one "
+        "process with training.accumulation: 1"
     )
     frozen_reason = (
-        "it changes feature maps inside the encoder, and features are cached after it; set encoder.trainable: true"
+        "it changes feature maps inside the encoder, but cached features come after it; set encoder.trainable: true"
     )
 
     two_domains_if = {"partners": "other_domain"}

@@ -16,7 +16,7 @@ from xdm_ft.runtime.tensors import Batch, InputPartners, Samples
 
 PartnerSource = Annotated[
     Literal["batch", "all"],
-    Field(description="draw x_j from the batch, or from all training images (which doubles the images to decode)"),
+    Field(description="draw x_j from the batch, or from all training images (twice as many images to decode)"),
 ]
 Annotation = Literal["y", "domain"]
 

@@ -112,7 +112,7 @@ class XDomainMix(Algorithm):
         domain_head: Annotated[
             Literal["linear"] | None,
             Field(
-                description="kind of the domain head d; null: that of the class head, with its settings (the paper's)"
+                description="kind of the domain head d; null: the kind and settings of the class head (as in the paper)"
             ),
         ] = None,
         domain_head_augmented: Annotated[
@@ -123,8 +123,8 @@ class XDomainMix(Algorithm):
         self.warmup_steps = setup.steps * 3 // 5 if warmup_steps is None else warmup_steps
         if self.warmup_steps >= setup.steps:
             raise UserError(
-                f"xdomainmix: warmup_steps {self.warmup_steps} leaves no step to mix in: training has {setup.steps} "
-                "steps, so this is ERM; lower warmup_steps or raise training.steps"
+                f"xdomainmix: warmup_steps {self.warmup_steps} leaves no step to mix in, so this is ERM: "
+                f"training has {setup.steps} steps; lower warmup_steps or raise training.steps"
             )
         self.quantile_steps = max(1, setup.steps // 50) if quantile_steps is None else quantile_steps
         self.p_discard: Tensor

@@ -19,8 +19,8 @@ NOTE = (
     "and +0.85 with held-out accuracy, plain validation accuracy 0.98 and 0.89."
 )
 HOW = (
-    "halves by the cosine of each image to its class's prompt, split at the median within each class; the middle image "
-    "of an odd number is in neither half"
+    "halves by the cosine of each image to its class's prompt, split at the median of each class; a middle "
+    "image is in neither half"
 )
 
 

@@ -108,7 +108,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
     label = encoder_label(study.item.encoder)
     notes = [*([f"there are no held-out domains: {study.problem}"] if study.problem else []), *notes]
     if (near.nearest < 0).all() and len(rows) > 1:
-        notes.append("all features are zero: copies and twin domains can't be looked for")
+        notes.append("no search for copies and twin domains: all features are zero")
     document: Json = {
         "version": AUDIT_VERSION,
         "name": study.plan.recipe.name,
@@ -129,7 +129,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
         "notes": notes,
     }
     if scores is None:
-        notes.append("label errors can't be looked for: it needs two classes, and five images or groups of them")
+        notes.append("no search for label errors: it needs two classes, and five images or groups")
     else:
         document["labels"] = {
             "suspects": len(scores.suspects),

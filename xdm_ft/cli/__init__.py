@@ -13,7 +13,7 @@ from typing import Any
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.terminal import show
 
-UNKNOWN_TRAINING = "whether any image trained the model is unknown, as there are no checksums of its training images"
+UNKNOWN_TRAINING = "unknown whether an image trained the model, because its training images have no checksums"
 
 
 @dataclass(frozen=True)

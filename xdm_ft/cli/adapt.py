@@ -23,15 +23,17 @@ def main(arguments: argparse.Namespace) -> Answer:
     check_batch_size(arguments)
     out = expand_user(arguments.out, "--out")
     if arguments.recentre != (arguments.images is not None):
-        raise UserError("--recentre: needs all images of the site; give both --recentre and --images, or none")
+        raise UserError("--recentre: needs all images of the site; give both --recentre and --images, or neither")
     if arguments.prevalence is not None and not arguments.recentre:
-        raise UserError("--prevalence: is used by --recentre alone; add --recentre and --images, or leave it out")
+        raise UserError("--prevalence: only --recentre uses it; add --recentre and --images, or leave it out")
     refuse_taken(out)
     common = {"group": arguments.group, "batch_size": arguments.batch_size}
     if is_run(Path(arguments.model).expanduser()) and arguments.method is not None:
         if arguments.recentre or arguments.held_out is not None:
             option = "--recentre" if arguments.recentre else "--held-out"
-            raise UserError(f"{option}: is for model directories; with a run directory, all its images train")
+            raise UserError(
+                f"{option}: is for a model directory; a run directory trains on all its images; leave it out"
+            )
         run = adapt_run(arguments.model, arguments.method, arguments.site, out, **common)
         return Answer(run, list(lines(run)))
     refuse_run(arguments.model, ", or name a method that is trained again with the site: --method")
@@ -54,9 +56,9 @@ def lines(found: Adaptation) -> Iterator[str]:
     if found.kept:
         yield f"wrote {found.out}: a model for this site alone, {100 * gain / found.labels:+.1f} points"
         command = f"xdm-ft evaluate {shlex.quote(str(found.out))} SITE"
-        yield f"Other labelled images of the site say how good it is there: {command}"
+        yield f"To learn how good it is at this site, evaluate it on other labelled images: {command}"
     else:
-        yield "the shipped model stays: the adapted one is not clearly better here"
+        yield "keep the shipped model: the adapted one is not clearly better here"
     if found.labels < ADVISED:
         yield f"{ADVISED} labels or more are advised"
     if found.absent_classes:

@@ -87,7 +87,7 @@ def probability_or_stored(text: str) -> float | str:
 def add_recipe(verb: Parser, nargs: str | None = None, metavar: str = "RECIPE", other: str = "") -> None:
     text = f"a file, or the name of a packaged recipe{other}"
     complete_with(verb.add_argument("recipe", metavar=metavar, nargs=nargs, help=text), recipe_names)
-    text = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of a method"
+    text = "changes to the recipe, with values as YAML; METHOD.KEY=value sets a key of a method"
     changes = verb.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help=text)
     complete_with(changes, override_keys)
 
@@ -112,7 +112,7 @@ def add_model_options(verb: Parser) -> None:
     option("--encoder-weights", metavar="FILE", help="the encoder's weights, if the model lacks them")
     option("--device", help="as in torch; default: a GPU if there is one")
     option("--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the run")
-    size = "images per forward pass (default: 16 on a CPU, 64 on a GPU), which takes as long for fewer"
+    size = "images per forward pass (default: 16 on a CPU, 64 on a GPU)"
     option("--batch-size", type=int, metavar="N", help=size)
     add_choice(verb)
 
@@ -127,25 +127,25 @@ def add_retrain(verb: Parser) -> None:
         option("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="of a search (default 0)"),
     ):
         complete_with(argument, recorded_values)
-    option("--keep", metavar="DIR", help="keep what it trains: DIR becomes a run directory with this model")
+    option("--keep", metavar="DIR", help="keep the trained model: DIR becomes a run directory with it")
     option("--alone", action="store_true", help="train the head without the other heads of its chunk")
 
 
 def add_analyse(verb: Parser) -> None:
     verb.add_argument("run_dir", metavar="RUN_DIR")
-    images = "write images of augmented features too; FOLDER has AdaIN's vgg_normalised.pth and decoder.pth"
+    images = "also write images of augmented features; FOLDER holds AdaIN's vgg_normalised.pth and decoder.pth"
     verb.add_argument("--reconstruct", metavar="FOLDER", help=images)
 
 
 def add_report(verb: Parser) -> None:
     option = verb.add_argument
     flag = partial(verb.add_argument, action="store_true")
-    several = "several are shown in one table, if data, split, seeds, selection, metric and held-out domains are equal"
+    several = "several give one table, if data, split, seeds, selection, metric and held-out domains are equal"
     option("run_dirs", metavar="RUN_DIR", nargs="+", help=f"a run directory; {several}")
-    default = "of the tables (default: that of the name of FILE, or text)"
+    default = "format of the tables (default: by the suffix of FILE, else text)"
     option("--format", choices=list(FORMATS.values()), help=default)
     option("--out", metavar="FILE", help="write the tables to FILE.txt, .md, .tex or .csv, not to the screen")
-    flag("--oracle", help="in LaTeX and CSV too, show what the rule oracle selects, which reads test labels")
+    flag("--oracle", help="show results of the rule oracle, which reads test labels, in LaTeX and CSV too")
     flag("--images", help="show the most confident mistakes as small images in report.html")
 
 
@@ -154,27 +154,35 @@ def add_export(verb: Parser) -> None:
     flag = partial(verb.add_argument, action="store_true")
     option("run_dir", metavar="RUN_DIR")
     option("dir", metavar="DIR", help="a new directory")
-    flag("--best", help="the final fit on all images, trained now if it was not (the default, but for official splits)")
+    flag(
+        "--best",
+        help="the final fit on all images; trains it now if the run did not (the default, except for official splits)",
+    )
     add_choice(verb)
     encoder = verb.add_mutually_exclusive_group()
-    include = "include all weights of the encoder (default: only if they came from a file)"
+    include = "include all weights of the encoder (default: only weights that came from a file)"
     encoder.add_argument("--with-encoder", action="store_true", default=None, help=include)
-    leave_out = "leave out weights of the encoder that were not trained; if they came from a file, loading needs it"
+    leave_out = (
+        "leave out weights of the encoder that were not trained; loading needs the file that they came from, if any"
+    )
     encoder.add_argument("--without-encoder", action="store_false", dest="with_encoder", default=None, help=leave_out)
-    wise = "mean of trained (α) and zero-shot (1 − α) weights, of a method that started from class embeddings"
+    wise = "average the trained (α) and zero-shot (1 − α) weights of a method that started from class embeddings"
     option("--wise-ft", type=float, metavar="α", help=wise)
     flag("--ensemble", help="the heads of all seeds, averaged")
     fitted = "divide the logits by the temperature that was fitted on validation parts of the training domains"
     flag("--temperature", help=fitted)
-    flag("--no-site", help="leave out the heads that `assess` and `adapt` read, which are trained now")
+    flag("--no-site", help="do not train the heads that `assess` and `adapt` need")
     flag("--onnx", help="also write model.onnx, checked against torch")
-    inside = "like --onnx, for uint8 images that are resized already: normalisation is inside the file"
+    inside = "like --onnx, but the file takes resized uint8 images and normalises them itself"
     flag("--onnx-preprocessing", help=inside)
     option("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
-    flag("--allow-training-features", help="let --push-to-hub upload a head that holds features of training images")
-    hashes = "--push-to-hub uploads the checksums of the training images too (default: they stay here)"
+    flag(
+        "--allow-training-features",
+        help="with --push-to-hub: upload a head even if it holds features of training images",
+    )
+    hashes = "with --push-to-hub: also upload the checksums of the training images (default: they stay here)"
     flag("--with-training-hashes", help=hashes)
-    flag("--private", help="make a new repository of --push-to-hub private")
+    flag("--private", help="with --push-to-hub: make a new repository private")
 
 
 def add_predict(verb: Parser) -> None:
@@ -183,20 +191,24 @@ def add_predict(verb: Parser) -> None:
     option("model", metavar="DIR", help="a model directory, or a run directory")
     paths = "image, folder, quoted glob, table (CSV or Parquet) with a column path, or - (paths on standard input)"
     option("paths", metavar="PATH", nargs="+", help=paths)
-    option("--out", metavar="FILE", help="appears when it is complete; default: standard output")
+    option("--out", metavar="FILE", help="write the table to FILE once it is complete (default: standard output)")
     option("--format", choices=["csv", "jsonl", "parquet"], help="default: by the suffix of --out, else csv")
     flag("--probabilities", help="a column p:CLASS for each class")
-    option("--top-k", type=int, metavar="K", help="columns label_1, probability_1 … of the K best classes")
+    option("--top-k", type=int, metavar="K", help="columns label_1, probability_1, … for the K best classes")
     flag("--entropy", help="entropy of the probabilities, in nats")
     flag("--spread", help="standard deviation of the label's probability over the heads of an ensemble")
     distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/ship.md)"
     flag("--distance", help=distance)
-    below = f"leave the label empty where its probability is lower; {STORED}: than what `xdm-ft evaluate --save` stored"
+    below = (
+        f"leave a label empty if its probability is below P; {STORED}: below the threshold of `xdm-ft evaluate --save`"
+    )
     option("--abstain-below", type=probability_or_stored, metavar=f"P|{STORED}", help=below)
-    group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
+    group = (
+        "a row per group, with the mean of its images' probabilities. Group: a column of the tables, or an expression"
+    )
     option("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
     flag("--resume", help="continue the unfinished predictions of --out, if any")
-    flag("--strict", help="exit status 2 if an image cannot be read, or a folder holds other files")
+    flag("--strict", help="exit with status 2 if an image cannot be read or a folder holds other files")
     add_model_options(verb)
 
 
@@ -204,8 +216,13 @@ def add_site(verb: Parser, model: str, about: str) -> None:
     """Adds the arguments of a verb that reads the images of a site without labels."""
     option = verb.add_argument
     option("model", metavar=model, help=about)
-    option("images", metavar="IMAGES", nargs="+", help="of the site, without labels: as PATH of `xdm-ft predict`")
-    group = "images of one patient, slide or sequence, which are not independent: a column of the table, or an"
+    option(
+        "images",
+        metavar="IMAGES",
+        nargs="+",
+        help="images of the site, without labels: the same forms as PATH of `xdm-ft predict`",
+    )
+    group = "which images belong to one patient, slide or sequence: a column of the table, or an"
     option("--group", metavar="REGEX|COLUMN", help=f"{group} expression for paths (default: the column group)")
     add_model_options(verb)
 
@@ -219,21 +236,27 @@ def add_assess(verb: Parser) -> None:
 def add_label(verb: Parser) -> None:
     add_site(verb, "MODEL", "a model directory or a run directory")
     option = verb.add_argument
-    most = "images to label, at most: a quarter at random to evaluate the model, the others chosen to adapt it"
+    most = "most images to label: a quarter drawn at random to evaluate the model, the others chosen to adapt it"
     option("--budget", type=int, metavar="N", required=True, help=most)
     option("--out", metavar="FILE.csv", required=True, help="a new table, with an empty column label to fill in")
-    option("--sheet", metavar="FILE.html", help="also a page of the images, embedded as small ones")
+    option("--sheet", metavar="FILE.html", help="also write a page with the images, made small")
 
 
 def add_adapt(verb: Parser) -> None:
     option = verb.add_argument
-    either = "a model directory; or a run of image files, with --method: trained again, the site as one more domain"
+    either = (
+        "a model directory; or, with --method, a run on image files: trains the method again with the site as "
+        "one more domain"
+    )
     option("model", metavar="MODEL_DIR|RUN_DIR", help=either)
     site = "labelled images of the site: the table of `xdm-ft label`, filled in, or what `xdm-ft evaluate` takes"
     option("site", metavar="LABELLED", help=site)
     option("--out", metavar="DIR", required=True, help="a new directory; it is not written if the model stays")
-    option("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
-    shift = "shift features by how the mean of --images differs from that of training images with the same class shares"
+    option("--group", metavar="REGEX", help="expression for paths; the text that it matches is the image's group")
+    shift = (
+        "shift features by the difference between the mean of --images and the mean of training images with the "
+        "same class shares"
+    )
     option("--recentre", action="store_true", help=shift)
     option("--images", metavar="IMAGES", nargs="+", help="with --recentre: all images of the site, without labels")
     shares = "with --recentre: class shares at the site, as a=.3,b=.7 (default: those of the labels, from 20 on)"
@@ -246,11 +269,11 @@ def add_evaluate(verb: Parser) -> None:
     option("model", metavar="MODEL", help="a model directory or a run directory")
     site = "folder <class>/<image> or <domain>/<class>/<image>, or a CSV or Parquet table with columns path, label; "
     option("site", metavar="SITE", help=f"{site}optional: domain, group")
-    option("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
+    option("--group", metavar="REGEX", help="expression for paths; the text that it matches is the image's group")
     option("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
-    every = "all images of the site, without labels: as PATH of `xdm-ft predict`; from 100 labels on they narrow the"
+    every = "all images of the site, without labels (as PATH of `xdm-ft predict`); from 100 labels on they narrow the"
     option("--images", metavar="IMAGES", nargs="+", help=f"{every} accuracy's interval")
-    wrong = "find the threshold of the probability above which at most this share of answers is wrong, as 0.1 or 10%%"
+    wrong = "find the probability above which at most this share of answers is wrong, such as 0.1 or 10%%"
     option("--risk", type=share, metavar="SHARE", help=wrong)
     stored = f"store the threshold in the model directory, for `xdm-ft predict --abstain-below {STORED}`"
     option("--save", action="store_true", help=stored)
@@ -258,7 +281,7 @@ def add_evaluate(verb: Parser) -> None:
 
 
 def add_explain(verb: Parser) -> None:
-    meaning = "a word of a screen or table, or a group of words (default: the concepts that come first)"
+    meaning = "a word of a screen or table, or a group of words (default: the first concepts)"
     complete_with(verb.add_argument("word", metavar="WORD", nargs="*", help=meaning), explained_words)
 
 
@@ -277,9 +300,9 @@ def add_cache(verb: Parser) -> None:
     option("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
     option("--dir", help="folder of the cache, if it is not the default one")
     option("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
-    unreferenced = "prune: remove features that no run in these folders, at any depth, was trained on"
+    unreferenced = "prune: remove features that no run in or below these folders was trained on"
     option("--unreferenced", nargs="+", metavar="DIR", help=unreferenced)
-    size = "prune: remove the longest unused features until this size is left"
+    size = "prune: remove the features that were unused longest until this size is left"
     option("--max-size", type=float, metavar="GB", help=size)
 
 
@@ -288,21 +311,27 @@ VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
     "validate": (add_recipe, "check a recipe against its data; print the resolved recipe, the prompts and the plan"),
     "audit": (
         add_audit,
-        "find copies, twin domains and label errors in the data, and whether a site tells the class; what each costs",
+        "find copies, twin domains, label errors, and domains that give the class away; say what each costs",
     ),
     "features": (add_recipe, "compute the features of a recipe and cache them, without training"),
-    "retrain": (add_retrain, "train one model of a run again and compare it with the recorded one"),
+    "retrain": (add_retrain, "train one model of a run again and compare it with the record"),
     "analyse": (
         add_analyse,
-        "measure the models of a finished run as the paper does: invariance, divergence, importance, calibration",
+        "measure the models of a finished run: invariance, divergence, importance, calibration",
     ),
     "report": (add_report, "print the tables of a run and write its reports again; show several runs in one table"),
     "export": (add_export, "write a model of a run as a directory that loads anywhere"),
-    "predict": (add_predict, "predict the classes of images: a table with a row per image"),
-    "assess": (add_assess, "expect the accuracy of a model on unlabelled images of a new site, or say why not"),
-    "label": (add_label, "choose the images of a new site that are worth a label: a table to fill in"),
-    "evaluate": (add_evaluate, "measure a model on labelled images of a new site, beside what it promises"),
-    "adapt": (add_adapt, "adapt a model to one site by a few labelled images; keep it only if it is better"),
+    "predict": (add_predict, "predict the classes of images; write a table with a row per image"),
+    "assess": (
+        add_assess,
+        "estimate a model's accuracy on unlabelled images of a new site, or say why it cannot be estimated",
+    ),
+    "label": (add_label, "choose images of a new site that are worth labelling; write a table to fill in"),
+    "evaluate": (
+        add_evaluate,
+        "measure a model on labelled images of a new site, and compare with what its card promises",
+    ),
+    "adapt": (add_adapt, "adapt a model to one site with a few labelled images; keep it only if it is better"),
     "doctor": (
         partial(add_recipe, nargs="?"),
         "check installation, devices, weights and data; print a remedy for each fault",

@@ -73,15 +73,15 @@ def judgement(found: Assessment) -> str:
 
 def _reservations(found: Assessment) -> Iterator[str]:
     """Yields what limits the estimate, and which images do not count."""
-    yield f"All of it is of the reference head: {found.heads}."
+    yield f"All numbers are for the reference head: {found.heads}."
     if found.prevalence is None:
         yield "Assumes class shares as in training; --prevalence gives others."
     if found.is_far:
-        yield "These images are farther from the training images than every held-out domain was: less is known here."
+        yield "These images lie farther from the training images than any held-out domain did: trust this less."
     for risk, worst in found.risks.items():
         what = f"For at most {100 * float(risk):g}% wrong answers"
         if worst.threshold is None:
-            yield f"{what}, no threshold of the probability was enough at {worst.domain}, a held-out domain."
+            yield f"{what}, no threshold was enough at the held-out domain {worst.domain}."
         else:
             record = f"a threshold found so was broken at {worst.broken} of {plural(worst.sites, 'site')}"
             yield f"{what}, {worst.domain}, the worst held-out domain, needs {worst.threshold:.2f}; {record}."

@@ -62,4 +62,4 @@ def _write_page(folder: Path) -> None:
             directory.lock()
             write_reports(directory, run)
     except UserError as error:
-        logger.warning("the page does not show this audit yet: %s; `xdm-ft report %s` writes it again", error, folder)
+        logger.warning("the page does not show this audit: %s; write it again with `xdm-ft report %s`", error, folder)

@@ -74,7 +74,7 @@ class Evaluation:
             value, promised = shown(metric, versus.value), shown(metric, versus.promised)
             text = f"{at}{WORDS[metric]} {value}; the card's mean is {promised}"
             if versus.interval is not None:
-                text += f", 95% for such a sample of a like site {interval(metric, versus.interval)}"
+                text += f", 95% for such a sample of a similar site {interval(metric, versus.interval)}"
             domain, worst = versus.worst
             yield f"{text}, and of its worst held-out domain, {domain}, {shown(metric, worst)}: {versus.verdict}"
         if not promises:
@@ -87,7 +87,7 @@ class Evaluation:
 
     def _of_all_images(self, found: WithImages) -> str:
         if found.value is None:
-            return f"No accuracy with the help of --images: {found.refused}"
+            return f"--images gives no accuracy: {found.refused}"
         by = f"with the help of {plural(found.images or 0, 'image')} of --images"
         by += f" ({found.unreadable} more cannot be read)" if found.unreadable else ""
         return f"accuracy {shown('accuracy', found.value)} {by}, 95% {interval('accuracy', found.interval)}"
@@ -97,7 +97,9 @@ class Evaluation:
         if found.threshold is None:
             yield f"No threshold for {wanted}: {found.refused}"
             return
-        answered = f"{found.answered} of {plural(found.labels, 'labelled image')} are answered, {found.wrong} wrongly"
+        answered = (
+            f"the model answers {found.answered} of {plural(found.labels, 'labelled image')}, {found.wrong} wrongly"
+        )
         yield f"For {wanted}: --abstain-below {found.threshold!r}; {answered}"
         if self.saved is not None:
             yield f"wrote {self.saved}: xdm-ft predict --abstain-below stored uses it"
@@ -105,12 +107,12 @@ class Evaluation:
     def _reservations(self) -> Iterator[str]:
         """Yields which images do not count, or may not, as images of a new site."""
         if self.seen_domains:
-            yield f"Domains of this name trained the model, so they are no new sites: {', '.join(self.seen_domains)}"
+            yield f"Domains of this name trained the model, so they are not new sites: {', '.join(self.seen_domains)}"
         if self.absent_classes:
             names = ", ".join(self.absent_classes)
-            yield f"No image here of {plural(len(self.absent_classes), 'class')} of the model: {names}"
+            yield f"These labels have no image of {plural(len(self.absent_classes), 'class')} of the model: {names}"
         if len(present := [name for name, of_class in self.whole.classes.items() if of_class.images]) == 1:
-            yield f"All labels are {present[0]}: the accuracy is that of this class alone"
+            yield f"All labels are {present[0]}: the accuracy is of this class alone"
         if self.unlabelled:
             yield f"{plural(self.unlabelled, 'row')} without a label left out"
         yield from unreadable_left_out(self.unreadable)
@@ -118,10 +120,10 @@ class Evaluation:
         if self.training_images is None:
             trained = UNKNOWN_TRAINING
         elif not self.training_images:
-            trained = "none has the bytes of an image that trained the model"
+            trained = "none is an exact copy of an image that trained the model"
         else:
             share = f"{self.training_images} of {plural(self.whole.images, 'image')}"
-            trained = f"{share} trained the model: what is measured on them does not hold for new ones"
+            trained = f"{share} trained the model: results on them do not hold for new images"
         yield f"{copies}; {trained}"
 
 
@@ -135,7 +137,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     check_batch_size(arguments)
     folder = Path(arguments.model).expanduser()
     if arguments.save and arguments.risk is None:
-        raise UserError("--save: stores a threshold, which needs --risk; add --risk 0.1, for example")
+        raise UserError("--save: needs a threshold to store; add --risk 0.1, for example")
     if arguments.save:
         refuse_other_directories(folder)
     sources = None if arguments.images is None else Sources(arguments.images)
@@ -154,7 +156,9 @@ def main(arguments: argparse.Namespace) -> Answer:
     several = len(by_domain) > 1
     for option, value in (("--risk", arguments.risk), ("--images", arguments.images)):
         if several and value is not None:
-            raise UserError(f"{option}: is for one site, and these are {len(by_domain)} domains; name one by --domain")
+            raise UserError(
+                f"{option}: is for one site, but these are {len(by_domain)} domains; name one with --domain"
+            )
     risk = None if arguments.risk is None else at_risk(images, arguments.risk)
     helped = None
     if sources is not None:

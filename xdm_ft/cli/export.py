@@ -79,7 +79,9 @@ def export_model(
         return parts
 
     if best and choice.held_out is not None:
-        raise UserError("--best names the final fit, and --held-out a model that was trained without a domain")
+        raise UserError(
+            "--best names the final fit, but --held-out a model that was trained without a domain; keep one"
+        )
     if onnx or onnx_preprocessing:
         check_installed()
     if push_to_hub is not None:
@@ -173,7 +175,7 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     text = written_recipe(run.path, run.results)
     name = str(text.values["name"])
     if name != run.path.resolve().name:
-        problem = f"the final fit is trained in a directory with the run's name, {name}; rename it"
+        problem = f"the final fit trains in a directory with the run's name, {name}; rename it"
         raise UserError(f"{run.path}: {problem}, or {by_held_out}")
     # as the user named it: the run's page repeats it, and is given to others
     parent = run.path.parent if run.path.name == name else run.path.resolve().parent
@@ -185,8 +187,8 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
         raise UserError(f"{run.path}: --ensemble: {problem}")
     seconds = median(record.train_seconds or 0.0 for record in run.records if record.method == method)
     logger.info(
-        "%s: trains the final fit of %s on all labelled images%s: about %s s, as one model of the run took %s s, after "
-        "the features are read or computed",
+        "%s: trains the final fit of %s on all labelled images%s: about %s s after reading the features (one "
+        "model of the run took %s s)",
         run.path, method, f" under {seeds} seeds" if seeds > 1 else "", seconds_text(seeds * seconds),
         seconds_text(seconds),
     )  # fmt: skip

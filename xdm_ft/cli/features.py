@@ -30,7 +30,7 @@ def fill_cache(recipe: Recipe) -> Answer:
         problem = "it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
         raise UserError(f"{recipe.name}: {problem}")
     if not recipe.has_images:
-        raise UserError(f"{recipe.name}: {NO_IMAGES}; there is nothing to compute, use `xdm-ft run`")
+        raise UserError(f"{recipe.name}: {NO_IMAGES}; nothing to compute; use `xdm-ft run`")
     with launched(recipe) as accelerator, heartbeat(accelerator):
         check_cluster(recipe)
         with pulse.waiting():

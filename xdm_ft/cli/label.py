@@ -40,7 +40,7 @@ def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
         yield f"wrote {made.sheet}: the images of its rows"
     if made.in_large_groups:
         text = plural(made.in_large_groups, "image")
-        yield f"{text} could not be chosen, in groups larger than --budget: what is measured does not hold for them"
+        yield f"{text} could not be chosen (groups larger than --budget): results do not hold for them"
     yield from left_out(made.unreadable, made.copies, 0, made.training_images)
     yield f"Fill in its column label ({', '.join(class_names)}), from the first row on, then run"
     command = f"{shlex.quote(made.model)} {shlex.quote(str(made.out))}"

@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of the examples
         verb = verbs.add_parser(name, help=summary, description=summary, epilog=examples, formatter_class=form)
         verb.add_argument("--json", action="store_true", help="print the result as one JSON document")
-        quiet = "print no progress and no notes: only warnings and faults"
+        quiet = "print only warnings and errors"
         verb.add_argument("--quiet", action="store_true", help=quiet)
         add_arguments(verb)
     return main_parser

@@ -48,7 +48,7 @@ def load_model(arguments: argparse.Namespace) -> Model:
 def output_of(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
     """Returns the file to write (None: standard output) and its format. Raises `UserError` if they do not fit."""
     if arguments.json and arguments.out is None:
-        problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
+        problem = "--json: prints a summary, so the predictions need --out FILE; to print them as JSON lines, use"
         raise UserError(f"{problem} --format jsonl instead")
     out = None if arguments.out is None else expand_user(arguments.out, "--out")
     formats: dict[str, Format] = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -111,7 +111,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     threshold = arguments.abstain_below
     if threshold == STORED:
         if grouped:
-            raise UserError(f"--abstain-below {STORED}: is of single images; leave out --group-by, or give a number")
+            raise UserError(f"--abstain-below {STORED}: is for single images; leave out --group-by, or give a number")
         threshold = read_threshold(Path(arguments.model).expanduser(), model.module.precision).threshold
     table = Predictions(model, Columns(*flags, threshold), format_, grouped)
     size = arguments.batch_size or fast_batch_size(model.device.type)

@@ -106,7 +106,7 @@ def validate(recipe: Recipe) -> Answer:
     for label, chain in blocks.items():
         parts[f"blocks of the encoder{'' if label is None else f' {label}'}, in order"] = chain
     parts["what trains above a cut"] = [line for cost in cuts for line in cost.lines]
-    parts["what it will find, by the variances of the run that is there"] = power
+    parts["differences it can find, by the variances of the existing run"] = power
     parts["findings"] = [finding.line for finding in findings]
     text = resolved_with_meanings(recipe).split("\n")
     for heading, lines in parts.items():

@@ -32,8 +32,8 @@ CacheSize = Annotated[
     int,
     Field(
         ge=1,
-        description="MB of memory in every process that reads images, for the row groups (of a tar: runs of members) "
-        "that it read last",
+        description="MB of memory per process that reads images, to keep the row groups (tar: runs of members) that it "
+        "read last",
     ),
 ]
 

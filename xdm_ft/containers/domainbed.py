@@ -24,15 +24,15 @@ Root = Annotated[Path, Field(description="the data set's own folder, or the fold
 Counts = Annotated[
     Literal["published", "any"],
     Field(
-        description="published: an error if a domain of a DomainBed data set does not have its published number of "
-        "images; any: only a warning"
+        description="if a domain of a DomainBed data set does not have its published number of images: published: "
+        "stop; any: warn only"
     ),
 ]
 
 
 REMEDY = (
-    "download the data with DomainBed's `python -m domainbed.scripts.download --data_dir DIR` and set data.root to "
-    "DIR, or set data.name: hub to read them from the Hugging Face hub"
+    "download the data with DomainBed (`python -m domainbed.scripts.download --data_dir DIR`) and set data.root "
+    "to DIR, or read them from the Hugging Face hub with data.name: hub"
 )
 
 

@@ -91,8 +91,8 @@ def groups_of(paths: list[str], pattern: str) -> np.ndarray:
     without = [path for path, group in zip(paths, groups, strict=True) if group is None]
     if without:
         raise UserError(
-            f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, '
-            f"the first: {without[0]}; change it so that every image has a group"
+            f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, the first: '
+            f"{without[0]}; change it to match every path"
         )
     return numbered([group for group in groups if group is not None])[1]
 

@@ -57,8 +57,8 @@ def state_of(address: str) -> FileState:
         raise UserError(f"{address}: the server does not say how large the file is; copy it to a server that does")
     if version is None:
         raise UserError(
-            f"{address}: the server gives neither an ETag nor a time of modification, so that a change of the file "
-            "would not be noticed; copy it to a server that does"
+            f"{address}: the server gives neither an ETag nor a time of modification, so a changed file would go "
+            "unnoticed; copy it to a server that gives one"
         )
     return FileState(int(info["size"]), version)
 
@@ -167,9 +167,9 @@ def _lasting_problem(error: BaseException) -> str | None:
     if isinstance(error, ImportError):
         return f"its file system is not installed ({error}); pip install 'xdm_ft[remote]'"
     if isinstance(error, ValueError) and "range requests" in str(error):
-        return "the server sends no ranges of a file; copy it to one that does, or to this machine"
+        return "the server cannot send a part of a file; copy it to a server that can, or to this machine"
     if isinstance(error, ValueError) and "Protocol" in str(error):
-        return "no file system is known for such an address; use https://, s3://, gs:// or hf://"
+        return "this kind of address is unknown; use https://, s3://, gs:// or hf://"
     return None
 
 

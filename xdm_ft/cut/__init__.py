@@ -32,8 +32,8 @@ class Lora(Block):
         Annotated[tuple[str, ...], Field(min_length=1)] | None,
         OneOrMany,
         Field(
-            description="linear layers inside a block that get an update, by name or a part of it between dots: attn, "
-            "mlp.fc1, qkv; null: all, which are those of the attention and the MLP",
+            description="linear layers of a block to update, by name or a dotted part of it, e.g. attn, mlp.fc1, qkv; "
+            "null: all of the attention and the MLP",
         ),
     ] = None
 

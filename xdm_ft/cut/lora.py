@@ -158,8 +158,8 @@ def _check_effect(encoder: Encoder, layers: Mapping[str, str]) -> None:
         rest = [name for name in dict.fromkeys(names[True]) if name not in unreached]
         remedy = f"set targets: [{', '.join(rest)}]" if rest else "use trainable: {blocks: k}"
         raise UserError(
-            f"trainable.lora.targets: this model uses the weights of {', '.join(unreached)} without "
-            f"calling these layers, so updates would have no effect; {remedy}"
+            f"trainable.lora.targets: this model reads the weights of {', '.join(unreached)} without calling "
+            f"these layers, so updates would have no effect; {remedy}"
         )
 
 

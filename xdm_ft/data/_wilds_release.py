@@ -48,7 +48,7 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
             command = f"python -m wilds.download_datasets --root_dir {printable(root)} --datasets {name}"
             remedy = f"set data.download: true, or run `{command}` (about {size})"
             if folder.is_dir():
-                problem = f"contains no {marker.name}, so that its download was not finished; remove the folder, then"
+                problem = f"contains no {marker.name}, so its download was not finished; remove the folder, then"
                 raise UserError(f"data.root: {printable(folder)} {problem} {remedy}")
             raise UserError(f"data.root: {printable(folder)} does not exist; {remedy}")
     try:
@@ -89,8 +89,8 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
                 return
             if archive.exists():  # WILDS would unpack it even if it is incomplete
                 raise UserError(
-                    f"data.root: {archive} remains from an earlier download; unpack it there with "
-                    "`tar xzf` if it is complete, else remove it; then run again"
+                    f"data.root: {archive} is left from an earlier download; unpack it there with `tar xzf` if "
+                    "it is complete, else remove it; then run again"
                 )
             logger.info("downloading about %s to %s", size, folder)
             # WILDS' downloader alone, as its constructor would also read the metadata
@@ -107,6 +107,6 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
         raise UserError(f"data.root: {folder} cannot be written: {error.strerror or error}") from error
     if not marker.is_file():  # WILDS' downloader catches its own exceptions, so that only this file shows its success
         raise UserError(
-            f"data.download: the download to {folder} failed with WILDS' message above; check the network "
-            f"and the free disk space (for the archive of {size} and its content), remove the folder and run again"
+            f"data.download: the download to {folder} failed (see WILDS' message above); check the network and "
+            f"the disk space for the archive ({size}) and its content, remove the folder and run again"
         )

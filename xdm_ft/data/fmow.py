@@ -31,7 +31,7 @@ class Fmow(ImageFiles):
         download: Download = False,
         domains: Annotated[
             Literal["region", "year", "region_year"],
-            Field(description="what a domain is; worst_domain_accuracy is over the five regions in each case"),
+            Field(description="meaning of a domain; worst_domain_accuracy is over the five regions in each case"),
         ] = "region",
     ) -> None:
         release = open_release("fmow", "FMoWDataset", root, download)

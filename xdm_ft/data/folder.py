@@ -74,5 +74,7 @@ def _what_is_there(root: Path, files: list[str]) -> str:
         return f"it looks like one domain of {printable(parent)}; set data.root={printable(parent)}"
     if higher:
         count = plural(len(higher), "image")
-        return f"it contains {count} in higher folders, such as {printable(higher[0])}; move them into class folders"
+        return (
+            f"it contains {count} outside class folders, such as {printable(higher[0])}; move them into class folders"
+        )
     return f"it contains {plural(len(files), 'other file')}" if files else "it is empty"

@@ -48,7 +48,7 @@ class Hub(ImageTable):
         columns: Annotated[Columns, Field(description="names of the columns")] = OWN_COLUMNS,
         use_splits: Annotated[
             bool,
-            Field(description="true: the repository's splits train, validation and test become the data's own split"),
+            Field(description="true: use the repository's splits train, validation and test as the data's own split"),
         ] = False,
         counts: Counts = "published",
     ) -> None:
@@ -56,8 +56,8 @@ class Hub(ImageTable):
 
         if repository in UNKNOWN:
             raise UserError(
-                f"data.repository: {repository} stands for no known repository on the hub; give ORGANISATION/NAME, or "
-                f"set data.name: {repository} to read DomainBed's folders"
+                f"data.repository: {repository} has no repository on the hub that is known here; give "
+                f"ORGANISATION/NAME, or set data.name: {repository} to read DomainBed's folders"
             )
         name = KNOWN[repository][0] if repository in KNOWN else repository
         where = f"{name} on the hub"

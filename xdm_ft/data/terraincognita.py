@@ -49,7 +49,7 @@ class TerraIncognita(BenchmarkFolders):
         sequences: Annotated[
             Literal["group", "ignore"],
             Field(
-                description="group: no split divides a sequence, if there are annotations; ignore: images count as "
+                description="group: with annotations, no split divides a sequence; ignore: images count as "
                 "independent, as in DomainBed's split"
             ),
         ] = "group",

@@ -256,11 +256,11 @@ def _fault_of_end(reader: BinaryIO, offset: int) -> str | None:
     reader.seek(offset)
     end = reader.read(2 * BLOCK)
     if end[:BLOCK].strip(b"\0"):
-        return "damaged: here is neither a member nor the end of the tar"
+        return "damaged: neither a member nor the end of the tar is here"
     if len(end) < 2 * BLOCK:
         return "cut: the file ends without the two blocks of zeros that end a tar"
     while end:
         if end.strip(b"\0"):
-            return "the tar ends here, but other data follow"
+            return "the tar ends here, but more data follow"
         end = reader.read(1 << 20)
     return None

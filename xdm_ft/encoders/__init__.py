@@ -172,7 +172,9 @@ def square_preprocessing(
     """
     height, width = side
     if height != width:
-        raise UserError(f"{key}: only square images are supported, this model takes {height}×{width} px")
+        raise UserError(
+            f"{key}: this model takes {height}×{width} px, but only square images are supported; choose another model"
+        )
     return Preprocessing(mean=tuple(mean), std=tuple(std), size=height, resize=_RESIZE[resize], **others)  # type: ignore[arg-type]
 
 

@@ -125,7 +125,8 @@ class OpenClip(LibraryEncoder, TextEncoder):
         self.text_reason = outside_text_space(pooling)
         if not self.text_reason and config["text_cfg"].get("hf_tokenizer_name") == "":  # `portable` has left it out
             self.text_reason = (
-                f'encoder.model: "{model}" is of a model directory, which has no tokenizer; give the model\'s own name'
+                f'encoder.model: "{model}" belongs to a model directory, which has no tokenizer; give the '
+                "model's own name"
             )
         self.pretraining = self.source.pretraining
         self.stem_names, self.stage_names, self.transition_names = clip_stage_names(self.model.visual, "model.visual")
@@ -304,12 +305,12 @@ def _check_activation_of_file(model: str, path: Path, quick_gelu: bool) -> None:
                 raise UserError(
                     f'encoder.model: "{part}" looks like the weights "{tag}", which were trained with '
                     f"{_remedy(model, tags[tag])}, or encoder.kwargs={{quick_gelu: {str(quick_gelu).lower()}}} "
-                    "if the name is misleading"
+                    "if the name misleads"
                 )
             return
     if {family, family + QUICKGELU} <= set(open_clip.list_models()):
         logger.warning(
-            "encoder: the activation that %s was trained with is not known; %s uses %s",
+            "encoder: the activation function behind %s is unknown; %s uses %s",
             path,
             model,
             "QuickGELU" if quick_gelu else f"GELU ({model}{QUICKGELU}: QuickGELU, as OpenAI's weights need)",

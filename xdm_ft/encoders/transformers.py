@@ -301,8 +301,8 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     except Exception as error:  # each config checks its values in its own way
         if asks_for_code(error):
             raise UserError(
-                f'encoder.model: "{model}" needs code from its repository, which is never run; choose a model that the '
-                "library itself knows, or use encoder.name: timm or open_clip"
+                f'encoder.model: "{model}" needs code from its repository, and that code is never run; choose '
+                "a model that transformers itself has, or use encoder.name: timm or open_clip"
             ) from error
         raise UserError(
             f'encoder.model: transformers {transformers.__version__} cannot read the config of "{model}" '
@@ -358,7 +358,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     from transformers import AutoModel
 
     if type(source.config) not in AutoModel._model_mapping:
-        raise UserError(f'encoder.model: "{source.name}" ({source.config.model_type}) is no model with features')
+        raise UserError(f'encoder.model: "{source.name}" ({source.config.model_type}) has no features')
     classes: Any = AutoModel._model_mapping[type(source.config)]
     cls = classes[0] if isinstance(classes, tuple | list) else classes
     state = None if source.file is None else read_weights(source.file, load_state_dict)
@@ -440,8 +440,8 @@ def from_processor(processor: Any, model: str) -> Preprocessing:
         if all(_agrees(processor, ours, *image_size) for image_size in SIZES):
             return ours
     raise UserError(
-        f'encoder.preprocessing: the images of "{model}" are prepared by {type(processor).__name__}, whose settings '
-        f"have no equal here; {BY_HAND}"
+        f'encoder.preprocessing: {type(processor).__name__} prepares the images of "{model}", but its settings '
+        f"have no equivalent here; {BY_HAND}"
     )
 
 

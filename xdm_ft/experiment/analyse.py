@@ -473,26 +473,27 @@ def _notes(plan: Plan, entries: Sequence[Json], images: Mapping[Group, SplitImag
     for used, limits, what in ((True, FROZEN, "on cached features"), (False, TRAINED, "that trains its encoder")):
         if any(frozen == used for *_, frozen in images):
             yield (
-                f"images of a model {what}: at most {limits.training} for training, {limits.validation} for validation "
-                f"and {limits.test} for testing, of more a sample with about as many of every domain"
+                f"images of a model {what}: at most {limits.training} for training, {limits.validation} for "
+                f"validation and {limits.test} for testing; larger sets are sampled, about equally from every "
+                "domain"
             )
     if len(plan.recipe.protocol.seeds) > 1:
         yield "importance and embeddings: the first seed of each method and held-out domain"
     if any(values["domain_head"] == "fitted" for values in entries):
         yield (
-            "a method without a domain head gets a linear one, fitted on training features; validation images pick "
-            "its penalty"
+            "a method without a domain head gets a linear one, fitted on training features with a penalty "
+            "picked on validation images"
         )
     if divergences := [values["divergence"] for values in entries if values["divergence"]]:
         n = sorted({level["n"] for levels in divergences for level in levels})
         sizes = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
         yield (
-            "divergence: of training images, augmented by the trained model in batches of a training step; the "
-            f"unbiased MMD² compares original features of one half with augmented ones of the other, {sizes} of each; "
-            f"the published measure batches of {divergences[0][0]['batch_size']} with their own augmented features"
+            "divergence: unbiased MMD² between original and augmented features of different training images, "
+            f"{sizes} of each; published: batches of {divergences[0][0]['batch_size']} with their own augmented "
+            "features"
         )
     if plan.recipe.search.trials > 1:
-        yield f"search: of {plural(plan.recipe.search.trials, 'trial')} the one that the rule picked"
+        yield f"search: the one of {plural(plan.recipe.search.trials, 'trial')} that the rule picked"
 
 
 def write_reconstructions(

@@ -305,8 +305,8 @@ class Tasks:
                 why = f"{part.name}: its task was lost ({type(error).__name__})"
                 if self.losses[part.name] >= MAX_LOSSES:
                     raise UserError(
-                        f"{why}, {MAX_LOSSES} times without progress; nodes may lack memory, `ray status` and Ray's "
-                        "log say more"
+                        f"{why}, {MAX_LOSSES} times without progress; nodes may lack memory (see `ray status` "
+                        "and Ray's log)"
                     ) from error
                 logger.warning("%s; it is done again", why)
                 self.lost(part)
@@ -437,8 +437,8 @@ def _load_work(fetch_work: Callable[[], bytes], name: str, order: Order) -> tupl
         os.chdir(order.relative_to)
     except OSError as error:
         raise UserError(
-            f"{order.relative_to}: {error.strerror}; start the run in a folder that all nodes see, as the paths of a "
-            "recipe are relative to it"
+            f"{order.relative_to}: {error.strerror}; start the run in a folder that all nodes see, because the "
+            "recipe's paths are relative to it"
         ) from error
     for variable in LAUNCHERS:
         os.environ.pop(variable, None)
@@ -480,8 +480,8 @@ class Extracting(NamedTuple):
         differs = stretch.hashes.changed_file(stretch.rows.tolist())
         if differs is not None:  # before it is opened, as a file that is not here would count as a broken image
             raise UserError(
-                f"{differs}: this file is not here, or has changed since it was hashed; all nodes must see the same "
-                "data under the same path"
+                f"{differs}: this file is missing here, or changed after it was hashed; all nodes must see the "
+                "same data under the same path"
             )
         stretch.run(stretch.store.missing(), self.size, _UntilStopped("", None, ""))
         return [shard.path.name for shard in stretch.store.shards]

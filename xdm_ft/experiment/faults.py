@@ -79,7 +79,7 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
     domain that is also a training domain under such a name would not be unseen. Classes may have no image in some
     domain, or so few domains that class and domain cannot be told apart, unless the data set is published so.
     """
-    site_class, how = site_class_of(dataset), "differ only in case, in spaces or in how a number is written"
+    site_class, how = site_class_of(dataset), "differ only in case, spaces or the form of a number"
     images, remedy = site_class.counts, "give them one name in the data, or clearly different names"
 
     def named(domains: np.ndarray) -> str:

@@ -141,7 +141,7 @@ def final_fits(context: RunContext, results: RunResults, named: Sequence[Wanted]
     wanted = {fit.method: fit.all_seeds for fit in named}
     if protocol.final_fit and choice is None:
         rule = protocol.selection
-        logger.warning("final_fit: no method has a value of %s in all of its runs; no model is trained", rule)
+        logger.warning("final_fit: no method has a %s in all of its runs, so no model is trained", rule)
     elif protocol.final_fit and choice is not None:
         wanted[choice.method] = protocol.final_fit == "all_seeds" or wanted.get(choice.method, False)
     before, results.final_fits = results.final_fits, {}
@@ -282,7 +282,7 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
         f"({', '.join(split.train_domains)}), {official if recipe.protocol.name == 'official' else held_out}",
     ]
     if item.is_solver:
-        parts.append("of the settings on its path, the median of those picked")
+        parts.append("the median of the picked settings on its path")
     elif fit.averaged_from is not None:
         parts.append(f"weights averaged over steps {fit.averaged_from} to {fit.step}, the medians of those averaged")
     elif item.averaging is not None:
@@ -298,4 +298,4 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
         keys.setdefault("the most frequent" if is_choice else "the median", []).append(key)
     for what in sorted(keys):
         parts.append(f"{', '.join(keys[what])}: {what} over the trials picked")
-    return "; ".join([*parts, "nothing is selected in this fit, and no image is left to measure it on"])
+    return "; ".join([*parts, "this fit selects nothing, and no image is left to measure it on"])

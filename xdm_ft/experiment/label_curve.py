@@ -67,7 +67,10 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
     points = from_main(context.accelerator, points_of(accuracies))
     if not points:
         fewest = 2 * LABELS[0]
-        logger.warning("label_curve: no domain has %d images in two parts without a common group; no curve", fewest)
+        logger.warning(
+            "label_curve: no domain splits into two parts with %d images and no group in common; there is no curve",
+            fewest,
+        )
         return None
     return {"of": identity, "method": choice.method, "selection": protocol.selection, "points": points}
 

@@ -317,7 +317,9 @@ class _ClusterTraining(NamedTuple):
         if not item.is_cut:
             encoder = build_encoder(item.encoder, plan.recipe.protocol.seeds[0])
             if weights_digest(encoder) != self.prepared.for_method(item).weights:
-                raise UserError("encoder: its weights here are not those of the run; put the same file on all nodes")
+                raise UserError(
+                    "encoder: its weights on this node differ from the run's; put the same file on all nodes"
+                )
 
 
 def _do_on_cluster(

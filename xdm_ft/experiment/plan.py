@@ -238,8 +238,8 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
         raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreeze_problem(unfreeze_at, steps)}")
     if item.averaging is not None and recipe.protocol.selection == "cross_domain":
         raise UserError(
-            f"{recipe.name}: protocol.selection: cross_domain selects one step, but {item.label} averages over steps; "
-            "remove this method, or use train_val"
+            f"{recipe.name}: protocol.selection: cross_domain selects a single step, but {item.label} averages "
+            "over steps; remove this method, or use train_val"
         )
     reads_loss = item.averaging is not None and item.averaging.cls.reads_loss
     if item.averaging is not None and reads_loss and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:

@@ -228,8 +228,8 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
         return written
     if changed := refused_changes(results["recipe"], written.values):
         raise UserError(
-            f"{path}: was edited or is damaged: it differs from the recipe in results.json "
-            f"({', '.join(changed[:5])}); undo the edit, or run the edited copy under another name"
+            f"{path}: was edited or damaged: it differs from the recipe in results.json "
+            f"({', '.join(changed[:5])}); undo the edit, or run a copy under another name"
         )
     if written.values["protocol"]["seeds"] == AUTO:
         written.values["protocol"]["seeds"] = results["recipe"]["protocol"]["seeds"]

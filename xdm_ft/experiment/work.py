@@ -151,8 +151,8 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
     precision = recipe.training.mixed_precision or "no"
     if is_initialized() and AcceleratorState().mixed_precision != precision:
         raise UserError(
-            f"{recipe.name}: training.mixed_precision: {precision}, but this Python process has an Accelerator with "
-            f"{AcceleratorState().mixed_precision}; run the recipe in another process"
+            f"{recipe.name}: training.mixed_precision: {precision}, but this Python process already has an "
+            f"Accelerator with {AcceleratorState().mixed_precision}; run the recipe in another process"
         )
     accelerator = Accelerator(
         mixed_precision=precision,

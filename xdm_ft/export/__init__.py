@@ -366,8 +366,8 @@ def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> Non
     actual = weights_digest(encoder)
     if actual != xxh3:
         raise UserError(
-            f"{of}: the encoder's weights ({weights}) are not those that the model was trained with (xxh3 {actual}, "
-            f"needed {xxh3}); its predictions would be wrong; give the same weights, or export with --with-encoder"
+            f"{of}: the encoder's weights ({weights}, xxh3 {actual}) differ from those that trained the model "
+            f"(xxh3 {xxh3}), so predictions would be wrong; give the same weights, or export with --with-encoder"
         )
 
 

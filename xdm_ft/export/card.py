@@ -85,7 +85,7 @@ def card(config: ModelConfig, encoder: Mapping[str, Any], training_features: int
     classes, label = plural(len(config.class_names), "class"), escaped(config.method["label"])
     meant = "images from sites (hospitals, regions, cameras, styles) that were not in its training data"
     if config.adapted is not None:
-        meant = "images of one site alone, whose labelled images have adapted it"
+        meant = "images of the one site whose labelled images have adapted it"
     use = f"""Assigns one of these {classes} to an image:
 {", ".join(escaped(name) for name in config.class_names)}.
 

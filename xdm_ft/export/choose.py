@@ -166,12 +166,13 @@ def read_parts(
     """
     if wise_ft is not None and (ensemble or temperature):
         lacking = "ensemble" if ensemble else "fitted temperature"
-        raise UserError(f"{run.path}: --wise-ft makes a new model, for which there is no {lacking}; leave one out")
+        raise UserError(f"{run.path}: --wise-ft makes a new model, which has no {lacking}; leave one out")
     addresses, how, final_fit = choose(run, choice, ensemble)
     if ensemble and len(addresses) == 1:
         raise UserError(
-            f"{run.path}: --ensemble needs models of several seeds, but there is one ({how.split(';')[0]}); "
-            "run the recipe with more protocol.seeds, or leave it out; a solver has the same head under every seed"
+            f"{run.path}: --ensemble needs models of several seeds, but there is one ({how.split(';')[0]}; a "
+            "solver has the same head under every seed); run the recipe with more protocol.seeds, or leave it "
+            "out"
         )
     files = {seed: _read_weights(run, file) for seed, file in sorted(addresses.items())}
     (state, description), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
@@ -206,8 +207,8 @@ def read_parts(
     fitted = median(temperatures) if temperatures and wise_ft is None else None
     if temperature and fitted is None:
         raise UserError(
-            f"{run.path}: no temperature was fitted for this model: its run is of an earlier version, or has no "
-            "validation parts of training domains, or they are separated perfectly; leave --temperature out"
+            f"{run.path}: no temperature was fitted for this model: its run is from an earlier version, has no "
+            "validation images of training domains, or separates them perfectly; leave --temperature out"
         )
     # an encoder that is a mean of two has other features than those that the reference describes
     reference = _read_reference(run, description, addresses.values()) if wise_ft is None or not trains_encoder else None
@@ -302,8 +303,8 @@ def _interpolate(
     label = description["method"]["label"]
     if description["prompts"] is None or not isinstance(encoder, TextEncoder):
         raise UserError(
-            f"{run.path}: {label} did not start from class embeddings, so that there are no zero-shot weights "
-            "to interpolate with; train with head_init: zero_shot (and encoder.normalize: true)"
+            f"{run.path}: {label} did not start from class embeddings, so it has no zero-shot weights to "
+            "interpolate with; train with head_init: zero_shot (and encoder.normalize: true)"
         )
     if "alpha" in description["method"]["hparams"]:
         raise UserError(f"{run.path}: {label} is interpolated itself; choose another model")

@@ -316,8 +316,8 @@ def _sources(folder: Path, config: ModelConfig, given: str | None) -> dict[str, 
         weights = str(folder / config.encoder.file)
     elif "weights" not in settings:
         raise UserError(
-            f"{folder}: the encoder's weights are not in it, and come from a file (xxh3 {config.encoder.named_xxh3}); "
-            "give it (encoder_weights, --encoder-weights), or export with --with-encoder"
+            f"{folder}: lacks the encoder's weights, which come from a file (xxh3 {config.encoder.named_xxh3}); "
+            "give that file (encoder_weights, --encoder-weights), or export with --with-encoder"
         )
     elif isinstance(weights, str) and is_file_name(weights):
         raise UserError(f"{where}.weights: a file outside of this directory; export again")

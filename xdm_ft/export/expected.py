@@ -106,7 +106,7 @@ def expected_performance(
     if not all(part.predictions for part in stored):
         notes.append("stored predictions are missing or damaged, so that some intervals are unknown")
     if any(site.groups is None for site in at):
-        earlier = " (the run is of an earlier version, which did not store them)"
+        earlier = " (the run is from an earlier version, which did not store them)"
         of_earlier = earlier if any(part.of_earlier_version for part in stored) else ""
         notes.append(f"images assumed independent: patients, slides or sequences are unknown{of_earlier}")
     if any(site.seeds == 1 for site in at):

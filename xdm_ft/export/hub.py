@@ -114,7 +114,7 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     ]
     if others:
         names = ", ".join(map(printable, others))
-        raise UserError(f"{folder}: {names}: no file of a model, and so not uploaded; move it elsewhere")
+        raise UserError(f"{folder}: {names}: not a file of a model, so it is not uploaded; move it elsewhere")
     optional = {
         ENCODER: config.encoder.file,
         PART: config.encoder.part,
@@ -126,8 +126,8 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     if missing:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")
     refused = [
-        f"{path}: {where}: {text}: a path of this machine or the name of an image, which is not uploaded; "
-        "remove it, or export the model again without it"
+        f"{path}: {where}: {text}: paths of this machine and names of images are not uploaded; remove it, or "
+        "export the model again without it"
         for path in files
         for where, text in leaks_in(path)
     ]
@@ -259,7 +259,8 @@ def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
         problem = f"the upload failed ({type(cause).__name__}); check the network and try again"
     else:
         problem = (
-            f"is not on this machine and did not download ({type(cause).__name__}); run `hf download {repository}` "
-            "on a machine with a network, copy the folder that it prints here, and name that folder"
+            f"is not on this machine and did not download ({type(cause).__name__}); run `hf download "
+            f"{repository}` on a machine with a network, copy the folder that it prints to this machine, and "
+            "name the copy"
         )
     return UserError(f"{name}: {problem}")

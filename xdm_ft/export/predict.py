@@ -66,11 +66,11 @@ class Predictions:
             raise UserError(f"--abstain-below: {threshold} is not a probability above 0; give 0.5, for example")
         if columns.spread and not len(model.module.members):
             raise UserError(
-                "--spread: the model has a single head; export several ones (xdm-ft export --ensemble), or leave it out"
+                "--spread: the model has a single head; export several (xdm-ft export --ensemble), or leave it out"
             )
         self._reference = model.reference_for("--distance") if columns.distance else None
         if columns.spread and grouped:
-            raise UserError("--spread: is of single images; leave out --spread or --group-by")
+            raise UserError("--spread: is for single images; leave out --spread or --group-by")
         self.model, self.columns, self.format, self.grouped, self.computed = model, columns, format_, grouped, 0
 
         types: dict[str, type] = {"group" if grouped else "path": str, "label": str, "probability": float}
@@ -255,9 +255,9 @@ class Unfinished:
                 if item is None or item.path != row[0]:
                     now = "missing" if item is None else item.path
                     raise UserError(
-                        f"{self.file}: is of other images, or the images have changed since: its image "
-                        f"{self.tally.images + 1} is {row[0]}, now it is {now}; name the same ones, or delete it to "
-                        "begin anew"
+                        f"{self.file}: is of other images, or the images have changed: its image "
+                        f"{self.tally.images + 1} was {row[0]} and is {now} now; name the same images, or delete "
+                        "it to begin anew"
                     )
                 self.tally.add([row])
                 pulse.beat()
@@ -286,8 +286,8 @@ class Unfinished:
             count = line["count"]
         if count != self.tally.images:
             raise UserError(
-                f"{self.file}: has {count} rows of {self.tally.images} images, since another program has changed it; "
-                "delete it to begin anew"
+                f"{self.file}: has {count} rows for {self.tally.images} images, because another program changed "
+                "it; delete it to begin anew"
             )
 
     def complete(self, write: Callable[[Path], None]) -> None:

@@ -136,12 +136,12 @@ class Model:
         """Returns the reference. Raises `UserError`, which begins with `what`, if the model has none."""
         if self.reference is not None:
             return self.reference
-        start = f"{what}: not known for this model, since its run has kept nothing of the training features"
+        start = f"{what}: unknown for this model, because its run kept nothing of the training features"
         if self.config.encoder.trained:
-            raise UserError(f"{start}: it is of an earlier version, or the model is a mean of others; leave it out")
+            raise UserError(f"{start}: it is from an earlier version, or the model is a mean of others; leave it out")
         raise UserError(
-            f"{start}: it is of an earlier version, or the file is damaged; run its recipe again, which trains nothing "
-            "again, and export the model again"
+            f"{start}: it is from an earlier version, or the file is damaged; run its recipe again (nothing "
+            "trains again), and export the model again"
         )
 
     def class_embeddings(self) -> ClassEmbeddings:

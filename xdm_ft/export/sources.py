@@ -113,8 +113,8 @@ class Sources:
             if not group and self.group_by is not None:
                 column = f"is not a column of {printable(path)} and " if _is_table(path) else ""
                 raise UserError(
-                    f"{self.option}: {self.group_by} {column}matches nothing in {item.path}; change it so that "
-                    "every image has a group"
+                    f"{self.option}: {self.group_by} {column}matches nothing in {item.path}; change it to match "
+                    "every path"
                 )
             # `group_of` joins several parentheses by \0, which a table cannot show
             yield item if group == item.group else item._replace(group=str(group).replace("\0", "/"))

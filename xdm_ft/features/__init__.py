@@ -40,41 +40,38 @@ class FeatureSettings(Block):
     precision: Annotated[
         Precision,
         Field(
-            description="fp32: float32 arithmetic, stored as float32; bf16 and fp16: weights and images cast to "
-            "bfloat16 or float16, and stored so (half the size; on a GPU, and in bf16 on newer CPUs, faster); by "
-            "default bf16 on a GPU that computes in it, else fp32"
+            description="number format of the encoder and its features: fp32, or bf16 or fp16 (half the size; faster "
+            "on a GPU, bf16 also on newer CPUs). Default: bf16 on a GPU that computes in it, else fp32"
         ),
     ] = Field(default_factory=default_precision)
     batch_size: Annotated[
         int,
         Field(
             ge=1,
-            description="images per forward pass of the encoder; the last pass is filled up with black images; changes "
-            "features by rounding only, so cached features serve any batch size; by default 16 on a CPU and 64 on a "
-            "GPU; a run that goes on elsewhere keeps its own",
+            description="images per forward pass of the encoder (default: 16 on a CPU, 64 on a GPU). It changes "
+            "features by rounding only, so the cache serves any batch size; a resumed run keeps its own",
         ),
     ] = Field(default_factory=lambda: fast_batch_size("cuda" if on_gpu() else "cpu"))
     views: Annotated[
         int,
         Field(
             ge=0,
-            description="number of augmented passes over all images to cache besides the plain pass; each time a "
-            "training image is drawn, one of them is picked uniformly, and the plain pass is for evaluation only; 0: "
-            "the plain pass is for training too",
+            description="augmented views of every image to cache. Each training draw picks one of them uniformly, and "
+            "the plain features are for evaluation only; 0: train on the plain features",
         ),
     ] = 0
     cut: Annotated[
         CutUse,
         Field(
-            description="activations below a partly trained encoder: cache: computed once per image and read from "
-            "disk at every step; compute: computed from the images at every step; auto: cache if they fit on the disk"
+            description="activations below the trained blocks. cache: compute them once and read them from disk at "
+            "every step; compute: compute them at every step; auto: cache if they fit on the disk"
         ),
     ] = "auto"
     workers: Annotated[
         int | None,
         Field(
             ge=0,
-            description="processes that decode images; 0: threads decode a batch on all cores between two passes of "
-            "the encoder; null: 0 on a CPU and for images in memory, else one per core",
+            description="processes that decode images. 0: threads on all cores decode between two passes of the "
+            "encoder; null: 0 on a CPU and for images in memory, else one per core",
         ),
     ] = None

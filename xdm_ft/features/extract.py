@@ -104,8 +104,8 @@ def extract(
         store.open(gather(accelerator, [shard.path.name for shard in store.shards]))
         if lacking := max(gather(accelerator, [len(store.missing())])):
             raise UserError(
-                f"features.dir: {store.cache} lacks {store.what} of {plural(lacking, 'image')}, which another process "
-                "has written; all processes must share this folder, and nothing may be deleted from it meanwhile"
+                f"features.dir: {store.cache} lacks {store.what} of {plural(lacking, 'image')}, which another "
+                "process wrote; share this folder between all processes, and delete nothing in it during the run"
             )
         unreadable |= hashes.unreadable_rows(store.unreadable())
         refuse_unreadable(unreadable, dataset, on_bad_image)
@@ -145,8 +145,8 @@ def _require_room(stores_of_views: Sequence[Store], missing: int) -> None:
     outdated = [cached for cached in cached_stores if cached.is_outdated and cached.of_features]
     if outdated:
         logger.info(
-            "%s: %s of features of an earlier version cannot be read; `xdm-ft cache ls` lists them, and "
-            "`xdm-ft cache prune` can delete them", plain.cache, plural(len(outdated), "set"),
+            "%s: %s of features are from an earlier version and cannot be read; list them with `xdm-ft cache "
+            "ls`, delete them with `xdm-ft cache prune`", plain.cache, plural(len(outdated), "set"),
         )  # fmt: skip
 
 

@@ -60,16 +60,15 @@ class PreprocessingOverrides(Block):
     resize: Annotated[
         Resize | None,
         Field(
-            description="native: resizes the shorter side; squash: resizes both sides, which changes the aspect ratio; "
-            "pad: resizes the longer side and pads with the mean colour. A centre crop to the square follows; with "
-            "squash or pad and crop 1.0 it removes nothing"
+            description="native: resize the shorter side; squash: resize both, which changes the aspect ratio; pad: "
+            "resize the longer side and pad with the mean colour. A centre crop to the square follows"
         ),
     ] = None
     draft: Annotated[
         bool | None,
         Field(
-            description="decodes a large JPEG at 1/2, 1/4 or 1/8 of its size, no side below twice the resized one; "
-            "several times as fast, with slightly different pixels"
+            description="decode a large JPEG at 1/2, 1/4 or 1/8 of its size, at least twice the resized size; several "
+            "times as fast, with slightly different pixels"
         ),
     ] = None
 

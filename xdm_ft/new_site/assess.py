@@ -103,7 +103,7 @@ def assess(
         expected = stored.expect(parts, effective_number(sizes), len(items))
     refused = AGREE if expected is None else expected.refused
     if model.config.expected is not None and model.config.expected.selection == ORACLE:
-        refused = "the model was picked by labels of the held-out domains (selection: oracle)"
+        refused = "labels of the held-out domains picked the model (selection: oracle)"
     far = [of.distance for of in stored.about.domains.values()]
     distance = float(np.median(np.concatenate(distances))) if distances else None
     known = expected if refused is None else None

@@ -91,7 +91,7 @@ def label(
     chosen = choose_images(z[:n], largest[:n], budget, np.random.default_rng(SEED), groups)
     if not len(chosen.evaluate):
         raise UserError(
-            f"--budget: every group has more than {plural(budget, 'image')}, and is labelled whole; raise it"
+            f"--budget: every group has more than {plural(budget, 'image')}, and groups are labelled whole; raise it"
         )
     purposes: dict[Purpose, np.ndarray] = {"evaluate": chosen.evaluate, "adapt": chosen.adapt}
     pairs = [(purpose, row) for purpose, rows_of in purposes.items() for row in rows_of]
@@ -131,7 +131,7 @@ def _refuse_names(items: Sequence[Item]) -> None:
     """Raises `UserError` for a name that no table can hold: tables are UTF-8."""
     for item in items:
         if not item.path.isprintable() and any("\ud800" <= character <= "\udfff" for character in item.path):
-            raise UserError(f"{printable(item.path)}: the name is not UTF-8, so that no table can hold it; rename it")
+            raise UserError(f"{printable(item.path)}: the name is not UTF-8, so a table cannot hold it; rename it")
 
 
 def write(rows: Sequence[ToLabel], out: Path, html: Path | None) -> None:

@@ -61,7 +61,7 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
     effective = n if groups is None else effective_number(np.unique(groups, return_counts=True)[1])
     refused = _trained(images)
     if refused is None and len(np.unique(images.site.labels)) == 1:
-        refused = "all labels are of one class, and say nothing of the others"
+        refused = "all labels are of one class and say nothing about the others"
     threshold = None if refused else threshold_for(risk, confidence, right, weight=effective / n)
     if threshold is None and refused is None:
         if effective < fewest:
@@ -70,7 +70,7 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
         else:
             most = np.argsort(-confidence, kind="stable")[: int(np.ceil(fewest * n / effective))]
             among = f"{(~right[most]).sum()} of the {len(most)} most certain answers wrong"
-            refused = f"no threshold passes, with {among}; adapt the model first, or name a larger risk"
+            refused = f"no threshold passes with {among}; adapt the model first, or allow a larger risk"
     value, answered, wrong = (
         (None, None, None) if threshold is None else (threshold.value, threshold.answered, threshold.wrong)
     )

@@ -66,7 +66,7 @@ def with_one_more_domain(run: Run, parts: Parts, site: Site, name: str) -> tuple
 
     def with_site(dataset: ImageDataset) -> ImageDataset:
         if dataset.decoder != DECODER:
-            raise UserError(f"{run.path}: its images are no files, so that a site cannot be one more of their domains")
+            raise UserError(f"{run.path}: its images are not files, so a site cannot join their domains")
         return WithSite(dataset, site, name)
 
     with prepared_run(run, label, with_site) as (plan, prepared):

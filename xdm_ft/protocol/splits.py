@@ -50,15 +50,15 @@ class Protocol(Block):
         tuple[tuple[str, ...], ...],
         Field(
             exclude_if=lambda sets: not sets,  # a recipe without it is written as earlier versions wrote it
-            description="sets of domains that are held out as one, such as [[dslr, webcam]], as they show the same "
-            "objects or patients. In test_domains, one domain of a set means the set (leave_one_domain_out only)",
+            description="sets of domains to hold out as one because they show the same objects or patients, e.g. "
+            "[[dslr, webcam]]. In test_domains, one of them means the set (leave_one_domain_out only)",
         ),
     ] = ()
     split_rule: Annotated[
         Literal["stratified", "domainbed"],
         Field(
-            description="how validation parts are drawn. stratified: by class, without dividing a group; domainbed: "
-            "exactly as DomainBed, with the seed as its trial seed (leave_one_domain_out only)"
+            description="how to draw validation images. stratified: by class, groups undivided; domainbed: exactly as "
+            "DomainBed, whose trial seed is the seed (leave_one_domain_out only)"
         ),
     ] = "stratified"
     val_fraction: Annotated[
@@ -67,10 +67,9 @@ class Protocol(Block):
     selection: Annotated[
         Rule,
         Field(
-            description="images that select the step and the headline. train_val: validation parts of the training "
-            "domains; val_domain: the official validation domain; cross_domain: each training domain, with a model "
-            "trained without it (additional models); oracle: a part of the test domain (cheating). The other rules "
-            "except cross_domain are reported too if the data allows them"
+            description="images that select the step. train_val: parts of the training domains; val_domain: the "
+            "official validation domain; cross_domain: training domains, each left out once; oracle: test "
+            "images (cheating)"
         ),
     ] = "train_val"
     metric: Annotated[Metric, Field(description="metric that selects the step, and the headline of the tables")] = (
@@ -80,16 +79,15 @@ class Protocol(Block):
         tuple[int, ...],
         Field(
             min_length=1,
-            description="a count n (seeds 0…n−1), a list of seeds, or auto: 5 seeds, then 10 and 20 while a row is not "
-            "settled (needs report.margin). Default: 10, or 5 if a method trains an encoder or a part of it",
+            description="a number n (seeds 0…n−1), a list, or auto: 5 seeds, then 10 and 20 until every row is settled "
+            "(needs report.margin). Default: 10, or 5 if a method trains some of the encoder",
         ),
     ] = tuple(range(LOOKS[0]))
     final_fit: Annotated[
         Literal[False, True, "all_seeds"],
         Field(
-            description="true: afterwards trains the method that validation prefers on all labelled images of "
-            "all domains, up to the median selected step. This is the model to ship; its estimate is in the table. "
-            "all_seeds: one such model under each of the seeds, for an ensemble"
+            description="true: at the end, train the method that validation prefers on all labelled images, up to the "
+            "median selected step: the model to ship. all_seeds: one such model per seed, for an ensemble"
         ),
     ] = False
 
@@ -115,7 +113,7 @@ class Protocol(Block):
         if not all(isinstance(names, list | tuple) for names in sets):
             raise ValueError("must be a list of sets of domains, such as [[dslr, webcam]]")
         if any(len(names) < 2 for names in sets):
-            raise ValueError("a set of fewer than two domains holds none out together; add domains, or remove the set")
+            raise ValueError("a set needs at least two domains; add domains, or remove the set")
         every = list(chain(*sets))
         if twice := [name for i, name in enumerate(every) if name in every[:i]]:
             raise ValueError(f"{twice[0]} is named twice; keep it in one set")
@@ -141,7 +139,7 @@ class Protocol(Block):
             problem = "the official split defines the validation images; leave it out"
             yield Problem("protocol.split_rule", problem, ("protocol.name",))
         if self.final_fit and self.selection == "oracle":
-            problem = "needs an unbiased estimate; selection: oracle has none, use train_val"
+            problem = "needs an unbiased estimate, which selection: oracle cannot give; use train_val"
             yield Problem("protocol.final_fit", problem, ("protocol.selection",))
 
 
@@ -309,8 +307,8 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
     """
     if dataset.splits is None:
         raise UserError(
-            "protocol.name: official needs data that comes with a split (in a table: the column split); add one, or "
-            "use leave_one_domain_out"
+            "protocol.name: official needs data with a split of its own (a table: the column split); add one, "
+            "or use leave_one_domain_out"
         )
     if protocol.test_domains is not None:
         raise UserError("protocol.test_domains: the official split decides what is tested; remove this key")

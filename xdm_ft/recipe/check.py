@@ -85,7 +85,7 @@ def check(text: RecipeText) -> Recipe:
     elif not isinstance(name, str) or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
         faults.add("name", "must be a text without slashes or control characters, the name of the run directory")
     elif (length := len(name.encode())) > MAX_NAME:
-        faults.add("name", f"takes {length} bytes as a folder's name; at most {MAX_NAME}")
+        faults.add("name", f"is {length} bytes long as a folder's name; use at most {MAX_NAME}")
     data = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
     encoders = _encoders(faults, values, has_images=data is None or data.cls.has_images)
     blocks: dict[str, Any] = {"data": data}
@@ -223,7 +223,7 @@ def _encoders(faults: Faults, values: dict[str, Any], has_images: bool) -> tuple
         return () if single is None else (single,)
     listed = values["encoders"]
     if "encoder" in values:
-        faults.add("encoder", "is for one encoder, and encoders lists several; keep one of the two keys")
+        faults.add("encoder", "is for one encoder, but encoders lists several; keep one of the two keys")
         return ()
     if not isinstance(listed, list) or not listed:
         faults.add("encoders", "must be a list of blocks like encoder, each with a name")
@@ -347,7 +347,7 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
             faults.add("encoders", f'two rows of results have the name "{label}"; change a label')
     uncompiled = [item.is_solver or item.algorithm.cls.has_kernels for item in recipe.methods]
     if training.compile and not recipe.trains_encoders and all(uncompiled):
-        problem = "has no effect on these methods, which have kernels of their own or take no steps; leave it out"
+        problem = "has no effect on these methods: they have their own kernels or take no steps; leave it out"
         faults.add("training.compile", problem)
     if not recipe.has_images:
         _check_without_images(faults, recipe)
@@ -432,13 +432,15 @@ def _check_label_curve(faults: Faults, recipe: Recipe) -> None:
     if not recipe.label_curve:
         return
     if not any(item.adapts_to_sites for item in recipe.methods):
-        problem = "adapts linear heads on a frozen encoder, and no method trains one; add erm, or leave it out"
+        problem = "adapts linear heads on a frozen encoder, but no method here trains one; add erm, or leave it out"
         faults.add("label_curve", problem, "methods", "encoder.trainable")
     if recipe.protocol.name == "official":
-        problem = "needs domains that are held out one at a time, as sites; use leave_one_domain_out, or leave it out"
+        problem = "needs one held-out domain at a time; use leave_one_domain_out, or leave it out"
         faults.add("label_curve", problem, "protocol.name")
     if recipe.protocol.selection == ORACLE:
-        problem = "needs models that no label of the site has picked; selection: oracle reads them, use train_val"
+        problem = (
+            "needs models that were picked without the site's labels, but selection: oracle reads them; use train_val"
+        )
         faults.add("label_curve", problem, "protocol.selection")
 
 
@@ -528,8 +530,8 @@ def _parts_reason(algorithm: Algorithm, item: MethodItem, recipe: Recipe) -> str
     adds_up = training.class_weights == "none" and algorithm.parts_add_up(training.sampler == "pooled")
     if algorithm.loss_over == "part" and not adds_up:
         return (
-            "partners: local averages the loss over each part of a batch, and these means do not add up to the batch's "
-            "with class_weights or, in pooled batches, loss_average: domain; use partners: global"
+            "partners: local averages the loss over parts of a batch, which class_weights and (in pooled "
+            "batches) loss_average: domain do not allow; use partners: global"
         )
     return algorithm.parts_reason
 
@@ -567,7 +569,7 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
             if frozen_or_cut and not recipe.has_images:
                 frozen_or_cut = f"{NO_IMAGES}, and this trains or changes an encoder or images; leave it out"
             fixed_head = not any(p.requires_grad for p in algorithm.parameters())
-            no_effect = "its class head is fixed, so that no step can train the head alone; leave unfreeze_at out"
+            no_effect = "its class head is fixed, so no step can train the head alone; leave unfreeze_at out"
             reasons: dict[tuple[Key | str, ...], str] = {
                 ("encoder.trainable",): frozen_or_cut,
                 ("encoder.unfreeze_at",): no_effect if fixed_head and item.encoder_common.unfreeze_at else "",

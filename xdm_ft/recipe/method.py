@@ -37,14 +37,15 @@ class EncoderCommon(Block):
     name: str = Field(description="library of the encoder, see `xdm-ft ls encoders`")
     trainable: Trainable = Field(
         default=False,
-        description="false: frozen, on cached features; true: train end to end; {blocks: k}: train the last k "
-        "blocks, see `xdm-ft validate` for the chain; {lora: {rank: r, blocks: k}}: train low-rank updates in them",
+        description="false: frozen, on cached features; true: train end to end; {blocks: k}: train the last k blocks "
+        "(`xdm-ft validate` lists them); {lora: {rank: r, blocks: k}}: train low-rank updates in them",
     )
     batch_norm: Literal["train", "frozen"] = Field(
-        default="train", description="batch-norm statistics of what trains in the encoder: updated, or kept as they are"
+        default="train",
+        description="batch-norm statistics in the trained part of the encoder: train updates them, frozen keeps them",
     )
     unfreeze_at: int = Field(
-        default=0, ge=0, description="steps that train the head alone, before the encoder too (LP-FT)"
+        default=0, ge=0, description="first steps, which train the head alone; then the encoder trains too (LP-FT)"
     )
 
 
@@ -69,19 +70,18 @@ class MethodCommon(Block):
         default="random", description="initial class head: random, or the class embeddings of the text encoder"
     )
     prompts: Prompts | None = Field(
-        default=None, description="like encoder.prompts, for this method only; null: encoder.prompts"
+        default=None, description="encoder.prompts of this method alone; null: encoder.prompts"
     )
     normalize: Literal[True] | None = Field(
         default=None, description="true: L2-normalise the cached features for this method; null: as encoder.normalize"
     )
     trainable: Trainable | None = Field(
-        default=None, description="like encoder.trainable, for this method only; null: encoder.trainable"
+        default=None, description="encoder.trainable of this method alone; null: encoder.trainable"
     )
     encoder_lr: float | None = Field(
         default=None,
         gt=0,
-        description="like training.encoder_lr, for this method only (usual with lora: 1e-4 to 1e-3); null: "
-        "training.encoder_lr",
+        description="training.encoder_lr of this method alone (lora: usually 1e-4 to 1e-3); null: training.encoder_lr",
     )
 
 

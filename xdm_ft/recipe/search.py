@@ -123,17 +123,17 @@ class Search(Block):
         default=1,
         ge=1,
         le=10_000,
-        description="number of trials; the first has the recipe's own values, so 1 is no search",
+        description="number of trials; the first uses the recipe's own values, so 1 means no search",
     )
     preset: Literal["none", "frozen", "domainbed"] = Field(
         default="none",
-        description="predefined ranges: frozen, for heads on cached features; domainbed, DomainBed's defaults",
+        description="ready-made ranges. frozen: for heads on cached features; domainbed: DomainBed's defaults",
     )
     space: dict[str, Distribution] = Field(
         default={},
-        description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
-        f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset, and replaces its range of the same KEY. "
-        "A setting for which an item of methods has another value than the default is not searched",
+        description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or "
+        f"{{choice: [values]}}; KEY: {', '.join(TRAINING_KEYS)}. Overrides the preset's range. Settings that "
+        "a method sets itself are not searched",
     )
     sampler: Literal["random", "sobol"] = Field(
         default="random", description="independent draws, or a scrambled Sobol sequence (more even)"
@@ -156,10 +156,12 @@ class Search(Block):
     def problems(self) -> Iterator[Problem]:
         """Yields settings that draw nothing, or the same in every trial."""
         if self.space and self.trials == 1:
-            problem = "1 uses no value of search.space, as the first trial draws none; raise it"
+            problem = "1 never uses search.space, because the first trial has the recipe's own values; raise it"
             yield Problem("search.trials", problem, ("search.space",))
         if self.preset != "none" and self.trials == 1:
-            problem = f"1 uses no value of the preset {self.preset}, as the first trial draws none; raise it"
+            problem = (
+                f"1 never uses the preset {self.preset}, because the first trial has the recipe's own values; raise it"
+            )
             yield Problem("search.trials", problem, ("search.preset",))
         if self.trials > 1 and not self.distributions:
             problem = f"{self.trials} would train each model {self.trials} times with the same settings"

@@ -33,9 +33,9 @@ class DataCommon(Block):
     )
     train_augmentation: Augmentation | None = Field(
         default=None,
-        description="augmentation of training images: none, or domainbed (crop, flip, colours, grey); null: of "
-        "methods that train on images, or with features.views of all, domainbed for DomainBed's five and else none "
-        "(WILDS' examples use none); of other methods, which read what is cached, none",
+        description="augmentation of training images: none, or domainbed (crop, flip, colours, grey). null: domainbed "
+        "for DomainBed's five data sets, if a method trains on images or features.views caches views; else "
+        "none",
     )
 
 
@@ -55,14 +55,13 @@ class Cluster(Block):
         default=0.0,
         ge=0,
         le=1,
-        description="GPUs of one task: a model trained end to end, a chunk of heads, or a stretch of extraction; "
-        "0: the CPU, 0.25: four tasks share a GPU",
+        description="GPUs per task (a model trained end to end, a chunk of heads, or a part of the features); 0: the "
+        "CPU, 0.25: four tasks share a GPU",
     )
     cpus_per_model: int = Field(
         default=1,
         ge=1,
-        description="cores and threads of a model trained end to end, and of a stretch of extraction; a chunk of "
-        "heads takes one",
+        description="CPU cores per model trained end to end and per part of the features; a chunk of heads takes one",
     )
 
 

@@ -65,7 +65,7 @@ class Checkpoint:
         self.settings = {**self.settings, **engine_settings}
         if self.path.is_dir():  # found now, and not when the first state is to be written
             raise UserError(
-                f"{self.path}: cannot be written, as it is a folder; remove it and run the same command to resume"
+                f"{self.path}: cannot be written because it is a folder; remove it and run the same command to resume"
             )
         try:
             state, settings = read(self.path)

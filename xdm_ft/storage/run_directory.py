@@ -350,4 +350,4 @@ class RunDirectory:
 
 def _refuse_folder(file: Path) -> None:
     if file.is_dir():
-        raise UserError(f"{file}: cannot be written, as it is a folder; remove it and run the same command")
+        raise UserError(f"{file}: cannot be written because it is a folder; remove it and run the same command")

@@ -69,7 +69,7 @@ class Training(Block):
         SamplerName,
         Field(
             description="per_domain: batch_size images from every training domain; class_balanced: the same, with "
-            "equal numbers of each class of a domain; pooled: batch_size images from all domains together"
+            "equal numbers per class in a domain; pooled: batch_size images from all domains together"
         ),
     ] = "per_domain"
     steps: Annotated[int | None, Field(ge=1, description="training steps; null: from epochs")] = None
@@ -104,27 +104,27 @@ class Training(Block):
     mixed_precision: Annotated[
         Precision | None,
         Field(
-            description="autocast of a trainable encoder (end to end only); null: the value of `accelerate launch "
-            "--mixed_precision`, or no; bf16 is for CPUs too that compute it themselves (`xdm-ft doctor` says)"
+            description="autocast of a trainable encoder (end to end only). null: the value of `accelerate launch "
+            "--mixed_precision`, or no; bf16 also works on CPUs that compute in it (`xdm-ft doctor` tells)"
         ),
     ] = None
     tf32: Annotated[
         bool,
         Field(
-            description="on a GPU: products and convolutions of float32 numbers in TF32, with 10 bits of mantissa "
-            "instead of 23; faster, and of another precision, which the protocol line says"
+            description="on a GPU: compute float32 products and convolutions in TF32, with 10 bits of mantissa instead "
+            "of 23; faster, less precise; the protocol line says so"
         ),
     ] = False
     compile: Annotated[
         bool,
         Field(
-            description="compile a trainable encoder's passes, and the steps of heads on cached features (but "
-            "XDomainMix's, which have kernels), by torch.compile; rounding differs, and first steps take long"
+            description="compile a trainable encoder and the steps of heads on cached features (not XDomainMix's, "
+            "which have their own kernels) with torch.compile; rounding differs, and the first steps take long"
         ),
     ] = False
     profile: Annotated[
         bool,
-        Field(description="leave a trace of five steps of each method, by torch's profiler, in `profiles/` of the run"),
+        Field(description="write a trace of five steps per method (torch's profiler) into `profiles/` of the run"),
     ] = False
     evaluate_every: Annotated[
         int | None, Field(ge=1, description="steps between evaluations; null: a twentieth of the steps")
@@ -170,7 +170,7 @@ class Training(Block):
             problem = f"an epoch needs sampler: pooled; {self.sampler} draws with replacement, give steps"
             yield Problem("training.epochs", problem, ("training.sampler",))
         if self.steps is not None and self.schedule.warmup_steps >= self.steps:
-            problem = f"{self.schedule.warmup_steps} is not below training.steps: {self.steps}; lower it"
+            problem = f"{self.schedule.warmup_steps} must be less than training.steps ({self.steps}); lower it"
             yield Problem("training.schedule.warmup_steps", problem, ("training.steps",))
         if self.amsgrad and self.optimizer == "sgd":
             problem = "is only for adam and adamw; leave it out, or use one of them"

@@ -61,7 +61,7 @@ def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
         rows = job.split.evaluation.get(name)
         if rows is None or len(rows) == 0:
             raise UserError(
-                f'protocol.selection: "{rule}" needs images in the split {name}, which has none if '
+                f'protocol.selection: "{rule}" needs images in the split {name}, which is empty when '
                 f"{', '.join(job.split.test_domains)} is held out; choose another rule"
             )
         rows_of[rule] = rows
@@ -230,8 +230,8 @@ class Selector:
         if self.rules[0] in self.selected:
             return None
         return (
-            f"{self.rules[0]} could select no step: from step {self.first_selectable_step} on, {self.metric} was "
-            "undefined on its images, or a logit was not finite, at every evaluation"
+            f"{self.rules[0]} could not select a step: from step {self.first_selectable_step} on, every "
+            f"evaluation had an undefined {self.metric} on its images, or a logit that was not finite"
         )
 
 

@@ -19,8 +19,8 @@ Pooling = Literal["cls", "mean", "cls_mean", "projected"]
 PoolingChoice = Annotated[
     Pooling | None,
     Field(
-        description="feature of a vision transformer; null: the model's own; cls: class token; mean: mean of the patch "
-        "tokens; cls_mean: both, joined; these after the final norm; projected: CLIP's, which zero_shot needs"
+        description="feature of a vision transformer. null: the model's own; after the final norm: cls (class token), "
+        "mean (mean of the patch tokens), cls_mean (both); projected: CLIP's, which zero_shot needs"
     ),
 ]
 
@@ -35,7 +35,10 @@ def outside_text_space(pooling: Pooling | None) -> str:
     """Returns why such features cannot be compared with class embeddings; "" if they can."""
     if pooling in (None, "projected"):
         return ""
-    return f"encoder.pooling: {pooling} gives features outside the space of the texts; leave it out, or use projected"
+    return (
+        f"encoder.pooling: {pooling} gives features that do not match the text embeddings; leave it out, or use "
+        "projected"
+    )
 
 
 def timm_reason(model: Any, pooling: Pooling | None) -> str:
@@ -45,7 +48,7 @@ def timm_reason(model: Any, pooling: Pooling | None) -> str:
     if pooling == "projected":
         return "has no projection; leave it out, or use cls, mean or cls_mean"
     if not hasattr(model, "num_prefix_tokens"):
-        return "is no vision transformer and averages over space; leave it out"
+        return "is not a vision transformer and averages over space; leave it out"
     return no_class_token(getattr(model, "cls_token", None) is not None, pooling)
 
 
@@ -346,7 +349,7 @@ def _places(encoder: nn.Module, seen: _Pass) -> dict[str, int]:
     for number, block in enumerate(seen.inputs, 1):
         elsewhere = set().union(*(parameters for use, parameters in used.items() if use != 2 * number))
         if any(name.startswith(f"{block}.") for name in elsewhere):
-            raise _NoChain(f"what its module {block} computes is used beyond the next block")
+            raise _NoChain(f"the output of its module {block} is used beyond the next block")
     # the first place is written last, and stays: what both parts of a cut use lies below it
     return {name: use for use in sorted(used, reverse=True) for name in used[use]}
 

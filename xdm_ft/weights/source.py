@@ -148,8 +148,8 @@ def download_failed(what: str, where: str, cause: BaseException) -> UserError:
         fetch = f"download {repository} on a machine with a network and set encoder.weights to the file"
     else:
         fetch = (
-            f'run "hf download {repository}" on a machine with a network and copy its cache folder (HF_HOME, '
-            "~/.cache/huggingface) here, then set HF_HUB_OFFLINE=1; or set encoder.weights to a downloaded file"
+            f'on a machine with a network run "hf download {repository}", copy its cache folder (HF_HOME, '
+            "~/.cache/huggingface) here and set HF_HUB_OFFLINE=1; or set encoder.weights to a file"
         )
     return UserError(f"encoder: {what} is not on this machine and did not download ({type(cause).__name__}); {fetch}")
 
@@ -315,8 +315,8 @@ def refuse_sources(document: Any, where: str) -> None:
             isinstance(value, str) and (re.search(r"[/\\:]", value) or value.startswith(("~", ".")))
         ):
             raise UserError(
-                f'{where}: {keys}: "{printable(str(value))[:80]}" names another source, and a model directory holds '
-                "all that its architecture needs; do not use this model, or export it again if it is yours"
+                f'{where}: {keys}: "{printable(str(value))[:80]}" names another source, but a model directory '
+                "must hold its whole architecture; do not use this model, or export it again if it is yours"
             )
 
 

@@ -100,8 +100,8 @@ def synchronised(module: Module, processes: int, accumulation: int, device: torc
         reasons.append(f"training.accumulation: {accumulation}")
     if reasons:
         logger.warning(
-            "encoder.batch_norm: train: %s normalise each part of a batch alone, which changes results; "
-            "encoder.batch_norm: frozen avoids it",
+            "encoder.batch_norm: train: %s normalise each part of a batch alone, which changes results; set "
+            "encoder.batch_norm: frozen to avoid it",
             " and ".join(reasons),
         )  # fmt: skip
     return module

@@ -145,7 +145,9 @@ class EndToEnd(nn.Module):
         An encoder with modules of the method inside stays as it is too: they read the step's number.
         """
         if self.stages.names:
-            logger.warning("training.compile: has no effect on a method that changes feature maps inside the encoder")
+            logger.warning(
+                "training.compile: has no effect on this method, which changes feature maps inside the encoder"
+            )
         else:
             self._encode = compiled(self.encode)
 
