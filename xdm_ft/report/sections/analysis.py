@@ -172,7 +172,6 @@ def bars(name: str, title: str, caption: str, rows: Mapping[str, Bar], axis: str
 
 
 ALL = "all methods"
-SHORTEST = 0.02  # of the longest bar of distances; a shorter one lies on another scale
 INVARIANCES = {  # title: name of the figure, its axis, and where analysis.json has the number
     "representation (paper's formula)": (
         "invariance-representation", "distance of covariances", ("representation_invariance", "paper"),
@@ -227,21 +226,19 @@ def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[
             values.setdefault(method, {})[where] = value
     if len(values) > 1 and len({tuple(of_method.items()) for of_method in values.values()}) == 1:
         values = {ALL: next(iter(values.values()))}  # of one frozen encoder
-    means = {method: mean_of(of_method.values()) or 0.0 for method, of_method in values.items()}
-    # a distance depends on the scale of the features: one of unit length has no bar beside one of raw features
-    unseen = [
-        m for m, mean in means.items() if part == "representation_invariance" and mean < SHORTEST * max(means.values())
-    ]
+    normalized = {model["method"] for model in measured if model.get("normalized")} & {*values}
+    if part != "representation_invariance" or normalized == {*values}:
+        normalized = set()  # distances of features of length 1 compare with each other alone
     rows = {}
     for method, of_method in values.items():
-        if method in unseen:
+        if method in normalized:
             continue
         own = [model for model in measured if method in (model["method"], ALL)]
         chance = mean_of(part_of(model, part, f"{key}_noise") for model in own)
         rows[method] = Bar(MUTED if method == ALL else run.looks[method].colour, of_method, {}, chance)
     one_set = len({where for of_method in values.values() for where in of_method}) == 1
     markers = "" if one_set else ": the bar is the mean over held-out domains, a marker is one of them"
-    scale = f" No bar: {', '.join(unseen)}, whose features have another scale." if unseen else ""
+    scale = f" No bar: {', '.join(sorted(normalized))}, which reads features of length 1." if normalized else ""
     title = title.capitalize()
     return [bars(name, title, f"{title}{markers}.{scale}", rows, axis)] if rows else []
 
