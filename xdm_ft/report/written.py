@@ -181,7 +181,11 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
     row = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
     if row is not None and row.mean is not None:
         interval = mean_interval(run, row)
-        where = "95% interval over seeds and test images: " + between(metric, interval) if interval else ""
+        where = (
+            "95% interval over seeds and test images, not for a new site: " + between(metric, interval)
+            if interval
+            else ""
+        )
         sets = run.held_out_sets
         on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
         yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
