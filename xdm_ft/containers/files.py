@@ -109,7 +109,7 @@ def group_of(path: str, expression: re.Pattern[str]) -> str | None:
 def refuse_missing_folder(root: Path, remedy: str) -> None:
     """Raises `UserError` if `data.root` is not a folder; `remedy` ends the message and says what to do."""
     if not root.is_dir():
-        problem = "is not a folder" if root.exists() else "does not exist"
+        problem = "is not a folder" if root.exists() else "does not exist (data.root=DIR names another)"
         raise UserError(f"data.root: {root} {problem}; {remedy}")
 
 

@@ -138,8 +138,8 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
     means = [of["mean"] for of in chosen.per_test_domain.values()]
     reached = _interval(metric, (min(means), max(means)))
     return (
-        f"On {len(sets)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to say "
-        f"what a new one will give ({_interval(metric, ends)})."
+        f"On {len(sets)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to "
+        f"say what a new one will give ({_interval(metric, ends)})."
     )
 
 
