@@ -62,7 +62,7 @@ def test_the_adapted_model_is_the_adapted_head(inside, capsys, tmp_path, kept):
     page = (tmp_path / "new/README.md").read_text()
     assert "for one site alone" in page and "56 labelled images" in page and config.adapted.model in page
     # the site is what was held out
-    assert "It lacks" not in page and "trained without photo, held out" in page and "of one site alone" in page
+    assert "It lacks" not in page and "trained without photo, held out" in page and "of the one site whose" in page
     # what has adapted it has trained it
     assert len(after.training_images) == len(before.training_images) + 56
     assert main(["evaluate", str(tmp_path / "new"), SITE]) == 0
@@ -96,7 +96,7 @@ def test_the_shipped_model_stays_if_nothing_is_gained(inside, capsys, tmp_path):
         csv.writer(file).writerows([("path", "label"), *((path, names[draw.integers(7)]) for path in files)])
     status, out, _ = answer(capsys, "model", table, "--out", tmp_path / "new", "--json")
     assert status == 0 and json.loads(out)["kept"] is False and not (tmp_path / "new").exists()
-    assert "the shipped model stays" in answer(capsys, "model", table, "--out", tmp_path / "new")[1]
+    assert "keep the shipped model" in answer(capsys, "model", table, "--out", tmp_path / "new")[1]
 
 
 def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsys, tmp_path, kept):
