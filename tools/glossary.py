@@ -13,9 +13,9 @@ ABOUT = """The words of screens, tables and documents. The first group is enough
 def lines() -> Iterator[str]:
     yield from ("# Glossary", "", "```", "xdm-ft explain WORD        # prints one entry", "```", "", ABOUT)
     for group, entries in glossary().items():
-        yield from ("", f"## {group[0].upper()}{group[1:]}", "")
+        yield from ("", f"## {group[0].upper()}{group[1:]}")
         for word, meaning in entries.items():
-            yield f"* **{word}**: {meaning}"
+            yield from ("", f"**{word}**: {meaning}")
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def test_loss_is_finite_and_falls(name: str) -> None:
 def test_refused_on_cached_features_because_it_is_erm_there_or_trains_nothing(name: str) -> None:
     """The gradient of the head is ERM's."""
     if name not in TRAINED:
-        assert "nothing trains" in METHODS[name].frozen_reason
+        assert "nothing to train" in METHODS[name].frozen_reason
         assert METHODS[name].needs_text, "a fixed head comes from the text side"
         return
     for step in FIRST_AND_LAST:

@@ -94,6 +94,7 @@ def fault(file: Path) -> str:
     return str(caught.value)
 
 
+READ = "rename the columns: path, label, domain, group, split are read, by these names alone"
 CELLS = "but the header has 3; quote cells that contain commas"
 EMPTY = "the cell is empty; fill it in"
 
@@ -110,13 +111,14 @@ EMPTY = "the cell is empty; fill it in"
         ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
         ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
         ("a.png,cat,photo", "a.png,cat,photo,1", f"row 3: the row has 4 cells, {CELLS}"),
-        ("path,label", "file,class", "there is no column path, label; found: file, class, domain"),
-        ("path,label,domain", "path;label;domain", "there is no column path, label, domain; found: path;label;domain"),
+        ("path,label", "file,class", "there is no column path, label; found: file, class, domain; " + READ),
+        ("path,label,domain", "path;label;domain",
+         "there is no column path, label, domain; found: path;label;domain; " + READ),
         ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
         ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
         (CSV, "path,label,domain\n", "the table has no rows; add one per image"),
-        (CSV, "", "there is no column path, label, domain; found: "),
+        (CSV, "", "there is no column path, label, domain; found: ; " + READ),
         (CSV, "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n",
          'row 3, column split: "tests" is not a split; did you mean "test"?'),
     ],
@@ -143,7 +145,7 @@ def test_faults_of_the_file(folder: Path) -> None:
     frame.to_parquet(folder / "n.parquet")
     assert fault(folder / "n.parquet").endswith(f"n.parquet: row 2, column label: {EMPTY}")
     frame[["path"]].to_parquet(folder / "m.parquet")
-    assert fault(folder / "m.parquet").endswith("there is no column label, domain; found: path")
+    assert "there is no column label, domain; found: path; rename" in fault(folder / "m.parquet")
     damaged = pyarrow.array([b"\xff.png"]).view(pyarrow.string())
     table = pyarrow.table({"path": damaged, "label": ["x"], "domain": ["d"]})
     pyarrow.parquet.write_table(table, folder / "u.parquet")

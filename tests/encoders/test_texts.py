@@ -137,7 +137,9 @@ def test_class_embeddings_need_the_projected_feature(methods: str, tmp_path: Pat
     """Before any data is read."""
     path = tmp_path / "pooled.yaml"
     path.write_text(RECIPE.replace("METHODS", methods).replace("POOLING", "cls"))
-    with pytest.raises(UserError, match=r"needs class embeddings, but encoder\.pooling: cls gives features that"):
+    with pytest.raises(
+        UserError, match=r"needs class embeddings, but encoder\.pooling: cls gives features that do not match"
+    ):
         load(str(path), [])
     for pooling in ("projected", "null"):
         path.write_text(RECIPE.replace("METHODS", methods).replace("POOLING", pooling))

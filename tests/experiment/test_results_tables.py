@@ -44,7 +44,7 @@ def test_pacs(small_pacs, capsys):
     for method, number in numbers.items():
         line = next(line for line in text.splitlines() if method in line and number in line)
         assert line.count("±") == 2
-    assert "unequal budgets" in text
+    assert "trained with different numbers of gradients" in text
     tables = text.split("## How to read")[0]
     assert tables.count("beside ours") == tables.count("the recipe's rule") == tables.count("CHEATING") == 1
     printed = capsys.readouterr().out

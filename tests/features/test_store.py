@@ -201,7 +201,7 @@ def test_a_disk_that_fills_leaves_a_valid_cache(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(UserError) as fault:
             features_of(Pixels(70), tmp_path)
     needed = (70 - SHARD) * WIDTH * 4 / 1e6
-    assert f"{needed:,.1f} MB more, and" in str(fault.value) and "\n" not in str(fault.value)
+    assert f"need {needed:,.1f} MB more" in str(fault.value) and "\n" not in str(fault.value)
     assert len(written) == 1 and features_of(Pixels(70), tmp_path).extracted == 70 - SHARD
 
 

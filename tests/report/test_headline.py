@@ -205,5 +205,5 @@ def test_cut_names_of_encoders_and_methods_stay_apart(encoders: tuple[str, str],
     assert header.split()[:2] == ["method", "encoder"] and len({*columns}) == 8, columns
     assert len({encoder for _, encoder in columns}) == 2 and len({method for method, _ in columns}) == 4
     wide = screen(made, 180, 40)
-    assert f"Under erm, {encoders[1]} is -10.0 against" in details(made)
+    assert f"Under erm, {encoders[1]} is -10.0 against" in sentence(made)
     assert wide[1].split()[:6] == ["method", "encoder", *PACS]

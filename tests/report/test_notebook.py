@@ -6,8 +6,9 @@ from example_runs import results_of, two_sets
 from markupsafe import escape
 
 import xdm_ft
+from xdm_ft.report import Table, cells
 from xdm_ft.report.headline import sentence
-from xdm_ft.report.notebook import html_of_facts
+from xdm_ft.report.markup import notebook_html
 from xdm_ft.storage.run_directory import RunDirectory
 
 
@@ -22,5 +23,5 @@ def test_results_show_the_finding_and_the_table_with_names_escaped(tmp_path):
 
 
 def test_facts_are_escaped():
-    html = html_of_facts("<b>", [("method", "<script>")])
+    html = notebook_html("<b>", [Table("", [], [cells("method", "<script>")])])
     assert "<script>" not in html and "&lt;b&gt;" in html and "<td>method</td><td>&lt;script&gt;</td>" in html

@@ -262,11 +262,11 @@ def test_the_images_of_which_models_were_wrong_with_most_confidence(tmp_path: Pa
     (tmp_path / "data" / gone).unlink()
     (tmp_path / "data" / broken).write_bytes(b"no image")
     rest = shown(predictions.mistakes(made))
-    assert rest.notes == ["2 images can not be read now."]
+    assert rest.notes == ["2 images cannot be read now."]
     assert rest.thumbnails == section.thumbnails[2:], "rows have moved, names have not"
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     none = shown(predictions.mistakes(made))
     assert not none.thumbnails
-    assert none.notes[0].startswith("No image can be shown, because the data can not be read now: ")
+    assert none.notes[0].startswith("No image can be shown, because the data cannot be read now: ")
     names_of = Named(("a", "b"), ("x", "y"), each=6)
     assert rows_by_name(names_of, {names_of.name(20): 3, "gone": 4}) == {names_of.name(20): 20}

@@ -12,9 +12,10 @@ import pytest
 import torch
 import xxhash
 
+from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.storage import digest, json_digest, tensors_digest
 from xdm_ft.storage.lines import csv_line, read_cell
-from xdm_ft.storage.names import MAX_BYTES, address_in, file_name, folder_of, model_folder, parts_of, predictions_in
+from xdm_ft.storage.names import MAX_BYTES, address_in, file_name, model_folder, parts_of, predictions_in
 
 CJK = "語" * 29  # 261 bytes when percent-encoded
 ODD = [
@@ -45,8 +46,9 @@ def test_addresses() -> None:
     assert own == "models/erm/a%23b,c/seed3-trial2", "# is in no name of a folder"
     assert shared == "models/erm/heads-1a2b.safetensors#a%23b,c/seed3-trial2"
     assert address_in(own, "val") == f"{own}/val.safetensors" and address_in(shared, "val") == f"{shared}/val"
-    assert folder_of(*key, [address_in(own, "val")]) == folder_of(*key, []) == own
-    assert folder_of(*key, [address_in(shared, "val"), address_in(shared, "oracle")]) == shared
+    for folder, rules in ((own, ()), (own, ("val",)), (shared, ("val", "oracle"))):
+        picks = {rule: Pick(1, address_in(folder, rule), {}) for rule in rules}
+        assert Record(ModelKey(*key), {}, "ok", selected=picks).folder == folder
     assert parts_of(predictions_in(own)) == (f"{own}/predictions.safetensors", None)
     assert parts_of(predictions_in(shared)) == (
         "models/erm/heads-1a2b.safetensors", "a%23b,c/seed3-trial2/predictions",

@@ -43,7 +43,8 @@ class CLIPood(Algorithm):
     needs_text = True
     loss_over = "sample"
     frozen_reason = (
-        "its class head is fixed, so nothing trains with a frozen encoder; set encoder.trainable to train some of it"
+        "its class head is fixed, so a frozen encoder leaves nothing to train; set encoder.trainable to train "
+        "some of it"
     )
 
     def __init__(

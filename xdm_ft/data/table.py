@@ -129,7 +129,8 @@ def _read_cells(
         header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
     missing = [column for column in needed if column not in header]
     if missing:
-        raise UserError(f"{file}: there is no column {', '.join(missing)}; found: {', '.join(header)}")
+        what = f"there is no column {', '.join(missing)}; found: {', '.join(header)}"
+        raise UserError(f"{file}: {what}; rename the columns: {', '.join(optional)} are read, by these names alone")
     columns = [column for column in optional if column in header]
     twice = [column for column in columns if header.count(column) > 1]
     if twice:

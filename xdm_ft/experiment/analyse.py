@@ -444,7 +444,7 @@ def _measure_group(context: RunContext, images: Mapping[Group, SplitImages], gro
             seen = shared.setdefault((item.encoder_label, item.reads_normalized), seen)
         rule = plan.recipe.protocol.selection
         values = entry(model, seen, task.limits, plan.dataset.domain_names, task.first, rule)
-        context.directory.append(KIND, plain(values | {"inputs": task.inputs}))
+        context.directory.append(KIND, plain(values | {"normalized": item.reads_normalized, "inputs": task.inputs}))
         yield
 
 

@@ -115,9 +115,12 @@ class Results:
 
     def _repr_html_(self) -> str:
         """The finding and the table, as a notebook shows them."""
-        from xdm_ft.report.notebook import html_of_run
+        from xdm_ft.report.headline import sentence
+        from xdm_ft.report.markup import notebook_html
+        from xdm_ft.report.sections.results import results
 
-        return html_of_run(self.as_read)
+        run = self.as_read
+        return notebook_html(sentence(run), results(run, run.own_rule).tables)
 
     def table(self, selection: str | None = None) -> list[dict[str, Any]]:
         """Returns the rows of one selection rule as flat dicts: `pandas.DataFrame(results.table())`.

@@ -333,7 +333,9 @@ class RunProgress:
             cost, total = min(self.total.cost, finished.cost + sum(self.begun)), self.total.cost
             # what earlier runs did took none of this run's time, so it tells nothing of its speed
             share, new = cost / max(1, total), cost - self.done.cost - sum(self.resumed)
-            left = f"about {duration((total - cost) * (now - self.started) / new)} left, " if new > 0 else ""
+            # a first piece includes what is done once, such as compiling
+            known = new > 0.05 * (total - self.done.cost)
+            left = f"about {duration((total - cost) * (now - self.started) / new)} left, " if known else ""
             text = f"{self._models(finished)}, {left}now {printable(self.note)}"
             if self.bar:
                 self.bar.n, self.bar.postfix, self.bar.ncols = 100 * share, text, _columns()

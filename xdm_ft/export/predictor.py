@@ -86,7 +86,8 @@ class Model:
 
     def _repr_html_(self) -> str:
         """What the model is, and what to expect of it at a new site, as a notebook shows it."""
-        from xdm_ft.report.notebook import html_of_facts
+        from xdm_ft.report import Table, cells
+        from xdm_ft.report.markup import notebook_html
 
         encoder, method, expected = self.config.encoder, self.config.method, self.config.expected
         facts = [
@@ -100,7 +101,7 @@ class Model:
             facts.append((WORDS[expected.metric], f"{shown(expected.metric, expected.mean)} on held-out domains"))
             ends = None if site is None else site.between(expected.metric)
             facts.append(("at a new site (95%)", interval(expected.metric, ends)))
-        return html_of_facts(repr(self), facts)
+        return notebook_html(repr(self), [Table("", [], [cells(*fact) for fact in facts])])
 
     def predict(self, images: Images) -> list[str]:
         """Returns the most probable class of every image. Raises `UserError` for one that does not decode."""

@@ -367,7 +367,8 @@ def _split(
     held_out = ", ".join(test_domains)
     grouped = dataset.groups is not None
     numbers = [dataset.domain_names.index(name) for name in train_domains]
-    hint = "; if groups are numbered anew in each domain, data.group must capture the domain too" if grouped else ""
+    remedy = "put the domain into their names (data.group, or the column group)"
+    hint = f"; if groups are numbered anew in each domain, {remedy}" if grouped else ""
     check_classes(dataset, train, numbers, f" left for training with {held_out} held out{hint}")
     crossed = protocol.selection == "cross_domain"
     if crossed and len(protocol.sets_of(train_domains)) < 2:

@@ -143,11 +143,21 @@ def differences(run: Run, rule: str) -> Section | None:
     return _section("differences", run, rule, shown, notes, f"Differences to {reference}", reference)
 
 
+def encoders_compared(run: Run, rule: str) -> Section | None:
+    """The comparisons between encoders under one method; None if there are none."""
+    return _others("encoders-compared", run, rule, True)
+
+
 def further_comparisons(run: Run, rule: str) -> Section | None:
-    """The other comparisons, such as those between encoders; None if there are none."""
-    shown = {f"{row.first} − {row.second}": row for row in further(run.results, rule)}
+    """The other comparisons; None if there are none."""
+    return _others("further", run, rule, False)
+
+
+def _others(id_: str, run: Run, rule: str, of_encoders: bool) -> Section | None:
+    rows = [row for row in further(run.results, rule) if between_encoders(row, run.results) == of_encoders]
+    shown = {f"{row.first} − {row.second}": row for row in rows}
     notes = words.each_once((label, row.note) for label, row in shown.items())
-    return _section("further", run, rule, shown, notes, "First − second,") if shown else None
+    return _section(id_, run, rule, shown, notes, "First − second,") if shown else None
 
 
 def _section(

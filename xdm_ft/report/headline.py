@@ -59,7 +59,9 @@ def sentence(run: Run) -> str:
             "every one of its models."
         )
     chosen = _chosen(run)
-    return f"{_expected(run, chosen)} {_verdict_in_short(run, chosen)}".rstrip()
+    of_encoders = _between_encoders(run, chosen)
+    parts = (_expected(run, chosen), _verdict_in_short(run, chosen), of_encoders and f"{of_encoders}.")
+    return " ".join(filter(None, parts))
 
 
 def details(run: Run) -> str:
@@ -87,7 +89,7 @@ def details(run: Run) -> str:
             parts.append(f"{words_of_gain[0].upper()}{words_of_gain[1:]}")
     if len(run.choice.values) > 1:
         parts.append(f"Validation images chose {printable(chosen.method)}")
-    parts += [_versus(run, chosen, [*run.choice.values]), _between_encoders(run, chosen)]
+    parts.append(_versus(run, chosen, [*run.choice.values]))
     missing = [
         printable(row.method) for row in run.rows if row.selection == run.rule and row.method not in run.choice.values
     ]

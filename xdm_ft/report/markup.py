@@ -1,4 +1,4 @@
-"""Sections as Markdown, which results.md is made of, as text for a terminal or a file, and as LaTeX for a paper."""
+"""Sections as Markdown (results.md), as text, and as LaTeX for a paper; tables as HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -25,6 +25,19 @@ SIGNS = {
 MIN_WIDTH = 100  # characters, of text for a file or pipe
 UNBOUNDED = 1 << 16
 PREAMBLE = r"% needs \usepackage{booktabs}"
+NOTEBOOK = """<p><strong>{{ title|plain }}</strong></p>
+{%- for table in tables %}
+<table>
+{%- if table.caption %}<caption>{{ table.caption|plain }}</caption>{% endif %}
+{%- if table.header %}
+<thead><tr>{% for name in table.header %}<th>{{ name|plain }}</th>{% endfor %}</tr></thead>{% endif %}
+<tbody>
+{%- for row in table.rows %}
+<tr>{% for cell in row %}<td>{{ cell.text|plain }}</td>{% endfor %}</tr>
+{%- endfor %}
+</tbody></table>
+{%- endfor %}
+"""
 FONTS = "% has names beyond ASCII: use LuaLaTeX or XeLaTeX, and a font that has their characters"
 
 
@@ -144,3 +157,12 @@ def _blocks(table: Table, encoding: str, width: int) -> Iterator[Any]:
         for row in rows:
             block.add_row(*(Text(row[i]) for i in columns))
         yield block
+
+
+def notebook_html(title: str, tables: Sequence[Table]) -> str:
+    """Returns the title and the tables as a notebook shows them."""
+    from jinja2 import Environment
+
+    environment = Environment(autoescape=True)
+    environment.filters["plain"] = plain
+    return environment.from_string(NOTEBOOK).render(title=title, tables=tables)

@@ -83,7 +83,7 @@ def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Sec
     ]
     if between:
         caption = f"Later − first, in {unit_of_difference(metric)}."
-        table = comparisons.comparison_table(caption, metric, between, rule, ("first", "second"))
+        table = comparisons.comparison_table(caption, metric, between, rule, ("later run", "first run"))
         notes = each_once((f"{row.first} − {row.second}", row.note) for row in between)
         sections.append(make_section("between", tables=[table], notes=notes))
     models = [(run, Picked(run.every, rule, run.metric)) for run in runs]

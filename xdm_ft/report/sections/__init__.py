@@ -39,7 +39,8 @@ def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
         own = rule == run.own_rule
         shown = [results.results(run, rule), comparisons.differences(run, rule)]
         if own or rule != ORACLE:
-            shown += [comparisons.further_comparisons(run, rule), results.all_metrics(run, rule)]
+            shown += [comparisons.encoders_compared(run, rule), comparisons.further_comparisons(run, rule)]
+            shown += [results.all_metrics(run, rule)]
             shown += [selection.selected(run, rule)]
         if own:
             shown += [results.averaged(run), results.label_curve(run), results.cost(run), published_section(run, rule)]

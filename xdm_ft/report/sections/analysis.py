@@ -226,15 +226,21 @@ def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[
             values.setdefault(method, {})[where] = value
     if len(values) > 1 and len({tuple(of_method.items()) for of_method in values.values()}) == 1:
         values = {ALL: next(iter(values.values()))}  # of one frozen encoder
+    normalized = {model["method"] for model in measured if model.get("normalized")} & {*values}
+    if part != "representation_invariance" or normalized == {*values}:
+        normalized = set()  # distances of features of length 1 compare with each other alone
     rows = {}
     for method, of_method in values.items():
+        if method in normalized:
+            continue
         own = [model for model in measured if method in (model["method"], ALL)]
         chance = mean_of(part_of(model, part, f"{key}_noise") for model in own)
         rows[method] = Bar(MUTED if method == ALL else run.looks[method].colour, of_method, {}, chance)
     one_set = len({where for of_method in values.values() for where in of_method}) == 1
     markers = "" if one_set else ": the bar is the mean over held-out domains, a marker is one of them"
+    scale = f" No bar: {', '.join(sorted(normalized))}, which reads features of length 1." if normalized else ""
     title = title.capitalize()
-    return [bars(name, title, f"{title}{markers}.", rows, axis)] if rows else []
+    return [bars(name, title, f"{title}{markers}.{scale}", rows, axis)] if rows else []
 
 
 KERNELS = 7  # of the published MMD: twice this divided by the batch size is the limit for far features

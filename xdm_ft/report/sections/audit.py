@@ -101,7 +101,12 @@ def _twins(audit: Json) -> Finding:
             f". With {worst['without']} left out of training too, {worst['domain']} falls from {before} to {after}; "
             f"with as many other images left out, it has {matched}"
         )
-    return Finding("domain_pairs", PROMISE, what, f"hold them out together: {_together(twins)}")
+    return Finding(
+        "domain_pairs",
+        PROMISE,
+        what,
+        f"if they show the same objects, patients or scanner, hold them out together: {_together(twins)}",
+    )
 
 
 def _percent(value: float | None) -> str:

@@ -225,7 +225,7 @@ class Mistake(NamedTuple):
 def mistakes(run: Run) -> Section | None:
     """The most confident mistakes as small images; None if none is known.
 
-    Without `report.images` neither image nor file name stands in the page. Where the data can not be opened, the
+    Without `report.images` neither image nor file name stands in the page. Where the data cannot be opened, the
     section says why and shows no image.
     """
     method = run.shown_method
@@ -270,7 +270,7 @@ def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], st
     try:
         dataset = load_dataset(run.results["recipe"]["data"])
     except UserError as error:
-        return [], f"No image can be shown, because the data can not be read now: {error}"
+        return [], f"No image can be shown, because the data cannot be read now: {error}"
     rows = rows_by_name(dataset, {mistake.name: mistake.row for mistake in worst})
     thumbnails = []
     for mistake in (mistake for mistake in worst if mistake.name in rows):
@@ -285,4 +285,4 @@ def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], st
         lines = where, f"label: {label}", f"predicted: {sure}", mistake.name
         thumbnails.append(Thumbnail.of(image, f"{where}: {label}, taken for {sure}", lines))
     left = len(worst) - len(thumbnails)
-    return thumbnails, f"{plural(left, 'image')} can not be read now." if left else ""
+    return thumbnails, f"{plural(left, 'image')} cannot be read now." if left else ""

@@ -33,7 +33,7 @@ def results(run: Run, rule: str) -> Section:
     budgets = grouped(in_steps, lambda row: budget_text({"budget": row.budget}))
     if len(budgets) > 1:
         parts = (f"{budget}: {', '.join(row.method for row in of)}" for budget, of in budgets.items())
-        notes.append(f"unequal budgets: {'; '.join(parts)}")
+        notes.append(f"trained with different numbers of gradients: {'; '.join(parts)}")
 
     own = rule == run.own_rule
     groups = grouped(
@@ -333,7 +333,7 @@ def label_curve(run: Run) -> Section | None:
         height=2.6,
     )
     other = run.chosen not in (None, curve["method"])
-    prefers = f"validation prefers {run.chosen}, whose models can not be adapted" if other else ""
+    prefers = f"validation prefers {run.chosen}, whose models cannot be adapted" if other else ""
     fewer = any(len(point["past_gains"]) < len(domains) for point in measured)
     return make_section(
         "label-curve",

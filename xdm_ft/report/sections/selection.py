@@ -93,7 +93,7 @@ def searched_keys(run: Run, method: str) -> list[str]:
         if entry["method"] == method:
             of_trials = values.setdefault((*entry["test_domains"], entry["seed"]), {})
             for key, value in entry["hparams"].items():
-                # as JSON: a value may be a list, which a set can not hold
+                # as JSON: a value may be a list, which a set cannot hold
                 of_trials.setdefault(key, set()).add(json.dumps(value))
     return list(dict.fromkeys(key for of in values.values() for key, different in of.items() if len(different) > 1))
 
