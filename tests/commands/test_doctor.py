@@ -73,7 +73,7 @@ def test_room_for_all_views(images, doctor, monkeypatch):
         assert any(f"features: 0 of {needed} more are needed" in line for line in lines), lines
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=107 * 10**6))
     [(fault, _)] = doctor("small.yaml", *views)[2]
-    assert "the disk is full: features needs 108.0 MB more" in fault
+    assert "the disk is full: features need 108.0 MB more" in fault
 
 
 def test_without_a_recipe_and_with_a_cluster_that_is_not_there(images, doctor):

@@ -112,7 +112,7 @@ def test_a_cache_that_can_not_be_written_or_is_too_small(tmp_path: Path, monkeyp
     needed = 3 * IMAGES * 4 * SIZE * SIZE * 4
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=needed - 1))
-    with pytest.raises(UserError, match=r"full: activations before blocks\.1 needs 0\.2 MB more, .*cut: compute"):
+    with pytest.raises(UserError, match=r"full: activations before blocks\.1 need 0\.2 MB more, .*cut: compute"):
         activations_of(tmp_path, **VIEWS)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=needed))
     assert activations_of(tmp_path, **VIEWS).extracted == 3 * IMAGES

@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_small_is_reported_before_any_work(
     needed, encoder = (1 + views) * 70 * WIDTH * 4, Tiny()
     settings = {"views": views, "augmentation": "domainbed" if views else "none"}
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
-    with pytest.raises(UserError, match=r"the disk is full: features needs 0\.0 MB more, and 0\.0 MB are free"):
+    with pytest.raises(UserError, match=r"the disk is full: features need 0\.0 MB more, and 0\.0 MB are free"):
         features_of(Pixels(70), tmp_path, encoder, **settings)
     assert encoder.seen[0] == 0
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
@@ -201,7 +201,7 @@ def test_a_disk_that_fills_leaves_a_valid_cache(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(UserError) as fault:
             features_of(Pixels(70), tmp_path)
     needed = (70 - SHARD) * WIDTH * 4 / 1e6
-    assert f"needs {needed:,.1f} MB more" in str(fault.value) and "\n" not in str(fault.value)
+    assert f"need {needed:,.1f} MB more" in str(fault.value) and "\n" not in str(fault.value)
     assert len(written) == 1 and features_of(Pixels(70), tmp_path).extracted == 70 - SHARD
 
 

@@ -332,7 +332,7 @@ class Store:
         needed, free = self.bytes_needed + extra_bytes, shutil.disk_usage(self.cache).free
         if is_full or needed > free:
             raise UserError(
-                f"{self.folder}: the disk is full: {self.what} needs {needed / 1e6:,.1f} MB more, and "
+                f"{self.folder}: the disk is full: {self.what} need {needed / 1e6:,.1f} MB more, and "
                 f"{free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to another "
                 f"disk{self.instead}, and run the same command again"
             )
