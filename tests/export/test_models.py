@@ -126,7 +126,7 @@ def test_an_encoder_from_a_file_is_asked_for_and_checked() -> None:
         needed = read_config(Path(name))[0].encoder.named_xxh3
         assert needed in Path(f"{name}/README.md").read_text()
         assert "own.safetensors" not in Path(f"{name}/config.json").read_text()
-        with pytest.raises(UserError, match=f"come from a file .xxh3 {needed}.*give it"):
+        with pytest.raises(UserError, match=f"come from a file .xxh3 {needed}.*give that file"):
             load(name)
         shutil.copy("last-whole/encoder.safetensors" if name == "last" else "own.safetensors", "wrong.safetensors")
         state = load_file("wrong.safetensors")
