@@ -135,7 +135,7 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
     if metric not in words.IN_PERCENT or ends[1] - ends[0] <= MAX_WIDTH:
         about = f"{100 * chosen.mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
         return f"On a new domain expect about {about} ({_interval(metric, ends)}). Method: {who}."
-    means = [of["mean"] for of in chosen.per_test_domain.values()]
+    means = [mean for of in chosen.per_test_domain.values() if (mean := of["mean"]) is not None]
     reached = _interval(metric, (min(means), max(means)))
     return (
         f"On {len(sets)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to "
