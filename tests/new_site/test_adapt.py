@@ -226,8 +226,10 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
         return heads[-1][1]
 
     monkeypatch.setattr(one_more_domain, "trained_head", recorded)
-    found = json.loads(answer(capsys, *argv, "--json")[1])
-    assert found["labels"] == 56 and 0 <= found["before"] <= 56
+    status, text, err = answer(capsys, *argv, "--json")
+    found = json.loads(text)
+    assert status == 0 and found["labels"] == 56, err
+    assert 0 <= found["before"] <= 56
     sizes = [sum(map(len, job.split.train)) for job, _ in heads]
     assert sizes == [4 * 56, *[5 * 56 - 14] * 4, 5 * 56]  # the baseline, four folds, all
     assert heads[-1][0].split.train_domains == ("art_painting", "cartoon", "photo", "sketch", "site")

@@ -174,6 +174,25 @@ def test_models_that_the_run_does_not_pick_are_left_out() -> None:
         analysis.invariance(made)
 
 
+def test_a_distance_of_normalised_features_has_no_bar_among_those_of_raw_ones() -> None:
+    made = run_in_memory(["erm", "prototypes"])
+    assert made.analysis is not None
+
+    def alts(*normalized: str) -> list[str]:
+        for model in made.analysis["models"]:
+            model["normalized"] = model["method"] in normalized
+        return [figure.alt + figure.caption for figure in shown(analysis.invariance(made)).figures]
+
+    paper, code, risk = alts("prototypes")
+    assert all("prototypes: " not in alt and "No bar: prototypes" in alt for alt in (paper, code))
+    assert "prototypes: " in risk and "No bar" not in risk, "a variance of losses has no such scale"
+    assert all(
+        "prototypes: " in alt and "No bar" not in alt
+        for alts_of in (alts(), alts("erm", "prototypes"))
+        for alt in alts_of
+    )
+
+
 def nulled(tree: Any) -> Iterator[Any]:
     """Copies of a model in each of which one more value is null, from the leaves to whole parts."""
     for key in [key for key, value in tree.items() if value is not None and key not in KEPT]:

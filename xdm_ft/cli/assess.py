@@ -78,11 +78,14 @@ def _reservations(found: Assessment) -> Iterator[str]:
         yield "Assumes class shares as in training; --prevalence gives others."
     if found.is_far:
         yield "These images lie farther from the training images than any held-out domain did: trust this less."
+    never: dict[str, list[str]] = {worst.domain: [] for worst in found.risks.values() if worst.threshold is None}
     for risk, worst in found.risks.items():
         what = f"For at most {100 * float(risk):g}% wrong answers"
         if worst.threshold is None:
-            yield f"{what}, no threshold was enough at the held-out domain {worst.domain}."
+            never[worst.domain].append(f"{100 * float(risk):g}%")
         else:
             record = f"a threshold found so was broken at {worst.broken} of {plural(worst.sites, 'site')}"
             yield f"{what}, {worst.domain}, the worst held-out domain, needs {worst.threshold:.2f}; {record}."
+    for domain, risks in never.items():
+        yield f"No threshold was enough at the held-out domain {domain} for at most {', '.join(risks)} wrong answers."
     yield from left_out(found.unreadable, found.copies, 0, found.training_images)

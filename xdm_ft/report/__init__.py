@@ -74,7 +74,7 @@ MAX_ROWS = 240  # of a table with a row per model
 MAX_UNFOLDED_ROWS = 12
 PARTS = ("verdicts", "results", "mistakes", "confidence", "data", "diagnostics")
 """The parts of the page in their order. All are open except the last one, which has all other sections."""
-TEXTS = packaged_texts("sections.toml")
+TEXTS = packaged_texts("report/sections.toml")
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ class Line(NamedTuple):
     rings: Sequence[Point] = ()
     bars: Sequence[Point] = ()  # behind the line
     button: str = ""  # which hides the line; "": none does
-    texts: Sequence[str] = ()  # of each point, for the pointer. Default: the label, if there is one, and the values
+    texts: Sequence[str] = ()  # of each point of a scatter, for the pointer; curves show their values
 
 
 def curves(

@@ -287,7 +287,7 @@ def show_headline(run: Run) -> None:
     if not is_terminal:
         console.width = UNBOUNDED  # rich assumes 80 columns there and would fold the text
     above = [Text(_on_terminal(_title(run)), style="bold")]
-    smallest = comparisons.what_it_finds(run.results, run.own_rule, run.metric)[:1]  # results.md has the other lines
+    smallest = comparisons.what_it_finds(run.results, run.own_rule, run.metric)
     below = [Text(), Text(_on_terminal(sentence(run)), style="bold")]
     below += [Text(_on_terminal(f"{line[0].upper()}{line[1:]}."), style="dim") for line in smallest]
     below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if is_terminal else None)]
@@ -339,7 +339,7 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
 
     domains = {name for row in run.own_rows for name in row.per_test_domain}
     several = len(domains) != 1  # the mean of one domain is that domain's
-    mean = "mean" if several else _cut(next(iter(domains)), MAX_NAME)
+    mean = "mean" if several else cut([*domains])[0]
     means = [words.with_spread(row.to_json(), row.stderr) for row in rows]
     after = [Column(f"{mean}{words.oracle_mark(run.own_rule)}", means)]
     if beside := comparisons.beside_rows(run.results, run.own_rule):

@@ -55,6 +55,7 @@ NEEDS: dict[str, Callable[[Results], bool]] = {
     "peak memory": _is_measured("peak_memory"),
     "encoders": lambda results: bool(several_encoders(results)),
     **dict.fromkeys(("analysis", "training", "data", "shipping"), lambda results: False),  # words of other tables
+    "labels": lambda results: "label_curve" in results,
     "published numbers": lambda results: any(row.get("spread_as_published") for row in results["summary"]),
     "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),
     "at the edge of its range": _is_searched,

@@ -25,7 +25,9 @@ def results(run: Run, rule: str) -> Section:
     rows = [row for row in run.rows if row.selection == rule]
     rows.sort(key=lambda row: order.index(row.method) if row.method in order else len(order))
     notes = each_once((row.method, note) for row in rows for note in (row.reason, *(row.flags or ())))
-    if len(rows) > 1 and rule != ORACLE:
+    means = {row.method: row.mean for row in rows if row.mean is not None}
+    best_row = (max if HIGHER_IS_BETTER[rows[0].metric] else min)(means, key=lambda method: means[method], default=None)
+    if len(rows) > 1 and rule != ORACLE and best_row != run.chosen:
         best = "The best row by test value is about a point of accuracy too good"
         notes = [f"{best}; the method that validation chose is not.", *notes]
     evaluations = {row.method: (row.budget or {}).get("gradient_evaluations") for row in rows}
