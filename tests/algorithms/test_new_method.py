@@ -1,6 +1,8 @@
 """A method is added by one new file: recipes accept it, it is listed, searched and trained, contract tests cover it."""
 
+import importlib
 import json
+import linecache
 import os
 import subprocess
 import sys
@@ -9,10 +11,12 @@ from pathlib import Path
 import miniature
 import pytest
 
+import xdm_ft
 import xdm_ft.algorithms
 from xdm_ft.cli.ls import listing
 from xdm_ft.cli.parser import main
 from xdm_ft.recipe.search import preset_ranges
+from xdm_ft.runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SEARCHED = '''
@@ -133,7 +137,7 @@ def own_methods(tmp_path, monkeypatch):
     preset_ranges.cache_clear()
     yield
     preset_ranges.cache_clear()
-    for name in METHODS:
+    for name in (*METHODS, "noisy"):
         if sys.modules.pop(f"xdm_ft.algorithms.{name}", None):
             delattr(xdm_ft.algorithms, name)
 
@@ -157,6 +161,54 @@ def test_they_are_listed_and_recipes_are_checked_against_them(own_methods, capsy
     assert main(["validate", "own.yaml"]) == 2
     complaint = capsys.readouterr().err
     assert 'did you mean "weight"' in complaint and 'did you mean "smoothed"' in complaint
+
+
+NOISY = """
+import torch
+
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.runtime.randomness import Stream, normal
+
+
+class Noisy(ERM):
+    \"\"\"ERM on features with noise.\"\"\"
+
+    source = "made up for this test"
+
+    def loss(self, z, batch, step):
+        return super().loss(z + NOISE, batch, step)
+"""
+
+
+def test_an_edited_file_keeps_its_numbers_with_a_warning_and_noise_has_a_stream(own_methods, caplog):
+    path = Path("methods/noisy.py")
+    path.write_text(NOISY.replace("NOISE", "torch.randn_like(z)"))
+    miniature.domainbed(Path("data"), "pacs")
+    Path("own.yaml").write_text(f"{RECIPE}methods: [noisy]\n")
+    with pytest.raises(
+        UserError, match=r"algorithms.noisy: draws torch's random numbers.* normal\(self.seed, step, Str"
+    ):
+        xdm_ft.run("own.yaml", **{"protocol.seeds": 2})
+
+    def again(source: str, **overrides) -> str:
+        path.write_text(source)
+        sys.modules.pop("xdm_ft.algorithms.noisy")
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        caplog.clear()
+        xdm_ft.run("own.yaml", **{"protocol.seeds": 2}, **overrides)
+        return caplog.text
+
+    documented = " ".join(Path(ROOT / "CONTRIBUTING.md").read_text().split())
+    noise = "normal(self.seed, step, Stream.OWN, batch.position[:, None] * z.shape[1] + torch.arange(z.shape[1]))"
+    assert noise in documented
+    assert "has changed" not in again(NOISY.replace("NOISE", noise)), "no model was trained before"
+    assert "has changed" not in again(NOISY.replace("NOISE", noise) + "# a comment\n")
+    edited = NOISY.replace("NOISE", f"2 * {noise}")
+    assert "noisy: its code has changed (xdm_ft/algorithms/noisy.py" in (text := again(edited)), text
+    assert "its 2 models keep their numbers" in text
+    both = again(edited, methods=["noisy", {"name": "noisy", "label": "noisy 2"}])
+    assert "noisy: its code" in both and "noisy 2: its code" not in both
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def fault(root: Path, group: str | None = None) -> str:
 def test_faults_are_one_clear_line(tmp_path: Path) -> None:
     assert f"data.root: {tmp_path}/no does not exist" in fault(tmp_path / "no")
     (tmp_path / "file").write_text("x")
-    assert "is not a folder; it must contain <domain>/<class>/<image>" in fault(tmp_path / "file")
+    assert "is not a folder; set data.root to a folder of <domain>/<class>/<image>" in fault(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert fault(tmp_path / "empty").endswith("contains no images in <domain>/<class>/ folders; it is empty")
     put(tmp_path, "flat/cat/a.png", "flat/cat/b.png", "good/d/c/p1.png", "good/d/c/q.png")

@@ -18,7 +18,7 @@ from xdm_ft.runtime.errors import UserError, plural, printable
 
 logger = logging.getLogger("xdm_ft")
 
-TREE = "it must contain <domain>/<class>/<image>"  # the end of a message about `data.root`
+TREE = "set data.root to a folder of <domain>/<class>/<image>"  # the end of a message about `data.root`
 
 
 def _regular_expression(pattern: str | None) -> str | None:
@@ -109,7 +109,7 @@ def group_of(path: str, expression: re.Pattern[str]) -> str | None:
 def refuse_missing_folder(root: Path, remedy: str) -> None:
     """Raises `UserError` if `data.root` is not a folder; `remedy` ends the message and says what to do."""
     if not root.is_dir():
-        problem = "is not a folder" if root.exists() else "does not exist (data.root=DIR names another)"
+        problem = "is not a folder" if root.exists() else "does not exist"
         raise UserError(f"data.root: {root} {problem}; {remedy}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,15 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
-    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs, summary_of
+    from xdm_ft.experiment.results import (
+        RunResults,
+        code_of_rows,
+        data_facts,
+        environment,
+        inputs,
+        refuse_other_inputs,
+        summary_of,
+    )
     from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.experiment.work import as_launched, launched
@@ -74,7 +83,9 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             trained_on = inputs(dataset, prepared)
             refuse_other_inputs(directory.path, before, trained_on)
             costs = encoder_costs(prepared, recipe.features, dataset, accelerator, before or {})
-            facts = environment(accelerator) | on_cluster | trained_on | costs
+            trained = Counter(key.method for key in results.records)
+            code = code_of_rows(recipe.methods, before or {}, trained)
+            facts = environment(accelerator) | on_cluster | trained_on | costs | code
             while True:
                 results.begin(facts, data_facts(plan, findings))
                 context = RunContext(plan, prepared, directory, accelerator)

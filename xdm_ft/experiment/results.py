@@ -39,6 +39,7 @@ from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.experiment.resume import GROWN_FROM, NEW_DIRECTORY, Generation, comparable, grown_from
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
+from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.comparisons import all_comparisons
 from xdm_ft.report.finished import Run, final_fits_of, read_run
@@ -382,6 +383,26 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
             elif value:
                 identity.setdefault(name, {})[label] = value
     return identity
+
+
+def code_of_rows(items: Sequence[MethodItem], before: Mapping[str, Any], trained: Counter[str]) -> dict[str, Any]:
+    """Returns {"code": {label: checksum of the code of the row's components}}: the code that its models trained with.
+
+    Warns of rows whose code has changed since. `before`: the environment in results.json; `trained`: {label: number of
+    models that are kept}.
+    """
+    code, known = dict[str, str](), before.get("code", {})  # an earlier version wrote none
+    for item in items:
+        now = digest(*(part.code() for part in item.parts))
+        code[item.label] = known.get(item.label, now) if (kept := trained[item.label]) else now
+        if code[item.label] != now:
+            files = ", ".join(part.cls.__module__.replace(".", "/") + ".py" for part in item.parts)
+            logger.warning(
+                "methods: %s: its code has changed (%s), but its %s keep their numbers; to train with the new code, "
+                "add a row with another label, or set another name",
+                *(item.label, files, plural(kept, "model")),
+            )
+    return {"code": code}
 
 
 def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Every module in a folder of `FOLDERS` holds one public class, the component. Bas
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -88,6 +89,10 @@ class Component:
     def settings(self) -> dict[str, Any]:
         """Returns the same values under their names in a recipe and in results."""
         return {f"{self.prefix}{key}": value for key, value in self.kwargs().items()}
+
+    def code(self) -> str:
+        """Returns the text of its module without comments and layout, as its syntax tree."""
+        return ast.dump(ast.parse(inspect.getsource(importlib.import_module(self.cls.__module__))))
 
     def build(self, *args: Any) -> Any:
         return self.cls(*args, **self.kwargs())

@@ -53,6 +53,7 @@ class Stream(IntEnum):
     MAP_INIT = 55
     MAP_BATCH = 56
     ANALYSIS_ORDER = 57
+    OWN = 1000  # of a method of your own; OWN + 1, OWN + 2, … for further uses
 
 
 def _signed(value: int) -> int:

@@ -135,8 +135,8 @@ def environment(run: Run) -> Section:
             else:
                 yield f"{prefix}{key}", str(value)
 
-    without_encoders = {key: value for key, value in run.results["environment"].items() if key != "encoders"}
-    rows = [cells(*item) for item in flat(without_encoders)]
+    shown = {key: value for key, value in run.results["environment"].items() if key not in ("encoders", "code")}
+    rows = [cells(*item) for item in flat(shown)]
     return make_section(
         "environment", tables=[Table("Environment of the run.", ["what", "value"], rows, sortable=False)]
     )

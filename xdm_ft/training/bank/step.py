@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.heads import Head
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.training import Job, compiled
@@ -213,7 +214,15 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
         bank.optimizer.reset()
     for domain in bank.template.update(bank.parameters, bank.buffers | bank.fixed, number):
         part = batch if domain is None else batch.block(domain, bank.template.task.num_domains, axis=1)
-        taken.append(take(bank, part, now, phase))
+        try:
+            taken.append(take(bank, part, now, phase))
+        except RuntimeError as error:
+            if "random operation" not in str(error):
+                raise
+            raise UserError(
+                f"{type(bank.template).__module__}: draws torch's random numbers, which heads in a bank cannot repeat; "
+                "draw normal(self.seed, step, Stream.OWN, index) of xdm_ft.runtime.randomness"
+            ) from error
     if len(taken) == 1:
         return taken[0]
     return {name: torch.stack([scalars[name] for scalars in taken]).mean(0) for name in taken[0]}
