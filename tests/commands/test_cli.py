@@ -335,7 +335,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert explained("held-out", "domain").startswith("held-out domain: ")
     assert explained("ece").startswith("ECE: ") and explained("macro f1").startswith("balanced accuracy, macro F1: ")
     assert explained("verdicts").startswith("here: ") and "\nlook: " in explained("verdicts")
-    assert explained("mean").startswith("mean ±: ")
+    assert explained("mean").startswith("mean ±: ") and explained("±").startswith("mean ±: ")
     assert main(["explain", "verdict", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"concepts": {"verdict": glossary()["concepts"]["verdict"]}}
     for word, remedy in {"temprature": "the nearest: temperature", "xyz": "xdm-ft explain lists all words"}.items():

@@ -32,7 +32,7 @@ def names(group: str, word: str) -> set[str]:
 
 
 def _entries(asked: str, groups: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns {group: {word: meaning}} of the entries with this name, else of the group, else of those that hold it.
+    """Returns {group: {word: meaning}} of the entries with this name, else of the group, else of those that hold it, also as a part.
 
     Raises `UserError` if there is none.
     """
@@ -42,6 +42,7 @@ def _entries(asked: str, groups: Mapping[str, Mapping[str, str]]) -> dict[str, d
     found = found or [(group, word) for group, word in known if name == group]
     found = found or [(group, word) for group, word in known if name and f" {name} " in f" {_plain(word)} "]
     found = found or [(of, word) for of, word in known if name and f" {name} " in f" {_plain(groups[of][word])} "]
+    found = found or [(group, word) for group, word in known if asked and asked.lower() in word.lower()]
     if not found:
         words = {word.lower(): word for word in (*groups, *(word for _, word in known))}
         near = [words[word] for word in difflib.get_close_matches(asked.lower(), words)]

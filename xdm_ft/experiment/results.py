@@ -44,7 +44,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.comparisons import all_comparisons
 from xdm_ft.report.finished import Run, final_fits_of, read_run
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
-from xdm_ft.report.words import IN_PERCENT
+from xdm_ft.report.words import IN_PERCENT, listed
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
@@ -391,17 +391,15 @@ def code_of_rows(items: Sequence[MethodItem], before: Mapping[str, Any], trained
     Warns of rows whose code has changed since. `before`: the environment in results.json; `trained`: {label: number of
     models that are kept}.
     """
-    code, known = dict[str, str](), before.get("code", {})  # an earlier version wrote none
-    for item in items:
-        now = digest(*(part.code() for part in item.parts))
-        code[item.label] = known.get(item.label, now) if (kept := trained[item.label]) else now
-        if code[item.label] != now:
-            files = ", ".join(part.cls.__module__.replace(".", "/") + ".py" for part in item.parts)
-            logger.warning(
-                "methods: %s: its code has changed (%s), but its %s keep their numbers; to train with the new code, "
-                "add a row with another label, or set another name",
-                *(item.label, files, plural(kept, "model")),
-            )
+    now = {item.label: digest(*(part.code() for part in item.parts)) for item in items}
+    known = before.get("code", {})  # an earlier version wrote none
+    code = {label: known.get(label, of_now) if trained[label] else of_now for label, of_now in now.items()}
+    if changed := [label for label in code if code[label] != now[label]]:
+        logger.warning(
+            "methods: the code of %s has changed since %s trained, which keep their numbers; to train with the new code, "
+            "add a row with another label, or set another name",
+            *(listed(changed), plural(sum(trained[label] for label in changed), "model")),
+        )
     return {"code": code}
 
 
