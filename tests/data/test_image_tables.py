@@ -157,7 +157,7 @@ def test_faults(folder, tmp_path):
         (
             lambda path: ImageFolder(root=path),
             "nowhere",
-            r"data.root: .* does not exist; set data.root to a folder of <dom",
+            r"data.root: .* does not exist; set data.root to a folder",
         ),
         (lambda path: ImageFolder(root=path), "empty", r"data.root: .*empty contains no folders; set data.root to"),
     ):

@@ -32,9 +32,9 @@ def names(group: str, word: str) -> set[str]:
 
 
 def _entries(asked: str, groups: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns {group: {word: meaning}} of the entries with this name, else of the group, else of those that hold it, also as a part.
+    """Returns {group: {word: meaning}} of the entries with this name, else of the group, else of those that hold it.
 
-    Raises `UserError` if there is none.
+    A part of a word is looked for last. Raises `UserError` if there is none.
     """
     name = _plain(asked)
     known = [(group, word) for group, entries in groups.items() for word in entries]

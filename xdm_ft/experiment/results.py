@@ -396,8 +396,8 @@ def code_of_rows(items: Sequence[MethodItem], before: Mapping[str, Any], trained
     code = {label: known.get(label, of_now) if trained[label] else of_now for label, of_now in now.items()}
     if changed := [label for label in code if code[label] != now[label]]:
         logger.warning(
-            "methods: the code of %s has changed since %s trained, which keep their numbers; to train with the new code, "
-            "add a row with another label, or set another name",
+            "methods: the code of %s has changed since %s trained, which keep their numbers; to train with the new "
+            "code, add a row with another label, or set another name",
             *(listed(changed), plural(sum(trained[label] for label in changed), "model")),
         )
     return {"code": code}
