@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from canned_runs import Named, write_run
+from canned_runs import Named, run_in_memory, write_run
 
-from xdm_ft.report.written import write_page
+from xdm_ft.report.sections import sections
+from xdm_ft.report.written import html, write_page
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update", "--hide-scrollbars"]  # fmt: skip
@@ -204,4 +206,66 @@ def test_figures_answer_the_pointer_and_the_open_page_is_short(tmp_path: Path) -
         assert 0 < browser.run(drawn + ".length") < before
         browser.run(BUTTON + "button.click()")
         assert browser.run(drawn + ".length") == before
+        assert browser.console() == []
+
+
+POINT = """const section = document.getElementById('SECTION');
+    for (let one = section; one; one = one.parentElement) if (one.tagName === 'DETAILS') one.open = true;
+    for (const one of section.querySelectorAll('details')) one.open = true;
+    const svg = [...section.querySelectorAll('svg[data-points]')].find(one => one.closest('figure').offsetWidth);
+    const [name, , points] = JSON.parse(svg.dataset.points).find(([, , points]) => points.length);
+    svg.scrollIntoView({block: 'center', behavior: 'instant'});
+    const at = new DOMPoint(points[0][0], points[0][1]).matrixTransform(svg.getScreenCTM());
+    return [at.x, at.y, points[0][2]];"""
+DRAWN = """const section = document.getElementById('SECTION');
+    const own = [...section.querySelectorAll('svg [data-series]')].filter(one => {
+        const series = JSON.parse(one.closest('svg').dataset.points)[one.dataset.series];
+        return series[1] === 'METHOD';
+    });
+    return [own.length, own.filter(one => one.getClientRects().length).length];"""
+PRESS = """const row = document.querySelector('#SECTION .series');
+    [...row.children].find(one => one.textContent === 'METHOD').click();"""
+UNDER_THE_POINTER = {
+    "search": r"trial \d+, seed \d, held out (art|sketch); selection .*, test .*; lr .*",
+    "curves": r"step \d+: [\d.]+",
+    "embeddings": r"image \d+, class (cat|dog|hen)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_figures_of_diagnostics_answer_the_pointer_and_their_buttons_hide_a_method(tmp_path: Path) -> None:
+    run = run_in_memory(("erm", "xdomainmix"), trials=3)
+    shown = list(sections(run))
+    page = tmp_path / "report.html"
+    page.write_text(html(run, shown, {figure.name: figure.svg() for one in shown for figure in one.figures}))
+    with browser_with(tmp_path / "profile") as browser:
+        for width in (1280, 390):
+            browser.open(page, width)
+            for section, words in UNDER_THE_POINTER.items():
+                x, y, text = browser.run(POINT.replace("SECTION", section))
+                browser.cdp("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+                value = browser.run(VALUE)
+                assert value is not None and value.split("\n")[-1] == text, (section, width)
+                assert re.fullmatch(words, text), (section, text)
+                inside = """const box = document.getElementById('value').getBoundingClientRect();
+                    return box.left >= 0 && box.right <= innerWidth && box.top >= 0 && box.bottom <= innerHeight"""
+                assert browser.run(inside), (section, width)
+                browser.cdp("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+                assert browser.run(VALUE) is None
+
+        for section in UNDER_THE_POINTER:
+
+            def drawn(method: str, section: str = section) -> tuple[int, int]:
+                """How many parts of figures belong to a method, and how many of them are seen."""
+                every, seen = browser.run(DRAWN.replace("SECTION", section).replace("METHOD", method))
+                return every, seen
+
+            press = PRESS.replace("SECTION", section).replace("METHOD", "erm")
+            both = drawn("erm"), drawn("xdomainmix")
+            assert all(every == seen > 0 for every, seen in both), section
+            browser.run(press)
+            assert (drawn("erm")[1], drawn("xdomainmix")) == (0, both[1]), section
+            browser.run(press)
+            assert (drawn("erm"), drawn("xdomainmix")) == both, section
         assert browser.console() == []

@@ -415,7 +415,7 @@ def _silhouette(model: Entry, pair: str, title: str, part: int) -> float | None:
 def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, model: Entry) -> Figure:
     kind, plots = PAIRS[pair], _plots(model, pair)
     names = run.class_names if kind == "class" else [*(part_of(model, "prediction_invariance", "risk") or ())]
-    panels, silhouettes = [], []
+    panels, silhouettes, who = list[tuple[str, list[Line]]](), list[str](), ", ".join(methods)
     for title, plot in plots.items():
         labels = plot.get("label") or [0] * len(plot["points"])
         # the points of both kinds are of the same images, in the same order
@@ -436,7 +436,7 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
                     texts = [f"image {number}, {kind} {words}" for *_, number in of]
                     shown = words if len(by_label) <= MAX_NAMES else ""
                     look = styles[label]._replace(size=3)
-                    lines.append(Line(shown, look, [row[0] for row in of], texts=texts))
+                    lines.append(Line(shown, look, [row[0] for row in of], button=who, texts=texts))
                 panels.append((f"{kind}-{part}\n{title}", lines))
         else:
             silhouettes.append(f"{title} {first}")
@@ -444,14 +444,14 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
             lines = []
             for (words, look), cloud in zip(both.items(), clouds, strict=True):
                 texts = [f"image {row[3]}, {words}" for row in cloud]
-                lines.append(Line(words, look, [row[0] for row in cloud], texts=texts))
+                lines.append(Line(words, look, [row[0] for row in cloud], button=who, texts=texts))
             panels.append((title, lines))
 
-    who = f"{', '.join(methods)}, held out {set_name(model['test_domains'])}"
+    what = f"{who}, held out {set_name(model['test_domains'])}"
     if not kind:
-        caption = f"{who}: original and augmented features. Silhouettes of the two: {', '.join(silhouettes)}."
+        caption = f"{what}: original and augmented features. Silhouettes of the two: {', '.join(silhouettes)}."
         return scatter(name, f"Scatter plots of {caption}", caption, [panels], framed=True, height=2.1)
-    caption = f"{who}: marked by {kind}. Silhouettes: {'; '.join(silhouettes)}."
+    caption = f"{what}: marked by {kind}. Silhouettes: {'; '.join(silhouettes)}."
     alt = f"{kind.capitalize()}-specific and {kind}-generic features of {caption}"
     grid = [panels[i : i + 2] for i in range(0, len(panels), 2)]
     return scatter(name, alt, caption, grid, framed=True, height=1.9 * len(plots))
