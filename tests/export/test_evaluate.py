@@ -23,7 +23,7 @@ from scipy.stats import t
 from xdm_ft import load
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation import Runs
-from xdm_ft.evaluation.few_labels import clopper_pearson
+from xdm_ft.evaluation.few_labels import clopper_pearson, enough_for, widest_half_width
 from xdm_ft.evaluation.intervals import (
     NewSite,
     gain_words,
@@ -383,6 +383,20 @@ def test_the_verdict_on_the_logit_scale_by_hand(images):
     below = promised._replace(center=math.log(p / (1 - p)) + half + 0.01)
     estimate = Estimate(right.mean(), error * p * (1 - p), count - 1)
     assert judged("accuracy", right.mean(), estimate, n, below)[1] == "below"
+
+
+@pytest.mark.parametrize(("n", "in_groups"), [(26, None), (240, None), (12, 4)])
+def test_the_half_width_that_label_announces_is_that_of_the_widest_interval(n, in_groups):
+    """Of an accuracy of 50%; in groups whose images are all right or all wrong."""
+    size = in_groups or 1
+    labels = np.zeros(n * size, np.int64)
+    logits = torch.eye(4)[np.arange(n).repeat(size) % 2]
+    groups = None if in_groups is None else np.arange(n).repeat(size)
+    site = Site([Item("", b"")] * len(labels), labels, ("x",), labels, groups)
+    low, high = at_site(Labelled(site, logits), SITE_CLASSES).metrics["accuracy"].interval
+    half = widest_half_width(n, in_groups is not None)
+    assert half == pytest.approx((high - low) / 2)
+    assert enough_for(half, in_groups is not None) == n, "the smallest number that does"
 
 
 # folders and tables of labelled images
