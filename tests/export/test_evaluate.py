@@ -20,9 +20,10 @@ from promised import CLASSES, DOMAINS, IMAGES, METHOD, RULE, SEEDS, expected_of,
 from safetensors.numpy import load_file
 from scipy.stats import t
 
+from xdm_ft import load
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation import Runs
-from xdm_ft.evaluation.few_labels import clopper_pearson
+from xdm_ft.evaluation.few_labels import clopper_pearson, enough_for, widest_half_width
 from xdm_ft.evaluation.intervals import (
     NewSite,
     gain_words,
@@ -384,6 +385,20 @@ def test_the_verdict_on_the_logit_scale_by_hand(images):
     assert judged("accuracy", right.mean(), estimate, n, below)[1] == "below"
 
 
+@pytest.mark.parametrize(("n", "in_groups"), [(26, None), (240, None), (12, 4)])
+def test_the_half_width_that_label_announces_is_that_of_the_widest_interval(n, in_groups):
+    """Of an accuracy of 50%; in groups whose images are all right or all wrong."""
+    size = in_groups or 1
+    labels = np.zeros(n * size, np.int64)
+    logits = torch.eye(4)[np.arange(n).repeat(size) % 2]
+    groups = None if in_groups is None else np.arange(n).repeat(size)
+    site = Site([Item("", b"")] * len(labels), labels, ("x",), labels, groups)
+    low, high = at_site(Labelled(site, logits), SITE_CLASSES).metrics["accuracy"].interval
+    half = widest_half_width(n, in_groups is not None)
+    assert half == pytest.approx((high - low) / 2)
+    assert enough_for(half, in_groups is not None) == n, "the smallest number that does"
+
+
 # folders and tables of labelled images
 
 
@@ -557,7 +572,8 @@ def test_several_domains_as_text(small_model, evaluate, monkeypatch):
     assert "56 images, images assumed independent" in told and "worst-domain accuracy" in told
     for name in ("photo", "sketch"):
         assert f"\n{name}: accuracy " in told
-    *_, seen, last = told.splitlines()
+    *_, seen, last, after = told.splitlines()
+    assert after == f"next: xdm-ft export {small_model.run} DIR"
     assert seen.endswith("trained the model, so they are not new sites: photo")
     trained = "no copies; 28 of 56 images trained the model: results on them do not hold for new images"
     assert last == trained, "those of photo, also without a model directory"
@@ -587,10 +603,49 @@ def test_copies_count_once_and_training_images_are_known_again(small_model, tmp_
         f"2 of {plain['whole']['images'] + 2} images trained the model: results on them do not hold for new "
         "images"
     )
-    assert told.splitlines()[-1] == last and "cannot be said (2 of these images trained the model)" in told
+    assert told.splitlines()[-2] == last and "cannot be said (2 of these images trained the model)" in told
     rows = [f"{path},{path.parent.name}" for path in sorted(site.rglob("*.png"))]
     (tmp_path / "site.csv").write_text("\n".join(["path,label", *rows]))
-    assert evaluate(tmp_path / "site.csv").out.splitlines()[-1] == last
+    *_, before, after = evaluate(tmp_path / "site.csv").out.splitlines()
+    assert before == last and after == f"next: xdm-ft label {small_model.model} IMAGES --budget 100 --out to_label.csv"
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "command"),
+    [
+        ((0.14, 0.16, 0.15, 0.2), "within", "predict {model} IMAGES --out predictions.csv"),
+        ((0.97, 0.98, 0.99, 0.985), "below", "adapt {model} {site} --out site_model"),
+        ((0.5,), None, "adapt {model} {site} --out site_model"),
+    ],
+)
+def test_the_verdict_is_a_short_sentence_with_the_next_command(
+    small_model, evaluate, monkeypatch, values, where, command
+):
+    model = load(str(small_model.model))
+    model.config = model.config.model_copy(update={"expected": expected_of(values), "site_xxh3": "0" * 16})
+    monkeypatch.setattr("xdm_ft.cli.evaluate.load_model", lambda arguments: model)
+    site = small_model.data / "PACS" / "sketch"
+    lines = evaluate(site).out.splitlines()
+    assert lines[-1] == f"next: xdm-ft {command.format(model=small_model.model, site=site)}"
+    (verdict,) = [line for line in lines if "promise" in line]
+    sentence = (
+        f"% is {where} what the card promises for such a sample: " if where else ": if it is as promised cannot be"
+    )
+    assert sentence in verdict and len(verdict) <= 110
+
+
+def test_of_several_domains_the_worst_is_next(small_model, tmp_path, evaluate):
+    """With the options that it needs again."""
+    sketches = sorted((small_model.data / "PACS" / "sketch").glob("*/*.png"))
+    for number, path in enumerate(sketches):
+        copy = tmp_path / "site" / ("a b" if number % 2 else "c") / path.parent.name / path.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    found = json.loads(evaluate(tmp_path / "site", "--json").out)["domains"]
+    worst = min(found, key=lambda name: found[name]["metrics"]["accuracy"]["value"])
+    last = evaluate(tmp_path / "site").out.splitlines()[-1]
+    named = "'a b'" if worst == "a b" else "c"
+    assert last == f"next: xdm-ft evaluate {small_model.model} {tmp_path / 'site'} --domain {named} --risk 10%"
 
 
 def test_unreadable_images_are_no_copies_of_each_other(tmp_path):
@@ -603,5 +658,5 @@ def test_unreadable_images_are_no_copies_of_each_other(tmp_path):
 def test_without_checksums_of_training_images_nothing_is_known_of_them(small_model, tmp_path, evaluate):
     model = shutil.copytree(small_model.model, tmp_path / "model")
     (model / TRAINING_IMAGES).unlink()  # as after --push-to-hub
-    last = evaluate(small_model.data / "PACS" / "sketch", model=model).out.splitlines()[-1]
+    last = evaluate(small_model.data / "PACS" / "sketch", model=model).out.splitlines()[-2]
     assert last.startswith("no copies; unknown whether an image trained the model, because its training images have")

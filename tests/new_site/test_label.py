@@ -79,6 +79,7 @@ def fill_in(file, name="cat"):
 def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
     told = label("images", "--budget", 20, "--out", "to_label.csv").out
     assert told.startswith("wrote to_label.csv: 20 of 47 images to label\n5 drawn at random to evaluate the model, 15 ")
+    assert "\nFrom 5 images the accuracy is then known to ±40 points or better; ±5 takes 388 (--budget 1552)\n" in told
     assert "1 image left out, as they trained the model" in told
     rows = rows_of("to_label.csv")
     assert tuple(rows[0]) == COLUMNS and {row["label"] for row in rows} == {row["group"] for row in rows} == {""}
@@ -123,6 +124,7 @@ def test_groups_are_labelled_whole(site, label, how):
     told = label(given, "--budget", 23, "--out", "out.csv", *options).out
     rows = rows_of("out.csv")
     assert f"{len(rows)} of 47 images to label in 6 groups" in told and 20 <= len(rows) <= 23
+    assert "known to ±50 points or better; ±5 takes 388 groups\n" in told, "two groups that measure tell nothing"
     by_group = {}
     for row in rows:
         by_group.setdefault((row["group"], row["for"]), []).append(row["path"])

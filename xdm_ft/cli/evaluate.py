@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,13 @@ from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.directory import THRESHOLD
-from xdm_ft.export.expected import AtSite, Labelled, at_site
+from xdm_ft.export.expected import WITHIN, AtSite, Labelled, at_site
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import Site, Sources, read_site
 from xdm_ft.new_site.images import Distinct, distinct, known_training_images, readable
 from xdm_ft.new_site.measure import AtRisk, WithImages, at_risk, with_images
 from xdm_ft.new_site.threshold import refuse_other_directories, store
+from xdm_ft.report.finished import is_run
 from xdm_ft.runtime.errors import UserError, plural
 
 
@@ -72,11 +74,11 @@ class Evaluation:
         for name, versus in promises.items():
             at, metric = f"{name}: " if name else "", versus.metric
             value, promised = shown(metric, versus.value), shown(metric, versus.promised)
-            text = f"{at}{WORDS[metric]} {value}; the card's mean is {promised}"
-            if versus.interval is not None:
-                text += f", 95% for such a sample of a similar site {interval(metric, versus.interval)}"
-            domain, worst = versus.worst
-            yield f"{text}, and of its worst held-out domain, {domain}, {shown(metric, worst)}: {versus.verdict}"
+            if versus.verdict in (WITHIN, "below", "above"):
+                where, ends = versus.verdict.removesuffix(WITHIN) or "within", interval(metric, versus.interval)
+                yield f"{at}{WORDS[metric]} {value} is {where} what the card promises for such a sample: {ends}"
+            else:
+                yield f"{at}{WORDS[metric]} {value}, the card's mean {promised}: if it is as promised {versus.verdict}"
         if not promises:
             yield "The model's card promises nothing about these images."
         if self.with_images is not None:
@@ -193,7 +195,25 @@ def main(arguments: argparse.Namespace) -> Answer:
     if arguments.save and saved is None:
         earlier = folder / THRESHOLD
         lines.append(f"Nothing was stored{f'; {earlier} is of an earlier evaluation' if earlier.exists() else ''}")
-    return Answer(evaluation, lines)
+    return Answer(evaluation, [*lines, f"next: {_next(evaluation, arguments, config.site_xxh3 is not None)}"])
+
+
+def _next(found: Evaluation, arguments: argparse.Namespace, adaptable: bool) -> str:
+    """Returns the command that a user wants next. `adaptable`: the model directory has what `adapt` reads."""
+    model, site = shlex.quote(found.model), shlex.quote(found.site)
+    if is_run(Path(found.model).expanduser()):
+        return f"xdm-ft export {model} DIR"
+    weights = f" --encoder-weights {shlex.quote(arguments.encoder_weights)}" if arguments.encoder_weights else ""
+    if found.training_images:
+        return f"xdm-ft label {model} IMAGES --budget 100 --out to_label.csv{weights}"  # images that are new to it
+    if found.domains:
+        worst = min(found.domains, key=lambda name: found.domains[name].metrics["accuracy"].value)
+        return f"xdm-ft evaluate {model} {site} --domain {shlex.quote(worst)} --risk 10%{weights}"
+    if adaptable and (found.whole.versus is None or found.whole.versus.verdict not in (WITHIN, "above")):
+        group = f" --group {shlex.quote(arguments.group)}" if arguments.group else ""
+        return f"xdm-ft adapt {model} {site}{group} --out site_model{weights}"
+    stored = " --abstain-below stored" if found.saved else ""
+    return f"xdm-ft predict {model} IMAGES{stored} --out predictions.csv{weights}"
 
 
 def _predict(

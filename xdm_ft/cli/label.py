@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from xdm_ft.cli import Answer, left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
+from xdm_ft.evaluation.few_labels import enough_for
 from xdm_ft.new_site.label import Labelling, label, refuse_taken
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.names import expand_user
+
+WANTED = 0.05  # half of an interval of the accuracy, for which the screen says the number of images
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -36,6 +39,10 @@ def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
     groups = "" if made.groups is None else f" in {plural(made.groups, 'group')}"
     yield f"wrote {made.out}: {number} of {plural(made.images, 'image')} to label{groups}"
     yield f"{made.evaluate} drawn at random to evaluate the model, {made.adapt} chosen to adapt it (seed {made.seed})"
+    enough = enough_for(WANTED, made.groups is not None)
+    takes = plural(enough, "group") if made.groups is not None else f"{enough} (--budget {4 * enough})"
+    known = f"the accuracy is then known to ±{100 * made.half_width:.0f} points or better"
+    yield f"From {plural(made.evaluate, 'image')} {known}; ±{100 * WANTED:.0f} takes {takes}"
     if made.sheet is not None:
         yield f"wrote {made.sheet}: the images of its rows"
     if made.in_large_groups:

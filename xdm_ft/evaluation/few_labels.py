@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.special import stdtrit
 from scipy.stats import beta
 from torch import Tensor
 
@@ -152,6 +154,24 @@ def expected_half_width(accuracy: float, n: int) -> float:
     """Returns half of the width that Clopper and Pearson's interval of n labels is expected to have."""
     low, high = clopper_pearson(round(accuracy * n), n)
     return (high - low) / 2
+
+
+def widest_half_width(number: float, grouped: bool = False) -> float:
+    """Returns half of the 95% interval of an accuracy of 50%, the widest, from this many images or groups.
+
+    It is that of `export.expected.at_site`: Clopper and Pearson's of few images, else the jackknife's with its t
+    distribution, whose variance is ¼/(n − 1) if the images of a group are all right or all wrong. At most ½.
+    """
+    if not grouped and number < FEWEST_EXACT:
+        return expected_half_width(0.5, int(number))
+    if number < 2:
+        return 0.5
+    return min(0.5, float(stdtrit(number - 1, 1 - ALPHA / 2)) * 0.5 / (number - 1) ** 0.5)
+
+
+def enough_for(half_width: float, grouped: bool = False) -> int:
+    """Returns the smallest number of images or groups whose widest half of an interval is at most this."""
+    return next(n for n in count(2) if widest_half_width(n, grouped) <= half_width)
 
 
 def difference_estimate(

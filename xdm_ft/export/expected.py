@@ -69,6 +69,8 @@ from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import Arrays
 
+WITHIN = "within what the card promises"
+
 
 def expected_performance(
     path: Path, results: Mapping[str, Any], records: Sequence[Record], rule: str, method: str
@@ -272,7 +274,7 @@ class Versus:
     promised: float  # the mean over held-out domains
     interval: tuple[float, float] | None  # 95%, for a value that is measured on this many images; None: unknown
     worst: tuple[str, float]  # the held-out domain with the worst value, and that value
-    verdict: str  # within what the card promises | below | above | cannot be said (why)
+    verdict: str  # `WITHIN` | below | above | cannot be said (why)
 
 
 @dataclass(frozen=True)
@@ -364,7 +366,7 @@ def judged(metric: str, value: float, estimate: Estimate, images: int, promised:
     ends = promised.between(metric, error=error, freedom=estimate.freedom, images=images)
     if value < ends[0]:
         return ends, "below"
-    return ends, "above" if value > ends[1] else "within what the card promises"
+    return ends, "above" if value > ends[1] else WITHIN
 
 
 def checksums(items: Sequence[Item]) -> np.ndarray:

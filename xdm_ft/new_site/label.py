@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch.nn.functional as F
 
-from xdm_ft.evaluation.few_labels import choose_images
+from xdm_ft.evaluation.few_labels import choose_images, widest_half_width
+from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export import probabilities
 from xdm_ft.export.predict import decimals
 from xdm_ft.export.predictor import Model
@@ -46,6 +47,7 @@ class Labelling:
     images: int  # that were chosen from
     evaluate: int  # chosen at random, to measure the model
     adapt: int  # chosen to adapt it
+    half_width: float  # of the 95% interval of an accuracy of 50%, the widest, that `evaluate` will give
     groups: int | None  # that were chosen; None: images assumed independent
     in_large_groups: int  # images that could not be chosen, as their groups have more images than the budget
     seed: int
@@ -102,6 +104,9 @@ def label(
     ]
     write(rows_to_label, out, html)
     sizes = None if groups is None else np.bincount(groups)
+    drawn = (
+        len(chosen.evaluate) if groups is None else effective_number(np.unique_counts(groups[chosen.evaluate]).counts)
+    )
     return Labelling(
         model=name,
         out=out,
@@ -109,6 +114,7 @@ def label(
         images=n,
         evaluate=len(chosen.evaluate),
         adapt=len(chosen.adapt),
+        half_width=widest_half_width(drawn, groups is not None),
         groups=None if groups is None else len(np.unique(groups[np.concatenate(chosen)])),
         in_large_groups=0 if sizes is None else int(sizes[sizes > budget].sum()),
         seed=SEED,
