@@ -7,11 +7,15 @@ from pathlib import Path
 
 import miniature
 import pytest
+from canned_runs import write_run
 from example_runs import results_of, two_sets
 
 import xdm_ft
 from xdm_ft.recipe.check import check, load
 from xdm_ft.recipe.text import recipe_of
+from xdm_ft.report.csv import COMPARED, csv_rows
+from xdm_ft.report.sections.results import intervals
+from xdm_ft.report.words import between
 from xdm_ft.storage.run_directory import RunDirectory
 
 QUICK = {"data": {"name": "digits"}, "encoder": {"name": "timm", "model": "test_vit", "kwargs": {"img_size": 32}}}
@@ -76,6 +80,7 @@ def test_a_finished_run_is_opened_without_its_recipe(tmp_path, monkeypatch):
         assert [(row["method"], row["selection"], row["mean"]) for row in own] == [
             ("erm", "train_val", pytest.approx(0.55)), ("xdomainmix", "train_val", pytest.approx(0.65))
         ]  # fmt: skip
+        assert own[1]["mean_low"] is None, "results.json alone has no predictions"
         assert own[1]["versus_erm:reference"] == "erm" and own[0]["versus_erm:reference"] is None
         assert [(row["selection"], row["mean"]) for row in oracle] == [("oracle", 0.99)] * 2
         with pytest.raises(xdm_ft.UserError, match=r'^run: selection: .*"orcale"; did you mean "oracle"\?$'):
@@ -83,6 +88,21 @@ def test_a_finished_run_is_opened_without_its_recipe(tmp_path, monkeypatch):
         with pytest.raises(xdm_ft.UserError, match=r'no rule "val_domain"; known: train_val, oracle$'):
             found.table("val_domain")
     assert "open" not in xdm_ft.__all__, "`from xdm_ft import *` must leave Python's own"
+
+
+def test_rows_have_the_intervals_and_verdicts_of_the_reports(tmp_path):
+    made = write_run(tmp_path / "run")
+    rows = {row["method"]: row for row in xdm_ft.open(made.path).table()}
+    document = {row["method"]: row for row in csv_rows(made) if row["of"] == "mean" and row["selection"] == "train_val"}
+    for name in ("difference", "here_low", "here_high", "here", "elsewhere_low", "elsewhere_high", "elsewhere"):
+        assert rows["sam"][name] == document["sam"][name] is not None, name
+        assert rows["zero_shot"][name] is None, "it is the reference"
+    shown = {row[0].text: row[1].text for row in intervals(made).tables[0].rows}
+    assert {name: between("accuracy", [row["mean_low"], row["mean_high"]]) for name, row in rows.items()} == shown
+    assert rows["sam"]["mean_low"] < rows["sam"]["mean"] < rows["sam"]["mean_high"]
+    assert {*COMPARED, "mean_low", "mean_high"} <= set.intersection(*map(set, rows.values())) and len(rows) == 4
+    [other, *_] = xdm_ft.open(made.path).table("oracle")
+    assert other["mean_low"] is None, "the predictions of this rule are not read"
 
 
 def test_what_is_no_finished_run_is_one_clear_line(tmp_path):

@@ -25,6 +25,7 @@ from xdm_ft.report.headline import show_headline
 from xdm_ft.report.markup import as_text, escape_latex, latex, markdown, markdown_lines
 from xdm_ft.report.sections import AFTER_THE_TABLES, brief_sections, sections, selection, table_sections
 from xdm_ft.report.sections.about import GLOSSARY, NEEDS, how_to_read
+from xdm_ft.report.sections.results import intervals
 from xdm_ft.runtime.terminal import write
 
 
@@ -316,6 +317,28 @@ def test_text_and_numbers() -> None:
         "\u202eabc": r"\textbackslash{}u202eabc",
     }  # fmt: skip
     assert {text: escape_latex(text) for text in pairs} == pairs
+
+
+def test_a_table_for_a_paper(run: Run) -> None:
+    """One sentence, a label of its own, the interval of each mean; what else there is to say stands in comments."""
+    text = latex(table_sections(run, run.rules, with_intervals=True))
+    captions, labels = re.findall(r"\\caption\{(.*)\}\n", text), re.findall(r"\\label\{(.*)\}\n", text)
+    assert len(captions) == len(labels) == len({*labels}) == text.count(r"\begin{table}") >= 4
+    assert labels[0] == "tab:xdm-ft-results" and {"tab:xdm-ft-differences", "tab:xdm-ft-cost"} < {*labels}
+    domains = "art, photo, sketch"
+    assert captions[0] == (
+        rf"Test accuracy in \% of 4 methods on domains never trained on ({domains}): mean $\pm$ standard error over 3 "
+        r"seeds, selection: train\_val."
+    )
+    assert all(". " not in caption and len(caption) < 250 for caption in captions)
+    first = text.partition(r"\end{table}")[0]
+    assert "\n% Protocol: made up; step picked by train_val\n" in first
+    section = intervals(run)
+    assert section is not None
+    rows = dict(re.findall(r"^    (\w+) & .* & ([\d.]+ to [\d.]+) \\\\$", first.replace(r"\_", "_"), re.MULTILINE))
+    assert rows == {row[0].text: row[1].text for row in section.tables[0].rows} and len(rows) == 4
+    assert "95" not in latex(table_sections(run, run.rules)).partition(r"\end{table}")[0]
+    assert "use LuaLaTeX" not in text, "it is about what is printed, and not about comments"
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="there is no LaTeX")

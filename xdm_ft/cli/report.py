@@ -64,7 +64,10 @@ def main(arguments: argparse.Namespace) -> Answer:
         rules = {row.selection for run in runs for row in run.rows}
     else:
         rules = {rule for run in runs for rule in run.published_rules}
-    sections = list(table_sections(single, rules)) if single is not None else side_by_side(runs, comparisons)
+    if single is None:
+        sections = side_by_side(runs, comparisons)
+    else:
+        sections = list(table_sections(single, rules, with_intervals=format_ == "latex"))
 
     def text() -> str:
         """Returns the document in its format; as text, without colours and as wide as necessary."""

@@ -41,7 +41,7 @@ from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.report.comparisons import all_comparisons
+from xdm_ft.report.comparisons import all_comparisons, beside_rows
 from xdm_ft.report.finished import Run, final_fits_of, read_run
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.report.words import IN_PERCENT, listed
@@ -126,14 +126,29 @@ class Results:
     def table(self, selection: str | None = None) -> list[dict[str, Any]]:
         """Returns the rows of one selection rule as flat dicts: `pandas.DataFrame(results.table())`.
 
+        Under the recipe's own rule, `mean_low` and `mean_high` are the mean's 95% interval over seeds and test images.
+        The difference to `compared_with`, its intervals and the verdicts `here` and `elsewhere` are named as in
+        results.csv. What is not known is None.
+
         `selection`: by default the recipe's own rule; "oracle", which reads test labels, and the run's other rules on
-        request. Raises `UserError` for a rule that the run does not have.
+        request. Raises `UserError` for a rule that the run does not have, and for damaged predictions.
         """
+        from xdm_ft.report.csv import COMPARED, comparison_row
+        from xdm_ft.report.sections.results import mean_intervals
+
         rules = list(dict.fromkeys([self.as_read.own_rule, *self.as_read.rules]))
         rule = rules[0] if selection is None else selection
         if rule not in rules:
             raise UserError(f'{self.path}: selection: the run has no rule "{rule}"{did_you_mean(rule, rules)}')
-        return [row.flat() for row in self.rows if row.selection == rule]
+        rows = [row for row in self.rows if row.selection == rule]
+        ends, beside = mean_intervals(self.as_read, rows), beside_rows(self.streamed, rule)
+        table = []
+        for row in rows:
+            end, compared = ends.get(row.method), beside.get(row.method)
+            interval = {"mean_low": end and end.low, "mean_high": end and end.high}
+            versus = comparison_row(compared, row.metric) if compared else {}
+            table.append(row.flat() | interval | dict.fromkeys(COMPARED) | versus)
+        return table
 
 
 def read_results(path: Path) -> Results:

@@ -136,6 +136,7 @@ class Section:
     part: str = PARTS[-1]  # of the page
     thumbnails: Sequence[Thumbnail] = ()
     code: str = ""  # lines of text in fixed width
+    caption: str = ""  # of its tables in LaTeX; without it, the title and their own captions
 
 
 def make_section(
@@ -149,9 +150,9 @@ def make_section(
 ) -> Section:
     """Returns a section with its texts of sections.toml, whose names in braces are `values`; its notes come first."""
     texts = TEXTS[id_]
-    title, about = (texts[name].format(**values) for name in ("title", "about"))
+    title, about, caption = (texts.get(name, "").format(**values) for name in ("title", "about", "caption"))
     notes = [*filter(None, (note.format(**values) for note in texts.get("notes", ()))), *notes]
-    return Section(id_, title, about, figures, tables, notes, texts.get("part", PARTS[-1]), thumbnails, code)
+    return Section(id_, title, about, figures, tables, notes, texts.get("part", PARTS[-1]), thumbnails, code, caption)
 
 
 def cells(*values: str | int | Cell) -> list[Cell]:

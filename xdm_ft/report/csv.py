@@ -21,13 +21,16 @@ from xdm_ft.report.words import trained_words
 from xdm_ft.storage.lines import csv_line
 
 Row = dict[str, Any]
+COMPARED = (
+    "compared_with", "difference", "error", "freedom", "share_seeds", "here_low", "here_high", "p_here",
+    "p_here_holm", "here", "elsewhere_low", "elsewhere_high", "p_elsewhere", "p_elsewhere_holm", "elsewhere",
+    "equal_within", "note", "look",
+)  # fmt: skip
 COLUMNS = (
     "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
     "metric", "mean", "std", "stderr",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
-    "compared_with", "difference", "error", "freedom", "share_seeds", "here_low", "here_high", "p_here",
-    "p_here_holm", "here", "elsewhere_low", "elsewhere_high", "p_elsewhere", "p_elsewhere_holm", "elsewhere",
-    "equal_within", "note", "look", "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
+    *COMPARED, "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
     "failed", "skipped", "reason", "flags", "protocol",
 )  # fmt: skip
 """`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)

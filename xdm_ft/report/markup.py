@@ -13,7 +13,7 @@ from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.words import encoded, plain
 
 LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page of LaTeX is too narrow,
-LEFT_OUT_START = "95% "  # and those that begin so; results.csv has them
+LEFT_OUT_STARTS = "95% here", "95% elsewhere"  # and those that begin so; results.csv has them
 SIGNS = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
@@ -72,22 +72,28 @@ def escape_markdown(text: str) -> str:
 
 
 def latex(sections: Iterable[Section]) -> str:
-    """Returns the tables as LaTeX, to be read by \\input: each table is a float of its own."""
+    """Returns the tables as LaTeX, to be read by \\input: each table is a float of its own.
+
+    Its caption is one sentence. Comments above it have its protocol and notes, and say how to read it.
+    """
     lines: list[str] = []
-    tables = [(section, table) for section in sections for table in section.tables]
-    for of, table in tables:
+    tables = [(section, table, i) for section in sections for i, table in enumerate(section.tables, 1)]
+    for of, table, number in tables:
         titles = enumerate(table.header)
-        columns = [i for i, title in titles if title not in LEFT_OUT and not title.startswith(LEFT_OUT_START)]
+        columns = [i for i, title in titles if title not in LEFT_OUT and not title.startswith(LEFT_OUT_STARTS)]
 
         def row(cells: Sequence[str], columns: Sequence[int] = columns) -> str:
             return "    " + " & ".join(escape_latex(cells[i]) for i in columns) + r" \\"
 
-        sentences = (of.title, of.about, table.caption, *of.notes)
-        caption = ". ".join(text.removesuffix(".") for text in sentences)
+        caption = of.caption or table.caption
+        if not of.caption and not caption.startswith(of.title):
+            caption = f"{of.title}: {caption[:1].lower()}{caption[1:]}"
         lines += [
+            *(f"% {plain(text)}" for text in (of.about, table.caption, *of.notes)),
             r"\begin{table}",
             r"  \centering",
-            rf"  \caption{{{escape_latex(f'{caption}.')}}}",
+            rf"  \caption{{{escape_latex(caption)}}}",
+            rf"  \label{{tab:xdm-ft-{of.id}{f'-{number}' if number > 1 else ''}}}",
             rf"  \begin{{tabular}}{{{''.join('l' if i < table.labels else 'r' for i in columns)}}}",
             r"    \toprule",
             row(table.header),
@@ -99,7 +105,8 @@ def latex(sections: Iterable[Section]) -> str:
             "",
         ]
     text = "\n".join(lines)
-    return "\n".join([PREAMBLE, *([] if text.isascii() else [FONTS]), text])
+    is_ascii = all(line.isascii() for line in lines if not line.startswith("%"))
+    return "\n".join([PREAMBLE, *([] if is_ascii else [FONTS]), text])
 
 
 def escape_latex(text: str) -> str:

@@ -28,16 +28,16 @@ def sections(run: Run) -> Iterator[Section]:
     yield from filter(None, (panel(run) for panel in AT_THE_END))
 
 
-def table_sections(run: Run, rules: Collection[str]) -> Iterator[Section]:
+def table_sections(run: Run, rules: Collection[str], with_intervals: bool = False) -> Iterator[Section]:
     """Yields the sections that results.json alone makes, of each of these rules, for a terminal or a paper.
 
     What oracle selects has its results and differences alone, unless it is the recipe's own rule. Those of other rules
     than the recipe's are diagnostics and have no figures. Seeds averaged read predictions, if the recipe asks
-    for them.
+    for them. So does `with_intervals`: the 95% interval of each mean, under the recipe's own rule.
     """
     for rule in (rule for rule in run.rules if rule in rules):
         own = rule == run.own_rule
-        shown = [results.results(run, rule), comparisons.differences(run, rule)]
+        shown = [results.results(run, rule, with_intervals), comparisons.differences(run, rule)]
         if own or rule != ORACLE:
             shown += [comparisons.encoders_compared(run, rule), comparisons.further_comparisons(run, rule)]
             shown += [results.all_metrics(run, rule)]

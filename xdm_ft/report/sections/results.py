@@ -17,10 +17,15 @@ from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Look, Mark, Row, curv
 from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
 from xdm_ft.report.means import MEASURES, Picked, costs, interval
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, grouped, in_unit, oracle_mark, with_spread
+from xdm_ft.runtime.errors import plural
+from xdm_ft.storage.run_directory import RunDirectory
 
 
-def results(run: Run, rule: str) -> Section:
-    """The results under a rule: a table per protocol, metric and kind of ±, which no column mixes."""
+def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
+    """The results under a rule: a table per protocol, metric and kind of ±, which no column mixes.
+
+    `with_intervals`: beside each mean its 95% interval, which reads predictions.
+    """
     order = list(items(run.results))
     rows = [row for row in run.rows if row.selection == rule]
     rows.sort(key=lambda row: order.index(row.method) if row.method in order else len(order))
@@ -44,17 +49,21 @@ def results(run: Run, rule: str) -> Section:
     return make_section(
         "results",
         _dot_plot(run) if own else [],
-        [_table(run, group) for group in groups.values()],
+        [_table(run, group, with_intervals) for group in groups.values()],
         notes,
         rule=rule,
         remark=f" — {words.CHEATING}" if rule == ORACLE else " (the recipe's rule)" if own else "",
         unit=in_unit(rows[0].metric),
         tested_on=run.results.get("tested_on", "held-out domains"),
         better="Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower",
+        methods=plural(len(rows), "method"),
+        held_out=words.listed(list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))),
+        seeds=plural(max(row.n for row in rows), "seed"),
+        paper_rule=f"{rule} — {words.CHEATING}" if rule == ORACLE else rule,
     )
 
 
-def _table(run: Run, rows: Sequence[SummaryRow]) -> Table:
+def _table(run: Run, rows: Sequence[SummaryRow], with_intervals: bool) -> Table:
     mark, metric = oracle_mark(rows[0].selection), rows[0].metric
     domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
     measured = (entry for entry in run.results["runs"] if entry.get("mixed_steps") is not None)
@@ -62,7 +71,9 @@ def _table(run: Run, rows: Sequence[SummaryRow]) -> Table:
     has_budgets, has_mixed = any(row.budget for row in rows), any(row.method in mixed for row in rows)
     several = len(domains) != 1  # the mean of one domain is that domain's
     header = [f"method{mark}", *(domains if several else ())]
-    header += [f"mean ± stderr{mark}" if several else f"{domains[0]} ± stderr{mark}", "seeds"]
+    ends = mean_intervals(run, rows) if with_intervals else {}
+    header += [f"mean ± stderr{mark}" if several else f"{domains[0]} ± stderr{mark}"]
+    header += ["95% interval"] * bool(ends) + ["seeds"]
     header += ["draws × gradients"] * has_budgets + ["mixed steps"] * has_mixed
     lines = []
     for row in rows:
@@ -72,7 +83,8 @@ def _table(run: Run, rows: Sequence[SummaryRow]) -> Table:
         steps = [entry["mixed_steps"] for entry in mixed.get(row.method, ())]
         more = [budget_text({"budget": row.budget})] * has_budgets
         more += [words.range_text(min(steps), max(steps)) if steps else EMPTY] * has_mixed
-        lines.append(cells(row.method, *means, mean, row.n, *more))
+        end = [words.between(metric, ends[row.method]) if row.method in ends else EMPTY] * bool(ends)
+        lines.append(cells(row.method, *means, mean, *end, row.n, *more))
     return Table(f"Protocol: {rows[0].protocol}", header, lines)
 
 
@@ -143,6 +155,14 @@ def mean_interval(run: Run, row: SummaryRow) -> Interval | None:
         return None
     pools = run.pools.of
     return interval([pools[row.method, held] for held in run.held_out_sets if (row.method, held) in pools], run.metric)
+
+
+def mean_intervals(run: Run, rows: Sequence[SummaryRow]) -> dict[str, Interval]:
+    """Returns {method: `mean_interval`} where it is known; {} for a copy of results.json alone, without predictions."""
+    directory = RunDirectory(run.path)
+    if not any(directory.predictions_size(record.folder) for record in run.picked):
+        return {}
+    return {row.method: end for row in rows if (end := mean_interval(run, row)) is not None}
 
 
 def domain_interval(run: Run, method: str, domain: str) -> Interval | None:
