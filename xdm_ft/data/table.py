@@ -85,9 +85,9 @@ class Table(ImageFiles):
         self.class_names, self.labels = numbered(values["label"])
         self.domain_names, self.domains = numbered(values.get("domain", [file.stem] * len(paths)))
         if group is not None:  # the recipe overrides the table
-            self.groups = groups_of(paths, group)
+            self.group_names, self.groups = groups_of(paths, group)
         elif "group" in values:
-            self.groups = numbered(values["group"])[1]
+            self.group_names, self.groups = numbered(values["group"])
         if "split" in values:
             self.splits = np.array(values["split"])
 
