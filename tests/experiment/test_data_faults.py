@@ -342,3 +342,13 @@ def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(capsys
     assert content["error"] == line.removeprefix("xdm-ft: ") and content["plan"]["models"] == 3
     assert content["estimate"] is None and len(content["findings"]) == 1
     assert main(["validate", "small.yaml", "--json"]) == 0 and json.loads(capsys.readouterr().out)["error"] is None
+
+
+def test_validate_names_the_columns_of_a_table_that_are_read_and_those_that_are_not(capsys):
+    table(by_number)
+    text = Path("table.csv").read_text().splitlines()
+    Path("table.csv").write_text("\n".join([f"{text[0]},age,site", *(f"{line},7,x" for line in text[1:])]))
+    assert main(["validate", "small.yaml", "data={name: table, file: table.csv}"]) == 0
+    line = "#   columns of the table: path, label, domain, split are read; ignored: age, site\n"
+    assert f"# plan\n{line}" in capsys.readouterr().out
+    assert main(["validate", "small.yaml"]) == 0 and "columns of the table" not in capsys.readouterr().out
