@@ -360,7 +360,10 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
     command = [sys.executable, "-c", HOLDER, tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder, RunDirectory(tmp_path) as directory:
         assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="another run is writing here"):
+        with pytest.raises(
+            UserError,
+            match=r"\(xdm-ft run, analyse, audit or report\) is writing here; wait until it ends and try again$",
+        ):
             directory.lock()
         holder.kill()
         holder.wait()
