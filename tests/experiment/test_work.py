@@ -49,7 +49,7 @@ def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
             run._last = float("-inf")
             run.show()
     # 130 of 200 are done, 15 of them now in 30 s: 70 more take 140 s
-    assert caplog.messages[0] == "training: 65%, 3 of 6 models, about 2 min left, now erm (2 models), loss 0.5"
+    assert caplog.messages[0] == "training: 65% of the work, 3 of 6 models, about 2 min left, now erm (2 models), loss 0.5"
 
 
 def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
@@ -66,7 +66,7 @@ def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
         run.show()
         assert run.finished == Work(2, 40)
     line, end = caplog.messages
-    assert line == "training: 40%, 2 of 3 models, about 0 s left, now other processes"
+    assert line == "training: 40% of the work, 2 of 3 models, about 0 s left, now other processes"
     assert end == "training: 2 of 3 models in 0 s", "one process says it"
 
 

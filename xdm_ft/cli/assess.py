@@ -15,6 +15,7 @@ from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import refuse_run
 from xdm_ft.runtime.errors import plural
 
+OF_CARD = "The model card has what the run's own models reached on held-out domains, so its numbers differ."
 NAMES = {"cot": "COT", "aline": "ALine-D", "atc": "ATC"}
 
 
@@ -74,6 +75,7 @@ def judgement(found: Assessment) -> str:
 def _reservations(found: Assessment) -> Iterator[str]:
     """Yields what limits the estimate, and which images do not count."""
     yield f"All numbers are for the reference head: {found.heads}."
+    yield f"They estimate this site, without labels. {OF_CARD}"
     if found.prevalence is None:
         yield "Assumes class shares as in training; --prevalence gives others."
     if found.is_far:
