@@ -49,7 +49,9 @@ def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
             run._last = float("-inf")
             run.show()
     # 130 of 200 are done, 15 of them now in 30 s: 70 more take 140 s
-    assert caplog.messages[0] == "training: 65% of the work, 3 of 6 models, about 2 min left, now erm (2 models), loss 0.5"
+    assert (
+        caplog.messages[0] == "training: 65% of the work, 3 of 6 models, about 2 min left, now erm (2 models), loss 0.5"
+    )
 
 
 def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
