@@ -14,6 +14,7 @@ import pytest
 from tests.audit.studies import clusters
 from tests.audit.test_audit_heads import with_twins
 from tests.experiment.small_runs import document
+from xdm_ft.audit.labels import SUSPECT
 from xdm_ft.cli.audit import main
 from xdm_ft.experiment import run
 from xdm_ft.recipe.check import load
@@ -87,6 +88,13 @@ def test_planted_copies_wrong_labels_and_twins_are_named_with_what_they_cost():
     assert cost["difference"] == pytest.approx(cost["after"] - cost["before"])
     found = rows_of("labels")
     assert [float(row["score"]) for row in found] == sorted(float(row["score"]) for row in found)
+    assert [*found[0]] == ["path", "domain", "label", "suggested", "score", "suspect"]
+    assert {row["path"]: row["domain"] for row in found}.items() <= {
+        (name, f"d{domain}") for name, domain in zip(ids, domains, strict=True)
+    }
+    suspects = [row for row in found if row["suspect"] == "true"]
+    assert suspects == found[: audit["labels"]["suspects"]] and 0 < len(suspects) < len(found)
+    assert all(float(row["score"]) <= SUSPECT for row in suspects)
     first = {row["path"] for row in found[:24]}
     assert len(first & {f"image {row}" for row in wrong}) >= 20
     assert {cost["what"] for cost in audit["labels"]["costs"]} == {"left out of training", "relabelled in training"}
@@ -129,7 +137,10 @@ def test_fifty_domains():
 
 def test_groups_count_in_every_part():
     z, labels, domains = clusters(images=30, domains=3)
+    labels[:4] = (labels[:4] + 1) % 3
     audit = audited(z, labels, domains, group=np.array([f"{domain}-{row % 9}" for row, domain in enumerate(domains)]))
+    rows = rows_of("labels")
+    assert rows and all(row["group"].split("-")[0] == row["domain"].removeprefix("d") for row in rows), "by its name"
     assert audit["labels"] is not None and len(audit["domain_pairs"]["left_out"]) == 6
     notes = [row["note"] for row in audit["domain_pairs"]["left_out"]]
     assert "only 9 groups in a test domain, effectively 9.0" in notes

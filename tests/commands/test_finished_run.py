@@ -116,12 +116,15 @@ def test_what_is_no_finished_run_is_not_analysed(run: Path, tmp_path: Path, caps
     assert weights in refused(capsys, "analyse", run, "--reconstruct", nothing)
     assert not (run / "analysis.json").exists()  # it looks for the weights before it measures
     (run / "state/records").mkdir(parents=True)
-    unfinished = "the run has not finished; run its recipe again to finish it, then analyse it"
+    unfinished = "the run has not finished; wait for it, or run its recipe again if it was stopped"
     assert refused(capsys, "analyse", run) == f"xdm-ft: {run}: {unfinished}"
     assert (run / "state/records").exists()
     shutil.rmtree(run / "state")
     with FileLock(run / LOCK):
-        assert "another run is writing here" in refused(capsys, "analyse", run)
+        held = (
+            "another process (xdm-ft run, analyse, audit or report) is writing here; wait until it ends and try again"
+        )
+        assert refused(capsys, "analyse", run) == f"xdm-ft: {run}: {held}", "output.dir is no remedy here"
     file = next(run.rglob("train_val.safetensors"))
     file.write_bytes(file.read_bytes()[:-4])
     assert f"{file}: is damaged" in refused(capsys, "analyse", run)

@@ -180,7 +180,10 @@ def test_faults_are_one_line(arguments: list[str], said: str, capsys: pytest.Cap
 def test_a_run_that_is_being_written(capsys: pytest.CaptureFixture[str]) -> None:
     with FileLock("one/run.lock"):
         assert main(["report", "one"]) == 2
-        assert "one: another run is writing here" in capsys.readouterr().err
+        assert (
+            "one: another process (xdm-ft run, analyse, audit or report) is writing here; wait until it ends"
+            in capsys.readouterr().err
+        )
         assert main(["report", "one", "two"]) == 0, "which writes nothing"
 
 

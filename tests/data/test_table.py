@@ -111,9 +111,13 @@ EMPTY = "the cell is empty; fill it in"
         ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
         ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
         ("a.png,cat,photo", "a.png,cat,photo,1", f"row 3: the row has 4 cells, {CELLS}"),
-        ("path,label", "file,class", "there is no column path, label; found: file, class, domain; " + READ),
+        ("path,label", "file,class", "there is no column path, label; found: file, class, domain; " + READ.replace(
+             "columns", "columns (did you mean file to path, class to label?)")),
+        ("path,label,domain", "Image_Path,labels,hospital",
+         "there is no column path, label, domain; found: Image_Path, labels, hospital; " + READ.replace(
+             "columns", "columns (did you mean Image_Path to path, labels to label, hospital to domain?)")),
         ("path,label,domain", "path;label;domain",
-         "there is no column path, label, domain; found: path;label;domain; " + READ),
+         "there is no column path, label, domain; found: path;label;domain; save it with commas"),
         ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
         ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
@@ -127,6 +131,14 @@ def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) ->
     assert old in CSV
     file = write(folder, CSV.replace(old, new, 1), encoding="latin-1")
     assert fault(file) == f"{file}: {message}"
+
+
+def test_the_columns_that_are_read_and_the_others_are_known(folder: Path) -> None:
+    file = write(folder, "age,path,label,domain,group\n7,a.png,x,d,p1\n8,b.png,y,d,p2\n")
+    assert Table(file=file).columns == (["path", "label", "domain", "group"], ["age"])
+    of_paths = Table(file=file, group=r"^\w")
+    assert of_paths.columns == (["path", "label", "domain"], ["age", "group"]) and of_paths.group_names == ("a", "b")
+    assert Table(file=file).group_names == ("p1", "p2")
 
 
 def test_missing_files_are_named_and_counted(folder: Path) -> None:

@@ -148,25 +148,25 @@ def test_faults_of_class_names():
         (
             [("a/dog/2.png", "b/dog/twin.png"), ("a/dog/3.png", "b/cat/twin.png")],
             ["protocol.val_fraction=0.5"],
-            "copies of 2 images in 4 files, 2 of them in more than one domain, 1 of them in two classes, 2 of them in "
-            "training and validation, 2 of them in training and test, 2 of them in validation and test; the first: "
+            "2 images have copies (4 files), 2 of them in more than one domain, 1 in two classes, 2 in "
+            "training and validation, 2 in training and test, 2 in validation and test; the first: "
             "images/a/dog/2.png and images/b/dog/twin.png → remove one of each pair, or both where their labels differ",
         ),
         (  # both train
             [("a/dog/0.png", "a/dog/1.png")],
             OFFICIAL,
-            "copies of 1 image in 2 files, none of them in two of training, validation, test; the first: ",
+            "1 image has copies (2 files), none of them in two of training, validation, test; the first: ",
         ),
         (
             [("a/dog/0.png", f"a/dog/{i}.png") for i in (1, 2, 3)],
             OFFICIAL,
-            "copies of 1 image in 4 files, 1 of them in training and validation, 1 of them in training and test, "
-            "1 of them in validation and test; the first: HERE/images/a/dog/0.png and HERE/images/a/dog/1.png →",
+            "1 image has copies (4 files), 1 of them in training and validation, 1 in training and test, "
+            "1 in validation and test; the first: HERE/images/a/dog/0.png and HERE/images/a/dog/1.png →",
         ),
         (  # 0 trains, 3 tests; both train
             [("a/dog/0.png", "a/dog/3.png"), ("a/cat/0.png", "a/cat/1.png")],
             OFFICIAL,
-            "copies of 2 images in 4 files, 1 of them in training and test; the first: ",
+            "2 images have copies (4 files), 1 of them in training and test; the first: ",
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_all_copies_are_in_a_file_of_the_run_and_reported_once(caplog):
     for i in range(4):
         copy(f"a/dog/{i}.png", f"b/cat/=twin{i}.png")
     [line] = logged()
-    assert line.startswith("finding: images: copies of 4 images in 8 files, 4 of them in more than one domain, 4 of")
+    assert line.startswith("finding: images: 4 images have copies (8 files), 4 of them in more than one domain, 4 in ")
     assert line.endswith(" (all: output/small/copies.csv)") and line.count("twin") == 1
     header, *rows = csv.reader(file.read_text().splitlines())
     assert header == ["copies", "path", "domain", "class", "a held out", "b held out"]
@@ -299,7 +299,7 @@ def test_images_in_a_parquet_file_are_compared_too():
     }
     pyarrow.parquet.write_table(pyarrow.table(columns), "images.parquet")
     (line,) = lines("data={name: parquet, file: images.parquet}")
-    counts = "copies of 1 image in 2 files, 1 of them in more than one domain, 1 of them in two cl"
+    counts = "1 image has copies (2 files), 1 of them in more than one domain, 1 in two cl"
     assert line.startswith(f"images: {counts}") and "images.parquet, row 0 and images.parquet, row 23" in line
 
 
@@ -334,7 +334,7 @@ def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(capsys
     printed = capsys.readouterr()
     assert "#   models: 3 = methods × held-out domains × seeds\n" in printed.out
     assert "#   time: not measured, as an encoder cannot be built\n" in printed.out
-    assert "# findings\n#   images: copies of 1 image in 2 files, 1 of them in more" in printed.out
+    assert "# findings\n#   images: 1 image has copies (2 files), 1 of them in more" in printed.out
     [line] = printed.err.splitlines()
     assert line.startswith("xdm-ft: encoder.weights: ") and str(missing) in line
     assert main(["validate", "small.yaml", "--json", f"encoder.weights={missing}"]) == 2
@@ -342,3 +342,13 @@ def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(capsys
     assert content["error"] == line.removeprefix("xdm-ft: ") and content["plan"]["models"] == 3
     assert content["estimate"] is None and len(content["findings"]) == 1
     assert main(["validate", "small.yaml", "--json"]) == 0 and json.loads(capsys.readouterr().out)["error"] is None
+
+
+def test_validate_names_the_columns_of_a_table_that_are_read_and_those_that_are_not(capsys):
+    table(by_number)
+    text = Path("table.csv").read_text().splitlines()
+    Path("table.csv").write_text("\n".join([f"{text[0]},age,site", *(f"{line},7,x" for line in text[1:])]))
+    assert main(["validate", "small.yaml", "data={name: table, file: table.csv}"]) == 0
+    line = "#   columns of the table: path, label, domain, split are read; ignored: age, site\n"
+    assert f"# plan\n{line}" in capsys.readouterr().out
+    assert main(["validate", "small.yaml"]) == 0 and "columns of the table" not in capsys.readouterr().out

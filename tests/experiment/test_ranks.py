@@ -118,7 +118,7 @@ def test_real_launches(recipe):
     two = ("--multi_gpu", "--num_processes", "2", "--mixed_precision", "bf16")
     done = launch(*two, script=[SCENARIO, "small.yaml", *END_TO_END], ACCELERATE_USE_CPU="1")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("finding: images: copies of 1 image in 2 files") == 1, "one of the processes reports"
+    assert done.stderr.count("finding: images: 1 image has copies (2 files)") == 1, "one of the processes reports"
     results = small_runs.document("output/small")
     assert results["environment"]["mixed_precision"] == "bf16" and results["environment"]["processes"] == 2
     assert results["recipe"]["training"]["mixed_precision"] == "bf16"

@@ -49,7 +49,9 @@ def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
             run._last = float("-inf")
             run.show()
     # 130 of 200 are done, 15 of them now in 30 s: 70 more take 140 s
-    assert caplog.messages[0] == "training: 65%, 3 of 6 models, about 2 min left, now erm (2 models), loss 0.5"
+    assert (
+        caplog.messages[0] == "training: 65% of the work, 3 of 6 models, about 2 min left, now erm (2 models), loss 0.5"
+    )
 
 
 def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
@@ -66,7 +68,7 @@ def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
         run.show()
         assert run.finished == Work(2, 40)
     line, end = caplog.messages
-    assert line == "training: 40%, 2 of 3 models, about 0 s left, now other processes"
+    assert line == "training: 40% of the work, 2 of 3 models, about 0 s left, now other processes"
     assert end == "training: 2 of 3 models in 0 s", "one process says it"
 
 
@@ -360,7 +362,10 @@ def test_the_lock_of_a_killed_process_is_free_at_once(tmp_path):
     command = [sys.executable, "-c", HOLDER, tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder, RunDirectory(tmp_path) as directory:
         assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="another run is writing here"):
+        with pytest.raises(
+            UserError,
+            match=r"\(xdm-ft run, analyse, audit or report\) is writing here; wait until it ends and try again$",
+        ):
             directory.lock()
         holder.kill()
         holder.wait()

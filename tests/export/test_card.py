@@ -1,5 +1,8 @@
 """The model card: its front matter as the hub reads it, its text, and names that hold Markdown, HTML and paths."""
 
+import json
+import shutil
+
 import pytest
 import yaml
 from huggingface_hub import ModelCardData
@@ -7,9 +10,13 @@ from huggingface_hub.repocard import metadata_load
 from markdown_it import MarkdownIt
 from promised import DOMAINS, METHOD, RULE, made_run
 
+from tests.report.audit_examples import rich
 from xdm_ft.export.card import card, escaped, metadata
+from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.expected import expected_performance
+from xdm_ft.report.finished import read_run
+from xdm_ft.storage.lines import with_checksum
 
 ODD = ("<script>alert(1)</script>", "a|b", "new\nline", "`tick`", "![x](http://y)", "_under_score_", "---", "&amp; <b>")
 
@@ -81,6 +88,18 @@ def test_what_was_not_tested_is_said(config):
     assert f"{seen}.\n" in card(crossed, {})
     fit = crossed.model_copy(update={"results": {"images": {"a": 10}}})
     assert f"{seen}; this model has seen one more than those that were measured.\n" in card(fit, {})
+
+
+def test_what_an_audit_of_the_run_found_is_a_line(config, small_model, tmp_path):
+    choice = Choice(held_out=("sketch",))
+    assert read_parts(read_run(small_model.run), choice).config.audit is None and "Audit" not in card(config, {})
+    run = shutil.copytree(small_model.run, tmp_path / "run")
+    (run / "audit").mkdir()
+    content = read_run(run).results["environment"]["data"]["content"]
+    (run / "audit" / "audit.json").write_text(json.dumps(with_checksum(rich() | {"content": content})))
+    audited = read_parts(read_run(run), choice).config
+    line = "* Audit of the data. Found: copies, twin domains, site × class, label errors.\n"
+    assert line in card(audited, {}) and "/mug/" not in card(audited, {}), "no file is named"
 
 
 def test_names_stay_text(config):

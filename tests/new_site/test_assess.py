@@ -137,6 +137,7 @@ def test_each_verdict_has_its_words():
     text = found()
     assert "unknown: label images to know" in text and "25 labels ± 20, 50 labels ± 14" in text
     assert "for the reference head: linear ERM" in text
+    assert "for this site, without labels; the model card has other numbers, those of the run's own models on" in text
     assert "60.0% to 80.0%" in text and "Assumes class shares as in training" in text
     assert "below the card" in found(verdict="below") and "as promised" in found(verdict="as_promised")
     assert "Assumes" not in found(prevalence={"a": 0.5, "b": 0.5})

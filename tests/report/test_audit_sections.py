@@ -82,7 +82,10 @@ def test_findings_of_every_kind_are_told_with_their_costs_and_what_to_do() -> No
         "office: 2,533 images, 4 domains, 3 classes. Found: copies, twin domains, site × class, label errors."
     )
     text = "\n".join(lines)
-    assert "Copies: 14 pairs of copies: 14 in two domains, 14 in training and test of a held-out domain" in text
+    assert (
+        "Copies: 14 pairs of images are copies of each other; 14 of them lie in two domains, 14 in training and test: c"
+        in text
+    )
     assert "  cost: 28 images left out of training: accuracy 93.1% → 90.2% (95%: -4.0 to -2.0 points), worse on" in text
     assert (
         "With webcam left out of training too, dslr falls from 99.9% to 84.3%; with as many other images left out, it "
@@ -199,7 +202,7 @@ def test_the_reports_follow_the_audit(audited: Run) -> None:
     directory = RunDirectory(run.path)
     refresh_reports(directory, run)
     assert "## Is the data what it says?" in (run.path / "results.md").read_text(encoding="utf-8")
-    assert "14 pairs of copies" in (run.path / "report.html").read_text(encoding="utf-8")
+    assert "14 pairs of images are copies" in (run.path / "report.html").read_text(encoding="utf-8")
     again = with_audit(audited, clean())
     again.results["recipe"]["report"] = {"page": True}
     refresh_reports(directory, again)

@@ -47,7 +47,7 @@ LISTED = 20  # pairs and images in audit.json; the tables have all
 FACTS_OF = 20_000  # images at most whose files are read again
 MAX_COSTS = 12  # domains that are left out of training, one at a time
 COPIES = ("first", "second", "score", "cosine", "sure", "straddles", "domains", "classes")
-LABELS = ("path", "label", "suggested", "score")
+LABELS = ("path", "domain", "group", "label", "suggested", "score", "suspect")
 
 
 def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None) -> Study:
@@ -140,7 +140,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
             "costs": [asdict(cost) for cost in label_costs(study, scores)],
         }
     copies = [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)]
-    labels_table = [[entry[column] for column in LABELS] for entry in doubtful]
+    labels_table = [] if scores is None else _label_rows(study, scores, doubtful)
     sheet = None
     if images and not isinstance(dataset, FeatureTable):
         shown = zip(document["copies"]["pairs"], pairs, strict=False)
@@ -198,6 +198,17 @@ def _doubtful(study: Study, scores: Labels) -> list[Json]:
     return entries
 
 
+def _label_rows(study: Study, scores: Labels, doubtful: list[Json]) -> list[Json]:
+    """Returns the rows of labels.csv: the doubtful images with their groups, and whether the label is likely wrong."""
+    dataset, made = study.dataset, list[Json]()
+    for number, (row, entry) in enumerate(zip(scores.rows[scores.doubtful], doubtful, strict=True)):
+        group = {} if dataset.groups is None else {"group": dataset.groups[row]}
+        if group and dataset.group_names is not None:
+            group = {"group": dataset.group_names[group["group"]]}
+        made.append({**entry, **group, "suspect": number < len(scores.suspects)})  # suspects are the worst ones
+    return made
+
+
 def _as_json(study: Study, pair: NearCopies, straddles: bool) -> Json:
     entry: Json = {
         "score": round(pair.score, 4), "cosine": round(pair.cosine, 6), "sure": pair.sure, "straddles": straddles,
@@ -244,15 +255,15 @@ def _aligned(study: Study, unit: Tensor) -> Aligned | None:
     return aligned_accuracy(halves, tested, predicted == labels[tested])
 
 
-def _write(
-    folder: Path, document: Json, copies: list[list[object]], labels: list[list[object]], sheet: str | None
-) -> None:
+def _write(folder: Path, document: Json, copies: list[list[object]], labels: list[Json], sheet: str | None) -> None:
     """Writes the files of an audit; audit.json last, as a reader takes the others to be of the same audit."""
     with disk_errors(folder):
         (folder / "copies.html").unlink(missing_ok=True)  # of an earlier audit
     if sheet is not None:
         replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
-    for name, columns, lines in (("copies", COPIES, copies), ("labels", LABELS, labels)):
+    of_labels = [column for column in LABELS if column != "group" or any("group" in row for row in labels)]
+    label_cells = [[row[column] for column in of_labels] for row in labels]
+    for name, columns, lines in (("copies", COPIES, copies), ("labels", of_labels, label_cells)):
         text = "".join(csv_line(columns, cells) for cells in (columns, *lines))
         replace_bytes(folder / f"{name}.csv", text.encode("utf-8"))
     replace_bytes(folder / "audit.md", audit_markdown(document).encode("utf-8", "replace"))

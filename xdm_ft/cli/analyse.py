@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     run, state = read_run(folder), folder / "state"
     unfinished = {path.name for path in state.iterdir()} if state.is_dir() else set()
     if unfinished - {KIND, FINISHED, TAKEN}:  # the analysis would remove the state from which the run resumes
-        raise UserError(f"{folder}: the run has not finished; run its recipe again to finish it, then analyse it")
+        raise UserError(f"{folder}: the run has not finished; wait for it, or run its recipe again if it was stopped")
     weights = arguments.reconstruct
     autoencoder = None if weights is None else read_autoencoder(expand_user(weights, OPTION))
     recipe = check(written_recipe(folder, run.results))

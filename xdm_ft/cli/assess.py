@@ -15,6 +15,10 @@ from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import refuse_run
 from xdm_ft.runtime.errors import plural
 
+OF_CARD = (
+    "The estimate is for this site, without labels; the model card has other numbers, those of the run's own models on "
+    "held-out domains."
+)
 NAMES = {"cot": "COT", "aline": "ALine-D", "atc": "ATC"}
 
 
@@ -74,6 +78,7 @@ def judgement(found: Assessment) -> str:
 def _reservations(found: Assessment) -> Iterator[str]:
     """Yields what limits the estimate, and which images do not count."""
     yield f"All numbers are for the reference head: {found.heads}."
+    yield OF_CARD
     if found.prevalence is None:
         yield "Assumes class shares as in training; --prevalence gives others."
     if found.is_far:

@@ -25,11 +25,13 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
 from xdm_ft.report.comparisons import forecast
 from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.report.words import listed
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
 from xdm_ft.weights.prompts import warn_of_class_names
 
 MEANING_COLUMN = 44
+MAX_COLUMNS = 20  # of a table that are named
 logger = logging.getLogger("xdm_ft")
 
 
@@ -101,7 +103,11 @@ def validate(recipe: Recipe) -> Answer:
         time_line = f"time: {time.text()} on this machine, {time.device}"
     parts: dict[str, Sequence[str]] = {"prompts, exactly as the text encoder reads them": prompts or ()}
     parts |= {f"prompts of {name}, shown for the first class": lines for name, lines in method_prompts.items()}
-    parts["plan"] = [*describe(plan).splitlines(), time_line, *plan.notes]
+    columns = list[str]()
+    if dataset.columns is not None:
+        read, others = (listed(names, MAX_COLUMNS) for names in dataset.columns)
+        columns = [f"columns of the table: {read} are read; {f'ignored: {others}' if others else 'no other'}"]
+    parts["plan"] = [*columns, *describe(plan).splitlines(), time_line, *plan.notes]
     parts["site × class"] = site_class_of(dataset).sentences
     for label, chain in blocks.items():
         parts[f"blocks of the encoder{'' if label is None else f' {label}'}, in order"] = chain

@@ -84,8 +84,11 @@ def numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
     return tuple(printable(name) for name in names), np.fromiter(map(number.__getitem__, values), np.int64, len(values))
 
 
-def groups_of(paths: list[str], pattern: str) -> np.ndarray:
-    """Returns the number of every path's group (int64 [N]). Raises `UserError` if a path does not match."""
+def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarray]:
+    """Returns the names of groups and the number of every path's group (int64 [N]).
+
+    Raises `UserError` if a path does not match.
+    """
     expression = re.compile(pattern)
     groups = [group_of(path, expression) for path in paths]
     without = [path for path, group in zip(paths, groups, strict=True) if group is None]
@@ -94,7 +97,7 @@ def groups_of(paths: list[str], pattern: str) -> np.ndarray:
             f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, the first: '
             f"{without[0]}; change it to match every path"
         )
-    return numbered([group for group in groups if group is not None])[1]
+    return numbered([group for group in groups if group is not None])
 
 
 def group_of(path: str, expression: re.Pattern[str]) -> str | None:

@@ -141,7 +141,7 @@ def name_columns(
     if "domain" in numbers:
         dataset.domain_names, dataset.domains = numbers["domain"]
     if "group" in numbers:
-        dataset.groups = numbers["group"][1]
+        dataset.group_names, dataset.groups = numbers["group"]
     if "split" in numbers:
         dataset.splits = parts_of(where, *numbers["split"])
 

@@ -61,7 +61,8 @@ class Folder(ImageFiles):
         self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])
         self.class_names, labels = numbered([folder.split("/")[1] for folder in folders])
         self.domains, self.labels = domains.repeat(counts), labels.repeat(counts)
-        self.groups = None if group is None else groups_of(images, group)
+        if group is not None:
+            self.group_names, self.groups = groups_of(images, group)
 
 
 def _what_is_there(root: Path, files: list[str]) -> str:

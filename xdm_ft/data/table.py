@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -19,6 +20,11 @@ from xdm_ft.storage.names import expand_user
 NEEDED = ("path", "label", "domain")
 COLUMNS = (*NEEDED, "group", "split")
 PARTS = ["train", "val", "test"]
+OF_OTHERS = {
+    "path": ("file", "filename", "file_name", "image", "img"), "label": ("class", "target", "y", "diagnosis"),
+    "domain": ("site", "hospital", "center", "centre", "source", "camera", "location"),
+}  # fmt: skip
+"""{column: names that other tables give to it}"""
 
 
 class Table(ImageFiles):
@@ -43,7 +49,11 @@ class Table(ImageFiles):
         group: GroupPattern = None,
     ) -> None:
         file = expand_user(file, "data.file")
-        cells, numbers = _read_cells(file, self.needed, self.optional)
+        cells, numbers, ignored = _read_cells(file, self.needed, self.optional)
+        if group is not None and "group" in cells:  # the recipe overrides the table
+            del cells["group"]
+            ignored = [*ignored, "group"]
+        self.columns = [*cells], ignored
         rows = self.wanted(file, cells, numbers)
         cells = {column: [values[row] for row in rows] for column, values in cells.items()}
         numbers = [numbers[row] for row in rows]
@@ -84,10 +94,10 @@ class Table(ImageFiles):
 
         self.class_names, self.labels = numbered(values["label"])
         self.domain_names, self.domains = numbered(values.get("domain", [file.stem] * len(paths)))
-        if group is not None:  # the recipe overrides the table
-            self.groups = groups_of(paths, group)
+        if group is not None:
+            self.group_names, self.groups = groups_of(paths, group)
         elif "group" in values:
-            self.groups = numbered(values["group"])[1]
+            self.group_names, self.groups = numbered(values["group"])
         if "split" in values:
             self.splits = np.array(values["split"])
 
@@ -114,8 +124,8 @@ def _split_in(cell: object) -> str:
 
 def _read_cells(
     file: Path, needed: Sequence[str], optional: Sequence[str]
-) -> tuple[dict[str, list[object]], list[int]]:
-    """Returns {column: cells} of our columns, and the number of every row."""
+) -> tuple[dict[str, list[object]], list[int], list[str]]:
+    """Returns {column: cells} of our columns, the number of every row, and the other columns."""
     kind = file.suffix.lower()
     if kind not in (".csv", ".parquet"):
         raise UserError(f"data.file: {file} does not end in .csv or .parquet; name a table that does")
@@ -130,7 +140,12 @@ def _read_cells(
     missing = [column for column in needed if column not in header]
     if missing:
         what = f"there is no column {', '.join(missing)}; found: {', '.join(header)}"
-        raise UserError(f"{file}: {what}; rename the columns: {', '.join(optional)} are read, by these names alone")
+        if len(header) == 1 and ";" in header[0]:
+            raise UserError(f"{file}: {what}; save it with commas")
+        alike = {column: _alike(column, [name for name in header if name not in optional]) for column in missing}
+        meant = ", ".join(f"{name} to {column}" for column, name in alike.items() if name)
+        rename = f"rename the columns{f' (did you mean {meant}?)' if meant else ''}"
+        raise UserError(f"{file}: {what}; {rename}: {', '.join(optional)} are read, by these names alone")
     columns = [column for column in optional if column in header]
     twice = [column for column in columns if header.count(column) > 1]
     if twice:
@@ -144,7 +159,15 @@ def _read_cells(
         numbers = list(range(1, 1 + len(cells[columns[0]])))
     if not numbers:
         raise UserError(f"{file}: the table has no rows; add one per image")
-    return cells, numbers
+    return cells, numbers, [name for name in header if name not in columns]
+
+
+def _alike(column: str, names: Sequence[str]) -> str | None:
+    """Returns the name that is most like that of the column, or stands for it in other tables; None: there is none."""
+    plain = {name.casefold().strip(): name for name in names}
+    of_others = [name for name in OF_OTHERS.get(column, ()) if name in plain]
+    close = get_close_matches(column, plain, n=1) or of_others or [name for name in plain if column in name]
+    return plain[close[0]] if close else None
 
 
 def _from_parquet(file: Path, read: Callable[[Any], Any]) -> Any:

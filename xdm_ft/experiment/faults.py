@@ -122,18 +122,18 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
     copy_of = np.full(len(dataset), -1)  # [N], the number of the set of copies that an image belongs to
     for number, rows in enumerate(repeated):
         copy_of[rows] = number
-    counts = [f"copies of {plural(len(repeated), 'image')} in {plural(sum(map(len, repeated)), 'file')}"]
+    counts = list[str]()
     for values, where in ((dataset.domains, "more than one domain"), (dataset.labels, "two classes")):
         if count := sum(len({*values[rows].tolist()}) > 1 for rows in repeated):
-            counts.append(f"{count} of them in {where}")
+            counts.append(f"{count} in {where}")
     # −1 is no copy: two roles that both have images without copies share none
     sets = [
         {role: {*np.unique(copy_of[rows]).tolist()} - {-1} for role, rows in roles(split).items()} for split in splits
     ]
-    none = f"none of them in two of {', '.join(ROLES)}" if splits else ""
+    none = f"none in two of {', '.join(ROLES)}" if splits else ""
     for role, other in combinations(ROLES, 2):
         if shared := len(set[int]().union(*(in_role[role] & in_role[other] for in_role in sets))):
-            counts.append(f"{shared} of them in {role} and {other}")
+            counts.append(f"{shared} in {role} and {other}")
             none = ""
     counts += [none] if none else []
     first = repeated[0]
@@ -141,7 +141,9 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
     other_domain = (row for row in first if dataset.domains[row] != dataset.domains[first[0]])
     pair = f"{dataset.name(first[0])} and {dataset.name(next(other_domain, first[1]))}"
     remedy = "remove one of each pair, or both where their labels differ"
-    yield Finding(COPIED, f"{', '.join(counts)}; the first: {pair}", remedy)
+    what = f"{'1 image has' if len(repeated) == 1 else f'{len(repeated)} images have'} copies"
+    where = f", {', '.join(counts)}".replace(" in ", " of them in ", 1) if counts else ""
+    yield Finding(COPIED, f"{what} ({sum(map(len, repeated))} files){where}; the first: {pair}", remedy)
 
 
 def roles(split: Split) -> dict[str, np.ndarray]:

@@ -186,7 +186,7 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
     with RunDirectory(Path(recipe.output.dir) / recipe.name, str(accelerator.process_index), main) as directory:
         if main:
             # before the look at its files: two runs that begin at once would both find an empty folder
-            directory.lock()
+            directory.lock(", or set output.dir")
             grows = True
             if directory.is_begun:
                 now, results = recipe.written(), directory.results(lambda run: None)

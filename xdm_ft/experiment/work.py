@@ -286,7 +286,7 @@ class RunProgress:
         if self.shows and shows_bars():
             from tqdm import tqdm
 
-            form = "{desc} {percentage:3.0f}%|{bar}|{postfix}"
+            form = "{desc} {percentage:3.0f}% of the work|{bar}|{postfix}"
             bar = tqdm(total=100, desc=self.what, leave=False, ncols=_columns(), file=sys.stderr, bar_format=form)
             self.bar = self._contexts.enter_context(bar)
             self._contexts.enter_context(with_bar(self.bar))
@@ -341,7 +341,7 @@ class RunProgress:
                 self.bar.n, self.bar.postfix, self.bar.ncols = 100 * share, text, _columns()
                 self.bar.refresh()
             else:
-                logger.info("%s: %.0f%%, %s", self.what, 100 * share, text)
+                logger.info("%s: %.0f%% of the work, %s", self.what, 100 * share, text)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -253,6 +253,7 @@ class ModelConfig(Block):
     step: Count
     results: ResultsConfig
     chosen: str  # one line: which model of the run this is, and why
+    audit: str | None = None  # what `xdm-ft audit` found in the run's data; None: they were not audited
     reference_xxh3: str | None = None  # of the tensors of reference.safetensors; None: distances are not known
     site_xxh3: str | None = None  # of the tensors of site.safetensors; None: nothing is known of new sites
     adapted: AdaptedConfig | None = None  # to one site; None: to none

@@ -184,6 +184,8 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
         yield f"* Data: {plural(total, 'image')} of {plural(len(images), 'domain')}: {counts}. None is held out."
     else:
         yield f"* Data: the domains {', '.join(map(escaped, method['train_domains']))}."
+    if config.audit is not None:
+        yield f"* Audit of the data. {escaped(config.audit)}"
     if images is None and method["test_domains"]:
         lacks = ", ".join(map(escaped, method["test_domains"]))
         if config.adapted is None:

@@ -164,6 +164,8 @@ def read_parts(
     seeds. `temperature`: divide the logits by the temperature that was fitted in the run. Raises `UserError` if files
     are missing or damaged, or if the model cannot be combined so.
     """
+    from xdm_ft.report.sections.audit import findings, headline  # the charts of the sections take time to import
+
     if wise_ft is not None and (ensemble or temperature):
         lacking = "ensemble" if ensemble else "fitted temperature"
         raise UserError(f"{run.path}: --wise-ft makes a new model, which has no {lacking}; leave one out")
@@ -220,6 +222,7 @@ def read_parts(
         encoder=_encoder_config(description["encoder"], encoder, tuple(trained)),
         members=tuple(files) if len(files) > 1 else (),
         chosen=how,
+        audit=None if run.audit is None else headline(findings(run.audit)),
         wise_ft=wise_ft,
         temperature=fitted if temperature and fitted is not None else 1.0,
         fitted_temperature=fitted,

@@ -344,7 +344,7 @@ def read_site(
             (names, labels), where, hint = numbered(classes), str(source), f" ({LAYOUTS})"
             items = [Item(path, path) for path in (os.path.join(source, image) for image in images)]
             domain_names, domains = numbered(domain_of)
-            groups = None if group is None else groups_of(images, group)
+            groups = None if group is None else groups_of(images, group)[1]
     except UserError as error:  # written for keys of a recipe
         key = r"^data.(root|file): | \(data\.root=DIR names another\)"
         lines = (re.sub(key, "", str(line)).replace("data.group:", "--group:") for line in error.args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -57,6 +58,8 @@ class ImageDataset(ABC):
     labels: np.ndarray  # int64 [N]
     domains: np.ndarray  # int64 [N]
     groups: np.ndarray | None = None  # int64 [N]: patient, slide or sequence; None if unknown
+    group_names: tuple[str, ...] | None = None  # of the numbers in `groups`; None: they have no other name
+    columns: tuple[Sequence[str], Sequence[str]] | None = None  # of a table of images: those that are read, and others
     splits: np.ndarray | None = None
     """str [N], None if the data set has no split of its own: train | val | test; "" for an image in no part. The
     official protocol takes val as train_val if its domain also trains, else as val_domain; a data set may also name

@@ -69,15 +69,20 @@ class RunDirectory:
     ) -> None:
         self._lock.release()
 
-    def lock(self) -> None:
-        """Creates the directory and locks it until the end of the run. Raises `UserError` if another run writes it."""
+    def lock(self, otherwise: str = "") -> None:
+        """Creates the directory and locks it until the end of the work. Raises `UserError` if another process has it.
+
+        `otherwise`: another remedy than to wait, for the message.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
             # only with the lock: before, they could be files that another run is writing
             remove_unfinished(self.path)
         except Timeout as error:
-            raise UserError(f"{self.path}: another run is writing here; wait for it, or set output.dir") from error
+            verbs = "xdm-ft run, analyse, audit or report"
+            problem = f"another process ({verbs}) is writing here"
+            raise UserError(f"{self.path}: {problem}; wait until it ends and try again{otherwise}") from error
         except OSError as error:
             raise UserError(f"{self.path}: cannot be used as a run directory: {error.strerror}") from error
         for kind in (TAKEN, FINISHED):  # those of the interrupted run

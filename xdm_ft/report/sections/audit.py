@@ -72,8 +72,8 @@ def _copies(audit: Json) -> Finding:
     if not part["sure"]:
         alike = f"; the most similar pairs ({part['listed']}) are in copies.csv" if part["listed"] else ""
         return Finding("copies", NOTHING, f"none{alike}", "")
-    where = f"{part['across_domains']} in two domains, {part['straddling']} in training and test of a held-out domain"
-    what = f"{plural(part['sure'], 'pair')} of copies: {where}"
+    where = f"{part['across_domains']} of them lie in two domains, {part['straddling']} in training and test"
+    what = f"{plural(part['sure'], 'pair')} of images are copies of each other; {where}: copies.csv"
     remedy = "look through copies.csv (--images shows the pairs), and delete one image of each copy"
     return Finding("copies", PROMISE if part["straddling"] else SUSPECT, what, remedy, part["costs"])
 
@@ -142,7 +142,7 @@ def _labels(audit: Json) -> Finding:
     if part["confused"]:
         most = part["confused"][0]
         what += f", most often {most['label']} instead of {most['suggested']} ({plural(most['images'], 'image')})"
-    remedy = "look through labels.csv, worst first, and correct what is wrong"
+    remedy = "look through the rows of labels.csv where suspect is true, worst first, and correct what is wrong"
     return Finding("labels", SUSPECT if shown else NOTHING, what, remedy, part["costs"])
 
 
