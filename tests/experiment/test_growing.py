@@ -151,9 +151,10 @@ def test_a_run_that_grows_says_what_the_next_look_costs():
     before = resolved("methods=[erm]", "protocol.seeds=3")
     assert said(0) == "grows by rsc (3 models)", "the first look has the whole α"
     assert said(1) == "grows by rsc (3 models); the next look has α = 0.0125 (xdm-ft explain look)"
-    assert said(2, "methods=[erm]", "protocol.seeds=4").endswith("; the next look has α = 0.00625 (xdm-ft explain look)")
-    for planned in (["methods=[erm]", "protocol.final_fit=true"], ["methods=[erm]", "protocol.seeds=auto", "report.margin=1"]):
-        assert said(1, *planned).startswith("grows by ") and "look" not in said(1, *planned)
+    assert "; the next look has α = 0.00625 (" in said(2, "methods=[erm]", "protocol.seeds=4")
+    for planned in ("protocol.final_fit=true", "protocol={seeds: auto}"):
+        line = said(1, "methods=[erm]", "report.margin=1", planned)
+        assert line.startswith("grows by ") and "look" not in line
 
 
 # records
