@@ -24,6 +24,7 @@ from xdm_ft.cli.arguments import EXAMPLES, VERBS
 from xdm_ft.cli.cache import referenced_by
 from xdm_ft.cli.ls import Setting, listing
 from xdm_ft.cli.parser import main, parser
+from xdm_ft.cli.validate import validate
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT
 from xdm_ft.protocol.splits import Rule
 from xdm_ft.recipe.check import known_keys, load
@@ -238,6 +239,14 @@ def test_started_as_a_script_and_as_a_module_it_is_the_same_program(folder: Path
     assert helped.returncode == 0 and helped.stdout.startswith("usage: xdm-ft ")
     script = python(ROOT / "xdm_ft" / "run.py", "small.yaml", "methods=[erm]")
     assert script.returncode == 0 and (folder / "output/small/results.md").is_file(), script.stderr
+
+
+def test_on_a_terminal_the_plan_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    first, second, *lines = validate(load("small.yaml", ["encoder.model=test_vit"])).text().splitlines()
+    assert re.fullmatch(r"# recipe: \d{2,} lines, .*: xdm-ft validate RECIPE > FILE", first) and second == "# plan"
+    assert not [line for line in lines if not line.startswith("# ")] and len(lines) < 40
 
 
 def test_validate_prints_a_recipe_that_resolves_to_itself(folder: Path) -> None:

@@ -26,7 +26,7 @@ from xdm_ft.experiment import pieces, results, run
 from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.results import RECORDS, RunResults, read_records
-from xdm_ft.experiment.resume import Generation, grown_from, keep_choices_of_run, refused_changes
+from xdm_ft.experiment.resume import Generation, grown_from, growth, keep_choices_of_run, refused_changes
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.recipe.check import load
@@ -141,6 +141,20 @@ def test_a_model_belongs_to_the_first_recipe_that_planned_it():
     assert grown_from(results, resolved("methods=[rsc,erm]", seeds, "protocol.final_fit=true")) == (first,)
     [*earlier, last] = grown_from(results, resolved("methods=[rsc,erm,vrex]", seeds))
     assert earlier == [first] and last == Generation(("erm", "rsc"), (0, 1, 2), 1)
+
+
+def test_a_run_that_grows_says_what_the_next_look_costs():
+    def said(looks, *changes):
+        recipe = load("demo", ["methods=[erm,rsc]", "protocol.seeds=3", *changes])
+        return growth(before, make_plan(recipe, read_data(recipe)), looks)
+
+    before = resolved("methods=[erm]", "protocol.seeds=3")
+    assert said(0) == "grows by rsc (3 models)", "the first look has the whole α"
+    assert said(1) == "grows by rsc (3 models); the next look has α = 0.0125 (xdm-ft explain look)"
+    assert "; the next look has α = 0.00625 (" in said(2, "methods=[erm]", "protocol.seeds=4")
+    for planned in ("protocol.final_fit=true", "protocol={seeds: auto}"):
+        line = said(1, "methods=[erm]", "report.margin=1", planned)
+        assert line.startswith("grows by ") and "look" not in line
 
 
 # records

@@ -102,6 +102,14 @@ def test_what_an_audit_of_the_run_found_is_a_line(config, small_model, tmp_path)
     assert line in card(audited, {}) and "/mug/" not in card(audited, {}), "no file is named"
 
 
+def test_the_values_of_all_methods_stand_in_a_list(config):
+    by = {"selection": "train_val", "metric": "accuracy", "values": {"erm": 0.75, "a|b": 0.801}}
+    text = card(config.model_copy(update={"results": {"chosen_by": by}}), {})
+    assert "\n* Values of all methods by train\\_val: erm 75.0%, a\\|b 80.1%.\n" in text
+    for results in ({}, {"chosen_by": by | {"values": {"erm": 0.75}}}):
+        assert "Values of all methods" not in card(config.model_copy(update={"results": results}), {}), "nothing else"
+
+
 def test_names_stay_text(config):
     site = config.expected.held_out[0].model_copy(update={"domains": ODD[:1]})
     sites = [site, *(site.model_copy(update={"domains": (name,)}) for name in ODD[1:])]

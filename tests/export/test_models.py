@@ -195,7 +195,11 @@ def test_final_fits_are_trained_once_and_lie_side_by_side(copied: Enter, caplog:
     assert results()["recipe"]["output"] == {"dir": "output"}, "as before"
     before = results()
     assert [*before["final_fits"]] == ["erm"] and load(RUN, choice=Choice("erm")).config.chosen.startswith("final fit")
-    chosen = export_model(str(RUN), "chosen", Choice(), no_site=True).document["model"]
+    answer = export_model(str(RUN), "chosen", Choice(), no_site=True)
+    chosen = answer.document["model"]
+    lines = answer.text().splitlines()
+    assert lines[0] == f"model: {chosen.partition('; ')[0]}" and len(lines[0]) < 140
+    assert "  no test result was read for this choice" in lines, "the further clauses have lines of their own"
     assert exported(Choice("erm"), "members", ensemble=True).config.members == (0, 1)
     found = results()
     both = {str(seed): f"models/final_fit/erm/{name}.safetensors" for seed, name in enumerate(("model", "seed1"))}

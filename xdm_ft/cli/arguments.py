@@ -308,7 +308,10 @@ def add_cache(verb: Parser) -> None:
 
 VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
     "run": (add_recipe, "train and compare all methods of a recipe; resume or grow the run of an earlier start"),
-    "validate": (add_recipe, "check a recipe against its data; print the resolved recipe, the prompts and the plan"),
+    "validate": (
+        add_recipe,
+        "check a recipe against its data; print the plan and the prompts, and into a pipe the whole recipe",
+    ),
     "audit": (
         add_audit,
         "find copies, twin domains, label errors, and domains that give the class away; say what each costs",

@@ -130,7 +130,8 @@ def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None
         "pushed": pushed,
     }
     sizes = ", ".join(f"{name} ({size / 1e6:,.2f} MB)" for name, size in files.items())
-    lines = [f"model: {config.chosen}", f"wrote {folder}: {sizes}"]
+    first, *further = config.chosen.split("; ")  # many clauses: a line each
+    lines = [f"model: {first}", *(f"  {clause}" for clause in further), f"wrote {folder}: {sizes}"]
     if config.fitted_temperature is not None and config.temperature == 1.0:
         fitted = f"a temperature of {config.fitted_temperature:.3g} was fitted (--temperature uses it)"
         if nll is not None:

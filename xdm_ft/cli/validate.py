@@ -1,9 +1,10 @@
-"""`xdm-ft validate`: the resolved recipe with the meaning of every key, the exact prompts and the plan."""
+"""`xdm-ft validate`: the plan, the exact prompts, and for a file or pipe the recipe with the meaning of every key."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,13 @@ def validate(recipe: Recipe) -> Answer:
     time_line = "time: not measured, as an encoder cannot be built"
     if time is not None:
         time_line = f"time: {time.text()} on this machine, {time.device}"
-    parts: dict[str, Sequence[str]] = {"prompts, exactly as the text encoder reads them": prompts or ()}
-    parts |= {f"prompts of {name}, shown for the first class": lines for name, lines in method_prompts.items()}
     columns = list[str]()
     if dataset.columns is not None:
         read, others = (listed(names, MAX_COLUMNS) for names in dataset.columns)
         columns = [f"columns of the table: {read} are read; {f'ignored: {others}' if others else 'no other'}"]
-    parts["plan"] = [*columns, *describe(plan).splitlines(), time_line, *plan.notes]
+    parts: dict[str, Sequence[str]] = {"plan": [*columns, *describe(plan).splitlines(), time_line, *plan.notes]}
+    parts["prompts, exactly as the text encoder reads them"] = prompts or ()
+    parts |= {f"prompts of {name}, shown for the first class": lines for name, lines in method_prompts.items()}
     parts["site × class"] = site_class_of(dataset).sentences
     for label, chain in blocks.items():
         parts[f"blocks of the encoder{'' if label is None else f' {label}'}, in order"] = chain
@@ -115,6 +116,8 @@ def validate(recipe: Recipe) -> Answer:
     parts["differences it can find, by the variances of the existing run"] = power
     parts["findings"] = [finding.line for finding in findings]
     text = resolved_with_meanings(recipe).split("\n")
+    if sys.stdout.isatty():  # nobody would see the plan below so many lines
+        text = [f"# recipe: {len(text)} lines, every key with its meaning: xdm-ft validate RECIPE > FILE"]
     for heading, lines in parts.items():
         text += [f"# {heading}", *(f"#   {line}" for line in lines)] if lines else []
     return Answer(document, text, fault, text_despite_error=True)

@@ -92,23 +92,22 @@ class MethodChoice:
         return values
 
     def __str__(self) -> str:
-        """One line: the values, who else was within reach, and why this one."""
-        shown = "{:.3f}" if self.metric == "nll" else "{:.1f}"
-        unit = 1 if self.metric == "nll" else 100
-        values = ", ".join(f"{method} {shown.format(unit * value)}" for method, value in self.values.items())
-        if len(self.values) == 1:
-            return f"{self.method} is the only method with a value of {self.selection} ({values})"
-        parts = [
-            f"{self.method} is chosen of {len(self.values)} methods by {self.metric} of {self.selection}: {values}"
-        ]
-        others = [method for method in self.within_reach if method != self.best]
-        if others:
-            reach = f"within one standard error of the best, {self.best}: {', '.join(others)}"
-            parts.append(f"{reach}; of these {len(others) + 1}, {self.method} has {self.reason}")
-        else:
-            parts.append("no other one is within one standard error of it")
+        """One line: the rule that chose this method, and its value. `values` has those of the others."""
+
+        is_nll = self.metric == "nll"
+        shown = {name: f"{value:.3f}" if is_nll else f"{100 * value:.1f}" for name, value in self.values.items()}
+        own = shown[self.method]
+        if len(shown) == 1:
+            return f"{self.method} is the only method with a value of {self.selection} ({self.method} {own})"
+        rule = f"the best {self.metric} of {self.selection} ({self.best} {shown[self.best]})"
+        if len(self.within_reach) > 1:
+            criterion, count = self.reason.partition(" (")[0], len(self.within_reach)
+            rule = f"{criterion} among the {count} within one standard error of {rule}"
+        parts = [f"{self.method} is chosen of {len(shown)} methods by {rule}"]
+        if self.method != self.best:
+            parts.append(f"{self.method} has {own}")
         if self.by_name_only:
-            held = ", ".join(self.by_name_only)
+            held = ", ".join(f"{name} {shown[name]}" for name in self.by_name_only)
             parts.append(f"chosen by name only, as the head holds features of training images: {held}")
         return "; ".join([*parts, "no test result was read for this choice"])
 

@@ -71,7 +71,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 logger.info("%s", first_line(plan, encoders, accelerator, results.records.keys()))
                 if len({recipe.augmentation_of(item) for item in recipe.methods}) > 1:
                     logger.info("%s", augmentation_line(recipe))
-            if recipe_before is not None and (added := growth(recipe_before, plan)):
+            if recipe_before is not None and (added := growth(recipe_before, plan, len(results.summary.looks))):
                 logger.info("%s: %s", directory.path, added)
             hashes = image_hashes(recipe, dataset, accelerator)
             findings = faults(plan, True, hashes) if main else []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.evaluation import ModelKey, with_encoder
+from xdm_ft.evaluation.verdicts import ALPHA
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS
@@ -149,8 +150,11 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
     return [key]
 
 
-def growth(before: Values, plan: Plan) -> str:
-    """Describes in one line what the plan adds to the run of the recipe `before`; "" if it adds nothing."""
+def growth(before: Values, plan: Plan, looks: int = 0) -> str:
+    """Describes in one line what the plan adds to the run of the recipe `before`; "" if it adds nothing.
+
+    `looks`: at the run so far. Another one that nobody planned costs some of α.
+    """
     old, protocol = Generation.of(before), plan.recipe.protocol
     added = [model.key for model in plan.models if not model.skipped and not old.plans(model.key)]
     seeds = [seed for seed in protocol.seeds if seed not in old.seeds]
@@ -164,7 +168,9 @@ def growth(before: Values, plan: Plan) -> str:
         parts.append(f"trial{_numbers(trials)} ({plural(count, 'model')})")
     if protocol.final_fit != before["protocol"]["final_fit"]:
         parts.append("the final fit")
-    return f"grows by {', '.join(parts)}" if parts else ""
+    new_look = by_method or (seeds and not plan.recipe.auto_seeds)
+    price = f"; the next look has α = {ALPHA / 2 ** (looks + 1):g} (xdm-ft explain look)" if looks and new_look else ""
+    return f"grows by {', '.join(parts)}{price}" if parts else ""
 
 
 def _numbers(numbers: Sequence[int]) -> str:

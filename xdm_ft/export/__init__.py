@@ -107,11 +107,21 @@ class ProtocolConfig(TypedDict):
     description: str
 
 
+class ChosenByConfig(TypedDict):
+    """Why a final fit is of its method: the values of all methods by the selection rule."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    selection: str
+    metric: str
+    values: dict[str, float]
+
+
 class ResultsConfig(TypedDict):
     """Metrics of this model, or how a final fit was chosen and its estimate."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     images: NotRequired[dict[str, Count]]  # of a final fit: {domain: number of training images}
+    chosen_by: NotRequired[ChosenByConfig]
 
 
 class PartConfig(Block):

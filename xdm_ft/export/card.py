@@ -194,6 +194,10 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
             yield f"* Before it was adapted, it was trained without {lacks}, held out for testing."
     yield f"* Protocol: {escaped(config.protocol['description'])}."
     yield f"* How this model was chosen: {escaped(config.chosen)}."
+    by = config.results.get("chosen_by")
+    if by is not None and len(by["values"]) > 1:
+        values = ", ".join(f"{escaped(name)} {shown(by['metric'], value)}" for name, value in by["values"].items())
+        yield f"* Values of all methods by {escaped(by['selection'])}: {values}."
     if config.adapted is not None:
         labels = plural(config.adapted.labels, "labelled image")
         yield f"* Adapted to one site by {labels}: {_gain(config.adapted)}."
