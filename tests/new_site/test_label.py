@@ -14,11 +14,12 @@ import pytest
 import small_models
 from PIL import Image
 
+from xdm_ft.cli.label import lines
 from xdm_ft.cli.parser import main
 from xdm_ft.export.directory import CHECKSUMS, digest_of, write_directory
 from xdm_ft.export.expected import checksums
 from xdm_ft.export.sources import Item, read_site
-from xdm_ft.new_site.label import COLUMNS
+from xdm_ft.new_site.label import COLUMNS, Labelling
 from xdm_ft.storage.tensors import tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -79,7 +80,7 @@ def fill_in(file, name="cat"):
 def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
     told = label("images", "--budget", 20, "--out", "to_label.csv").out
     assert told.startswith("wrote to_label.csv: 20 of 47 images to label\n5 drawn at random to evaluate the model, 15 ")
-    assert "\nFrom 5 images the accuracy is then known to ±40 points or better; ±5 takes 388 (--budget 1552)\n" in told
+    assert "\nFrom 5 images the accuracy is then known to ±40 points or better; ±5 takes 388 images\n" in told
     assert "1 image left out, as they trained the model" in told
     rows = rows_of("to_label.csv")
     assert tuple(rows[0]) == COLUMNS and {row["label"] for row in rows} == {row["group"] for row in rows} == {""}
@@ -95,6 +96,13 @@ def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
     ] and found.groups is None
     assert len(read_site("to_label.csv", small_models.CLASSES, {}, purpose="adapt").items) == 15
     assert main(["evaluate", "model", "to_label.csv"]) == 0
+
+
+def test_a_budget_for_five_points_is_named_where_the_site_has_the_images():
+    made = Labelling("m", Path("t.csv"), None, 1552, 25, 75, 0.2045, None, 0, 0, 0, 0, {})
+    line = "From 25 images the accuracy is then known to ±20 points or better; ±5 takes 388 images"
+    assert f"{line} (--budget 1552)" in lines(made, ["cat"])
+    assert line in lines(dataclasses.replace(made, images=1551), ["cat"])
 
 
 def test_the_same_images_are_chosen_again_and_a_document_says_how_many(site, label):

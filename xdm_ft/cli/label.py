@@ -40,7 +40,9 @@ def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
     yield f"wrote {made.out}: {number} of {plural(made.images, 'image')} to label{groups}"
     yield f"{made.evaluate} drawn at random to evaluate the model, {made.adapt} chosen to adapt it (seed {made.seed})"
     enough = enough_for(WANTED, made.groups is not None)
-    takes = plural(enough, "group") if made.groups is not None else f"{enough} (--budget {4 * enough})"
+    takes = plural(enough, "image" if made.groups is None else "group")
+    if made.groups is None and 4 * enough <= made.images:  # a quarter of the budget measures
+        takes += f" (--budget {4 * enough})"
     known = f"the accuracy is then known to ±{100 * made.half_width:.0f} points or better"
     yield f"From {plural(made.evaluate, 'image')} {known}; ±{100 * WANTED:.0f} takes {takes}"
     if made.sheet is not None:
