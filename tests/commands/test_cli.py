@@ -301,8 +301,8 @@ def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert rows["groupdro"][1] == rows["…+sagm"][1] == "cached / end to end" and rows["coral"][1] == "end to end"
     assert rows["groupdro"][2].startswith("Sagawa et al. 2020, Distributionally Robust Neural")
     assert all(len(line) <= 100 for line in lines["methods"]) and len(rows) >= 22
-    one = {(what, name): listing(what, name).text() for what, name in (
-        ("methods", "groupdro"), ("methods", "knn"), ("methods", "sam"), ("heads", "mlp"), ("recipes", "pacs"))}  # fmt: skip
+    asked = ("methods", "groupdro"), ("methods", "knn"), ("methods", "sam"), ("heads", "mlp"), ("recipes", "pacs")
+    one = {pair: listing(*pair).text() for pair in asked}
     assert "L_d the mean" in one["methods", "groupdro"] and "algorithm 1\n  works on:" in one["methods", "groupdro"]
     assert "\n  eta=0.01  η, step size" in one["methods", "groupdro"] and "\n  sam.rho=0.05 " in one["methods", "sam"]
     assert "\n  its head holds the features of all training images\n" in one["methods", "knn"]

@@ -1,4 +1,4 @@
-"""`xdm-ft ls`: lists recipes, benchmarks, methods, heads, data sets or encoders, one per line, or describes one of them."""
+"""`xdm-ft ls`: lists recipes, benchmarks, methods, heads, data sets or encoders, one per line, or describes one."""
 
 from __future__ import annotations
 
