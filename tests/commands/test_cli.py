@@ -296,11 +296,19 @@ def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         "encoders": "open_clip",
     }.items():
         assert any(line.startswith(f"{word} ") for line in lines[what])
+        assert what == "benchmarks" or all(len(line) <= 100 for line in lines[what])
     rows = {cells[0]: cells for line in lines["methods"] for cells in [re.split(r"  +", line)]}
-    assert rows["groupdro"][2] == rows["…+sagm"][2] == "cached / end to end" and rows["coral"][2] == "end to end"
-    assert rows["knn"][2] == "cached; its head holds the features of all training images"
-    assert "eta=0.01" in rows["groupdro"][3] and " alpha=0.2 (" in f" {rows['mixup'][3]}"
-    assert "sam.rho=0.05 (" in " ".join(rows["…+sam"]) and " mlp.hidden_width=512 (" in "\n".join(lines["heads"])
+    assert rows["groupdro"][1] == rows["…+sagm"][1] == "cached / end to end" and rows["coral"][1] == "end to end"
+    assert rows["groupdro"][2].startswith("Sagawa et al. 2020, Distributionally Robust Neural")
+    assert all(len(line) <= 100 for line in lines["methods"]) and len(rows) >= 22
+    asked = ("methods", "groupdro"), ("methods", "knn"), ("methods", "sam"), ("heads", "mlp"), ("recipes", "pacs")
+    one = {pair: listing(*pair).text() for pair in asked}
+    assert "L_d the mean" in one["methods", "groupdro"] and "algorithm 1\n  works on:" in one["methods", "groupdro"]
+    assert "\n  eta=0.01  η, step size" in one["methods", "groupdro"] and "\n  sam.rho=0.05 " in one["methods", "sam"]
+    assert "\n  its head holds the features of all training images\n" in one["methods", "knn"]
+    assert "\n  mlp.hidden_width=512 " in one["heads", "mlp"] and one["recipes", "pacs"].startswith("pacs\n  ")
+    assert main(["ls", "methods", "gropdro"]) == 2
+    assert 'ls methods: no gropdro; did you mean "groupdro"?' in capsys.readouterr().err
     held = {entry.name: entry.holds for entry in listing("methods").document if entry.holds}
     assert held["prototypes"] == "its head holds the mean feature of each class" and {*held} == {"knn", "prototypes"}
     assert main(["ls", "methods", "--json"]) == 0

@@ -288,6 +288,7 @@ def add_explain(verb: Parser) -> None:
 def add_ls(verb: Parser) -> None:
     lists = ["recipes", "benchmarks", "methods", "heads", "data", "encoders"]
     verb.add_argument("what", nargs="?", choices=lists, default="recipes")
+    verb.add_argument("name", nargs="?", metavar="NAME", help="one entry, with its settings and what each means")
 
 
 def add_cp(verb: Parser) -> None:
@@ -380,6 +381,7 @@ xdm-ft explain held-out domain
 xdm-ft ls
 xdm-ft ls benchmarks
 xdm-ft ls methods
+xdm-ft ls methods xdomainmix
 xdm-ft ls methods --json
 xdm-ft cp clip_folder mine.yaml
 xdm-ft cache verify

@@ -1,4 +1,4 @@
-"""`xdm-ft ls`: lists recipes, benchmarks, methods, heads, data sets or encoders, one per line."""
+"""`xdm-ft ls`: lists recipes, benchmarks, methods, heads, data sets or encoders, one per line, or describes one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from xdm_ft.cli import Answer, columns
 from xdm_ft.recipe.components import ADD_ONS, find, names, settings_model
 from xdm_ft.recipe.text import in_yaml, recipe_folder
+from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
 
 OWN_IMAGES = (
@@ -20,8 +21,11 @@ OWN_IMAGES = (
 """The recipes for a user's own images, by what one asks first. The others are published benchmarks and ablations."""
 
 
+WIDTH = 100  # characters of a line
+
+
 def main(arguments: argparse.Namespace) -> Answer:
-    return listing(arguments.what)
+    return listing(arguments.what, arguments.name)
 
 
 @dataclass(frozen=True)
@@ -43,24 +47,41 @@ class Entry:
     settings: tuple[Setting, ...] = ()
 
 
-def listing(what: str) -> Answer:
-    if what in ("recipes", "benchmarks"):
+def listing(what: str, name: str | None = None) -> Answer:
+    """Returns a line per entry, or all that is known of the one with this name. Raises `UserError` if there is none."""
+    if what in ("recipes", "benchmarks") and name is None:
         return _recipes(only_benchmarks=what == "benchmarks")
-    if what == "methods":
+    if what in ("recipes", "benchmarks"):
+        entries = _recipes(only_benchmarks=False).document
+    elif what == "methods":
         entries = list(_methods())
     else:
         entries = [_entry(what, name, prefix=f"{name}." if what == "heads" else "") for name in names(what)]
-    rows = []
-    for entry in entries:
-        settings = [
-            f"{setting.key}{'' if setting.required else f'={in_yaml(setting.default)}'} ({setting.meaning})"
-            for setting in entry.settings
-        ]
-        summary = None if what == "methods" else entry.about  # for which their lines have no room
-        works_on = "; ".join(filter(None, (entry.works_on, entry.holds))) or None
-        cells = entry.name, summary, entry.source, works_on, "; ".join(settings)
-        rows.append(tuple(cell for cell in cells if cell is not None))
-    return Answer(entries, columns(rows, numbers=False))
+    if name is not None:
+        known = {entry.name.removeprefix("…+"): entry for entry in entries}
+        if name not in known:
+            raise UserError(f"ls {what}: no {name}{did_you_mean(name, [*known])}")
+        return Answer([known[name]], _details(known[name]))
+    rows = [
+        tuple(filter(None, (entry.name, entry.works_on, entry.source if what == "methods" else entry.about)))
+        for entry in entries
+    ]
+    lines = [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in columns(rows, numbers=False)]
+    return Answer(entries, [*lines, "", f"All of one, with its settings: xdm-ft ls {what} NAME"])
+
+
+def _details(entry: Entry) -> list[str]:
+    works_on = entry.works_on and f"works on: {entry.works_on}"
+    what = entry.about, entry.source, works_on, entry.holds
+    settings = [
+        (f"  {setting.key}{'' if setting.required else f'={in_yaml(setting.default)}'}", setting.meaning)
+        for setting in entry.settings
+    ]
+    return [
+        entry.name,
+        *(f"  {line}" for line in what if line),
+        *(columns(settings, numbers=False) if settings else ()),
+    ]
 
 
 def _recipes(only_benchmarks: bool) -> Answer:
