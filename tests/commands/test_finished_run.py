@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_the_text_and_the_document_of_an_analysis(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(run)
     assert main(["analyse", str(run)]) == 0
-    header, erm, xdomainmix, _, over, temperatures, last = capsys.readouterr().out.splitlines()
+    header, erm, xdomainmix, _, over, chance, temperatures, last = capsys.readouterr().out.splitlines()
     assert header.split() == ["covariances", "risk", "variance", "ECE", "scaled", "MMD²", "removal"]
     assert erm.startswith("<b>|x  ") and xdomainmix.startswith("xdomainmix")
     assert erm.split()[-2:-1] == ["–"] and "±" in erm
@@ -90,6 +90,12 @@ def test_the_text_and_the_document_of_an_analysis(run: Path, capsys: pytest.Capt
     assert last == f"all measures: {run / 'analysis.json'}"
     written = small_runs.document(run, "analysis")
     assert len(written["models"]) == 2 * 2 * 2
+    shares = []
+    for method in dict.fromkeys(m["method"] for m in written["models"]):
+        parts = [m["representation_invariance"] for m in written["models"] if m["method"] == method]
+        shares.append(round(100 * sum(p["paper_noise"] for p in parts) / sum(p["paper"] for p in parts)))
+    share = f"{min(shares)}" if len({*shares}) == 1 else f"{min(shares)} to {max(shares)}"
+    assert chance == f"covariances: {share}% of the distance is chance, which equal domains would show too"
     assert files(run) == before | {"analysis.json": (run / "analysis.json").read_bytes()}
     assert main(["analyse", str(run), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

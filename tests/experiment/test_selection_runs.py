@@ -16,7 +16,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
-from xdm_ft.experiment.plan import hparams, make_plan, read_data
+from xdm_ft.experiment.plan import describe, hparams, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import RECORDS
 from xdm_ft.experiment.work import start
@@ -285,6 +285,17 @@ def test_a_faulty_search_is_refused_before_any_data_is_read(overrides, message):
     shutil.rmtree("data")
     with pytest.raises(UserError, match=message):
         search(*overrides)
+
+
+def test_a_method_without_a_range_has_one_trial():
+    """Its trials would be equal. Ranges of `training` apply to every method with gradient steps."""
+    for space, trials in (("{xdomainmix.p_discard: {uniform: [0, 0.5]}}", 1), ("{lr: {uniform: [0.1, 0.5]}}", 3)):
+        changes = ["methods=[linear_probe, erm, xdomainmix]", f"search={{trials: 3, space: {space}}}"]
+        recipe = load("demo", [*changes, "protocol.seeds=1"])
+        plan = make_plan(recipe, read_data(recipe))
+        assert Counter(model.key.method for model in plan.models) == {"linear_probe": 1, "erm": trials, "xdomainmix": 3}
+        line = "search: has no range for erm, so one trial each trains; add a range, such as search.space.lr, to search"
+        assert (f"\n{line} it too" in describe(plan)) == (trials == 1)
 
 
 def test_the_resolved_recipe_draws_the_same():

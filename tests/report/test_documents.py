@@ -244,8 +244,9 @@ def test_tables_fit_what_they_are_printed_to(
     for row in wide["summary"]:
         row["per_test_domain"] = {name: {"mean": 0.1371, "std": None} for name in names}
     piped = printed(wide, capsys)
-    header = next(line for line in piped.splitlines() if line.startswith("┃ method"))
-    assert all(name in header for name in names) and piped.count("13.7 │") == 2 * 5 * 8 and "…" not in piped
+    headers = [line for line in piped.splitlines() if line.startswith("┃ method")]
+    assert max(map(len, headers)) <= 120 and all(any(name in line for line in headers) for name in names)
+    assert piped.count("13.7 │") == 2 * 5 * 8 and "…" not in piped
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     for width in (50, 80, 300):

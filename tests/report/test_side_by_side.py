@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from example_runs import comparison, model, results_of, run_of, two_sets
 
 from xdm_ft.evaluation.verdicts import Comparison, holm
 from xdm_ft.report.finished import Run
-from xdm_ft.report.markup import markdown_lines
+from xdm_ft.report.markup import as_text, markdown_lines
 from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
 from xdm_ft.runtime.errors import UserError
 
@@ -51,6 +52,17 @@ def test_the_rows_of_all_runs(first: Run) -> None:
     assert "accuracy in %" in section.title and metrics.tables[0].rows[0][2].text == "55.0 ± 0.0"
     assert table.caption == "Protocol: pets, 40 images; picked by train_val", "one line if it is the same"
     assert any(note.startswith("made, xdomainmix") and "no verdict" in note for note in section.notes)
+
+
+def test_a_wide_table_stands_in_blocks_of_120_columns(first: Run) -> None:
+    """Also in a file or pipe; each block names the rows again, and no column is lost."""
+    sections = side_by_side([first, other()], [])
+    lines = as_text(sections, io.StringIO()).splitlines()
+    headers = [line for line in lines if line.startswith("┃ run")]
+    assert max(map(len, lines)) <= 120 and len(headers) > len(sections)
+    titles = [title.strip() for line in headers for title in line.strip("┃").split("┃")]
+    assert set(titles) == {name for section in sections for table in section.tables for name in table.header}
+    assert all(line.split("┃")[2].strip() == "method" for line in headers)
 
 
 def test_each_run_has_its_own_protocol_line(first: Run) -> None:

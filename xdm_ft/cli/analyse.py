@@ -21,6 +21,7 @@ from xdm_ft.experiment.work import launched
 from xdm_ft.features.given import NO_IMAGES
 from xdm_ft.recipe.check import check
 from xdm_ft.report.finished import read_run
+from xdm_ft.report.words import range_text
 from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
@@ -122,6 +123,10 @@ def _answer(path: Path, page: Path | None, analysis: dict[str, Any], images: dic
         over += " ± standard deviation over seeds" if len({model["seed"] for model in models}) > 1 else ""
         rows = [(method, *map(_cell, values.values())) for method, values in means.items()]
         lines = [*columns([("", *COLUMNS), *rows]), "", f"{over}; what the columns mean: xdm-ft explain analysis"]
+        chances = [_chance([model for model in models if model["method"] == method]) for method in methods]
+        if known := [chance for chance in chances if chance is not None]:
+            share = range_text(*(round(100 * end) for end in (min(known), max(known))))
+            lines.append(f"covariances: {share}% of the distance is chance, which equal domains would show too")
         calibration = [(spreads["test_ece"], spreads["test_ece_scaled"]) for spreads in means.values()]
         lower = [scaled["mean"] < plain["mean"] for plain, scaled in calibration if plain and scaled]  # type: ignore[operator]
         if lower:
@@ -140,6 +145,13 @@ def _answer(path: Path, page: Path | None, analysis: dict[str, Any], images: dic
                     f"no images for {held_out}: XDomainMix needs two training domains and classes, with partners"
                 )
     return Answer(document, lines)
+
+
+def _chance(models: list[Model]) -> float | None:
+    """Returns which share of the distance of covariances equal domains would have, too; None if it is not known."""
+    parts = [model["representation_invariance"] for model in models]
+    noise, value = (_mean([part.get(key) for part in parts]) for key in ("paper_noise", "paper"))
+    return noise / value if noise is not None and value else None
 
 
 def _means(models: list[Model]) -> dict[str, Spread | None]:

@@ -34,7 +34,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.label_curve import label_curve
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
     from xdm_ft.experiment.pieces import RunContext, do_pieces
-    from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
+    from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data, unsearched_line
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
     from xdm_ft.experiment.results import (
         RunResults,
@@ -69,6 +69,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             before, recipe_before = results.environment_before, results.recipe_before
             if main:
                 logger.info("%s", first_line(plan, encoders, accelerator, results.records.keys()))
+                if line := unsearched_line(recipe):
+                    logger.info("%s", line)
                 if len({recipe.augmentation_of(item) for item in recipe.methods}) > 1:
                     logger.info("%s", augmentation_line(recipe))
             if recipe_before is not None and (added := growth(recipe_before, plan, len(results.summary.looks))):

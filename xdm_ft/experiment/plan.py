@@ -202,6 +202,8 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     draws = [recipe.search_of(item).drawn(trial) for trial in range(recipe.search.trials)]
     if item.is_solver and all(drawn_item(item, recipe.search.drawn(n)) is item for n in range(recipe.search.trials)):
         draws = draws[:1]  # a solver does not read `training`
+    if not item.is_solver and not any(searched(recipe, item)):
+        draws = draws[:1]  # all trials would be equal
     models, checked = [], dict[int, MethodItem]()  # items that were checked, by their number of steps
     for trial, drawn in enumerate(draws):
         model = planned(trial, drawn_item(item, drawn), drawn_training(recipe.training, item, drawn))
@@ -220,6 +222,16 @@ def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distributi
         # drawn_item returns the item itself if the key is not one of its settings; the value does not matter
         if "." not in key or drawn_item(item, {key: distribution.at(0.5)}) is not item:
             yield key, distribution
+
+
+def unsearched_line(recipe: Recipe) -> str:
+    """Returns the line on methods that a search leaves as they are, with one trial; "" if there are none."""
+    trained = [item for item in recipe.methods if not item.is_solver]
+    labels = [item.label for item in trained if not any(searched(recipe, item))] if recipe.search.trials > 1 else []
+    if not labels:
+        return ""
+    remedy = "add a range, such as search.space.lr, to search it too"
+    return f"search: has no range for {', '.join(labels)}, so one trial each trains; {remedy}"
 
 
 def drawn_value(values: Mapping[str, Any], key: str) -> Any:
@@ -290,6 +302,7 @@ def describe(plan: Plan) -> str:
         *([extra_models(plan)] if plan.extra else []),
         f"steps: {cost['steps']}, gradient evaluations: {cost['gradient_evaluations']}",
         augmentation_line(recipe),
+        *([line] if (line := unsearched_line(recipe)) else []),
     ]
     if passes := cost["feature_passes"]:
         encoders, each = passes // (1 + views), "one pass"

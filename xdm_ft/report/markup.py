@@ -22,7 +22,7 @@ SIGNS = {
     "±": r"$\pm$", "×": r"$\times$", "√": r"$\surd$", "α": r"$\alpha$", "−": "$-$",
     "–": r"\textendash{}", "—": r"\textemdash{}", "…": r"\ldots{}", "→": r"$\rightarrow$",
 }  # fmt: skip
-MIN_WIDTH = 100  # characters, of text for a file or pipe
+MIN_WIDTH, MAX_WIDTH = 100, 120  # characters, of text for a file or pipe; columns beyond it stand in a block below
 UNBOUNDED = 1 << 16
 PREAMBLE = r"% needs \usepackage{booktabs}"
 NOTEBOOK = """<p><strong>{{ title|plain }}</strong></p>
@@ -117,7 +117,7 @@ def escape_latex(text: str) -> str:
 
 
 def as_text(sections: Iterable[Section], out: TextIO) -> str:
-    """Returns the tables as text for `out`: with colours, and in blocks of columns, if that is a terminal."""
+    """Returns the tables as text for `out`, in blocks of columns that fit; with colours if that is a terminal."""
     from rich.console import Console, Group
     from rich.text import Text
 
@@ -130,7 +130,7 @@ def as_text(sections: Iterable[Section], out: TextIO) -> str:
         parts += [Text(encoded(section.about, encoding), style="dim")]
         for table in section.tables:
             parts += [Text(encoded(table.caption, encoding), style="dim")]
-            parts += _blocks(table, encoding, console.width if console.is_terminal else UNBOUNDED)
+            parts += _blocks(table, encoding, console.width if console.is_terminal else MAX_WIDTH)
         parts += [*(Text(encoded(note, encoding)) for note in section.notes), Text()]
     if not console.is_terminal:  # rich assumes 80 columns there and would fold the cells
         unbounded = console.options.update(width=UNBOUNDED)
