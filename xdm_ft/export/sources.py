@@ -346,8 +346,7 @@ def read_site(
             domain_names, domains = numbered(domain_of)
             groups = None if group is None else groups_of(images, group)[1]
     except UserError as error:  # written for keys of a recipe
-        key = r"^data.(root|file): | \(data\.root=DIR names another\)"
-        lines = (re.sub(key, "", str(line)).replace("data.group:", "--group:") for line in error.args)
+        lines = (re.sub("^data.(root|file): ", "", str(line)).replace("data.group:", "--group:") for line in error.args)
         raise UserError(*lines) from error
     unknown = [name for name in names if name not in numbers]
     if unknown:
