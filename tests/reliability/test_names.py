@@ -276,6 +276,7 @@ def test_arguments(capsys, tmp_path):
         ["validate", "demo", f"data.class_names={{{quoted}: x}}"],
         ["validate", "demo", "methods=[erm]",
          f"encoder={{name: timm, model: test_vit, weights: {json.dumps(str(weights))}}}"],
+        ["ls", "recipes", name],
         ["cp", "demo", str(tmp_path / "no" / name)],
         ["retrain", str(tmp_path / name), name, name, "0"],
         ["cache", "prune", "--dir", str(tmp_path / "cache"), "--unreferenced", str(tmp_path / name)],
@@ -283,7 +284,7 @@ def test_arguments(capsys, tmp_path):
         assert main(command) == 2, command
         text = shown(capsys)
         assert text and (command[0] != "validate" or "does not fit" in text or "class_names" in text)
-    for command in (["ls", name], [name], ["ls", "recipes", name]):
+    for command in (["ls", name], [name], ["ls", "recipes", "demo", name]):
         with pytest.raises(SystemExit):
             main(command)
         assert shown(capsys)
@@ -327,7 +328,7 @@ def test_outputs_that_can_not_be_written(arguments, status, message, tmp_path):
 def test_terminals_that_are_not_utf_8(encoding, monkeypatch):
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    assert main(["ls", "methods"]) == 0 and main(["run", "大ü"]) == 2
+    assert main(["ls", "methods", "coral"]) == 0 and main(["run", "大ü"]) == 2
     results = json.loads((ROOT / "tests/report/results_example.json").read_text())
     write(as_text(brief_sections(run_of(results)), sys.stdout))
     out, err = (stream.buffer.getvalue().decode(encoding) for stream in (sys.stdout, sys.stderr))
