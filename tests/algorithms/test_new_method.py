@@ -154,7 +154,7 @@ def trained(methods: str, *overrides: str) -> list[dict]:
 
 def test_they_are_listed_and_recipes_are_checked_against_them(own_methods, capsys):
     listed = listing("methods").text()
-    assert "smoothing=0.1 (mass of other classes)" in listing("methods", "smoothed").text()
+    assert "smoothing=0.1  mass of other classes" in listing("methods", "smoothed").text()
     assert "Khosla et al. 2020" in listed
     [jittered] = [line for line in listed.splitlines() if line.startswith("jittered ")]
     assert "end to end" in jittered and "cached" not in jittered
