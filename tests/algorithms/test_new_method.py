@@ -197,7 +197,7 @@ def test_an_edited_file_keeps_its_numbers_with_a_warning_and_noise_has_a_stream(
         importlib.invalidate_caches()
         linecache.clearcache()
         caplog.clear()
-        xdm_ft.run("own.yaml", **{"protocol.seeds": 2}, **overrides)
+        xdm_ft.run("own.yaml", **({"protocol.seeds": 2} | overrides))
         return caplog.text
 
     documented = " ".join(Path(ROOT / "CONTRIBUTING.md").read_text().split())
@@ -206,9 +206,19 @@ def test_an_edited_file_keeps_its_numbers_with_a_warning_and_noise_has_a_stream(
     assert "has changed" not in again(NOISY.replace("NOISE", noise)), "no model was trained before"
     assert "has changed" not in again(NOISY.replace("NOISE", noise) + "# a comment\n")
     edited = NOISY.replace("NOISE", f"2 * {noise}")
-    assert "the code of noisy has changed since 2 models trained, which keep their numbers" in again(edited)
-    both = again(edited, methods=["noisy", {"name": "noisy", "label": "noisy 2"}])
-    assert "the code of noisy has changed since 2 models" in both
+    assert "has changed" not in again(NOISY.replace("NOISE", noise).replace("on features with", "with"))
+    assert "the code of noisy has changed since its models trained, which keep their numbers" in again(edited)
+    assert "noisy: its code has changed since its models trained" in Path("output/own/results.md").read_text()
+    for grown in ({"protocol.seeds": 3}, {"protocol.final_fit": True}):  # new models of another method in one row
+        with pytest.raises(UserError, match=r"the code of noisy has changed .* one row must not mix two methods"):
+            again(edited, **grown)
+    assert "has changed" in again(edited), "the refused recipes changed nothing"
+    both = ["noisy", {"name": "noisy", "label": "noisy 2"}]
+    assert "the code of noisy has changed" in again(edited, methods=both)
+    for file in Path("output/own/models/noisy/photo/seed0-trial0").iterdir():
+        file.write_bytes(b"")  # a damaged model would be trained again
+    with pytest.raises(UserError, match="one row must not mix"):
+        again(edited, methods=both)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from xdm_ft.experiment.pieces import RunContext, do_pieces
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
-from xdm_ft.experiment.resume import grown_from, open_run_directory, written_recipe
+from xdm_ft.experiment.resume import edited_rows, grown_from, open_run_directory, written_recipe
 from xdm_ft.experiment.work import launched
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
@@ -84,6 +84,8 @@ def main(arguments: argparse.Namespace) -> Answer:
                 rules, lines = _compare(folder, before, directory.path, now)
             else:
                 keep = None
+            if before.method in edited_rows(recipe, run.results["environment"].get("code", {})):
+                lines.insert(0, f"the code of {before.method} has changed since the run trained it")
             if keep is not None:
                 splits = [split for split in plan.splits if split.test_domains == before.test_domains]
                 keep_test_images(context, splits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,18 +35,11 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data, unsearched_line
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
-    from xdm_ft.experiment.results import (
-        RunResults,
-        code_of_rows,
-        data_facts,
-        environment,
-        inputs,
-        refuse_other_inputs,
-        summary_of,
-    )
-    from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
+    from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs, summary_of
+    from xdm_ft.experiment.resume import code_of_rows, edited_rows, growth, keep_choices_of_run, open_run_directory
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.experiment.work import as_launched, launched
+    from xdm_ft.report.words import listed
     from xdm_ft.report.written import refresh_reports
     from xdm_ft.runtime.progress import pulse
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone
@@ -85,9 +77,14 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             trained_on = inputs(dataset, prepared)
             refuse_other_inputs(directory.path, before, trained_on)
             costs = encoder_costs(prepared, recipe.features, dataset, accelerator, before or {})
-            trained = Counter(key.method for key in results.records)
-            code = code_of_rows(recipe.methods, before or {}, trained)
-            facts = environment(accelerator) | on_cluster | trained_on | costs | code
+            code = code_of_rows(recipe, before or {}, {key.method for key in results.records})
+            if edited := edited_rows(recipe, code):
+                logger.warning(
+                    "methods: the code of %s has changed since its models trained, which keep their numbers; to train "
+                    "with the new code, add a row with another label, or set another name",
+                    listed(edited),
+                )
+            facts = environment(accelerator) | on_cluster | trained_on | costs | {"code": code}
             while True:
                 results.begin(facts, data_facts(plan, findings))
                 context = RunContext(plan, prepared, directory, accelerator)
@@ -98,7 +95,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 results.read_all(plan)
                 looks = results.summary.looks
                 if main:
-                    results.summary = summary_of(plan, prepared, [*results.records.values()], directory, looks)
+                    results.summary = summary_of(plan, prepared, [*results.records.values()], directory, looks, edited)
                 results.summary = from_main(accelerator, results.summary)
                 results.write()
                 more = None if results.summary.settled else recipe.next_seeds()

@@ -9,7 +9,7 @@ import logging
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,12 +39,11 @@ from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.experiment.resume import GROWN_FROM, NEW_DIRECTORY, Generation, comparable, grown_from
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
-from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.comparisons import all_comparisons, beside_rows
 from xdm_ft.report.finished import Run, final_fits_of, read_run
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
-from xdm_ft.report.words import IN_PERCENT, listed
+from xdm_ft.report.words import IN_PERCENT
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
@@ -400,24 +399,6 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     return identity
 
 
-def code_of_rows(items: Sequence[MethodItem], before: Mapping[str, Any], trained: Counter[str]) -> dict[str, Any]:
-    """Returns {"code": {label: checksum of the code of the row's components}}: the code that its models trained with.
-
-    Warns of rows whose code has changed since. `before`: the environment in results.json; `trained`: {label: number of
-    models that are kept}.
-    """
-    now = {item.label: digest(*(part.code() for part in item.parts)) for item in items}
-    known = before.get("code", {})  # an earlier version wrote none
-    code = {label: known.get(label, of_now) if trained[label] else of_now for label, of_now in now.items()}
-    if changed := [label for label in code if code[label] != now[label]]:
-        logger.warning(
-            "methods: the code of %s has changed since %s trained, which keep their numbers; to train with the new "
-            "code, add a row with another label, or set another name",
-            *(listed(changed), plural(sum(trained[label] for label in changed), "model")),
-        )
-    return {"code": code}
-
-
 def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the other facts on the data in results.json: its size, whether test domains are unseen, its faults."""
     dataset = plan.dataset
@@ -431,11 +412,17 @@ def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def summary_of(
-    plan: Plan, prepared: Prepared, records: Sequence[Record], directory: RunDirectory, looks: Sequence[Look] = ()
+    plan: Plan,
+    prepared: Prepared,
+    records: Sequence[Record],
+    directory: RunDirectory,
+    looks: Sequence[Look] = (),
+    edited: Collection[str] = (),
 ) -> Summary:
     """Returns the rows in the recipe's order, the comparisons between them, and the looks at this run with this one.
 
     Each rule picks one of several trials. Only the predictions of picked trials are read. `looks`: the earlier ones.
+    `edited`: rows whose code has changed since their models trained.
     """
     recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
     encoders = list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None))
@@ -488,6 +475,8 @@ def summary_of(
             trials = [record for record in of_method if record.trial > 0]
             if failed := [record.reason for record in trials if record.status == "failed"]:
                 flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
+            if row.method in edited:
+                flags.append("its code has changed since its models trained")
             budget = row.budget | {"draws": len({record.trial for record in of_method})}
             words = augmented[row.method]
             rows.append(dataclasses.replace(row, budget=budget, flags=flags or None, augmentation=words))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.report.finished import encoder_label
+from xdm_ft.report.words import listed
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.watchdog import wait_for_everyone
+from xdm_ft.storage import digest
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import unverified_facts
@@ -150,6 +152,31 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
     return [key]
 
 
+def code_of_rows(recipe: Recipe, before: Values, trained: Collection[str]) -> dict[str, str]:
+    """Returns {label: checksum of the code of the row's components}, that which its first models trained with.
+
+    `before`: the environment in results.json; `trained`: labels of rows with models.
+    """
+    known = before.get("code", {})  # an earlier version wrote none
+    code = {item.label: digest(*(part.code() for part in item.parts)) for item in recipe.methods}
+    return code | {label: known[label] for label in code if label in trained and label in known}
+
+
+def edited_rows(recipe: Recipe, code: Mapping[str, str]) -> list[str]:
+    """Returns the labels of rows whose code is not that of `code`, from `code_of_rows`."""
+    now = code_of_rows(recipe, {}, ())
+    return [label for label in now if code.get(label, now[label]) != now[label]]
+
+
+def refuse_mixed_rows(labels: Sequence[str]) -> None:
+    """Raises `UserError` if there are rows whose new models would have other code than their earlier ones."""
+    if labels:
+        raise UserError(
+            f"methods: the code of {listed(labels)} has changed since its models trained, and one row must not mix two "
+            "methods; add a row with another label, set another name, or undo the edit"
+        )
+
+
 def growth(before: Values, plan: Plan, looks: int = 0) -> str:
     """Describes in one line what the plan adds to the run of the recipe `before`; "" if it adds nothing.
 
@@ -204,6 +231,11 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
                         *(f"  {change}" for change in [*changed[:MAX_CHANGES], *more]),
                     )
                 grows = comparable(written) != comparable(now)
+                if results is not None and grows:
+                    old, new = Generation.of(results["recipe"]), Generation.of(now)
+                    fits = [recipe["protocol"]["final_fit"] for recipe in (results["recipe"], now)]
+                    if (old.seeds, old.trials, fits[0]) != (new.seeds, new.trials, fits[1]):
+                        refuse_mixed_rows(edited_rows(recipe, results["environment"].get("code", {})))
             if grows:
                 directory.write_text("recipe.yaml", recipe.as_yaml())
         wait_for_everyone(accelerator)

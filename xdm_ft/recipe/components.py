@@ -91,8 +91,14 @@ class Component:
         return {f"{self.prefix}{key}": value for key, value in self.kwargs().items()}
 
     def code(self) -> str:
-        """Returns the text of its module without comments and layout, as its syntax tree."""
-        return ast.dump(ast.parse(inspect.getsource(importlib.import_module(self.cls.__module__))))
+        """Returns what its module computes: the syntax tree without docstrings and the descriptions of settings."""
+        tree = ast.parse(inspect.getsource(importlib.import_module(self.cls.__module__)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                node.keywords = [keyword for keyword in node.keywords if keyword.arg != "description"]
+            elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                del node.body[0]
+        return ast.dump(tree)
 
     def build(self, *args: Any) -> Any:
         return self.cls(*args, **self.kwargs())
