@@ -216,6 +216,7 @@ class SummaryRow:
     def flat(self) -> dict[str, Any]:
         """Returns the row as a flat dict; nested values get keys such as `mean:DOMAIN` and `versus_erm:p`."""
         row = {name: value for name, value in self.to_json().items() if not isinstance(value, dict | list)}
+        row.pop("versus_erm", None)  # null where ERM itself is the row; its values follow
         for domain, values in self.per_test_domain.items():
             row |= {f"{name}:{domain}": value for name, value in values.items()}
         versus, names = self.versus_erm or {}, ("reference", "difference", "p", "p_holm", "verdict")

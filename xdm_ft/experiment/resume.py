@@ -190,7 +190,7 @@ def growth(before: Values, plan: Plan, looks: int = 0) -> str:
     parts = [f"{label} ({plural(count, 'model')})" for label, count in by_method.items()]
     more = [key for key in added if key.method in old.methods]
     if count := sum(key.seed in seeds for key in more):
-        parts.append(f"seed{_numbers(seeds)} ({plural(count, 'model')} of the other methods)")
+        parts.append(f"seed{_numbers(seeds)} ({plural(count, 'model')}{' of the other methods' if by_method else ''})")
     if count := sum(key.seed not in seeds for key in more):
         parts.append(f"trial{_numbers(trials)} ({plural(count, 'model')})")
     if protocol.final_fit != before["protocol"]["final_fit"]:

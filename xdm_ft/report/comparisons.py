@@ -212,7 +212,11 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
     limit = min(max(map(abs, [*narrow, *wide])), MAX_WIDTH * largest) or axis_value(metric, 0.01)
     low, high = max(min(0.0, *narrow, *wide), -limit), min(max(0.0, *narrow, *wide), limit)
     margin = 0.05 * (high - low) or limit
-    of_elsewhere = "Thin orange line: 95% interval elsewhere, on new domains; at the edge it goes on. " if wide else ""
+    of_elsewhere = (
+        "Thin orange line: 95% interval elsewhere, on new domains; where the blue one is wider, rely on that. "
+        if wide
+        else ""
+    )
     caption = (
         "Diamond: the difference. Thick blue line: 95% interval here, with other seeds and test images. "
         f"{of_elsewhere}At the right the verdict here."
