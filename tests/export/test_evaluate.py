@@ -45,6 +45,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 SITE_CLASSES = ("cat", "dog", "ox", "owl")
 METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "nll", "ece")
 WITHIN = "within what the card promises"
+NO_SITE_MISSES = "of such a sample it expects {}, which hardly any site would miss"
 T_3 = {0.8: 1.637744, 0.95: 3.182446}  # quantiles of t with 3 degrees of freedom
 
 
@@ -329,7 +330,8 @@ def test_images_without_groups_are_independent_and_several_domains_have_a_worst(
 @pytest.mark.parametrize(
     ("values", "verdict"),
     [
-        ((0.6, 0.7, 0.8, 0.9), WITHIN),
+        ((0.7, 0.75, 0.8, 0.8), WITHIN),
+        ((0.6, 0.7, 0.8, 0.9), f"cannot be said ({NO_SITE_MISSES.format('28.2% to 100.0%')})"),
         ((0.97, 0.98, 0.99, 0.985), "below"),
         ((0.10, 0.11, 0.12, 0.10), "above"),
         ((0.7, 0.8), "cannot be said (2 held-out sets)"),
@@ -379,7 +381,8 @@ def test_the_verdict_on_the_logit_scale_by_hand(images):
     half = T_3[0.95] * math.hypot(z.std(ddof=1) * 1.25**0.5, error)
     ends = 1 / (1 + np.exp(-z.mean() + half)), 1 / (1 + np.exp(-z.mean() - half))
     seen = [min(1, max(0, (end * (n + 1) - 0.5) / n)) for end in ends]  # x/n of x = (n + 1)p − ½
-    assert found.interval == pytest.approx(seen) and found.verdict == WITHIN
+    assert found.interval == pytest.approx(seen)
+    assert NO_SITE_MISSES.format(f"{100 * seen[0]:.1f}% to {100 * seen[1]:.1f}%") in found.verdict
     below = promised._replace(center=math.log(p / (1 - p)) + half + 0.01)
     estimate = Estimate(right.mean(), error * p * (1 - p), count - 1)
     assert judged("accuracy", right.mean(), estimate, n, below)[1] == "below"

@@ -149,7 +149,14 @@ def test_structure_and_headline(run: Run, page: Page) -> None:
     commands = [element.text for element in page.all("code") if element.attributes.get("class") == "command"]
     assert commands[0] == f"xdm-ft export {run.path.name} my_model"
     assert str(run.path.parent) not in page.text, "who gets the page learns it"
-    assert [command.split()[1] for command in commands] == ["export", "predict", "evaluate", "audit", "analyse"]
+    assert [command.split()[1] for command in commands] == [
+        "export",
+        "predict",
+        "assess",
+        "evaluate",
+        "audit",
+        "analyse",
+    ]
     rows = page.table("Protocol: made up; step picked by train_val").by_first()
     assert list(rows) == list(METHODS)
     for row in run.own_rows:

@@ -58,7 +58,7 @@ def lines(found: Adaptation) -> Iterator[str]:
         command = f"xdm-ft evaluate {shlex.quote(str(found.out))} SITE"
         yield f"To learn how good it is at this site, evaluate it on other labelled images: {command}"
     else:
-        yield "keep the shipped model: the adapted one is not clearly better here"
+        yield "keep the shipped model: the adapted one is not clearly better here, but could be with more labels"
     if found.labels < ADVISED:
         yield f"{ADVISED} labels or more are advised"
     if found.absent_classes:

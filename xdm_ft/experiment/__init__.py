@@ -81,7 +81,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             if edited := edited_rows(recipe, code):
                 logger.warning(
                     "methods: the code of %s has changed since its models trained, which keep their numbers; to train "
-                    "with the new code, add a row with another label, or set another name",
+                    "again, add a row with another label",
                     listed(edited),
                 )
             facts = environment(accelerator) | on_cluster | trained_on | costs | {"code": code}

@@ -64,6 +64,8 @@ from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.sources import Item, Site
 from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
+from xdm_ft.report.headline import MAX_WIDTH
+from xdm_ft.report.words import IN_PERCENT
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.run_directory import RunDirectory
@@ -349,6 +351,9 @@ def _versus(
         interval, verdict = judged(expected.metric, value, estimate, len(images.logits), promised)
         if interval == within_bounds(expected.metric, -math.inf, math.inf):
             reason = "the held-out domains differ so much that any value is possible"
+        elif verdict == WITHIN and expected.metric in IN_PERCENT and interval[1] - interval[0] > MAX_WIDTH:
+            ends = " to ".join(f"{100 * end:.1f}%" for end in interval)
+            reason = f"of such a sample it expects {ends}, which hardly any site would miss"
     if reason:
         verdict = f"cannot be said ({reason})"
     return Versus(expected.metric, value, expected.mean, interval, expected.worst, verdict)

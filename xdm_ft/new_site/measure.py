@@ -70,7 +70,7 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
         else:
             most = np.argsort(-confidence, kind="stable")[: int(np.ceil(fewest * n / effective))]
             among = f"{(~right[most]).sum()} of the {len(most)} most certain answers wrong"
-            refused = f"no threshold passes with {among}; adapt the model first, or allow a larger risk"
+            refused = f"no threshold passes with {among}; label more images, adapt the model, or allow a larger risk"
     value, answered, wrong = (
         (None, None, None) if threshold is None else (threshold.value, threshold.answered, threshold.wrong)
     )

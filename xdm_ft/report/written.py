@@ -216,6 +216,7 @@ def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     if run.has_images:
         yield "Export a model: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
         yield "Predict the classes of new images.", "xdm-ft predict my_model IMAGES --out predictions.csv"
+        yield "Is it good enough at a new site? No labels needed.", "xdm-ft assess my_model IMAGES"
         yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
     if run.audit is None:
         yield "Audit the data: copies, twin domains, label errors.", f"xdm-ft audit {path}"
