@@ -98,7 +98,7 @@ def test_two_encoders_at_two_cuts(small_pacs):
     last = {(row["encoder"], row["encoder_trained"]) for row in rows if row["method"] == "last @ test_resnet"}
     assert last == {("test_resnet", "last block")} and sum(row["of"] == "encoders" for row in rows) == 3
     text = (RUN / "results.md").read_text()
-    assert "## Further comparisons" in text and "## Cost" in text
+    assert "## Encoders compared" in text and "## Cost" in text
 
 
 def softmax(logits):
@@ -127,7 +127,7 @@ def test_the_row_of_averaged_seeds_is_the_exported_ensemble(small_pacs):
         labels = [Path(path).parent.name for path in held_out()]
         right = np.mean([p == label for p, label in zip(model.predict(held_out()), labels, strict=True)])
         single = np.mean([record["selected"]["train_val"]["metrics"]["test"]["accuracy"] for record in records])
-        shown = [f"{100 * right:.1f}", f"{100 * right:.1f}", f"{100 * single:.1f}", f"{100 * (right - single):+z.1f}"]
+        shown = [f"{100 * right:.1f}", f"{100 * single:.1f}", f"{100 * (right - single):+z.1f}"]
         assert rows[f"{method}, seeds averaged"] == ["3", *shown]
 
 
