@@ -384,3 +384,14 @@ def test_metrics_of_old_runs_without_values_per_image(tmp_path: Path) -> None:
         arrays = {key: value for key, value in arrays.items() if key != "train_val.per_image"}
         directory.write_predictions(record.folder, arrays)
     assert mean_interval(read_run(tmp_path), row) is None
+
+
+def test_captions_name_only_what_is_drawn(tmp_path: Path) -> None:
+    alone = {section.id: section for section in write_page(write_run(tmp_path / "alone", methods=("erm",)))}
+    assert "grey" not in alone["reliability"].about
+    made = write_run(tmp_path / "one-seed", methods=("erm", "sam"), seeds=[0])
+    [figure] = next(section for section in write_page(made) if section.id == "differences").figures
+    assert "blue" not in figure.caption and "Thin orange line" in figure.caption
+    several = {section.id: section for section in write_page(write_run(tmp_path / "several", methods=("erm", "sam")))}
+    assert "grey lines are the other methods" in several["reliability"].about
+    assert "Thick blue line" in several["differences"].figures[0].caption
