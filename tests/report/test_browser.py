@@ -130,6 +130,11 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             assert wide == []
             colour = browser.run("return getComputedStyle(document.body).backgroundColor")
             assert (colour == "rgb(255, 255, 255)") is not dark
+            scrolled = """return [...document.querySelectorAll('figure .scroll')].filter(one =>
+                one.scrollWidth > one.clientWidth).map(one => one.ariaLabel)"""
+            assert browser.run(scrolled) == [], "a figure scrolls sideways"
+            seen = "return [...document.querySelectorAll('figure')].filter(one => !one.getClientRects().length).length"
+            assert browser.run(seen) == 0, "each figure is seen, on a phone too"
 
         browser.open(page, 1280)  # tables are sorted by key and by click
         browser.run(COLUMN + "head.querySelector('button').focus()")
@@ -268,4 +273,16 @@ def test_figures_of_diagnostics_answer_the_pointer_and_their_buttons_hide_a_meth
             assert (drawn("erm")[1], drawn("xdomainmix")) == (0, both[1]), section
             browser.run(press)
             assert (drawn("erm"), drawn("xdomainmix")) == both, section
+
+        browser.cdp("Emulation.setEmulatedMedia", media="print")
+        browser.resize(680)  # A4 less its margins
+        browser.run("dispatchEvent(new Event('beforeprint'))")
+        broken = """const pen = document.createElement('canvas').getContext('2d');
+            return [...document.querySelectorAll('thead th')].filter(head => {
+                const style = getComputedStyle(head);
+                pen.font = `${style.fontWeight} ${style.fontSize} ${style.fontFamily}`;
+                const words = head.innerText.split(/[ \\n-]/).map(word => pen.measureText(word).width);
+                return head.clientWidth && Math.max(...words) > head.clientWidth;
+            }).map(head => head.innerText)"""
+        assert browser.run(broken) == [], "a word of a header is broken on paper"
         assert browser.console() == []

@@ -21,6 +21,7 @@ from scipy import stats
 
 from xdm_ft.evaluation.metrics import ECE_BINS
 from xdm_ft.report import means
+from xdm_ft.report.charts import SERIES, VARIABLES
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.headline import sentence
 from xdm_ft.report.means import LEVELS, confidence_level
@@ -177,7 +178,7 @@ def test_five_parts_are_open_and_all_else_is_below_diagnostics(run: Run, page: P
 
 
 def test_the_pointer_finds_the_values_of_a_curve(page: Page) -> None:
-    [svg] = [e for e in page.all("svg") if e.attributes["aria-label"].startswith("Accuracy of the answers")]
+    svg, _ = (e for e in page.all("svg") if e.attributes["aria-label"].startswith("Accuracy of the answers"))
     series = json.loads(svg.attributes["data-points"])
     assert {name for name, *_ in series} == {button for _, button, _ in series} == {*METHODS}
     _, _, width, height = map(float, svg.attributes["viewbox"].split())
@@ -222,7 +223,8 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert page.table("Images per domain and class").rows[0][2:] == [printable(name) for name in HOSTILE[3:]]
     assert "secret" not in page.text and ".png" not in page.text, "names of images"
     plots = sorted((tmp_path / "plots").glob("*.svg"))
-    assert len(plots) == len(page.all("svg")) > 5
+    phones = [element for element in page.elements if element.attributes.get("class") == "phone"]
+    assert len(plots) == len(page.all("svg")) - len(phones) > 5 and phones
     for plot in plots:
         tree = ElementTree.parse(plot)  # fails if it is not XML
         assert not [e for e in tree.iter() if e.tag.rpartition("}")[2] in ("script", "img", "style", "metadata")]
@@ -305,6 +307,10 @@ def test_text_can_be_read_in_both_modes() -> None:
         colours = dict(re.findall(r"(--\w+): (#[0-9a-f]{6});", mode))
         for text in ("--ink", "--muted", "--accent"):
             assert contrast(colours[text], colours["--paper"]) >= 4.5 <= contrast(colours[text], colours["--raised"])
+    dark = dict(re.findall(r"(--\w+): (#[0-9a-f]{6});", modes[1]))
+    for colour in SERIES:  # parts of figures: 3 is enough
+        drawn = dark[VARIABLES[colour]] if colour in VARIABLES else colour
+        assert contrast(drawn, dark["--paper"]) >= 3, colour
 
 
 # ------------------------------------------------------------------------------------------- counts over predictions
@@ -378,3 +384,14 @@ def test_metrics_of_old_runs_without_values_per_image(tmp_path: Path) -> None:
         arrays = {key: value for key, value in arrays.items() if key != "train_val.per_image"}
         directory.write_predictions(record.folder, arrays)
     assert mean_interval(read_run(tmp_path), row) is None
+
+
+def test_captions_name_only_what_is_drawn(tmp_path: Path) -> None:
+    alone = {section.id: section for section in write_page(write_run(tmp_path / "alone", methods=("erm",)))}
+    assert "grey" not in alone["reliability"].about
+    made = write_run(tmp_path / "one-seed", methods=("erm", "sam"), seeds=[0])
+    [figure] = next(section for section in write_page(made) if section.id == "differences").figures
+    assert "blue" not in figure.caption and "Thin orange line" in figure.caption
+    several = {section.id: section for section in write_page(write_run(tmp_path / "several", methods=("erm", "sam")))}
+    assert "grey lines are the other methods" in several["reliability"].about
+    assert "Thick blue line" in several["differences"].figures[0].caption

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
-VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
-"""Stand for text, secondary text, grid lines and the background. `Figure.svg` replaces them by CSS variables."""
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999933", "#882255")
 """Okabe and Ito's palette without black and yellow, and two of Tol's: apart in any kind of colour vision, on light and
 on dark. Use markers or line styles as well, so that colour is never the only difference."""
+VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper", SERIES[0]: "--blue", SERIES[7]: "--wine"}
+"""Colours that `Figure.svg` replaces by CSS variables: of text, secondary text, grid lines and the background, and two
+of series that a dark page makes lighter."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 WIDTH = 3.6  # inches: on a phone of 390 px such a figure is not scaled down, and two stand side by side on a desk
 FULL_WIDTH = 8.6  # inches of a figure that has a row of the page for itself
+PHONE_WIDTH = 4.8  # inches: a phone shows a wider figure drawn anew, in `WIDTH`
 SERIES_ID = "xdm-series-"  # and the number of a series: the id of all that is drawn of it
 MAX_POINTS, MAX_THIN_POINTS = 120, 60  # of a line, of a thin line
 MAX_THIN_LINES = 6  # per line of a method
@@ -54,6 +56,7 @@ class Figure:
     draw: Callable[[Canvas], Sequence[Pointed] | None]  # returns what the page shows under the pointer
     width: float = WIDTH  # inches of 96 px
     height: float = 2.5
+    phone: Figure | None = None  # the same, for a phone
 
     def svg(self) -> str:
         """Returns the SVG. The same figure gives the same text.
@@ -202,7 +205,11 @@ def points(
         text = ", ".join(values) if row.bar is None else f"{row.bar:.4g}"
         alts.append(f"{row.label}: {text or 'not defined'} {row.right}".rstrip())
     height = 0.75 + row_height * len(rows) + _legend_height(len(legend) + (limit is not None), width)
-    return Figure(name, f"{title}. {listed(alts, sign='; ')}.", caption, draw, width, height)
+    alt = f"{title}. {listed(alts, sign='; ')}."
+    if width <= PHONE_WIDTH:
+        return Figure(name, alt, caption, draw, width, height)
+    phone = points(f"{name}-phone", title, caption, rows, axis, series, legend, limits, zero, limit, row_height)
+    return Figure(name, alt, caption, draw, width, height, phone)
 
 
 def _marker(look: Look, colour: str) -> dict[str, Any]:
@@ -259,7 +266,8 @@ def curves(
                 shown = _thinned(line.points, MAX_POINTS) if line.label else []
                 texts = [f"{axes_labels[0]} {x:.4g}: {y:.4g}" for x, y in shown]
                 pointed.append(Pointed(axes, line.label, line.button, shown, texts))
-            axes.set_title(heading)
+            # narrow panels have no room for more
+            axes.set_title(heading if width / columns > 2 else short(heading))
             if position + columns >= len(panels):
                 axes.set_xlabel(axes_labels[0])
                 axes.tick_params(labelbottom=True)
@@ -281,8 +289,16 @@ def curves(
     for line in (line for line in every if line.label and line.points):
         (x, y), (last_x, last_y) = line.points[0], line.points[-1]
         alts.append(f"{line.label} from {y:.4g} at {x:.4g} to {last_y:.4g} at {last_x:.4g}")
+    phone = None
+    if width > PHONE_WIDTH:
+        narrow = min(2, len(panels))
+        rows = -(-len(panels) // narrow)
+        low = 0.4 + rows * (0.5 + 0.85 * WIDTH / narrow) if diagonal else height
+        phone = curves(f"{name}-phone", title, caption, panels, axes_labels, narrow, diagonal, vertical, logarithmic_y,
+                       limits, height=low)  # fmt: skip
     height += _legend_height(sum(bool(line.label) for line in next(iter(panels.values()))), width)
-    return Figure(name, f"{title}. {listed(alts, sign='; ') or caption}", caption, draw, width, height)
+    alt = f"{title}. {listed(alts, sign='; ') or caption}"
+    return Figure(name, alt, caption, draw, width, height, phone)
 
 
 def _draw_line(axes: Axes, line: Line, gid: str) -> None:

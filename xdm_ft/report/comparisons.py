@@ -212,15 +212,11 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
     limit = min(max(map(abs, [*narrow, *wide])), MAX_WIDTH * largest) or axis_value(metric, 0.01)
     low, high = max(min(0.0, *narrow, *wide), -limit), min(max(0.0, *narrow, *wide), limit)
     margin = 0.05 * (high - low) or limit
-    of_elsewhere = (
-        "Thin orange line: 95% interval elsewhere, on new domains; where the blue one is wider, rely on that. "
-        if wide
-        else ""
-    )
-    caption = (
-        "Diamond: the difference. Thick blue line: 95% interval here, with other seeds and test images. "
-        f"{of_elsewhere}At the right the verdict here."
-    )
+    has_here = any(row.on_these for row in shown.values())
+    of_these = "Thick blue line: 95% interval here, with other seeds and test images. " if has_here else ""
+    of_elsewhere = "Thin orange line: 95% interval elsewhere, on new domains" if wide else ""
+    of_elsewhere += "; where the blue one is wider, rely on that. " if wide and has_here else ". " if wide else ""
+    caption = f"Diamond: the difference. {of_these}{of_elsewhere}At the right the verdict here."
     axis, limits = f"{what} in {words.unit_of_difference(metric)}", (low - margin, high + margin)
     title = f"Forest plot of the {what}"
     return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.23, width=FULL_WIDTH)

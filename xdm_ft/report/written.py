@@ -46,9 +46,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xdm_ft")
 PLOTS = "plots"
-WIDE = 8  # columns; a table of more may break numbers and words to fit on paper
+WIDE = 7  # columns; a table of more may break numbers and words to fit on paper
 PIXELS_PER_INCH = 96
-ON_PAPER = {"--ink": "#1b1f24", "--muted": "#57606a", "--rule": "#dfe3e8", "--paper": "#ffffff"}
+ON_PAPER = {"--ink": "#1b1f24", "--muted": "#57606a", "--rule": "#dfe3e8", "--paper": "#ffffff",
+            "--blue": "#0072b2", "--wine": "#882255"}  # fmt: skip
 """The page's colours in light mode. Files in plots/ have them: other programs know no CSS variables."""
 
 
@@ -148,7 +149,9 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
         made_by=f"Made by xdm-ft {__version__} from the files of the run directory alone.",
         # as an image with a name, for screen readers; its size is left to the page
         drawn=lambda figure: Markup(
-            _with_start(drawn[figure.name], f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}')
+            _with_start(
+                drawn.get(figure.name) or figure.svg(), f'<svg role="img" aria-label={quoteattr(printable(figure.alt))}'
+            )
         ),
         # columns of figures are so wide that none of them is cut off
         least_width=lambda panel: round(0.8 * PIXELS_PER_INCH * max(figure.width for figure in panel.figures)),

@@ -195,7 +195,9 @@ def invariance(run: Run) -> Section | None:
     if not measured:
         return None
     # how much of a value is chance, as covariances of few images differ
-    chances = {f"by chance: {title}": (part, f"{key}_noise") for title, (part, key) in columns.items()}
+    chances = {
+        f"by chance {title[title.index('(') :]}": (part, f"{key}_noise") for title, (part, key) in columns.items()
+    }
     has_chances = any(part_of(model, *keys) is not None for keys in chances.values() for model in measured)
     by_chance = "covariances of few images differ by chance: a dotted tick shows about how much of a bar that is"
     columns |= dict(list(chances.items())[:2]) if has_chances else {}
@@ -386,6 +388,8 @@ def embeddings(run: Run) -> Section | None:
         for title in MAPS
         for part, words in enumerate(("specific", "generic"))
     }
+    columns = {title: where for title, where in columns.items()
+               if any(_silhouette(model, *where) is not None for model in measured)}  # fmt: skip
     rows = []
     for of, models in by_set(measured).items():
         values = [[_silhouette(model, *where) for model in models] for where in columns.values()]
@@ -415,7 +419,8 @@ def _silhouette(model: Entry, pair: str, title: str, part: int) -> float | None:
 def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, model: Entry) -> Figure:
     kind, plots = PAIRS[pair], _plots(model, pair)
     names = run.class_names if kind == "class" else [*(part_of(model, "prediction_invariance", "risk") or ())]
-    panels, silhouettes, who = list[tuple[str, list[Line]]](), list[str](), ", ".join(methods)
+    panels, silhouettes = list[tuple[str, list[Line]]](), list[str]()
+    button = methods[0] if len(methods) == 1 else ""  # what several methods share stays
     for title, plot in plots.items():
         labels = plot.get("label") or [0] * len(plot["points"])
         # the points of both kinds are of the same images, in the same order
@@ -436,7 +441,7 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
                     texts = [f"image {number}, {kind} {words}" for *_, number in of]
                     shown = words if len(by_label) <= MAX_NAMES else ""
                     look = styles[label]._replace(size=3)
-                    lines.append(Line(shown, look, [row[0] for row in of], button=who, texts=texts))
+                    lines.append(Line(shown, look, [row[0] for row in of], button=button, texts=texts))
                 panels.append((f"{kind}-{part}\n{title}", lines))
         else:
             silhouettes.append(f"{title} {first}")
@@ -444,14 +449,14 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
             lines = []
             for (words, look), cloud in zip(both.items(), clouds, strict=True):
                 texts = [f"image {row[3]}, {words}" for row in cloud]
-                lines.append(Line(words, look, [row[0] for row in cloud], button=who, texts=texts))
+                lines.append(Line(words, look, [row[0] for row in cloud], button=button, texts=texts))
             panels.append((title, lines))
 
-    what = f"{who}, held out {set_name(model['test_domains'])}"
+    who = f"{', '.join(methods)}, held out {set_name(model['test_domains'])}"
     if not kind:
-        caption = f"{what}: original and augmented features. Silhouettes of the two: {', '.join(silhouettes)}."
+        caption = f"{who}: original and augmented features. Silhouettes of the two: {', '.join(silhouettes)}."
         return scatter(name, f"Scatter plots of {caption}", caption, [panels], framed=True, height=2.1)
-    caption = f"{what}: marked by {kind}. Silhouettes: {'; '.join(silhouettes)}."
+    caption = f"{who}: marked by {kind}. Silhouettes: {'; '.join(silhouettes)}."
     alt = f"{kind.capitalize()}-specific and {kind}-generic features of {caption}"
     grid = [panels[i : i + 2] for i in range(0, len(panels), 2)]
     return scatter(name, alt, caption, grid, framed=True, height=1.9 * len(plots))

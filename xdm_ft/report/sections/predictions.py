@@ -144,8 +144,9 @@ def reliability(run: Run) -> Section | None:
     caption = "Expected calibration error (ECE, 15 bins) in percentage points, the mean over seeds. Lower is better."
     names = [*map(set_name, run.held_out_sets), *(["mean"] if len(run.held_out_sets) > 1 else ())]
     table = Table(caption, ["method", *names], rows, folded=True)
+    grey = "; grey lines are the other methods" if any(len(lines) > 1 for lines in panels.values()) else ""
     counted, rest = run.pools.about(), _rest(run, sets)
-    return make_section("reliability", [figure], [table], method=method, counted=counted, not_drawn=rest)
+    return make_section("reliability", [figure], [table], method=method, others=grey, counted=counted, not_drawn=rest)
 
 
 # ---------------------------------------------------------------------------------------------------- risk and coverage
