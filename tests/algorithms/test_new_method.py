@@ -191,6 +191,9 @@ def test_an_edited_file_keeps_its_numbers_with_a_warning_and_noise_has_a_stream(
     ):
         xdm_ft.run("own.yaml", **{"protocol.seeds": 2})
 
+    def code() -> str:
+        return json.loads(Path("output/own/results.json").read_text())["environment"]["code"]["noisy"]
+
     def again(source: str, **overrides) -> str:
         path.write_text(source)
         sys.modules.pop("xdm_ft.algorithms.noisy")
@@ -200,6 +203,10 @@ def test_an_edited_file_keeps_its_numbers_with_a_warning_and_noise_has_a_stream(
         xdm_ft.run("own.yaml", **({"protocol.seeds": 2} | overrides))
         return caplog.text
 
+    first = code()
+    with pytest.raises(UserError, match="draws torch's"):
+        again(NOISY.replace("NOISE", "torch.rand_like(z)"))
+    assert code() != first, "written before training, so that a kill in training does not leave the other code"
     documented = " ".join(Path(ROOT / "CONTRIBUTING.md").read_text().split())
     noise = "normal(self.seed, step, Stream.OWN, batch.position[:, None] * z.shape[1] + torch.arange(z.shape[1]))"
     assert noise in documented

@@ -20,7 +20,7 @@ from xdm_ft.experiment.pieces import RunContext, do_pieces
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, read_records
-from xdm_ft.experiment.resume import code_of_rows, edited_rows, grown_from, open_run_directory, written_recipe
+from xdm_ft.experiment.resume import edited_rows, grown_from, open_run_directory, written_recipe
 from xdm_ft.experiment.work import launched
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> Answer:
         with open_run_directory(replace(recipe, output=Output(dir=scratch)), accelerator) as directory:
             # nothing counts as trained yet
             results = RunResults(recipe, directory, grown_from(run.results, recipe.resolved()))
-            facts = environment(accelerator) | inputs(dataset, prepared) | {"code": code_of_rows(recipe, {}, ())}
+            facts = environment(accelerator) | inputs(dataset, prepared)
             results.begin(facts, data_facts(plan, faults(plan, show=True)))
             context = RunContext(plan, prepared, directory, accelerator)
             group = results.chunk_group(before.key)  # heads of one group share a chunk

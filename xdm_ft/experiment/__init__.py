@@ -27,19 +27,18 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     """
     from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster import check_cluster
-    from xdm_ft.experiment.estimate import encoder_costs, first_line
+    from xdm_ft.experiment.estimate import encoder_costs, first_lines
     from xdm_ft.experiment.faults import faults, keep_copies, log_findings
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.label_curve import label_curve
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
     from xdm_ft.experiment.pieces import RunContext, do_pieces
-    from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data, unsearched_line
+    from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
     from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs, summary_of
-    from xdm_ft.experiment.resume import code_of_rows, edited_rows, growth, keep_choices_of_run, open_run_directory
+    from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.experiment.work import as_launched, launched
-    from xdm_ft.report.words import listed
     from xdm_ft.report.written import refresh_reports
     from xdm_ft.runtime.progress import pulse
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone
@@ -60,11 +59,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             results = RunResults.resume(directory, recipe, accelerator)
             before, recipe_before = results.environment_before, results.recipe_before
             if main:
-                logger.info("%s", first_line(plan, encoders, accelerator, results.records.keys()))
-                if line := unsearched_line(recipe):
+                for line in first_lines(plan, encoders, accelerator, results.records.keys()):
                     logger.info("%s", line)
-                if len({recipe.augmentation_of(item) for item in recipe.methods}) > 1:
-                    logger.info("%s", augmentation_line(recipe))
             if recipe_before is not None and (added := growth(recipe_before, plan, len(results.summary.looks))):
                 logger.info("%s: %s", directory.path, added)
             hashes = image_hashes(recipe, dataset, accelerator)
@@ -77,14 +73,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             trained_on = inputs(dataset, prepared)
             refuse_other_inputs(directory.path, before, trained_on)
             costs = encoder_costs(prepared, recipe.features, dataset, accelerator, before or {})
-            code = code_of_rows(recipe, before or {}, {key.method for key in results.records})
-            if edited := edited_rows(recipe, code):
-                logger.warning(
-                    "methods: the code of %s has changed since its models trained, which keep their numbers; to train "
-                    "again, add a row with another label",
-                    listed(edited),
-                )
-            facts = environment(accelerator) | on_cluster | trained_on | costs | {"code": code}
+            facts = environment(accelerator) | on_cluster | trained_on | costs
             while True:
                 results.begin(facts, data_facts(plan, findings))
                 context = RunContext(plan, prepared, directory, accelerator)
@@ -93,12 +82,11 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 do_pieces(context, pieces, measure, results, what="training", done=done)
 
                 results.read_all(plan)
-                looks = results.summary.looks
                 if main:
-                    results.summary = summary_of(plan, prepared, [*results.records.values()], directory, looks, edited)
+                    results.summary = summary_of(plan, prepared, results)
                 results.summary = from_main(accelerator, results.summary)
                 results.write()
-                more = None if results.summary.settled else recipe.next_seeds()
+                more = None if results.summary.settled or results.edited else recipe.next_seeds()
                 if more is None:
                     break
                 logger.info("seeds: not every row is settled; goes on to %d seeds", len(more.protocol.seeds))

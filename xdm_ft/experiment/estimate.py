@@ -11,7 +11,7 @@ import copy
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from xdm_ft.evaluation import ModelKey
 from xdm_ft.evaluation.neighbours import sampled_robustness
 from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.pieces import SOLVER_PASSES
-from xdm_ft.experiment.plan import Plan, PlannedModel
+from xdm_ft.experiment.plan import Plan, PlannedModel, augmentation_line, unsearched_line
 from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, cuts_of, make_job
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.experiment.work import one_thread
@@ -151,8 +151,19 @@ def machine(accelerator: Accelerator) -> str:
     return name + (f", {ranks} processes" if ranks > 1 else "")
 
 
+def first_lines(
+    plan: Plan, encoders: Encoders, accelerator: Accelerator, trained: Collection[ModelKey]
+) -> Iterator[str]:
+    """Yields what a run says first: of device, models and time; of rows that a search or an augmentation leaves out."""
+    yield first_line(plan, encoders, accelerator, trained)
+    if line := unsearched_line(plan.recipe):
+        yield line
+    if len({plan.recipe.augmentation_of(item) for item in plan.recipe.methods}) > 1:
+        yield augmentation_line(plan.recipe)
+
+
 def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, trained: Collection[ModelKey]) -> str:
-    """Returns what a run says first: device, number of models and the time for those that are not `trained`."""
+    """Returns device, number of models and the time for those that are not `trained`."""
     planned = [model.key for model in plan.models if not model.skipped]
     left = Counter(key.method for key in planned if key not in trained)
     if not left:

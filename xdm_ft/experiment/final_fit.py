@@ -27,7 +27,7 @@ from xdm_ft.experiment.pieces import Piece, RunContext, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.prepare import Prepared, make_job
 from xdm_ft.experiment.results import Outcome, RunResults
-from xdm_ft.experiment.resume import edited_rows, refuse_mixed_rows
+from xdm_ft.experiment.resume import refuse_mixed_rows
 from xdm_ft.protocol.splits import all_domains
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
@@ -198,8 +198,7 @@ def _final_fit(
         keep_references(context, [fit.model.split])
     missing = {job.key for seed, job in jobs.items() if seed not in trained}
     if missing:
-        edited = edited_rows(plan.recipe, results.environment["code"])
-        refuse_mixed_rows([row.method] if row.method in edited else [])
+        refuse_mixed_rows(label for label in results.edited if label == row.method)
         logger.info("final fit: %s", fit.how)
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
         criteria = Criteria((FINAL_FIT,), protocol.metric)

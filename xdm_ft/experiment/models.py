@@ -25,7 +25,7 @@ from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
 from xdm_ft.experiment.prepare import ExternalValues, make_job
 from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, protocol_of, save
-from xdm_ft.experiment.resume import Values, edited_rows, refuse_mixed_rows
+from xdm_ft.experiment.resume import Values, refuse_mixed_rows
 from xdm_ft.experiment.work import NOTHING, Work
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import LEFT_OUT, SELECTION_SPLIT, Split, mean_course, with_validation
@@ -70,8 +70,7 @@ def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece]
     wanted = planned.keys() - results.records.keys()
     if not wanted:
         return [], NOTHING
-    edited = edited_rows(plan.recipe, results.environment["code"])
-    refuse_mixed_rows([label for label in edited if any(key.method == label for key in wanted)])
+    refuse_mixed_rows(label for label in results.edited if any(key.method == label for key in wanted))
     if context.accelerator.is_main_process:
         # with the model's files, or with the file that it may share with other heads
         shared = {key for key in wanted if _shares_files(plan, planned[key].item)}

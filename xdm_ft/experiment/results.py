@@ -9,7 +9,7 @@ import logging
 import platform
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from xdm_ft.evaluation import Entries, ModelKey, Record, SummaryRow, record_in, 
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.summary import (
     Compared,
-    Look,
     Summary,
     erm_of_each,
     look_at,
@@ -36,14 +35,22 @@ from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.faults import Finding
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
-from xdm_ft.experiment.resume import GROWN_FROM, NEW_DIRECTORY, Generation, comparable, grown_from
+from xdm_ft.experiment.resume import (
+    GROWN_FROM,
+    NEW_DIRECTORY,
+    Generation,
+    code_of_rows,
+    comparable,
+    edited_rows,
+    grown_from,
+)
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.comparisons import all_comparisons, beside_rows
 from xdm_ft.report.finished import Run, final_fits_of, read_run
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
-from xdm_ft.report.words import IN_PERCENT
+from xdm_ft.report.words import IN_PERCENT, listed
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
@@ -169,6 +176,7 @@ class RunResults:
         self.summary = Summary([], [], [])
         self.environment: dict[str, Any] = {}
         self.data: dict[str, Any] = {}  # `data_facts`
+        self.edited: list[str] = []  # labels of rows whose code has changed since their models trained
         self.recipe_before: dict[str, Any] | None = None  # of results.json, as `environment_before`; None: not written
         self.environment_before: dict[str, Any] | None = None
 
@@ -204,14 +212,21 @@ class RunResults:
         return results
 
     def begin(self, environment: dict[str, Any], data: dict[str, Any]) -> None:
-        """Sets what this run computes on and with, and writes results.json unless it has this recipe.
+        """Sets what this run computes on and with, and writes results.json unless it has this recipe and code.
 
         This comes before training: `cache prune --unreferenced` reads from results.json which features are in use, and
-        a run that grows again reads which models this recipe has planned.
+        a run that grows again reads which models this recipe has planned. Warns of rows whose code has changed.
         """
-        self.environment, self.data = environment, data
-        before = self.recipe_before
-        if before is None or comparable(before) != comparable(self.recipe.resolved()):
+        before, known = self.recipe_before, (self.environment_before or {}).get("code", {})
+        code = code_of_rows(self.recipe, known, {key.method for key in self.records})
+        self.environment, self.data, self.edited = environment | {"code": code}, data, edited_rows(self.recipe, code)
+        if self.edited:
+            logger.warning(
+                "methods: the code of %s has changed since its models trained, which keep their numbers; to train "
+                "again, add a row with another label",
+                listed(self.edited),
+            )
+        if before is None or known != code or comparable(before) != comparable(self.recipe.resolved()):
             self.write()
 
     def chunk_group(self, key: ModelKey) -> tuple[str, int]:
@@ -411,19 +426,12 @@ def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def summary_of(
-    plan: Plan,
-    prepared: Prepared,
-    records: Sequence[Record],
-    directory: RunDirectory,
-    looks: Sequence[Look] = (),
-    edited: Collection[str] = (),
-) -> Summary:
+def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     """Returns the rows in the recipe's order, the comparisons between them, and the looks at this run with this one.
 
-    Each rule picks one of several trials. Only the predictions of picked trials are read. `looks`: the earlier ones.
-    `edited`: rows whose code has changed since their models trained.
+    Each rule picks one of several trials. Only the predictions of picked trials are read.
     """
+    records, directory, looks = [*results.records.values()], results.directory, results.summary.looks
     recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
     encoders = list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None))
     picks = [pick for record in records for pick in record.selected.values()]
@@ -475,7 +483,7 @@ def summary_of(
             trials = [record for record in of_method if record.trial > 0]
             if failed := [record.reason for record in trials if record.status == "failed"]:
                 flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
-            if row.method in edited:
+            if row.method in results.edited:
                 flags.append("its code has changed since its models trained")
             budget = row.budget | {"draws": len({record.trial for record in of_method})}
             words = augmented[row.method]

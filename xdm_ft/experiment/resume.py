@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,28 +152,26 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
     return [key]
 
 
-def code_of_rows(recipe: Recipe, before: Values, trained: Collection[str]) -> dict[str, str]:
-    """Returns {label: checksum of the code of the row's components}, that which its first models trained with.
+def code_of_rows(recipe: Recipe, known: Mapping[str, str], trained: Collection[str] = ()) -> dict[str, str]:
+    """Returns {label: checksum of the code of the row's components}; of `trained` rows that in `known`, if it is there.
 
-    `before`: the environment in results.json; `trained`: labels of rows with models.
+    `known`: `environment.code` of results.json, which an earlier version did not write.
     """
-    known = before.get("code", {})  # an earlier version wrote none
     code = {item.label: digest(*(part.code() for part in item.parts)) for item in recipe.methods}
     return code | {label: known[label] for label in code if label in trained and label in known}
 
 
 def edited_rows(recipe: Recipe, code: Mapping[str, str]) -> list[str]:
-    """Returns the labels of rows whose code is not that of `code`, from `code_of_rows`."""
-    now = code_of_rows(recipe, {}, ())
-    return [label for label in now if code.get(label, now[label]) != now[label]]
+    """Returns the labels of rows whose code is no longer that of `code`."""
+    return [label for label, now in code_of_rows(recipe, {}).items() if code.get(label, now) != now]
 
 
-def refuse_mixed_rows(labels: Sequence[str]) -> None:
+def refuse_mixed_rows(labels: Iterable[str]) -> None:
     """Raises `UserError` if there are rows whose new models would have other code than their earlier ones."""
-    if labels:
+    if mixed := [*labels]:
         raise UserError(
-            f"methods: the code of {listed(labels)} has changed since its models trained, and one row must not mix two "
-            "methods; add a row with another label, set another name, or undo the edit"
+            f"methods: the code of {listed(mixed)} has changed since its models trained, and one row must not mix two "
+            "methods; undo the edit, or set another name"
         )
 
 
@@ -222,7 +220,9 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
             directory.lock(", or set output.dir")
             grows = True
             if directory.is_begun:
-                now, results = recipe.written(), directory.results(lambda run: None)
+                runs = list[tuple[Any, Any]]()
+                now = recipe.written()
+                results = directory.results(lambda run: runs.append((run.get("method"), run.get("status"))))
                 written = written_recipe(directory.path, results).values
                 if changed := refused_changes(written if results is None else results["recipe"], now):
                     more = [f"{len(changed) - MAX_CHANGES} more"] if len(changed) > MAX_CHANGES else []
@@ -235,7 +235,8 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
                     old, new = Generation.of(results["recipe"]), Generation.of(now)
                     fits = [recipe["protocol"]["final_fit"] for recipe in (results["recipe"], now)]
                     if (old.seeds, old.trials, fits[0]) != (new.seeds, new.trials, fits[1]):
-                        refuse_mixed_rows(edited_rows(recipe, results["environment"].get("code", {})))
+                        edited = edited_rows(recipe, results["environment"].get("code", {}))
+                        refuse_mixed_rows(label for label in edited if (label, "ok") in runs)
             if grows:
                 directory.write_text("recipe.yaml", recipe.as_yaml())
         wait_for_everyone(accelerator)

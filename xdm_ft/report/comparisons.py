@@ -214,8 +214,8 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
     margin = 0.05 * (high - low) or limit
     has_here = any(row.on_these for row in shown.values())
     of_these = "Thick blue line: 95% interval here, with other seeds and test images. " if has_here else ""
-    of_elsewhere = "Thin orange line: 95% interval elsewhere, on new domains" if wide else ""
-    of_elsewhere += "; where the blue one is wider, rely on that. " if wide and has_here else ". " if wide else ""
+    which = "; where the blue one is wider, rely on that" if has_here else ""
+    of_elsewhere = f"Thin orange line: 95% interval elsewhere, on new domains{which}. " if wide else ""
     caption = f"Diamond: the difference. {of_these}{of_elsewhere}At the right the verdict here."
     axis, limits = f"{what} in {words.unit_of_difference(metric)}", (low - margin, high + margin)
     title = f"Forest plot of the {what}"
