@@ -280,6 +280,8 @@ def test_growing_trains_what_is_new_alone(caplog):
         assert first.startswith("output/small: holds the run of another recipe; set name or output.dir, or delete")
         assert any(line.startswith(f"  {reason}") for line in reasons) and "  training.lr" in reasons, "one per line"
     assert (RUN / "results.json").read_bytes() == complete
+    compared = small_runs.results(*GROWN, "report.compare=[[groupdro, erm]]")["recipe"]
+    assert parse((RUN / "recipe.yaml").read_text(), "written").values == compared, "of which `export` makes reports"
 
 
 @pytest.mark.slow

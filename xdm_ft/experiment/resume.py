@@ -237,6 +237,8 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
                     if (old.seeds, old.trials, fits[0]) != (new.seeds, new.trials, fits[1]):
                         edited = edited_rows(recipe, results["environment"].get("code", {}))
                         refuse_mixed_rows(label for label in edited if (label, "ok") in runs)
+                # `export` runs this file: it must not undo what results.json says was compared
+                grows = grows or written.get("report") != now["report"]
             if grows:
                 directory.write_text("recipe.yaml", recipe.as_yaml())
         wait_for_everyone(accelerator)
