@@ -145,6 +145,7 @@ def test_missing_files_are_named_and_counted(folder: Path) -> None:
     file = write(folder, CSV + "".join(f"no{i}.png,cat,photo\n" for i in range(5)))
     problem = f"row 6, column path: the file does not exist; 5 of 9 are missing: {folder}/no0.png, "
     assert (message := fault(file)).startswith(f"{file}: {problem}") and message.count(".png") == 3
+    assert message.endswith(f"; paths start at {folder}; data.root names another folder")
 
 
 def test_faults_of_the_file(folder: Path) -> None:

@@ -214,11 +214,14 @@ def test_no_column_mixes_what_differs(results: dict[str, Any], key: str) -> None
     assert len(table(results, "results")[1:]) == 4
 
 
-def test_losses_are_no_percentages_and_nothing_may_be_trained(results: dict[str, Any]) -> None:
+def test_losses_are_no_percentages_one_seed_has_no_error_and_nothing_may_be_trained(results: dict[str, Any]) -> None:
     for row in results["summary"]:
         row["metric"] = "nll"
     assert [row[3] for row in table(results, "results") if row[0] == "erm"] == ["0.510 ± 0.010"]
     assert "| numbers | NLL on test images" in document(results)
+    for row in results["summary"]:
+        row["stderr"] = None  # one seed
+    assert table(results, "results")[0][3] == "mean"
     results["summary"] = results["runs"] = []
     assert "No model has been trained yet." in document(results)
 

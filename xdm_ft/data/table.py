@@ -89,7 +89,10 @@ class Table(ImageFiles):
         missing = [i for i, path in enumerate(self.paths) if not os.path.isfile(path)]
         if missing:
             named = ", ".join(self.shown[i] for i in missing[:NAMED_AT_MOST])
-            problem = f"the file does not exist; {len(missing)} of {len(paths)} are missing: {named}"
+            problem = (
+                f"the file does not exist; {len(missing)} of {len(paths)} are missing: {named}; paths start at "
+                f"{printable(folder)}; data.root names another folder"
+            )
             raise fault(missing[0], "path", problem)
 
         self.class_names, self.labels = numbered(values["label"])

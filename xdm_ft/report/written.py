@@ -210,7 +210,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
         faults = [f"{counts[status]} {status}" for status in ("failed", "skipped") if counts[status]]
         methods, seeds = {record.method for record in run.records}, {record.seed for record in run.records}
         of = f"{plural(len(methods), 'method')}, {plural(len(seeds), 'seed')}"
-        yield "models trained", f"{counts['ok']}", "; ".join([of, *faults])
+        yield "models", f"{counts['ok']}", "; ".join([of, *faults])
 
 
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:

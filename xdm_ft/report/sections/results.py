@@ -72,7 +72,8 @@ def _table(run: Run, rows: Sequence[SummaryRow], with_intervals: bool) -> Table:
     several = len(domains) != 1  # the mean of one domain is that domain's
     header = [f"method{mark}", *(domains if several else ())]
     ends = mean_intervals(run, rows) if with_intervals else {}
-    header += [f"mean ± stderr{mark}" if several else f"{domains[0]} ± stderr{mark}"]
+    error = " ± stderr" * any(row.stderr is not None for row in rows)
+    header += [f"{'mean' if several else domains[0]}{error}{mark}"]
     header += ["95% interval"] * bool(ends) + ["seeds"]
     header += ["draws × gradients"] * has_budgets + ["mixed steps"] * has_mixed
     lines = []
