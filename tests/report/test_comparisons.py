@@ -126,7 +126,7 @@ def test_looks_and_declarations() -> None:
     line, second = lines_of(row, looks=[look(), look(alpha=0.0125)])
     assert second == "look 2 at this run, at α = 0.0125; 0.0625 is spent in all"
     assert f"found: {finds(5, alpha=0.0125)} (in" in line and len(lines_of(row, looks=[look()])) == 1
-    changed, pair = "report.compare was changed after the first look, which declared ", [["m", "erm"]]
+    changed, pair = "the recipe's report.compare was changed after the first look, which declared ", [["m", "erm"]]
     assert lines_of(row, looks=[look()], report={"compare": pair})[-1] == f"{changed}nothing"
     two = [*pair, ["n", "erm"]]
     assert lines_of(row, looks=[look(two)], report={"compare": pair})[-1] == f"{changed}m − erm, n − erm"

@@ -14,6 +14,7 @@ import pytest
 from example_runs import assert_golden, comparison, made_run
 from scipy.stats import t
 
+from xdm_ft.evaluation.verdicts import NO_VERDICT, UNDECLARED
 from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import details, sentence, show_headline
 
@@ -56,6 +57,14 @@ def against_another_erm() -> Run:
     return made
 
 
+def declaring(*pairs: tuple[str, str]) -> Run:
+    """A run that declares these comparisons alone; mix is the choice."""
+    made = made_run(FOUR, chosen_by={"mix": 0.9}, verdicts=dict.fromkeys(FOUR, NO_VERDICT), note=UNDECLARED)
+    declared = [comparison(*pair, 0.05, "better").to_json() for pair in pairs]
+    made.results["comparisons"] = [*declared, *made.results["comparisons"]]
+    return made
+
+
 def with_images(rule: str, **images: list[int]) -> Run:
     made = made_run(FOUR, rule=rule, chosen_by={"erm": 0.5, "mix": 0.599, "sam": 0.4})
     made.results["data"] = {"images": {name: [10] for name in FOUR["mix"]} | images}
@@ -72,6 +81,10 @@ SENTENCES = {
     "erm is the choice, nothing is clear": made_run(FOUR, chosen_by={"erm": 0.9}),
     "erm is the choice, one other": made_run({name: FOUR[name] for name in ("erm", "mix")}, chosen_by={"erm": 0.9}),
     "another erm": against_another_erm(),
+    "a pair is declared": declaring(("sam", "mix")),
+    "a pair without the choice is declared": declaring(("sam", "erm")),
+    "pairs without the choice are declared": declaring(("sam", "erm"), ("erm", "sam")),
+    "a pair between encoders is declared": declaring(),
     "one held-out domain": made_run(only("sketch"), verdicts={"sam": "better"}),
     "one method": made_run({"erm": {"sketch": 0.6}}),
     "not unseen": made_run(FOUR, tested_on="domains that are also trained on, none of them unseen"),

@@ -259,7 +259,7 @@ def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
         declared += under_each if pair[0] in methods else [list(pair)]
     if looks and sorted(looks[0].compare) != sorted(declared):
         was = ", ".join(" − ".join(pair) for pair in looks[0].compare) or "nothing"
-        lines.append(f"report.compare was changed after the first look, which declared {was}")
+        lines.append(f"the recipe's report.compare was changed after the first look, which declared {was}")
     return lines
 
 

@@ -18,7 +18,7 @@ from xdm_ft.evaluation import Runs, SummaryRow
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.evaluation.verdicts import BETTER, EQUAL, NO_VERDICT, UNKNOWN, WORSE, Comparison
+from xdm_ft.evaluation.verdicts import BETTER, EQUAL, NO_VERDICT, UNDECLARED, UNKNOWN, WORSE, Comparison
 from xdm_ft.report import comparisons, words
 from xdm_ft.report.finished import ORACLE, Run, split_row
 from xdm_ft.report.words import (
@@ -149,6 +149,10 @@ def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
     compared = _under_its_encoder(run, chosen, [*run.choice.values])
     own = next((row for row in compared if row.first == chosen.method), None)
     rows = [row for row in compared if row.second == (own.second if own else chosen.method)]
+    if not rows and len(compared) == 1:  # the one that the recipe declares
+        return f"{_arrow(run, compared[0])}: {_words(compared[0])}."
+    if not rows:
+        return f"Of {len(compared)} comparisons: {_counts(Counter(map(_verdict, compared)))}." if compared else ""
     none_is_better = len(rows) > 1 and all(row.here in (EQUAL, WORSE) for row in rows)
     if none_is_better and (own is None or own.here == EQUAL):
         return f"No method clearly beats {printable(rows[0].second)}."
@@ -159,7 +163,7 @@ def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
     better = [printable(row.first) for row in rows if row.here == BETTER]
     if better and len(better) <= NAMED:
         return f"Better here than {printable(chosen.method)}: {', '.join(better)}."
-    return f"Of {len(rows)} other methods: {_counts(Counter(map(_verdict, rows)))}." if rows else ""
+    return f"Of {len(rows)} other methods: {_counts(Counter(map(_verdict, rows)))}."
 
 
 def _arrow(run: Run, row: Comparison) -> str:
@@ -177,10 +181,11 @@ def _arrow(run: Run, row: Comparison) -> str:
 
 
 def _under_its_encoder(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> list[Comparison]:
-    """Returns the comparisons beside the rows that count, under the encoder of the chosen method."""
+    """Returns the declared comparisons beside the rows that count, under the encoder of the chosen method."""
     encoder = split_row(chosen.method, run.results)[1]
     beside = comparisons.beside_rows(run.results, run.rule).values()
-    return [row for row in beside if row.first in methods and split_row(row.first, run.results)[1] == encoder]
+    declared = [row for row in beside if not row.note.startswith(UNDECLARED)]
+    return [row for row in declared if row.first in methods and split_row(row.first, run.results)[1] == encoder]
 
 
 def _versus(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> str:
