@@ -61,6 +61,7 @@ ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # in the batch that is timed: two at le
 MADE_UP_ROWS = 1024  # distinct made-up features
 MEASURED_STEPS = (0.95, 0.05, 0.5)  # shares of a training: a step late in it may do more than one in a warm-up
 MUCH_FASTER = 2.0  # times; extraction in another precision is then worth a word
+STRENGTHS = 10  # of the path of linear_probe, each of which inverts a matrix
 MAX_NAMED = 5  # methods that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
 # is decoded, operations per second
@@ -349,8 +350,13 @@ class Work:
             head, wide = torch.randn(shape), x.double()
             one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / MADE_UP_ROWS
             gram = seconds_of(lambda: wide.T @ wide, 0.0) / MADE_UP_ROWS
+            eye = torch.eye(encoder.width, dtype=torch.float64)
+            inverse = seconds_of(
+                lambda: torch.linalg.solve_triangular(torch.linalg.cholesky(eye), eye, upper=False), 0.0
+            )
+            change = 2 * seconds_of(lambda: head.double() @ eye, 0.0)  # of coordinates, there and back
             rows = [sum(map(len, model.split.train)) for model in models]
-            return [SOLVER_PASSES * (STEP + n * one_pass) + (n + 5 * encoder.width) * gram for n in rows]
+            return [SOLVER_PASSES * (STEP + n * one_pass + change) + n * gram + STRENGTHS * inverse for n in rows]
 
         features = _MadeUp([x], device=device)
         features.views = plan.recipe.features.views
