@@ -162,6 +162,7 @@ def points(
 ) -> Figure:
     """A horizontal row per label, with a bar, points and intervals. Bars begin at 0, so lengths can be compared."""
     legend = legend or {}
+    names = [_row_name(row.label, 22 if width <= PHONE_WIDTH else 38) for row in rows]
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.subplots()
@@ -184,7 +185,7 @@ def points(
             axes.axvline(limit, color=INK, linewidth=1, linestyle="--", label="limit")
         if zero:
             axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_yticks(range(len(rows)), [short(row.label) for row in rows])
+        axes.set_yticks(range(len(rows)), names)
         # downwards, so that rows stand in the order of the tables
         axes.set_ylim(len(rows) - 0.5, -0.5)
         if limits is not None:
@@ -204,12 +205,23 @@ def points(
         values = [f"{mark.series} {mark.x:.4g}" for mark in row.marks if mark.x is not None]
         text = ", ".join(values) if row.bar is None else f"{row.bar:.4g}"
         alts.append(f"{row.label}: {text or 'not defined'} {row.right}".rstrip())
-    height = 0.75 + row_height * len(rows) + _legend_height(len(legend) + (limit is not None), width)
+    tall = max(row_height, 0.34) if any("\n" in name for name in names) else row_height
+    height = 0.75 + tall * len(rows) + _legend_height(len(legend) + (limit is not None), width)
     alt = f"{title}. {listed(alts, sign='; ')}."
     if width <= PHONE_WIDTH:
         return Figure(name, alt, caption, draw, width, height)
     phone = points(f"{name}-phone", title, caption, rows, axis, series, legend, limits, zero, limit, row_height)
     return Figure(name, alt, caption, draw, width, height, phone)
+
+
+def _row_name(label: str, longest: int) -> str:
+    """Returns the name of a row; one that is too long is broken before a sign, and each of its two lines cut."""
+    text = printable(label)
+    sign = next((sign for sign in (" − ", " @ ") if sign in text), None)
+    if sign is None or len(text) <= longest:
+        return short(text, longest)
+    first, second = text.split(sign, 1)
+    return f"{short(first, longest)}\n{short(sign.lstrip() + second, longest)}"
 
 
 def _marker(look: Look, colour: str) -> dict[str, Any]:

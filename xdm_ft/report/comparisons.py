@@ -155,7 +155,8 @@ def further_comparisons(run: Run, rule: str) -> Section | None:
 
 def _others(id_: str, run: Run, rule: str, of_encoders: bool) -> Section | None:
     rows = [row for row in further(run.results, rule) if between_encoders(row, run.results) == of_encoders]
-    shown = {f"{row.first} − {row.second}": row for row in rows}
+    seconds = [(of_encoders and split_row(row.second, run.results)[1]) or row.second for row in rows]
+    shown = {f"{row.first} − {second}": row for row, second in zip(rows, seconds, strict=True)}
     notes = words.each_once((label, row.note) for label, row in shown.items())
     return _section(id_, run, rule, shown, notes, "First − second,") if shown else None
 

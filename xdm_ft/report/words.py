@@ -146,8 +146,15 @@ def oracle_mark(rule: str) -> str:
 
 def each_once(pairs: Iterable[tuple[str, str | None]]) -> list[str]:
     """Returns each note of the pairs (method, note) once, behind all methods that have it; an empty note is none."""
-    by_note = grouped(pairs, lambda pair: pair[1])
-    return [f"{', '.join(method for method, _ in of)}: {note}" for note, of in by_note.items() if note]
+    by_note: dict[str | None, list[str]] = {}
+    for method, note in pairs:
+        by_note.setdefault(note, []).append(method)
+    rows = len({method for methods in by_note.values() for method in methods})
+    who = {
+        note: ", ".join(methods) if len(methods) < max(3, rows) else f"all {rows} rows"
+        for note, methods in by_note.items()
+    }
+    return [f"{who[note]}: {note}" for note in by_note if note]
 
 
 def listed(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:
