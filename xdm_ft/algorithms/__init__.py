@@ -321,6 +321,7 @@ class Solver(Method):
 
     head_kind: str = "linear"  # file stem in heads/ of the head that it computes
     normalized: bool = False  # whether its head needs L2-normalised features, whatever `encoder.normalize` is
+    inverses: int = 0  # [K,K] matrices that it inverts, roughly
     candidates: int = 1  # number of candidates that `solve` yields
     class_means: bool = False  # whether its head holds means over the training images of a class
 

@@ -36,6 +36,7 @@ class LinearProbe(Solver):
     (`_Problem`). Each solution starts on the line through the two before it. The optimum does not depend on the start.
     """
 
+    inverses = 10  # one for each of the default strengths
     source = "multinomial logistic regression by L-BFGS, as CLIP's linear probe (Radford et al. 2021, appendix A.3)"
 
     def __init__(

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,6 @@ ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # in the batch that is timed: two at le
 MADE_UP_ROWS = 1024  # distinct made-up features
 MEASURED_STEPS = (0.95, 0.05, 0.5)  # shares of a training: a step late in it may do more than one in a warm-up
 MUCH_FASTER = 2.0  # times; extraction in another precision is then worth a word
-STRENGTHS = 10  # of the path of linear_probe, each of which inverts a matrix
 MAX_NAMED = 5  # methods that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
 # is decoded, operations per second
@@ -292,6 +292,7 @@ class Work:
             if not model.item.is_solver:
                 images, steps = model.training.images_per_step(len(model.split.train)) * model.steps, 2 * model.steps
             seconds += STEP * steps + 12 * images * width * classes / SPEED
+            seconds += 2 * model.item.algorithm.cls.inverses * width**3 / SPEED if model.item.is_solver else 0.0
             seconds += images * (IMAGE + 6 * operations / SPEED) if model.item.trainable is not False else 0.0
         return seconds
 
@@ -346,17 +347,17 @@ class Work:
             # its head is the class embeddings, which are computed before training
             return [0.0] * len(models)
         x = torch.randn(MADE_UP_ROWS, encoder.width)
-        if item.is_solver:  # linear_probe: its passes over all images, and the matrices of its coordinates in float64
-            head, wide = torch.randn(shape), x.double()
+        if item.is_solver:
+            head, matrices, gram, apart = torch.randn(shape), item.algorithm.cls.inverses, 0.0, 0.0
             one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / MADE_UP_ROWS
-            gram = seconds_of(lambda: wide.T @ wide, 0.0) / MADE_UP_ROWS
-            eye = torch.eye(encoder.width, dtype=torch.float64)
-            inverse = seconds_of(
-                lambda: torch.linalg.solve_triangular(torch.linalg.cholesky(eye), eye, upper=False), 0.0
-            )
-            change = 2 * seconds_of(lambda: head.double() @ eye, 0.0)  # of coordinates, there and back
+            if matrices:
+                wide, eye = x.double(), torch.eye(encoder.width, dtype=torch.float64)
+                inverse = partial(torch.linalg.solve_triangular, eye, eye, upper=False)
+                gram = seconds_of(lambda: wide.T @ wide, 0.0) / MADE_UP_ROWS
+                apart = matrices * (seconds_of(lambda: torch.linalg.cholesky(eye), 0.0) + seconds_of(inverse, 0.0))
+                apart += 2 * SOLVER_PASSES * seconds_of(lambda: head.double() @ eye, 0.0)  # coordinates, there and back
             rows = [sum(map(len, model.split.train)) for model in models]
-            return [SOLVER_PASSES * (STEP + n * one_pass + change) + n * gram + STRENGTHS * inverse for n in rows]
+            return [SOLVER_PASSES * (STEP + n * one_pass) + n * gram + apart for n in rows]
 
         features = _MadeUp([x], device=device)
         features.views = plan.recipe.features.views
