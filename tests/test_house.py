@@ -35,6 +35,13 @@ def test_no_junk_drawers():
     assert not [p for p in SOURCES if p.stem in {"utils", "helpers", "common", "misc"}]
 
 
+def test_one_function_prints_signs():
+    """A difference that rounds to zero has no sign; a format of its own would write "+0.0"."""
+    of_formats = re.compile(r"\{[^{}]*:[<>^=]?\+z?[.\ddefg{]|%\+")
+    found = [(path.stem, line) for path in SOURCES for line in path.read_text().splitlines() if of_formats.search(line)]
+    assert [name for name, _ in found] == ["errors"], found
+
+
 def test_files_of_tests_have_names_of_their_own():
     """They are modules without a package: of two with one name, only the first would be collected."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")

@@ -87,6 +87,10 @@ def test_a_finished_run_is_opened_without_its_recipe(tmp_path, monkeypatch):
             found.table("orcale")
         with pytest.raises(xdm_ft.UserError, match=r'no rule "val_domain"; known: train_val, oracle$'):
             found.table("val_domain")
+        assert repr(found) == "<Results of run: 8 models of erm, xdomainmix; selection: train_val>"
+    many = written(tmp_path / "many", runs=[run for run in results_of(two_sets())["runs"] for _ in range(100)])
+    for shown in (xdm_ft.open(many), xdm_ft.open(many).records[0], xdm_ft.open(many).as_read):
+        assert len(repr(shown)) < 2000
     assert "open" not in xdm_ft.__all__, "`from xdm_ft import *` must leave Python's own"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from importlib.resources import files
@@ -29,14 +30,17 @@ from PIL import Image
 
 from xdm_ft.data import rows_by_name
 from xdm_ft.data.folder import Folder
+from xdm_ft.evaluation.intervals import gain_words
 from xdm_ft.report import Section, Table
-from xdm_ft.report.comparisons import further_comparisons
+from xdm_ft.report.charts import VARIABLES
+from xdm_ft.report.comparisons import differences, further_comparisons
 from xdm_ft.report.finished import trainable_of
 from xdm_ft.report.means import MEASURES, Picked
 from xdm_ft.report.sections import analysis, predictions, sections, selection
 from xdm_ft.report.sections import results as tables_of
-from xdm_ft.report.words import bytes_text, count_text, seconds_text, significant, trained_words
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.report.sections.results import luck_of_the_best
+from xdm_ft.report.words import between, bytes_text, count_text, scaled, seconds_text, significant, trained_words
+from xdm_ft.runtime.errors import UserError, signed
 
 PANELS = (analysis.invariance, analysis.divergence, analysis.importance, analysis.embeddings, analysis.calibration)
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("analysis.schema.json").read_text(encoding="utf-8"))
@@ -120,6 +124,39 @@ def test_numbers_in_words() -> None:
     assert numbers == ["10933", "0.01235", "-3e-09", "1000.0", "0"]
 
 
+def test_a_difference_that_rounds_to_zero_has_no_sign() -> None:
+    values = (0.0, -0.0, 0.00035, -0.00035, 0.0006, -0.0006)
+    assert [scaled(value, "accuracy", signed=True) for value in values] == ["0.0"] * 4 + ["+0.1", "-0.1"]
+    assert between("nll", [-0.0004, 0.0006], signed=True) == "0.000 to +0.001" and signed(-0.3, 0) == "0"
+    assert significant(-0.0) == "0" and gain_words("accuracy", -0.0004).endswith("brought 0.0 points")
+
+
+def test_how_much_too_good_the_best_row_is() -> None:
+    drawn = np.random.default_rng(0).normal(size=(100_000, 3)) * [0.01, 0.02, 0.005]
+    assert luck_of_the_best([0.01, 0.02, 0.005]) == pytest.approx(drawn.max(1).mean(), rel=0.02)
+    assert luck_of_the_best([2.0, 2.0]) == pytest.approx(2 / math.sqrt(math.pi), rel=1e-3)
+    assert luck_of_the_best([0.01]) == luck_of_the_best([]) == 0
+
+
+def test_figures_show_the_declared_rows_first_and_a_method_keeps_its_colour(tmp_path: Path) -> None:
+    """Of more methods than a figure has lines, those that the recipe compares are drawn."""
+    methods = ["erm", *(f"method{number}" for number in range(10)), "sam"]
+    made = write_run(tmp_path / "run", methods=methods, seeds=[0, 1])
+    made.results["recipe"]["report"] = {"compare": [["method9", "erm"]]}
+    assert [*made.looks][:3] == ["method9", "erm", "method0"] and [row.method for row in made.own_rows] == methods
+    drawn = re.findall(r"(?:\. |; )(\w+) from", shown(predictions.risk_coverage(made)).figures[0].alt)
+    assert drawn[:3] == [made.shown_method, "method9", "erm"] and len(drawn) == predictions.MAX_LINES
+    [forest] = shown(differences(made, "train_val")).figures
+    dots, others = tables_of.results(made, "train_val").figures[0], shown(predictions.other_confusions(made)).figures
+    for figure in (forest, dots, others[0]):
+        assert re.findall(r"method\d+", figure.alt)[0] == "method9", figure.alt
+    colour = made.looks[made.shown_method or ""].colour
+    assert colour in VARIABLES or colour in shown(predictions.reliability(made)).figures[0].svg()
+    pairs = [tuple(map(int, row[-1].text.split(" of "))) for row in shown(predictions.confusion(made)).tables[0].rows
+             if "." not in row[-1].text]  # fmt: skip
+    assert {of for _, of in pairs} == {12}, "a class has 12 images, whatever the number of seeds"
+
+
 def test_what_was_not_measured_has_no_section() -> None:
     without = run_in_memory()
     without.__dict__.update({"scalars": {}, "analysis": None})
@@ -147,7 +184,7 @@ def test_gains_of_labels_are_shown_with_those_of_every_domain() -> None:
     made.results["label_curve"] = label_curve()
     section = shown(tables_of.label_curve(made))
     table = {(row["images chosen"], row["labels"]): row for row in by_title(section.tables[0])}
-    assert len(table) == 7 and table["none", "0"]["gain"] == "+0.0"
+    assert len(table) == 7 and table["none", "0"]["gain"] == "0.0"
     assert [*table["as xdm-ft label does", "20"].values()][2:] == [
         "66.7", "+6.7", "+1.7 to +11.7", "+3.3", "+6.7", "+10.0",
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from xdm_ft.export.card import shown
 from xdm_ft.new_site.assess import Assessment, assess
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import refuse_run
-from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.errors import plural, signed
 
 OF_CARD = (
     "The estimate is for this site, without labels; the model card has other numbers, those of the run's own models on "
@@ -52,7 +52,7 @@ def lines(found: Assessment) -> Iterator[str]:
         for name, of in found.domains.items():
             cells = ("–", "–")
             if of.parts is not None and of.error is not None:
-                cells = (_rate(of.accuracy + of.error), f"{100 * of.error:+.1f}")
+                cells = (_rate(of.accuracy + of.error), signed(100 * of.error))
             table.append((name, _rate(of.accuracy), *cells))
         yield from (*columns(table), "")
     yield judgement(found)

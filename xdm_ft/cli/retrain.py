@@ -26,7 +26,7 @@ from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import read_run
-from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.errors import UserError, did_you_mean, signed
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.storage.lines import Damaged
@@ -137,9 +137,8 @@ def _compare(folder: Path, before: Record, scratch: Path, now: Record) -> tuple[
         lines.append(f"{rule}: step {old.step}, now {new.step}; weights {weights}")
         accuracies = {split: (score.accuracy, new.metrics[split].accuracy) for split, score in old.metrics.items()}
         for split, (first, second) in accuracies.items():
-            lines.append(
-                f"  {split} accuracy {100 * first:.2f}, now {100 * second:.2f} ({100 * second - 100 * first:+.2f})"
-            )
+            change = signed(100 * second - 100 * first, 2)
+            lines.append(f"  {split} accuracy {100 * first:.2f}, now {100 * second:.2f} ({change})")
         accuracy = {split: {"before": first, "now": second} for split, (first, second) in accuracies.items()}
         rules[rule] = {"step_before": old.step, "step_now": new.step, "same_bits": same_bits, "accuracy": accuracy}
     return rules, lines

@@ -103,7 +103,7 @@ class Record(OfModel):
     hparams: dict[str, Any]
     status: Status
     reason: str | None = None  # why it failed or was skipped
-    selected: dict[str, Pick] = field(default_factory=dict)  # {selection rule: pick}
+    selected: dict[str, Pick] = field(default_factory=dict, repr=False)  # {selection rule: pick}
     mixed_steps: int | None = None  # steps that used augmented features
     gradient_evaluations: int | None = None
     stopped_at: int | None = None  # number of steps after which `training.patience` stopped it

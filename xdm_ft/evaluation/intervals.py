@@ -30,6 +30,7 @@ from xdm_ft.evaluation import Held, Runs
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import selection_value
 from xdm_ft.evaluation.verdicts import ALPHA, FEWEST_SETS, Estimate, Interval, Term, welch
+from xdm_ft.runtime.errors import signed
 
 LEVELS = (0.8, 1 - ALPHA)  # of the intervals that are printed
 Bounds = tuple[float, float]
@@ -125,7 +126,7 @@ def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
 
 
 def gain_words(metric: str, gain: float) -> str:
-    amount = f"{gain:+.3f}" if metric == "nll" else f"{100 * gain:+.1f} points"
+    amount = signed(gain, 3) if metric == "nll" else f"{signed(100 * gain)} points"
     return f"one more training domain brought {amount}{'' if HIGHER_IS_BETTER[metric] else ' (lower is better)'}"
 
 

@@ -47,11 +47,12 @@ from xdm_ft.experiment.resume import (
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.settings import Recipe
+from xdm_ft.report import words
 from xdm_ft.report.comparisons import all_comparisons, beside_rows
 from xdm_ft.report.finished import Run, final_fits_of, read_run
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.report.words import IN_PERCENT, listed
-from xdm_ft.runtime.errors import UserError, did_you_mean, plural
+from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage import digest
@@ -80,14 +81,14 @@ INPUT_WORDS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Results:
     """The results of a run, as in its results.json. Accuracies are fractions."""
 
     path: Path  # the run directory
     records: list[Record]  # one per model, in the recipe's order
     rows: list[SummaryRow]  # one per selection rule and method, the recipe's own rule first
-    streamed: dict[str, Any] = field(repr=False)  # all of results.json; its models are made when they are read
+    streamed: dict[str, Any]  # all of results.json; its models are made when they are read
 
     @property
     def document(self) -> dict[str, Any]:
@@ -119,6 +120,12 @@ class Results:
     def as_read(self) -> Run:
         """These results as reports read them from the run directory."""
         return Run(self.path, self.streamed, self.records, self.rows)
+
+    def __repr__(self) -> str:
+        run = self.as_read
+        methods = words.listed([words.short(row.method) for row in run.own_rows])
+        what = f"{plural(len(self.records), 'model')}{', some failed' * self.failed} of {methods or 'no method'}"
+        return f"<Results of {printable(self.path)}: {what}; selection: {run.own_rule}>"
 
     def _repr_html_(self) -> str:
         """The finding and the table, as a notebook shows them."""

@@ -18,7 +18,7 @@ from xdm_ft.evaluation import sets_noun
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.export import AdaptedConfig, ExpectedPerformance, ModelConfig
-from xdm_ft.runtime.errors import plural, printable
+from xdm_ft.runtime.errors import plural, printable, signed
 
 HUB = "hf-hub:"  # begins the name of a model on the hub
 HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "auroc": "roc_auc"}  # ours → id on the hub
@@ -210,9 +210,8 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
 
 def _gain(adapted: AdaptedConfig) -> str:
     gain = 100 * (adapted.after - adapted.before) / adapted.labels
-    return (
-        f"in cross-validation {adapted.after} of {adapted.labels} correct, {adapted.before} before; {gain:+.1f} points"
-    )
+    correct = f"{adapted.after} of {adapted.labels} correct, {adapted.before} before"
+    return f"in cross-validation {correct}; {signed(gain)} points"
 
 
 def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[str]:

@@ -186,7 +186,7 @@ def points(
         if zero:
             axes.axvline(0, color=INK, linewidth=0.8)
         axes.set_yticks(range(len(rows)), names)
-        # downwards, so that rows stand in the order of the tables
+        # downwards: the first row is on top
         axes.set_ylim(len(rows) - 0.5, -0.5)
         if limits is not None:
             axes.set_xlim(*limits)

@@ -9,13 +9,13 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from xdm_ft.evaluation import split_label, verdicts, with_encoder
+from xdm_ft.evaluation import verdicts, with_encoder
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.summary import Look as LookAtRun
 from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, Comparison, Family, PValue
 from xdm_ft.report import MAX_UNFOLDED_ROWS, Cell, Section, Table, cells, make_section, words
 from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Look, Mark, Row, points
-from xdm_ft.report.finished import Run, items, several_encoders, split_row
+from xdm_ft.report.finished import Run, declared_pairs, items, split_row
 from xdm_ft.report.words import (
     EMPTY,
     IN_PERCENT,
@@ -131,7 +131,7 @@ LOOKS = {"elsewhere": Look(SERIES[1]), "here": Look(SERIES[0], width=3.2), "diff
 def differences(run: Run, rule: str) -> Section | None:
     """The differences of the rows to what they are compared with: a forest plot and its numbers."""
     beside = beside_rows(run.results, rule)
-    shown = {row.method: beside[row.method] for row in run.rows if row.selection == rule and row.method in beside}
+    shown = {method: beside[method] for method in run.looks if method in beside}
     if not shown:
         return None
     names = {method: reference_name(row, run.results) for method, row in shown.items()}
@@ -251,14 +251,7 @@ def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
         spent = math.fsum(look.alpha for look in looks)
         lines.append(f"look {len(looks)} at this run, at α = {alpha:g}; {spent:g} is spent in all")
 
-    # the pairs of `report.compare` as labels of rows, as `Recipe.declared` does
-    encoders = several_encoders(results)
-    methods = {method for method, encoder in (split_label(label, encoders) for label in items(results)) if encoder}
-    declared: list[list[str]] = []
-    for pair in results["recipe"].get("report", {}).get("compare", ()):
-        under_each = [[with_encoder(method, encoder) for method in pair] for encoder in encoders]
-        declared += under_each if pair[0] in methods else [list(pair)]
-    if looks and sorted(looks[0].compare) != sorted(declared):
+    if looks and sorted(looks[0].compare) != sorted(declared_pairs(results)):
         was = ", ".join(" − ".join(pair) for pair in looks[0].compare) or "nothing"
         lines.append(f"the recipe's report.compare was changed after the first look, which declared {was}")
     return lines

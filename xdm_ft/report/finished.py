@@ -6,13 +6,13 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, record_in, split_label
+from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, record_in, split_label, with_encoder
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
@@ -36,9 +36,9 @@ class Run:
     """The results of a run directory."""
 
     path: Path
-    results: dict[str, Any]
-    every: list[Record]  # of all models: those of `results`
-    rows: list[SummaryRow]
+    results: dict[str, Any] = field(repr=False)
+    every: list[Record] = field(repr=False)  # of all models: those of `results`
+    rows: list[SummaryRow] = field(repr=False)
 
     @cached_property
     def records(self) -> list[Record]:
@@ -204,7 +204,7 @@ class Run:
             raise UserError(f"{path}: is damaged ({error}); run `xdm-ft analyse` again") from error
 
     def analysed(self, part: str = "") -> list[dict[str, Any]]:
-        """Returns the models of analysis.json (for which `part` was measured) in the recipe's order; [] without it.
+        """Returns the models of analysis.json (for which `part` was measured) in the order of figures; [] without it.
 
         A model that the run's rule does not pick is left out: since the analysis, a search has grown and found a better
         one, or the file is that of another run. Raises `UserError` if another version wrote the file.
@@ -217,7 +217,7 @@ class Run:
                 f"{self.path / ANALYSIS}: has schema {schema!r}, and this version reads {ANALYSIS_SCHEMA}; run "
                 "`xdm-ft analyse` again"
             )
-        order = {label: position for position, label in enumerate(items(self.results))}
+        order = {label: position for position, label in enumerate(self.looks)}
         picked = {record.key for record in self.picked}
         models = [model for model in self.analysis["models"] if _key(model) in picked and (not part or model.get(part))]
         return sorted(models, key=lambda model: order[model["method"]])
@@ -256,8 +256,16 @@ class Run:
 
     @cached_property
     def looks(self) -> dict[str, Look]:
-        """The look of every method, the same in all figures; methods that only have results come last."""
-        return looks([*items(self.results), *(record.method for record in self.records)])
+        """The look of every method, the same in all figures, in their order: methods that the recipe compares come
+        first, those that only have results last."""
+        declared = (label for pair in declared_pairs(self.results) for label in pair)
+        return looks([*declared, *items(self.results), *(record.method for record in self.records)])
+
+    @cached_property
+    def drawn_rows(self) -> list[SummaryRow]:
+        """`own_rows` in the order of figures."""
+        order = [*self.looks]
+        return sorted(self.own_rows, key=lambda row: order.index(row.method) if row.method in order else len(order))
 
 
 def _key(model: Mapping[str, Any]) -> ModelKey:
@@ -307,6 +315,17 @@ def items(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def several_encoders(results: Mapping[str, Any]) -> list[str]:
     """Returns the labels of the recipe's `encoders`, in their order; none if it has one `encoder`."""
     return [encoder_label(block) for block in results["recipe"].get("encoders") or ()]
+
+
+def declared_pairs(results: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the pairs of `report.compare` as labels of rows, as `Recipe.declared` does."""
+    encoders = several_encoders(results)
+    methods = {method for method, encoder in (split_label(label, encoders) for label in items(results)) if encoder}
+    declared: list[list[str]] = []
+    for pair in results["recipe"].get("report", {}).get("compare", ()):
+        under_each = [[with_encoder(method, encoder) for method in pair] for encoder in encoders]
+        declared += under_each if pair[0] in methods else [list(pair)]
+    return declared
 
 
 def encoder_label(block: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ def sentence(run: Run) -> str:
     """
     if not run.records:
         statuses = Counter(entry["status"] for entry in run.results["runs"])
-        return f"No model has been trained: {_counts(statuses)}." if statuses else "No model has been trained yet."
+        return f"No model has been trained: {_listed(statuses)}." if statuses else "No model has been trained yet."
     if run.rule == ORACLE:
         return (
             "Labels of the held-out domains selected every number here (oracle), so none of them says what to expect "
@@ -152,7 +152,7 @@ def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
     if not rows and len(compared) == 1:  # the one that the recipe declares
         return f"{_arrow(run, compared[0])}: {_words(compared[0])}."
     if not rows:
-        return f"Of {len(compared)} comparisons: {_counts(Counter(map(_verdict, compared)))}." if compared else ""
+        return f"Of {plural(len(compared), 'comparison')}{_counts(compared)}." if compared else ""
     none_is_better = len(rows) > 1 and all(row.here in (EQUAL, WORSE) for row in rows)
     if none_is_better and (own is None or own.here == EQUAL):
         return f"No method clearly beats {printable(rows[0].second)}."
@@ -163,7 +163,7 @@ def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
     better = [printable(row.first) for row in rows if row.here == BETTER]
     if better and len(better) <= NAMED:
         return f"Better here than {printable(chosen.method)}: {', '.join(better)}."
-    return f"Of {len(rows)} other methods: {_counts(Counter(map(_verdict, rows)))}."
+    return f"Of {len(rows)} other methods{_counts(rows)}."
 
 
 def _arrow(run: Run, row: Comparison) -> str:
@@ -172,8 +172,8 @@ def _arrow(run: Run, row: Comparison) -> str:
     first, second = values.get(row.first), values.get(row.second)
     lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
     if first is None or second is None:
-        over = "over" if row.difference > 0 else "against"
         signed = words.scaled(row.difference, run.metric, signed=True)
+        over = "over" if signed.startswith("+") else "against"
         return f"{printable(row.first)} is {signed} {over} {printable(row.second)}{lower}"
     before, after = (f"{printable(name)} {words.scaled(value, run.metric)}" for name, value in (
         (row.second, second), (row.first, first)))  # fmt: skip
@@ -195,7 +195,7 @@ def _versus(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> str:
     if own is None:  # others were compared with it
         others = [row for row in compared if row.second == chosen.method]
         if len(others) > 1:
-            return f"Of {len(others)} other methods compared with it: {_counts(Counter(map(_verdict, others)))}"
+            return f"Of {len(others)} other methods{_counts(others)}"
         return f"{printable(others[0].first)} is {_difference(run, others[0])}" if others else ""
     others = [row for row in compared if row is not own]
     text, verdicts = f"It is {_difference(run, own)}", Counter(map(_verdict, others))
@@ -203,10 +203,11 @@ def _versus(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> str:
         return text
     the_others = "the other method" if len(others) == 1 else f"the {len(others)} other methods"
     if {*verdicts} == {_verdict(own)}:
-        return f"{text}, like {the_others}"
+        named = {row.second for row in others} == {own.second}
+        return f"{text}, like {the_others}{'' if named else _against(others)}"
     if len(others) == 1:
         return f"{text}; {printable(others[0].first)} is {_difference(run, others[0])}"
-    return f"{text}; of {the_others}: {_counts(verdicts)}"
+    return f"{text}; of {the_others}{_counts(others)}"
 
 
 def _between_encoders(run: Run, chosen: SummaryRow) -> str:
@@ -220,18 +221,17 @@ def _between_encoders(run: Run, chosen: SummaryRow) -> str:
         return ""
     start = f"Under {printable(method)}, {printable(encoder)}"
     if len(rows) > NAMED:
-        return f"{start} was compared with {len(rows)} other encoders: {_counts(Counter(map(_verdict, rows)))}"
+        return f"{start} was compared with {len(rows)} other encoders: {_listed(Counter(map(_verdict, rows)))}"
     named = [dataclasses.replace(row, second=split_row(row.second, run.results)[1] or row.second) for row in rows]
     return f"{start} is " + ", and ".join(_difference(run, row) for row in named)
 
 
 def _difference(run: Run, row: Comparison) -> str:
     """A difference in points, what it is against, and its verdicts, with the reason if there is none."""
-    over = "over" if HIGHER_IS_BETTER[run.metric] and row.difference > 0 else "against"
+    signed = words.scaled(row.difference, run.metric, signed=True)
+    over = "over" if HIGHER_IS_BETTER[run.metric] and signed.startswith("+") else "against"
     lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
-    return (
-        f"{words.scaled(row.difference, run.metric, signed=True)} {over} {printable(row.second)}{lower}, {_words(row)}"
-    )
+    return f"{signed} {over} {printable(row.second)}{lower}, {_words(row)}"
 
 
 def _words(row: Comparison) -> str:
@@ -251,7 +251,17 @@ def _verdict(row: Comparison) -> str:
     return {NO_VERDICT: "without a verdict", EQUAL: f"with {EQUAL}"}.get(row.here, row.here)
 
 
-def _counts(tally: Counter[str]) -> str:
+def _against(rows: Sequence[Comparison]) -> str:
+    """What the rows are compared with."""
+    return " against " + words.listed(list(dict.fromkeys(printable(row.second) for row in rows)), NAMED)
+
+
+def _counts(rows: Sequence[Comparison]) -> str:
+    """What the rows are compared with, and how many have which verdict."""
+    return f"{_against(rows)}: {_listed(Counter(map(_verdict, rows)))}"
+
+
+def _listed(tally: Counter[str]) -> str:
     return ", ".join(f"{count} {what}" for what, count in tally.items())
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.runtime.errors import printable
+from xdm_ft.runtime.errors import signed as with_sign
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
@@ -48,7 +49,8 @@ def axis_value(metric: str, value: float) -> float:
 
 def scaled(value: float, metric: str, signed: bool = False) -> str:
     digits = 1 if metric in IN_PERCENT else 3
-    return f"{axis_value(metric, value):{'+' if signed else ''}z.{digits}f}"  # z: no "-0.0"
+    shown = axis_value(metric, value)
+    return with_sign(shown, digits) if signed else f"{shown:z.{digits}f}"  # z: no "-0.0"
 
 
 def with_unit(metric: str, value: float) -> str:
@@ -79,7 +81,7 @@ def p_value(p: float | None) -> str:
 def significant(value: float, digits: int = 3) -> str:
     """Returns the value with so many significant digits; an exponent only where the number would be long."""
     if value == 0 or not 1e-5 <= abs(value) < 1e7:
-        return f"{value:.{digits}g}"
+        return f"{value or 0:.{digits}g}"  # no "-0"
     return f"{value:.{max(digits - 1 - math.floor(math.log10(abs(value))), 0)}f}"
 
 

@@ -1,4 +1,4 @@
-"""The exception for faults that a user can repair, and helpers for its message."""
+"""The exception for faults that a user can repair, and how messages print names and numbers."""
 
 import difflib
 
@@ -27,6 +27,12 @@ def printable(name: object) -> str:
 def plural(count: int, noun: str) -> str:
     """Returns a number with its noun: 1 image, 2 images, 2 classes."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """Returns a difference with its sign, and without one if it rounds to zero."""
+    text = f"{value:+z.{digits}f}"  # z: no "-0.0"
+    return text.lstrip("+") if float(text) == 0 else text
 
 
 def did_you_mean(word: str, known: list[str], command: str = "") -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -115,8 +115,8 @@ class Score:
     nll: float
     ece: float
     n: int
-    per_class_recall: dict[str, float | None]  # None for a class without images
-    per_domain: dict[str, dict[str, Any]]  # name → {"accuracy", "n"}
+    per_class_recall: dict[str, float | None] = field(repr=False)  # None for a class without images
+    per_domain: dict[str, dict[str, Any]] = field(repr=False)  # name → {"accuracy", "n"}
 
     @property
     def worst_class_recall(self) -> float | None:

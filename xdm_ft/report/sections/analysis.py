@@ -429,7 +429,7 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
         rows = rows[:: max(1, -(-len(rows) // MAX_POINTS))]
         clouds = [[row for row in rows if row[1] == part] for part in (0, 1)]
         values = [_silhouette(model, pair, title, part) for part in (0, 1)]
-        first, second = (EMPTY if value is None else f"{value:.2f}" for value in values)
+        first, second = (EMPTY if value is None else f"{value:z.2f}" for value in values)
         if kind:
             silhouettes.append(f"{title} {first} specific, {second} generic")
             styles = list(looks(map(str, range(max(labels) + 1))).values())

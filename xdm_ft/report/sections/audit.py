@@ -191,7 +191,7 @@ def _encoder_rows(part: Json) -> Iterator[tuple[str, str, str]]:
         "among the 10 nearest images: same class and other domain, against other class and same domain; 1: neighbours "
         "share the class, 0: they share the domain"
     )
-    yield "robustness index", EMPTY if index is None else f"{index:.2f}", meaning
+    yield "robustness index", EMPTY if index is None else f"{index:z.2f}", meaning
     yield "neighbours of the same domain", _percent(part["same_domain_share"]), "share of the 10 nearest images"
     chance = "" if part["domain_chance"] is None else f" (chance: {_percent(part['domain_chance'])})"
     right = _percent(part["domain_accuracy"]) + chance

@@ -10,7 +10,7 @@ import numpy as np
 from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
-from xdm_ft.report.charts import FULL_WIDTH, MUTED, SERIES, WIDTH, Line, Look, curves, heat_maps
+from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, Look, curves, heat_maps
 from xdm_ft.report.finished import Run
 from xdm_ft.report.means import ECE, Picked, Pool, confidences
 from xdm_ft.report.words import short
@@ -41,19 +41,21 @@ def confusion(run: Run) -> Section | None:
 
     pairs = []
     for held in (held for held in run.held_out_sets if (method, held) in run.pools.of):
-        counts = run.pools.of[method, held].counts
+        pool = run.pools.of[method, held]
+        counts = pool.counts
         shares = _shares(counts)
         np.fill_diagonal(shares, 0)
         for number in np.argsort(-shares, axis=None)[:MAX_PAIRS]:
             i, j = divmod(int(number), len(shares))
-            share, count = float(shares[i, j]), int(counts[i, j])
-            sized = Cell(f"{100 * share:.1f}", share), Cell(f"{count} of {counts[i].sum()}", count)
+            share, models = float(shares[i, j]), max(pool.read, 1)  # each counted the images
+            images, of = (f"{count / models:.1f}".removesuffix(".0") for count in (counts[i, j], counts[i].sum()))
+            sized = Cell(f"{100 * share:.1f}", share), Cell(f"{images} of {of}", counts[i, j] / models)
             held_out = [set_name(held)] if len(run.held_out_sets) > 1 else []
             pairs.append((share, cells(run.class_names[i], run.class_names[j], *held_out, *sized)))
     rows = [row for share, row in sorted(pairs, key=lambda pair: -pair[0])[:MAX_PAIRS] if share > 0]
     several = len(run.held_out_sets) > 1
     header = ["true class", "predicted as", *(["held-out domain"] if several else ()), "share of the class in %"]
-    caption = f"The most frequent confusions of {method}, images counted once per seed."
+    caption = f"The most frequent confusions of {method}, the mean over seeds."
     chosen = ", which the selection rule chose" if method == run.chosen else ""
     table = Table(caption, [*header, "images"], rows, labels=2 + several, folded=len(sets) > 1)
     return make_section(
@@ -69,7 +71,7 @@ def confusion(run: Run) -> Section | None:
 
 def other_confusions(run: Run) -> Section | None:
     """The matrices of the other methods, small."""
-    methods = [row.method for row in run.own_rows if row.method != run.shown_method and run.shown_sets(row.method)]
+    methods = [row.method for row in run.drawn_rows if row.method != run.shown_method and run.shown_sets(row.method)]
     if not methods or len(run.class_names) > MAX_SMALL:
         return None
     figures = []
@@ -96,7 +98,7 @@ def _shares(counts: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------- reliability
 
 RELIABILITY_COLUMNS = 4  # held-out sets beside each other
-FEWEST_IMAGES = 10  # that a bin needs for a point: fewer say nothing
+FEWEST_IMAGES = 10  # per seed, that a bin needs for a point: fewer say nothing
 OTHERS = Look(MUTED, "", "-", width=0.7)
 
 
@@ -110,7 +112,7 @@ def reliability(run: Run) -> Section | None:
     def drawn(pool: Pool) -> np.ndarray:
         """Returns confidence, accuracy and share of the images, in %, of bins that have enough of them: [bins,3]."""
         n, confidence, right = pool.bins.T
-        kept = n >= FEWEST_IMAGES
+        kept = n >= FEWEST_IMAGES * pool.read
         return 100 * np.stack([confidence[kept] / n[kept], right[kept] / n[kept], n[kept] / n.sum()], 1)
 
     panels, captions = {}, []
@@ -119,7 +121,7 @@ def reliability(run: Run) -> Section | None:
                   if where == held and name != method and pool.calibrated and pool.read]  # fmt: skip
         points = drawn(run.pools.of[method, held])
         lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
-        lines.append(Line(method, Look(SERIES[0]), points[:, :2].tolist(), bars=points[:, ::2].tolist()))
+        lines.append(Line(method, Look(run.looks[method].colour), points[:, :2].tolist(), bars=points[:, ::2].tolist()))
         panels[f"{short(set_name(held), 22)} held out"] = lines
         n, confidence, right = run.pools.of[method, held].bins.sum(0)
         captions.append(f"{set_name(held)}: mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%")
@@ -152,14 +154,14 @@ def reliability(run: Run) -> Section | None:
 # ---------------------------------------------------------------------------------------------------- risk and coverage
 
 TARGETS = (0.8, 0.9, 0.95, 0.99)  # accuracies of the table
-MAX_LINES = 8  # methods that are drawn: the chosen one and the first others
+MAX_LINES = 8  # methods that are drawn: the chosen one, those that the recipe compares, and the first others
 SMALLEST_SHARE = 0.005  # of the images, from which on a curve is drawn
 
 
 def risk_coverage(run: Run) -> Section | None:
     """What share of the images can be answered at what accuracy, if the least confident ones go to a human."""
     by_method: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # coverage and accuracy from the highest threshold on
-    for row in run.own_rows:
+    for row in run.drawn_rows:
         pools = [pool for held in run.held_out_sets if (pool := run.pools.of.get((row.method, held)))]
         if pools and all(pool.calibrated and pool.read for pool in pools):
             # every held-out set weighs the same, as in the mean of the first table

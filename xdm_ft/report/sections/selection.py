@@ -19,6 +19,7 @@ from xdm_ft.report.charts import INK, Figure, Line, Look, curves, looks, scatter
 from xdm_ft.report.finished import ORACLE, Run, items
 from xdm_ft.report.means import Picked
 from xdm_ft.report.words import EMPTY, axis_value, grouped, in_unit, number, oracle_mark, setting_text
+from xdm_ft.runtime.errors import signed
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 # ------------------------------------------------------------------------------------------------------------- searches
@@ -42,7 +43,7 @@ class Trial(NamedTuple):
 def search(run: Run) -> Section | None:
     """Scatter plots of each searched hyper-parameter, and a table of the picked trials per method."""
     picked = {record.key for record in run.picked}
-    by_method: dict[str, list[Trial]] = {label: [] for label in items(run.results)}
+    by_method: dict[str, list[Trial]] = {label: [] for label in run.looks}
     for record in run.records:
         value, pick = selection_value(record, run.own_rule), record.selected.get(run.own_rule)
         test = None if pick is None else getattr(pick.metrics["test"], run.metric)
@@ -110,7 +111,7 @@ def agreement(trials: Sequence[Trial]) -> str:
     if not defined:
         return "The rank correlation of selection and test value is not defined."
     mean = sum(defined) / len(defined)
-    return f"Rank correlation of selection and test value: {mean:+.2f} (mean over held-out sets and seeds)."
+    return f"Rank correlation of selection and test value: {signed(mean, 2)} (mean over held-out sets and seeds)."
 
 
 def _trial_text(run: Run, keys: Sequence[str], trial: Trial) -> str:
@@ -360,7 +361,8 @@ def wise_ft(run: Run) -> Section | None:
         picked = Cell(EMPTY if alpha is None else f"{alpha:g}", alpha)
         tested = [metric_cell(value, run.metric) for value in values]
         rows.append(cells(record.method, set_name(record.test_domains), record.seed, picked, *tested))
-    shown = list(groups.items())[:MAX_WISE_FT_FIGURES]
+    order = [*run.looks]
+    shown = sorted(groups.items(), key=lambda group: order.index(group[0][0]))[:MAX_WISE_FT_FIGURES]
     figures = [_wise_ft_figure(run, i, *key, [pick for _, pick in group]) for i, (key, group) in enumerate(shown)]
     at = [f"test at {what}" for what in ("α = 0", "α = 0.5", "α = 1", "the picked α")]
     header = ["method", "held out", "seed", "picked α", *at, "best on test"]
