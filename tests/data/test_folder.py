@@ -1,16 +1,21 @@
 """Images in folders: names from folders, stable order, one clear line for every fault."""
 
+import io
 import logging
 import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from xdm_ft.containers.files import group_of
 from xdm_ft.data.folder import Folder
-from xdm_ft.images.decode import UnreadableImage
+from xdm_ft.data.imagefolder import ImageFolder
+from xdm_ft.images.decode import UnreadableImage, decode, extensions, formats
 from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
 
@@ -43,18 +48,69 @@ def test_names_come_from_folders_and_rows_are_sorted(tmp_path: Path, monkeypatch
     assert dataset.name(3) == r"in/sketch/c\nc/a\nb.png"
 
 
-def test_ignored_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_yields_no_image_is_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, "d/c/a.png", "d/c/.hidden.png", "d/.cache/b.png", ".git/c/x.png", "d/loose.png")
     for name in ("README.txt", "d/c/Thumbs.db", "d/c/notes"):
         (tmp_path / name).write_text("x")
-    (tmp_path / "empty" / "c").mkdir(parents=True)
+    for name in ("empty/c", "d/mole/deep", "notes"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("notes/a.txt", "d/c/a.heic", "d/nevus/b.HEIC", "d/nevus/c.txt", "scans/c/1.2.840", "scans/c/x.nii.gz"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(128) + b"DICM" if "840" in name else b"x")
+    put(tmp_path, "d/c/photo", "d/c/photo.png_original")
     with caplog.at_level(logging.WARNING, "xdm_ft"):
         dataset = Folder(root=tmp_path)
     assert relative(dataset, tmp_path) == ["d/c/a.png"] and dataset.domain_names == ("d",)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: ignored 3 files without an image, the first: README.txt",
-        f"{tmp_path}: ignored 1 image outside a <domain>/<class> folder, the first: d/loose.png",
-    ]
+    assert caplog.messages == [f"{tmp_path}: ignored 5 files without an image, the first: README.txt"]
+    folders = "add images that can be read, or remove the folders"
+    assert dataset.left_out == (
+        '2 domains without any image: "empty" (its folder is empty), "scans" (its folder holds 2 other files: 1 .gz, '
+        f"1 without an extension); {folders}",
+        '2 classes without any image: "mole" (its folder is empty), "nevus" (its folder holds 2 other files: 1 .heic, '
+        f"1 .txt (pip install pillow-heif, which reads HEIC)); {folders}",
+        "1 image outside a <domain>/<class> folder, the first: d/loose.png; move them into one, or remove them",
+        "2 files without an extension not read, the first: d/c/photo; give them the extension of their format",
+        "2 .heic files not read, the first: d/c/a.heic; pip install pillow-heif, which reads HEIC",
+        "1 .gz file not read, the first: scans/c/x.nii.gz; convert them to PNG or TIFF, or remove them",
+        "1 .png_original file not read, the first: d/c/photo.png_original; convert them to PNG or TIFF, or remove them",
+    )
+
+
+def test_both_readers_of_folders_name_what_yields_no_image(tmp_path: Path) -> None:
+    put(tmp_path, "a/x/0.png", "a/y/0.png", "b/x/0.png", "b/y/0.png", "c/x/0.heic")
+    for dataset in (Folder(root=tmp_path), ImageFolder(root=tmp_path)):
+        assert dataset.domain_names == ("a", "b") and len(dataset) == 4
+        assert dataset.left_out[0].startswith('1 domain without any image: "c" (its folder holds 1 other file: 1 .heic')
+        assert dataset.left_out[1].startswith("1 .heic file not read, the first: c/x/0.heic; pip install pillow-heif")
+
+
+def test_heic_is_read_where_its_package_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package registers a format with Pillow; this one stands for it with the format that is there."""
+    put(tmp_path, "d/c/a.png", "d/c/b.heic")
+    (tmp_path / "d/c/b.heic").write_bytes(b"\0\0\0\x18ftypheic" + (tmp_path / "d/c/b.heic").read_bytes())
+
+    def register_heif_opener() -> None:
+        def opened(stream: io.BytesIO, name: str) -> Image.Image:
+            with stream:
+                return PngImageFile(io.BytesIO(stream.read()[12:]))
+
+        Image.register_open("HEIF", opened, lambda prefix: prefix[4:8] == b"ftyp")
+        Image.register_extension("HEIF", ".heic")
+
+    for registry in ("ID", "OPEN", "EXTENSION"):
+        monkeypatch.setattr(Image, registry, getattr(Image, registry).copy())
+    with pytest.raises(UnreadableImage, match="pip install pillow-heif, which reads HEIC"):
+        decode(tmp_path / "d/c/b.heic", "b.heic")
+    monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register_heif_opener))
+    for cached in (formats, extensions):
+        cached.cache_clear()
+    try:
+        dataset = Folder(root=tmp_path)
+        assert relative(dataset, tmp_path) == ["d/c/a.png", "d/c/b.heic"] and dataset.left_out == ()
+        assert dataset.image(1).size == (5, 4)
+    finally:
+        for cached in (formats, extensions):
+            cached.cache_clear()
 
 
 def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
@@ -123,7 +179,7 @@ def test_faults_are_one_clear_line(tmp_path: Path) -> None:
     assert fault(tmp_path / "flat").endswith(f"folders; {higher}")
     (tmp_path / "text/d/c").mkdir(parents=True)
     (tmp_path / "text/d/c/a.txt").write_text("x")
-    assert fault(tmp_path / "text").endswith("folders; it contains 1 other file")
+    assert fault(tmp_path / "text").endswith("folders; it contains 1 other file: 1 .txt")
     problem = r'data.group: "p\d" matches nothing in 1 of 2 paths, the first: d/c/q.png'
     assert fault(tmp_path / "good", r"p\d").startswith(problem)
 

@@ -159,7 +159,11 @@ def test_faults(folder, tmp_path):
             "nowhere",
             r"data.root: .* does not exist; set data.root to a folder",
         ),
-        (lambda path: ImageFolder(root=path), "empty", r"data.root: .*empty contains no folders; set data.root to"),
+        (
+            lambda path: ImageFolder(root=path),
+            "empty",
+            r"data.root: .*empty contains no images in .* folders; set data.root to",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             read(tmp_path / name)

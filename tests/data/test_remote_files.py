@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -289,6 +290,60 @@ def test_faults_of_tars(tmp_path: Path) -> None:
     assert list(expanded_braces("a{08..11}.tar")) == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
     assert list(expanded_braces("{x,y}/{1..2}")) == ["x/1", "x/2", "y/1", "y/2"]
     assert list(expanded_braces("plain")) == ["plain"]
+
+
+def of_members(path: Path, **members: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    return path
+
+
+def test_a_member_with_a_second_dot_is_an_image_and_others_are_named(tmp_path: Path) -> None:
+    """WebDataset's writer writes such keys, which its reader cuts at the first dot."""
+    photo = {"7_mag0.5.png": png(0), "7_mag0.5.cls": b"cat", "7_mag0.25.png": png(1), "7_mag0.25.cls": b"dog"}
+    of_members(tmp_path / "photo/0.tar", **photo, **{"v1.x.png": png(2), "v1.cls": b"cat", "._a.png": b"\0"})
+    masked = {"a.jpg": png(3), "a.mask.png": png(4), "a.npy": b"x", "a.json": b'{"label": "cat"}', "a.meta.json": b"?"}
+    lost = {
+        "b.dcm": b"x",
+        "b.cls": b"dog",
+        "c.cls": b"dog",
+        "d.heic": b"x",
+        "e": png(5),
+        "f.txt": b"",
+        "list.json": b"{}",
+    }
+    of_members(tmp_path / "scan/0.tar", **masked, **lost)
+    of_members(tmp_path / "scan/1.tar", **{"g.0.png": png(6), "g.0.cls": b"dog", "h.dcm": b"x"})
+    (tmp_path / "scan/2.tar.gz").write_bytes(b"x")
+    for _ in range(2):  # the second time it is remembered
+        data = WebDataset(file=tmp_path)
+        assert [data.content(row) for row in range(len(data))] == [png(number) for number in (0, 1, 2, 3, 6)]
+        assert [data.class_names[label] for label in data.labels] == ["cat", "dog", "cat", "cat", "dog"]
+        assert data.domain_names == ("photo", "scan") and data.domains.tolist() == [0, 0, 0, 1, 1]
+        assert data.name_in_data(0) == "photo/0.tar, 7_mag0.5.png"
+        assert [line.rpartition("; ")[0] for line in data.left_out] == [
+            "2 .dcm files not read, the first: b.dcm",
+            "1 file without an extension not read, the first: e",
+            "1 .cls file not read, the first: c.cls",
+            "1 .heic file not read, the first: d.heic",
+            "1 .png file not read, the first: a.mask.png",
+            "1 .gz file not read, the first: scan/2.tar.gz",
+        ]
+    two = of_members(tmp_path / "2.tar", **{"x.left.png": png(0), "x.right.png": png(1), "x.cls": b"cat"})
+    assert "x.left.png and x.right.png are two images of one key" in line(lambda: WebDataset(file=two))
+    none = of_members(tmp_path / "3.tar", **{"x.dcm": b"x", "x.cls": b"cat"})
+    assert "no images (known by their extensions): 1 other file: 1 .dcm; remove" in line(lambda: WebDataset(file=none))
+
+
+def test_files_beside_those_that_are_read_are_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "0.parquet", range(3), 3)
+    write_parquet(tmp_path / "more/1.parquet", range(3), 3)
+    lines = ("1 .parquet file not read, the first: more/1.parquet; unpack them, or name them in data.file",)
+    assert Parquet(file=tmp_path).left_out == lines and Parquet(file=tmp_path / "0.parquet").left_out == ()
 
 
 def test_processes_that_ask_at_once_make_it_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

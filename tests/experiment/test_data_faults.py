@@ -314,6 +314,24 @@ def test_only_files_of_equal_size_are_opened(monkeypatch):
     assert len(lines()) == 1 and opened == [], "the index of hashes was not read"
 
 
+def test_what_yields_no_image_is_reported_by_all(reported):
+    for image in sorted(Path("images/c/dog").iterdir())[1:]:
+        image.rename(image.with_suffix(".heic"))
+    Path("images/b/eel").mkdir()
+    findings, results = reported("report={page: true}")
+    first, second, *_ = findings
+    eel = 'left out: 1 class without any image: "eel" (its folder is empty)'
+    heic = "left out: 3 .heic files not read"
+    assert first.startswith(f"{eel} → add images") and second.startswith(
+        f"{heic}, the first: c/dog/1.heic → pip install"
+    )
+    page = (RUN / "report.html").read_text()
+    assert eel.replace('"', "&#34;") in page and heic in page and "1.heic" not in page
+    with_names = document(RUN)["findings"] == results["findings"]
+    assert main(["run", "small.yaml", "report={page: true, images: true}"]) == 0 and with_names
+    assert "the first: c/dog/1.heic" in (RUN / "report.html").read_text()
+
+
 def test_end_to_end_no_cache_is_needed_and_empty_files_are_no_images():
     for domain in "ab":
         Path(f"images/{domain}/dog/empty.png").write_bytes(b"")

@@ -11,10 +11,11 @@ from typing import Any
 
 from xdm_ft.cli import Answer
 from xdm_ft.cli.arguments import STORED
+from xdm_ft.containers.files import counted
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.predict import Columns, Format, Predictions, Tally, open_unfinished, refuse_taken
 from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
-from xdm_ft.export.sources import Sources, counted
+from xdm_ft.export.sources import Sources
 from xdm_ft.features import fast_batch_size
 from xdm_ft.new_site.threshold import read_threshold
 from xdm_ft.runtime import interrupt

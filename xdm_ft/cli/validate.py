@@ -14,7 +14,7 @@ from xdm_ft.cli.run import load_recipe
 from xdm_ft.cut.cut import describe_chain
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
-from xdm_ft.experiment.faults import faults
+from xdm_ft.experiment.faults import faults, log_left_out
 from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
 from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
@@ -48,6 +48,7 @@ def validate(recipe: Recipe) -> Answer:
     recipe = keep_choices_of_run(recipe)
     installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
+    log_left_out(dataset)
     plan = make_plan(recipe, dataset)
     fault, time, power = None, None, list[str]()
     prompts: list[str] | None = None  # exactly as the text encoder reads them; None: it has no text encoder

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.files import ImageFiles, PathsBelow, images_below, numbered, refuse_missing_folder
+from xdm_ft.containers.files import ImageFiles, PathsBelow, images_below, left_out, numbered, refuse_missing_folder
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, printable
@@ -57,9 +57,10 @@ class BenchmarkFolders(ImageFiles):
     def __init__(self, *, root: Root, counts: Counts = "published") -> None:
         self.base = base = self._find(expand_user(root, "data.root"))
         folder_of = self._domains(base)
-        images, _ = images_below(base)
+        tree = images_below(base)
+        self.left_out = left_out(base, tree, only=[*folder_of.values()])
         by_folder: dict[str, list[str]] = {folder: [] for folder in folder_of.values()}
-        for path in images:
+        for path in tree.images:
             by_folder.get(path.partition("/")[0], []).append(path)
         present = [domain for domain in self.domain_folders if domain in folder_of and by_folder[folder_of[domain]]]
         parts = [by_folder[folder_of[domain]] for domain in present]

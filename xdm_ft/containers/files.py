@@ -5,19 +5,37 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import compress, groupby
 from pathlib import Path
-from typing import Annotated, overload
+from typing import Annotated, NamedTuple, overload
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from xdm_ft.images.decode import EncodedImages, extensions
+from xdm_ft.images.decode import HEIC, HEIC_REMEDY, EncodedImages, extensions
 from xdm_ft.runtime.errors import UserError, plural, printable
 
 logger = logging.getLogger("xdm_ft")
 
+MAX_NAMED = 8  # classes, domains or extensions in a message; it counts the others
+DATA = re.compile(
+    r"\.(heic|heif|hif|avif|jxl|jp2|exr|hdr|eps|svg|wmf|emf|xcf|psd|psb|raw|dng|cr2|cr3|nef|arw|orf|rw2|raf|dcm|dicom|ima|"
+    r"nii|mha|mhd|nrrd|svs|ndpi|mrxs|scn|bif|vms|czi|nd2|lif|oib|oif|vsi|qptiff|npy|npz|mat|h5|hdf5|hdf|mp4|avi|mov|mkv|"
+    r"webm|mpg|mpeg)(\.gz)?$"
+)
+"""The ends of the names of images, scans, arrays and films. Those that Pillow reads are images."""
+NO_DATA = re.compile(r"\.(txt|csv|tsv|jsonl?|xml|ya?ml|md|html?|log|ini|db|py|cls)$")
+BEGIN_BYTES = 132
+STORED = (".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".parq", ".pq", ".arrow", ".feather")
+BEGINNINGS = (
+    (0, b"\xff\xd8\xff"), (0, b"\x89PNG"), (0, b"GIF8"), (0, b"II*\0"), (0, b"MM\0*"), (0, b"II+\0"), (0, b"8BPS"),
+    (8, b"WEBP"), (4, b"jP  "), (4, b"ftyp"), (0, b"\xff\x4f\xff\x51"), (128, b"DICM"), (0, b"\x93NUMPY"),
+)  # fmt: skip
+"""(byte, what is there) of files that are images or arrays, whatever they are called."""
+OF_SYSTEMS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 TREE = "set data.root to a folder of <domain>/<class>/<image>"  # the end of a message about `data.root`
 
 
@@ -38,6 +56,9 @@ GroupPattern = Annotated[
         "independent"
     ),
 ]
+
+
+Kinds = dict[str, tuple[int, str]]  # extension → number of files, and the first
 
 
 class PathsBelow(Sequence[str]):
@@ -116,31 +137,77 @@ def refuse_missing_folder(root: Path, remedy: str) -> None:
         raise UserError(f"data.root: {root} {problem}; {remedy}")
 
 
-def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[str], list[str]]:
-    """Returns the images in such `folders` of `root` or deeper, and all files there.
+class Tree(NamedTuple):
+    """What lies below a folder: paths relative to it, with slashes, in the order of their names."""
 
-    Paths are relative to `root`, with slashes, in the order of their names. Hidden files are skipped. Links are
-    followed, but not in circles. The log counts the other files and the images in other folders.
+    images: list[str]
+    files: list[str]  # all
+    folders: list[str]  # with or without files in them, a slash at their ends
+
+
+def images_below(root: Path, depth: int = 2) -> Tree:
+    """Returns the images that are so many folders below `root` or deeper, and all files and folders there.
+
+    Hidden ones are skipped. Links are followed, but not in circles.
     """
-    depth = folders.count("/") + 1
-    images, files = list[str](), list[str]()
+    images, files, folders = list[str](), list[str](), dict[str, None]()
     for below, names in _files(str(root), "", set()):
         paths = [below + name for name in names]
         files += paths
+        folders[below] = None
         if below.count("/") >= depth:
             images += _images(paths)
-    if images and len(images) < len(files):
-        deep, of_any_depth = set(images), set(_images(files))
-        others = [path for path in files if path not in of_any_depth]
-        higher = [path for path in files if path in of_any_depth and path not in deep]
-        for paths, kind, what in (
-            (others, "file", "without an image"),
-            (higher, "image", f"outside a {folders} folder"),
-        ):
-            if paths:
-                count = plural(len(paths), kind)
-                logger.warning("%s: ignored %s %s, the first: %s", root, count, what, paths[0])
-    return images, files
+    return Tree(images, files, list(folders))
+
+
+def left_out(
+    root: Path, tree: Tree, levels: Sequence[str] = ("domain", "class"), only: Collection[str] | None = None
+) -> tuple[str, ...]:
+    """Returns the lines of `ImageDataset.left_out` for the domains, classes and files of a tree that yield no image.
+
+    `levels`: what the folders are, from the root; `only`: the folders in it that count. The log counts the files that
+    are no data.
+    """
+    of_any_depth, deep = set(_images(tree.files)), set(tree.images)
+    others = [path for path in tree.files if path not in of_any_depth and (only is None or path.split("/")[0] in only)]
+    is_data = [looks_like_data(path, partial(_begin, os.path.join(root, path))) for path in others]
+    data, notes = [list(compress(others, map(flag.__eq__, is_data))) for flag in (True, False)]
+    if notes:
+        count = plural(len(notes), "file")
+        logger.warning("%s: ignored %s without an image, the first: %s", root, count, notes[0])
+    parts = [path.split("/")[:-1] for path in tree.folders]
+    parts = [part for part in parts if OF_SYSTEMS.isdisjoint(part) and (only is None or {*part[:1]} <= {*only})]
+    lines = [line for level, what in enumerate(levels) for line in _empty(tree, level, what, parts, others, {*data})]
+    if only is None and (higher := [path for path in tree.files if path in of_any_depth and path not in deep]):
+        where = f"outside a {'/'.join(f'<{level}>' for level in levels)} folder"
+        lines.append(
+            f"{plural(len(higher), 'image')} {where}, the first: {higher[0]}; move them into one, or remove them"
+        )
+    return (*lines, *not_read(kinds_of(data)))
+
+
+def _empty(
+    tree: Tree, level: int, what: str, folders: list[list[str]], others: list[str], data: set[str]
+) -> Iterator[str]:
+    """Yields the line on the names at one level of the tree under which no image lies. A folder of notes is no domain.
+
+    `folders`: the parts of their paths; `others`: the files that are no images, of which `data` look like it.
+    """
+    full = {folder.split("/")[level] for folder in {path[: path.rfind("/")] for path in tree.images}}
+    holding = {part[level]: list[str]() for part in folders if len(part) > level and part[level] not in full}
+    for path in others:
+        if path.count("/") > level and (name := path.split("/")[level]) in holding:
+            holding[name].append(path)
+    have_folders = {part[level] for part in folders if len(part) > level + 1}
+    names = [
+        f'"{name}" ({f"its folder holds {counted(Counter(map(kind_of, files)))}" if files else "its folder is empty"})'
+        for name, files in sorted(holding.items())
+        if what != "domain" or name in have_folders or not files or not data.isdisjoint(files)
+    ]
+    if names:
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        remedy = "add images that can be read, or remove the folders"
+        yield f"{plural(len(names), what)} without any image: {', '.join(names[:MAX_NAMED])}{more}; {remedy}"
 
 
 def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
@@ -158,6 +225,8 @@ def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[t
     # same images. Within a class it has every folder read, as folders that link to each other would repeat
     # exponentially.
     in_class = below.count("/") >= 2  # domain/class/
+    if not names:
+        yield below, []
     for are_folders, run in groupby(names, folders.__contains__):
         if are_folders:
             for name in run:
@@ -181,6 +250,73 @@ def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], s
     except OSError as error:
         raise UserError(f"{key}: {folder} cannot be read: {error.strerror}") from error
     return status, sorted([entry.name for entry in entries]), folders
+
+
+def looks_like_data(name: str, begin: Callable[[], bytes]) -> bool:
+    """Whether a file or member that is no image to us may be one elsewhere: by its extension, else by how it begins."""
+    name = name.lower()
+    if NO_DATA.search(name):
+        return False
+    return bool(DATA.search(name)) or any(begin()[at:].startswith(sign) for at, sign in BEGINNINGS)
+
+
+def _begin(file: str) -> bytes:
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(BEGIN_BYTES)
+    except OSError:  # a link to nothing
+        return b""
+
+
+def kind_of(name: str) -> str:
+    """Returns the extension in lower case with the dot; "" without one."""
+    extension = os.path.splitext(name)[1].lower()
+    # DICOM's names may be numbers with dots
+    return "" if extension[1:].isdigit() else extension
+
+
+def kinds_of(names: Iterable[str]) -> Kinds:
+    """Returns {extension: (number of names, the first)}, in lower case with the dot; "" for those without one."""
+    kinds: Kinds = {}
+    for name in names:
+        number, first = kinds.get(kind_of(name), (0, name))
+        kinds[kind_of(name)] = number + 1, first
+    return kinds
+
+
+def not_read(kinds: Kinds, otherwise: str = "convert them to PNG or TIFF, or remove them") -> tuple[str, ...]:
+    """Returns a line of `ImageDataset.left_out` for each kind of files or members, the largest numbers first.
+
+    `otherwise`: the remedy of a kind that has none of its own.
+    """
+    remedies = dict.fromkeys(HEIC, HEIC_REMEDY) | {
+        "": "give them the extension of their format",
+        ".cls": "add the image",
+    }
+    remedies |= dict.fromkeys(extensions(), "give each image a label of its own, or remove them")
+    lines = list[str]()
+    for kind, (number, first) in sorted(kinds.items(), key=lambda item: (-item[1][0], item[0]))[:MAX_NAMED]:
+        count = plural(number, f"{kind} file") if kind else f"{plural(number, 'file')} without an extension"
+        lines.append(f"{count} not read, the first: {first}; {remedies.get(kind, otherwise)}")
+    return tuple(lines)
+
+
+def beside(folder: str, files: Collection[str]) -> tuple[str, ...]:
+    """Returns the lines of `ImageDataset.left_out` on tables and archives in a local folder that are not in `files`."""
+    root, read = Path(folder).expanduser().absolute(), {*files}
+    there = (path for path in sorted(root.rglob("*")) if path.suffix.lower() in STORED and path.is_file())
+    others = (str(path.relative_to(root)) for path in there if str(path) not in read)
+    return not_read(kinds_of(others), "unpack them, or name them in data.file")
+
+
+def counted(others: Mapping[str, int]) -> str:
+    """Returns "12 other files: 10 .dcm, 2 .txt"."""
+    ranked = sorted(others.items(), key=lambda item: (-item[1], not item[0], item[0]))
+    named = [f"{number} {printable(extension) or 'without an extension'}" for extension, number in ranked[:MAX_NAMED]]
+    more = sum(number for _, number in ranked[MAX_NAMED:])
+    named += [f"{more} with other extensions"] if more else []
+    hint = "" if others.keys().isdisjoint(HEIC) else f" ({HEIC_REMEDY})"
+    return f"{plural(sum(others.values()), 'other file')}: {', '.join(named)}{hint}"
 
 
 def is_image(path: str) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
+from xdm_ft.containers.files import beside
 from xdm_ft.containers.remote import list_files, open_file, state_of
 from xdm_ft.containers.tables import encode_names, join_tables, name_columns, number_names
 from xdm_ft.images import ImageDataset
@@ -65,6 +66,7 @@ class FeatureTable(ImageDataset):
         table = join_tables([table for _, table in parts], self.where)
         columns = [name for name in table.column_names if name != "id"]
         name_columns(self, table, self.where, {name: name for name in columns})
+        self.left_out = beside(file, files)
         self.ids: tuple[tuple[str, ...], np.ndarray] | None = None  # the names, and which one a row has
         if "id" in table.column_names:
             self.ids = number_names(table["id"], self.where, "id", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from bisect import bisect_left
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -15,9 +16,12 @@ from xdm_ft.containers.files import (
     GroupPattern,
     ImageFiles,
     PathsBelow,
+    counted,
     groups_of,
     images_below,
     is_image,
+    kind_of,
+    left_out,
     numbered,
     refuse_missing_folder,
 )
@@ -28,8 +32,9 @@ from xdm_ft.storage.names import expand_user
 class Folder(ImageFiles):
     """Images of any format that Pillow reads, in a class folder or deeper, in the order of their paths.
 
-    Classes are those of all domains together, sorted. Hidden files are skipped. Files that are not images, or are
-    outside a class folder, are ignored and counted in the log. Links are followed, but not in circles.
+    Classes are those of all domains together, sorted. Hidden files are skipped. `left_out`
+    names folders without any image and files that look like data; the log counts other files. Links are followed, but
+    not in circles.
     """
 
     folder_order = True
@@ -42,11 +47,13 @@ class Folder(ImageFiles):
     ) -> None:
         root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
-        images, files = images_below(root)
+        tree = images_below(root)
+        images = tree.images
         if not images:
             raise UserError(
-                f"data.root: {root} contains no images in <domain>/<class>/ folders; {_what_is_there(root, files)}"
+                f"data.root: {root} contains no images in <domain>/<class>/ folders; {_what_is_there(root, tree.files)}"
             )
+        self.left_out = left_out(root, tree)
         self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
         # per class folder instead of per image: splitting the paths of a million images takes long
         folders, counts = list[str](), list[int]()  # class folders, and how many images each has
@@ -78,4 +85,4 @@ def _what_is_there(root: Path, files: list[str]) -> str:
         return (
             f"it contains {count} outside class folders, such as {printable(higher[0])}; move them into class folders"
         )
-    return f"it contains {plural(len(files), 'other file')}" if files else "it is empty"
+    return f"it contains {counted(Counter(map(kind_of, files)))}" if files else "it is empty"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.containers.files import TREE, refuse_missing_folder
+from xdm_ft.containers.files import TREE, images_below, left_out, refuse_missing_folder
 from xdm_ft.containers.tables import Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.names import expand_user
@@ -25,12 +25,13 @@ class ImageFolder(ImageTable):
 
         root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
-        domains = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-        where = printable(root)
+        tree, where = images_below(root), printable(root)
+        domains = [root / name for name in dict.fromkeys(path.split("/")[0] for path in tree.images)]
         if not domains:
-            raise UserError(f"data.root: {where} contains no folders; {TREE}")
+            raise UserError(f"data.root: {where} contains no images in <domain>/<class>/ folders; {TREE}")
         # numbered, as `datasets` allows fewer characters in the name of a split than a folder may have
         files = {f"domain{number}": f"{path.absolute()}/**" for number, path in enumerate(domains)}
         splits = load(lambda: load_dataset("imagefolder", data_files=files, keep_in_memory=False), where, TREE)
         parts = {path.name: splits[split] for path, split in zip(domains, files, strict=True)}
         self._fill(parts, FROM_FOLDERS, where)
+        self.left_out = left_out(root, tree)

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers import CacheSize, PiecedImages, open_files
+from xdm_ft.containers.files import beside
 from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
 from xdm_ft.containers.tables import OWN_COLUMNS, Columns, encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images import Container, FileState, Pieces
@@ -68,6 +69,7 @@ class Parquet(PiecedImages):
         table = join_tables(indexes, self.where)
         self.domain_names, self.domains = ("train",), np.zeros(len(table), np.int64)
         name_columns(self, table, self.where, named, described[0]["class_names"])
+        self.left_out = beside(file, files)
         self.image_names = table[IMAGE_NAMES] if IMAGE_NAMES in table.column_names else None
 
     def name(self, row: int) -> str:

@@ -6,7 +6,9 @@ import json
 import os
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
@@ -15,11 +17,21 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers import CacheSize, PiecedImages, in_loader, open_files
-from xdm_ft.containers.files import numbered
+from xdm_ft.containers.files import (
+    BEGIN_BYTES,
+    Kinds,
+    beside,
+    counted,
+    kind_of,
+    kinds_of,
+    looks_like_data,
+    not_read,
+    numbered,
+)
 from xdm_ft.containers.remote import is_remote, list_files, open_file, read_range
 from xdm_ft.containers.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images import Container, FileState, Pieces
-from xdm_ft.images.decode import extensions
+from xdm_ft.images.decode import HEIC, extensions
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 
 if TYPE_CHECKING:
@@ -31,7 +43,7 @@ START, SIZE, MEMBER = "\0start", "\0size", "\0member"  # columns of an index; no
 BLOCK = 512  # bytes, of which a tar consists
 REMOTE_BYTES = 1 << 24  # of a remote tar, per request
 LOCAL_BYTES = 1 << 13  # of a local tar: its headers are read, and images skipped
-LABEL = "cls"  # extension of the member that holds the class
+LABEL = ".cls"  # extension of the member that holds the class
 
 
 class WebDataset(PiecedImages):
@@ -59,7 +71,8 @@ class WebDataset(PiecedImages):
         of_names = keys.model_dump()
 
         def index_of(address: str, state: FileState) -> Table:
-            key = repr(["tar", 3, address, state, of_names])  # 1: versions that took any damage for the end of a tar
+            # 1: versions that took any damage for the end of a tar; 3: those that did not read 0.5x.jpg
+            key = repr(["tar", 4, HEIC[0] in extensions(), address, state, of_names])
             return remembered_table(key, lambda: read_tar(address, state, of_names))
 
         states, indexes = open_files(files, index_of)
@@ -72,6 +85,12 @@ class WebDataset(PiecedImages):
         self.domains = np.repeat(of_file, rows)
         # `key and name`: columns of the index have our names, whatever the keys of KEY.json are called
         name_columns(self, table, self.where, {name: key and name for name, key in of_names.items()})
+        unread: Kinds = {}
+        for index in indexes:
+            for kind, (number, first) in json.loads(index.schema.metadata[b"left_out"]).items():
+                before = unread.get(kind, (0, first))
+                unread[kind] = before[0] + number, before[1]
+        self.left_out = (*not_read(unread), *beside(str(file), files))
 
     def name(self, row: int) -> str:
         return printable(f"{self.container.files[self._file(row)]}, {self.members[int(row)]}")
@@ -149,13 +168,16 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
     """Returns a row for each image of a tar, in the order of its members: `START` and `SIZE` (bytes), `MEMBER` (name).
 
     `keys`: {label, domain, group or split: its key in KEY.json, None: it is not there}; each is a column. The label may
-    be in KEY.cls instead. Keys without an image are skipped. Raises `UserError`, one line.
+    be in KEY.cls instead. Its schema's metadata have the names of members that look like data and are not read.
+    Raises `UserError`, one line.
     """
     import pyarrow
 
-    samples = list(_samples(address, state))
+    unread = list[str]()
+    samples = list(_samples(address, state, unread))
     if not samples:
-        raise UserError(f"{address}: the tar contains no images (known by their extensions); remove it")
+        others = f": {counted(Counter(map(kind_of, unread)))}" if unread else ""
+        raise UserError(f"{address}: the tar contains no images (known by their extensions){others}; remove it")
     columns = {
         START: pyarrow.array([sample.image.offset_data for sample in samples], pyarrow.int64()),
         SIZE: pyarrow.array([sample.image.size for sample in samples], pyarrow.int64()),
@@ -169,7 +191,7 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
                 many = f"has values of several types ({', '.join(kinds)})"
                 raise UserError(f"{address}: key {key} {many}; write one type")
             columns[name] = encode_names(pyarrow.chunked_array([cells]), f"{printable(address)}: key {key}")
-    return pyarrow.table(columns)
+    return pyarrow.table(columns).replace_schema_metadata({"left_out": json.dumps(kinds_of(unread))})
 
 
 def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
@@ -187,41 +209,62 @@ def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
     return cell
 
 
-def _samples(address: str, state: FileState) -> Iterator[_Sample]:
-    """Yields the keys with an image. The members of a key follow each other in a tar, as in WebDataset."""
-    for key, members in groupby(_members(address, state), lambda member: _key_and_extension(member[0].name)[0]):
-        image, label, values = None, None, {}
-        for member, content in members:
-            extension = _key_and_extension(member.name)[1]
-            where = f"{printable(address)}: {printable(member.name)}"
-            try:
-                if f".{extension.lower()}" in extensions():
-                    if image is not None:
-                        both = f"{printable(image.name)} and {printable(member.name)}"
-                        raise UserError(f"{address}: {both} are two images of one key; give each its own key")
-                    image = member
-                elif content is not None and extension == LABEL:
-                    label = content.decode().strip()
-                elif content is not None:
-                    values = json.loads(content)
-            except ValueError as error:
-                raise UserError(f"{where}: cannot be read ({error}); write it as UTF-8 text") from error
-            if not isinstance(values, dict):
-                raise UserError(f"{where}: it must be a JSON object, with a key for each name")
-        if image is not None:
-            yield _Sample(key, image, label, values)
+def _samples(address: str, state: FileState, unread: list[str]) -> Iterator[_Sample]:
+    """Yields the images with what is known of them, and adds the names of members that look like data to `unread`.
+
+    WebDataset cuts names at the first dot; the members of such a key follow each other. Of a key with several images,
+    `x.jpg` and `x.mask.png`, the image is that of the key itself, and every other one that has labels of its own: of
+    0.25.jpg, 0.25.cls, 0.5.jpg and 0.5.cls both.
+    """
+    for key, group in groupby(_members(address, state), lambda member: _key(member[0].name)):
+        texts, images, data = dict[str, dict[str, bytes]](), list[tuple[str, tarfile.TarInfo]](), list[str]()
+        for member, content, is_data in group:
+            stem, extension = os.path.splitext(member.name)
+            if content is not None:
+                texts.setdefault(stem, {})[extension] = content
+            elif extension.lower() in extensions():
+                images.append((stem, member))
+            elif is_data:
+                data.append(member.name)
+        own = [image for image in images if image[0] in {key, *texts}]
+        chosen = own or images
+        if len(chosen) > len({stem for stem, _ in own}) and len(chosen) > 1:
+            both = f"{printable(chosen[0][1].name)} and {printable(chosen[1][1].name)}"
+            raise UserError(f"{address}: {both} are two images of one key; give each its own key")
+        for stem, image in chosen:
+            yield _Sample(stem, image, *_said(address, stem if stem in texts else key, texts))
+        unread += [image.name for stem, image in images if (stem, image) not in chosen]
+        if not images:
+            labels = [f"{stem}{LABEL}" for stem, of_stem in texts.items() if LABEL in of_stem]
+            unread += data or labels[:1]
 
 
-def _key_and_extension(name: str) -> tuple[str, str]:
-    """Returns `folder/key` and `extension` of the member folder/key.extension, as WebDataset cuts it."""
+def _said(address: str, stem: str, texts: Mapping[str, Mapping[str, bytes]]) -> tuple[str | None, dict[str, Any]]:
+    """Returns the text of STEM.cls, None without one, and the object in STEM.json."""
+    label, values = None, {}
+    for extension, content in texts.get(stem, {}).items():
+        where = f"{printable(address)}: {printable(stem)}{extension}"
+        try:
+            if extension == LABEL:
+                label = content.decode().strip()
+            else:
+                values = json.loads(content)
+        except ValueError as error:
+            raise UserError(f"{where}: cannot be read ({error}); write it as UTF-8 text") from error
+        if not isinstance(values, dict):
+            raise UserError(f"{where}: it must be a JSON object, with a key for each name")
+    return label, values
+
+
+def _key(name: str) -> str:
+    """Returns `folder/key` of the member folder/key.extension, as WebDataset cuts it."""
     folder, base = os.path.split(name)
-    stem, _, extension = base.partition(".")
-    return os.path.join(folder, stem), extension
+    return os.path.join(folder, base.partition(".")[0])
 
 
-def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
-    """Yields the regular files in a tar, KEY.cls and KEY.json with their bytes. A remote tar is read once, from front
-    to back.
+def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, bytes | None, bool]]:
+    """Yields the regular files in a tar, KEY.cls and KEY.json with their bytes, and whether they look like data. Hidden
+    ones, such as ._x.jpg of a Mac, are skipped. A remote tar is read once, from front to back.
 
     Raises `UserError` where the tar is damaged or cut, and for an image that is a link or sparse.
     """
@@ -232,11 +275,14 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
         with reader, tarfile.open(fileobj=reader, mode="r:") as file:
             for member in file:
                 offset, after = min(file.offset, state.size), f", after the member {printable(member.name)}"
-                extension = _key_and_extension(member.name)[1]
-                if member.isreg() and not member.issparse():
-                    content = file.extractfile(member) if extension in (LABEL, "json") else None
-                    yield member, None if content is None else content.read()
-                elif f".{extension.lower()}" in extensions() and not member.isdir():
+                extension = os.path.splitext(member.name)[1]
+                if os.path.basename(member.name).startswith("."):
+                    pass
+                elif member.isreg() and not member.issparse():
+                    content = file.extractfile(member) if extension in (LABEL, ".json") else None
+                    is_data = looks_like_data(member.name, partial(_begin, file, member))
+                    yield member, None if content is None else content.read(), is_data
+                elif extension.lower() in extensions() and not member.isdir():
                     raise UserError(
                         f"{address}: {member.name} is a link or sparse; write each image in full "
                         "(GNU tar: --dereference --hard-dereference, without --sparse)"
@@ -249,6 +295,11 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
     if problem is not None:
         remedy = "copy the file again, or write it again as one tar without compression"
         raise UserError(f"{address}: byte {offset}{after}: {problem}; {remedy}")
+
+
+def _begin(file: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    content = file.extractfile(member)
+    return b"" if content is None else content.read(BEGIN_BYTES)
 
 
 def _fault_of_end(reader: BinaryIO, offset: int) -> str | None:

@@ -28,7 +28,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster import check_cluster
     from xdm_ft.experiment.estimate import encoder_costs, first_lines
-    from xdm_ft.experiment.faults import faults, keep_copies, log_findings
+    from xdm_ft.experiment.faults import faults, keep_copies, log_findings, log_left_out
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.label_curve import label_curve
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
@@ -50,6 +50,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
         on_cluster = check_cluster(recipe)
         with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
+            if main:
+                log_left_out(dataset)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
             encoders = build_encoders(recipe, dataset)
             if (served := with_text(recipe, encoders)) is not recipe:

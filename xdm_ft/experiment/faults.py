@@ -52,6 +52,7 @@ def fault(what: str, error: UserError) -> Iterator[Finding]:
 
 
 SITE_CLASS = "site × class"
+LEFT_OUT = "left out"  # the check that finds what yields no image; it is reported as soon as the data are read
 COPIED = "images"  # the check that finds copies
 ROLES = ("training", "validation", "test")
 TESTED = ("test", "val_domain")
@@ -79,6 +80,7 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
     domain that is also a training domain under such a name would not be unseen. Classes may have no image in some
     domain, or so few domains that class and domain cannot be told apart, unless the data set is published so.
     """
+    yield from left_out(dataset)
     site_class, how = site_class_of(dataset), "differ only in case, spaces or the form of a number"
     images, remedy = site_class.counts, "give them one name in the data, or clearly different names"
 
@@ -98,6 +100,12 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
         remedy = "add images of other classes there or of these classes elsewhere, else a model may learn the site"
         yield Finding(SITE_CLASS, f"cannot be told apart: {_listed(site_class.confounded)}", remedy)
     yield from _repeated_images(dataset, hashes, splits)
+
+
+def left_out(dataset: ImageDataset) -> Iterator[Finding]:
+    """Yields what looks like data and yields no image: domains, classes, files."""
+    if dataset.left_out:
+        yield from fault(LEFT_OUT, UserError(*dataset.left_out))
 
 
 def plan_faults(plan: Plan) -> Iterator[Finding]:
@@ -212,11 +220,17 @@ def _divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[
             yield Finding("groups", f"{count} in training and {part}: {_listed(pairs)}", remedy)
 
 
+def log_left_out(dataset: ImageDataset) -> None:
+    """Warns of what yields no image: the first lines of a run."""
+    for finding in left_out(dataset):
+        logger.warning("finding: %s", finding.line)
+
+
 def log_findings(findings: Sequence[Finding], copies: str) -> None:
-    """Warns of what is wrong with the data. `copies`: where all copies are listed; "": that was said at an earlier
+    """Warns of what else is wrong with the data. `copies`: where all copies are listed; "": that was said at an earlier
     start."""
     for finding in findings:
-        if finding.what != COPIED:
+        if finding.what not in (COPIED, LEFT_OUT):
             logger.warning("finding: %s", finding.line)
-        elif copies:
+        elif finding.what == COPIED and copies:
             logger.warning("finding: %s%s", finding.line, copies)

@@ -16,10 +16,13 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import numpy as np
 
 from xdm_ft.containers.files import (
+    counted,
     group_of,
     groups_of,
     images_below,
     is_image,
+    kind_of,
+    left_out,
     numbered,
     refuse_missing_folder,
     visible_entries,
@@ -33,7 +36,6 @@ from xdm_ft.storage.names import expand_user
 logger = logging.getLogger("xdm_ft")
 STDIN = "-"
 TABLES = (".csv", ".parquet")
-MAX_NAMED = 8  # extensions in a message; it counts the others
 ROWS_AT_ONCE = 1024  # of a Parquet table
 Purpose = Literal["evaluate", "adapt"]
 FOR = "for"  # the column of a table that says for which purpose an image was labelled
@@ -131,18 +133,7 @@ class Sources:
                 if is_image(file):
                     yield file
                 else:
-                    extension = os.path.splitext(file)[1].lower()
-                    # DICOM's names may be numbers with dots
-                    self.others["" if extension[1:].isdigit() else extension] += 1
-
-
-def counted(others: Mapping[str, int]) -> str:
-    """Returns "12 other files: 10 .dcm, 2 .txt"."""
-    ranked = sorted(others.items(), key=lambda item: (-item[1], not item[0], item[0]))
-    named = [f"{number} {printable(extension) or 'without an extension'}" for extension, number in ranked[:MAX_NAMED]]
-    more = sum(number for _, number in ranked[MAX_NAMED:])
-    named += [f"{more} with other extensions"] if more else []
-    return f"{plural(sum(others.values()), 'other file')}: {', '.join(named)}"
+                    self.others[kind_of(file)] += 1
 
 
 def _matches(pattern: str) -> Iterator[str]:
@@ -364,17 +355,21 @@ def _labelled_images(root: Path, numbers: Mapping[str, int]) -> tuple[list[str],
     known classes, the level that has some is that of the classes.
     """
     refuse_missing_folder(root, LAYOUTS)
-    images, _ = images_below(root, "<class>")
+    tree = images_below(root, depth=1)
+    images = tree.images
     if not images:
         raise UserError(f"{root}: contains no images in class folders; {LAYOUTS}")
     levels = [path.split("/") for path in images]
     first = {printable(folders[0]) for folders in levels}
     second = {printable(folders[1]) for folders in levels if len(folders) > 2}
     if first <= numbers.keys() or second.isdisjoint(numbers):
+        _warn_of(root, left_out(root, tree, ("class",)))
         return images, [folders[0] for folders in levels], [root.resolve().name] * len(images)
-    outside = [path for path in images if path.count("/") < 2]
-    if outside:
-        ignored = plural(len(outside), "image")
-        logger.warning("%s: ignored %s outside a <domain>/<class> folder: %s", root, ignored, outside[0])
     levels = [folders for folders in levels if len(folders) > 2]
+    _warn_of(root, left_out(root, tree._replace(images=["/".join(folders) for folders in levels])))
     return ["/".join(folders) for folders in levels], [folders[1] for folders in levels], [f[0] for f in levels]
+
+
+def _warn_of(root: Path, lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.warning("%s: %s", root, line)

@@ -74,6 +74,8 @@ class ImageDataset(ABC):
     """Whether there are images; else rows have `features` that were computed elsewhere."""
     container: Container | None = None
     """Where `content` reads bytes from, if it is a table on the disk: as long as its files stay, so do all contents."""
+    left_out: tuple[str, ...] = ()
+    """What looks like data and yields no image, a line each: "problem, the first: NAME; remedy"."""
     as_published: bool = False
     """Whether the images are known to be the published ones. A class missing from a domain is then not reported."""
 

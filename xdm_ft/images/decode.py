@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import io
 import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ ROWS_AT_ONCE = 1024  # that are given to the threads together
 NAMED_AT_MOST = 3  # faults that a message names; it counts the others
 NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but cannot decode them
 EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a program
+HEIC = (".heic", ".heif", ".hif")
+HEIC_REMEDY = "pip install pillow-heif, which reads HEIC"
 OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
 
 logger = logging.getLogger("xdm_ft")
@@ -75,15 +78,18 @@ def memory_of(name: str) -> Iterator[None]:
 
 @functools.lru_cache
 def formats() -> tuple[str, ...]:
-    """Returns Pillow's names of the formats that `decode` reads."""
+    """Returns Pillow's names of the formats that `decode` reads: HEIC is one where `pillow_heif` is installed."""
     Image.init()
+    with suppress(ImportError):
+        importlib.import_module("pillow_heif").register_heif_opener()
     return tuple(name for name in Image.OPEN if name not in NOT_DECODED | EXECUTED)
 
 
 @functools.lru_cache
 def extensions() -> frozenset[str]:
     """Returns the file name extensions of `formats()`, in lower case, with the dot."""
-    return frozenset(extension for extension, name in Image.registered_extensions().items() if name in formats())
+    names = formats()  # first, as it registers more
+    return frozenset(extension for extension, name in Image.registered_extensions().items() if name in names)
 
 
 class _PillowWarnings:
@@ -157,7 +163,8 @@ def open_image(source: Path | bytes, name: str) -> Iterator[Image.Image]:
     except MemoryError:
         raise
     except Image.UnidentifiedImageError as error:
-        raise UnreadableImage(name, "not an image in a format that Pillow reads") from error
+        hint = f"; {HEIC_REMEDY}" if name.lower().endswith(HEIC) else ""
+        raise UnreadableImage(name, f"not an image in a format that Pillow reads{hint}") from error
     except Image.DecompressionBombError as error:  # above twice the limit
         raise UnreadableImage(name, f"more pixels than the limit of {Image.MAX_IMAGE_PIXELS}") from error
     except Exception as error:  # damaged files make Pillow's decoders raise nearly any type

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xdm_ft.containers.files import counted
 from xdm_ft.export.choose import training_images
 from xdm_ft.export.expected import are_among, checksums, first_of_each
 from xdm_ft.export.predictor import Model, cache_of, store_of, stream
@@ -71,6 +72,8 @@ def unlabelled_images(model: Model, name: str, sources: Sources) -> Unlabelled:
     items = list(sources)
     if not items:
         raise UserError("PATH: no image is listed on standard input")
+    if sources.others:
+        logger.warning("%s", counted(sources.others))
     every = distinct(items, known_training_images(model, name))
     left = every.untrained()
     if not len(left.rows):

@@ -122,7 +122,12 @@ def data(run: Run) -> Section | None:
     number = plural(len(faults), "fault") if faults else "No fault"
     # a fault names image files, and a page may be handed on to others
     if not run.shows_images:
-        faults = [line.partition(":")[0] + ": details are in results.json" for line in faults]
+        faults = [
+            line.partition(", the first: ")[0]
+            if line.startswith("left out:")
+            else line.partition(":")[0] + ": details are in results.json"
+            for line in faults
+        ]
     tables = [Table(caption, header, rows)] if rows else []
     return make_section("data", tables=tables, notes=faults, data=words, faults=number, only=only)
 
