@@ -14,11 +14,14 @@ from PIL import Image
 from small_runs import document
 
 from xdm_ft.cli.parser import main
+from xdm_ft.data.table import Table
 from xdm_ft.experiment.faults import faults, roles
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.results import data_facts
 from xdm_ft.features import hashes as hashing
 from xdm_ft.recipe.check import load
+from xdm_ft.report.finished import read_run
+from xdm_ft.report.sections.about import data as section_about
 from xdm_ft.runtime.errors import UserError
 
 RUN = Path("output/small")
@@ -281,6 +284,56 @@ def test_a_random_split_tests_on_seen_domains(domains, reported):
     text = (RUN / "results.md").read_text().split("## How to read")[0]
     assert f"On test images of {results['tested_on']}, erm reaches" in text
     assert "never trained on" not in text
+
+
+def grouped_table(group_of, split_of=by_number):
+    """`table`, with a column group: `group_of(domain, number of the image)`."""
+    table(split_of)
+    header, *rows = csv.reader(Path("table.csv").read_text().splitlines())
+    rows = [[*row, group_of(row[2], int(Path(row[0]).stem))] for row in rows]
+    with open("table.csv", "w", newline="") as file:
+        csv.writer(file).writerows([[*header, "group"], *rows])
+
+
+def test_groups_that_a_given_split_divides_are_a_fault(reported, monkeypatch, capsys, tmp_path):
+    """Images 1 and 2 of a domain are one patient's: they train, and they select."""
+    grouped_table(lambda domain, i: f"{domain}{'0123'.replace('2', '1')[i]}")
+    findings, results = reported(*OFFICIAL)
+    [line] = findings
+    here = Path("images").absolute()
+    assert line.startswith(f"groups: 3 are in training and train_val: {here}/a/cat/1.png and {here}/a/cat/2.png; ")
+    assert line.endswith("→ change the split so that a group is on one side, or correct the groups")
+    assert results["data"]["groups"] == 9 and results["data"]["divided"] == ["3 in training and train_val"]
+    assert "3 of 3 groups of train_val also train" in results["summary"][0]["protocol"]
+    about = section_about(read_run(RUN)).about
+    assert "9 groups (patients, slides or sequences), of which the split divides 3 in training and train_val" in about
+    assert "1 fault" in about
+    capsys.readouterr()
+    assert main(["export", str(RUN), str(tmp_path / "model"), "--method", "erm"]) == 0
+    card = (tmp_path / "model/README.md").read_text()
+    assert "* The split divides groups (patients, slides or sequences): 3 in training and train\\_val." in card
+
+    monkeypatch.setattr(Table, "as_published", True)
+    [note] = faults(planned(*OFFICIAL), show=False)
+    assert note.remedy is None and note.line.startswith("groups: 3 are in training and train_val, as the data set is p")
+    facts = data_facts(planned(*OFFICIAL), [note])
+    assert facts["findings"] == [] and facts["data"]["divided"] == ["3 in training and train_val"]
+    capsys.readouterr()
+    assert main(["doctor", "small.yaml", *OFFICIAL]) == 0
+    shown = capsys.readouterr().out
+    assert f"ok     {note.line}" in shown and "no image occurs twice\n" in shown
+
+
+def test_a_group_that_selects_and_tests_is_divided_too():
+    grouped_table(lambda domain, i: f"{domain}{'0122'[i]}")
+    [line] = lines(*OFFICIAL)
+    assert line.startswith("groups: 3 are in train_val and test: ")
+    grouped_table(lambda domain, i: f"{domain}{i}")
+    assert lines(*OFFICIAL) == [] and data_facts(planned(*OFFICIAL), [])["data"]["divided"] == []
+    # leave-one-domain-out takes the validation images that come with the data
+    grouped_table(lambda domain, i: f"{domain}{'0112'[i]}", lambda domain, i: ["train", "train", "val", "train"][i])
+    [line] = lines(OFFICIAL[0])
+    assert line.startswith("groups: 3 are in training and train_val: ") and line.count("a/cat/1.png and") == 1
 
 
 def test_a_split_with_some_unseen_domains_names_the_others():

@@ -281,7 +281,10 @@ def check_data(
     except UserError as error:
         yield from fault("plan", error)
     hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
-    faults = list(data_faults(dataset, hashes, plan.splits_of_all_seeds if plan else ()))
-    faults += plan_faults(plan) if plan is not None else ()
-    yield from faults or [Finding("images and groups", "no image occurs twice, no group is in both training and test")]
+    found = list(data_faults(dataset, hashes, plan.splits_of_all_seeds if plan else ()))
+    found += plan_faults(plan) if plan is not None else ()
+    yield from found
+    if all(finding.remedy is None for finding in found):
+        undivided = "" if plan is None or found else ", no group is in both training and test"
+        yield Finding("images and groups", f"no image occurs twice{undivided}")
     return dataset, hashes, plan

@@ -28,7 +28,7 @@ logger = logging.getLogger("xdm_ft")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report. A finding with a remedy is a fault."""
+    """One line of a report. A finding with a remedy is a fault; without one it is a note."""
 
     what: str
     found: str
@@ -55,16 +55,14 @@ SITE_CLASS = "site × class"
 LEFT_OUT = "left out"  # the check that finds what yields no image; it is reported as soon as the data are read
 COPIED = "images"  # the check that finds copies
 ROLES = ("training", "validation", "test")
-TESTED = ("test", "val_domain")
-"""Evaluation splits that must share no image or group with training.
-
-The validation splits of training domains are not listed: they affect only which step is selected, and the protocol line
-counts the groups that they share.
-"""
+GROUPS = "groups"
+PARTS = [("training", part) for part in ("test", "val_domain", "train_val")]
+PARTS += [(part, "test") for part in ("val_domain", "train_val")]
+"""Two parts of a split that must share no group: what trains, what selects, what tests."""
 
 
 def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Finding]:
-    """Returns all faults. Reads and hashes only image files of equal size, unless all `hashes` are known.
+    """Returns all faults and notes. Reads and hashes only image files of equal size, unless all `hashes` are known.
 
     `show`: whether to show progress.
     """
@@ -109,10 +107,16 @@ def left_out(dataset: ImageDataset) -> Iterator[Finding]:
 
 
 def plan_faults(plan: Plan) -> Iterator[Finding]:
-    """Yields the faults that depend on data and recipe: groups that are both in training and tested, unless the data
-    set is published so, and methods that cannot be trained, one finding per reason.
+    """Yields the faults that depend on data and recipe: groups that a split divides, which is a note if the data set is
+    published so, and methods that cannot be trained, one finding per reason.
     """
-    yield from _divided_groups(plan.dataset, plan.splits)
+    for parts, (number, pairs) in divided_groups(plan.dataset, plan.splits).items():
+        found = f"{number} {'is' if number == 1 else 'are'} in {parts}"
+        if plan.dataset.as_published:
+            yield Finding(GROUPS, f"{found}, as the data set is published")
+        else:
+            remedy = "change the split so that a group is on one side, or correct the groups"
+            yield Finding(GROUPS, f"{found}: {_listed(pairs)}", remedy)
     for reason, items in plan.skipped.items():
         first, remedy = next(iter(items.values())), "add a domain"
         if first.skipped is not None:
@@ -196,28 +200,26 @@ def _listed(parts: Sequence[str]) -> str:
     return "; ".join([*parts[:NAMED_AT_MOST], *more])
 
 
-def _divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[Finding]:
-    """Yields groups that are both in training and in a tested part, unless the data set is published so.
+def divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> dict[str, tuple[int, list[str]]]:
+    """Returns {two parts of a split: (number of groups that are in both, a pair of images per group)}.
 
-    Only an official split can have such groups; the other splits are made so that they have none.
+    Only a split that comes with the data can have such groups; the other splits are made so that they have none.
     """
-    if dataset.groups is None or dataset.as_published:
-        return
-    for part in TESTED:
-        shared, pairs = set[int](), list[str]()
+    divided = dict[str, tuple[int, list[str]]]()
+    if dataset.groups is None:
+        return divided
+    for part, other in PARTS:
+        pairs = dict[int, str]()
         for split in splits:
-            train = torch.cat(split.train).numpy()
-            tested = split.evaluation[part].numpy() if part in split.evaluation else train[:0]
-            groups, i, j = np.intersect1d(dataset.groups[train], dataset.groups[tested], return_indices=True)
-            shared.update(groups[groups >= 0].tolist())  # −1: in no group
-            pairs += [
-                f"{dataset.name(a)} and {dataset.name(b)}"
-                for a, b in zip(train[i].tolist(), tested[j].tolist(), strict=True)
-            ]
-        if shared:
-            remedy = "change the split so that a group is on one side, or correct the groups"
-            count = "1 is" if len(shared) == 1 else f"{len(shared)} are"
-            yield Finding("groups", f"{count} in training and {part}: {_listed(pairs)}", remedy)
+            rows = {"training": torch.cat(split.train), **split.evaluation}
+            first, second = (rows[name].numpy() if name in rows else np.empty(0, np.int64) for name in (part, other))
+            groups, i, j = np.intersect1d(dataset.groups[first], dataset.groups[second], return_indices=True)
+            for group, a, b in zip(groups.tolist(), first[i].tolist(), second[j].tolist(), strict=True):
+                if group >= 0:  # −1: in no group
+                    pairs.setdefault(group, f"{dataset.name(a)} and {dataset.name(b)}")
+        if pairs:
+            divided[f"{part} and {other}"] = len(pairs), [*pairs.values()]
+    return divided
 
 
 def log_left_out(dataset: ImageDataset) -> None:
@@ -227,10 +229,14 @@ def log_left_out(dataset: ImageDataset) -> None:
 
 
 def log_findings(findings: Sequence[Finding], copies: str) -> None:
-    """Warns of what else is wrong with the data. `copies`: where all copies are listed; "": that was said at an earlier
-    start."""
+    """Says what else is wrong with the data, and notes.
+
+    `copies`: where all copies are listed; "": that was said at an earlier start.
+    """
     for finding in findings:
-        if finding.what not in (COPIED, LEFT_OUT):
+        if finding.remedy is None:
+            logger.info("note: %s", finding.line)
+        elif finding.what not in (COPIED, LEFT_OUT):
             logger.warning("finding: %s", finding.line)
         elif finding.what == COPIED and copies:
             logger.warning("finding: %s%s", finding.line, copies)

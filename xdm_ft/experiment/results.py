@@ -32,7 +32,7 @@ from xdm_ft.evaluation.summary import (
 )
 from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials
 from xdm_ft.evaluation.verdicts import Comparison
-from xdm_ft.experiment.faults import Finding
+from xdm_ft.experiment.faults import Finding, divided_groups
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.experiment.resume import (
@@ -425,11 +425,14 @@ def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
     """Returns the other facts on the data in results.json: its size, whether test domains are unseen, its faults."""
     dataset = plan.dataset
     counts = dict(zip(dataset.domain_names, images_per_class(dataset).tolist(), strict=True))
-    groups = {} if dataset.groups is None else {"groups": len(np.unique(dataset.groups))}
+    groups: dict[str, Any] = {}
+    if dataset.groups is not None:
+        divided = divided_groups(dataset, plan.splits).items()
+        groups = {"groups": len(np.unique(dataset.groups)), "divided": [f"{n} in {parts}" for parts, (n, _) in divided]}
     return {
         "data": {"classes": list(dataset.class_names), "images": counts, **groups},
         "tested_on": plan.splits[0].tested_on,
-        "findings": [finding.line for finding in findings],
+        "findings": [finding.line for finding in findings if finding.remedy is not None],
     }
 
 

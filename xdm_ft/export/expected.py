@@ -113,6 +113,8 @@ def expected_performance(
         earlier = " (the run is from an earlier version, which did not store them)"
         of_earlier = earlier if any(part.of_earlier_version for part in stored) else ""
         notes.append(f"images assumed independent: patients, slides or sequences are unknown{of_earlier}")
+    if divided := results.get("data", {}).get("divided"):
+        notes.append(f"the split divides groups (patients, slides or sequences): {', '.join(divided)}")
     if any(site.seeds == 1 for site in at):
         notes.append("one seed: intervals are over images alone")
     if len(at) == 1:

@@ -116,7 +116,10 @@ def data(run: Run) -> Section | None:
     words = f"{run.results['recipe']['data']['name']}" + (f", {plural(total, 'image')}" if total is not None else "")
     groups = (saved or {}).get("groups")
     if groups is not None:
-        words += f" in {plural(groups, 'group')} (patients, slides or sequences), which no split divides"
+        words += f" in {plural(groups, 'group')} (patients, slides or sequences)"
+        divided = (saved or {}).get("divided")  # earlier versions did not write it
+        if divided is not None:
+            words += f", of which the split divides {', '.join(divided)}" if divided else ", which no split divides"
     complete = saved is not None or sum(int(of.sum()) for of in counts.values()) == total
     only = "" if complete else " Only held-out domains are counted: this run did not keep the others."
     number = plural(len(faults), "fault") if faults else "No fault"
