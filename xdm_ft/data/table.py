@@ -140,6 +140,11 @@ def _read_cells(
         header = next(rows)[1]
     else:
         header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
+    if {"label", "probability"} <= set(header) and "predicted" not in header:
+        raise UserError(
+            f"{file}: the column probability shows that label holds predictions; rename label to predicted, and write "
+            "the true classes into a new column label"
+        )
     missing = [column for column in needed if column not in header]
     if missing:
         what = f"there is no column {', '.join(missing)}; found: {', '.join(header)}"
