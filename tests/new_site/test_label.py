@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -16,9 +17,11 @@ from PIL import Image
 
 from xdm_ft.cli.label import lines
 from xdm_ft.cli.parser import main
+from xdm_ft.evaluation.few_labels import choose_images
 from xdm_ft.export.directory import CHECKSUMS, digest_of, write_directory
 from xdm_ft.export.expected import checksums
 from xdm_ft.export.sources import Item, read_site
+from xdm_ft.new_site import label as driver
 from xdm_ft.new_site.label import COLUMNS, Labelling
 from xdm_ft.storage.tensors import tensors_of
 
@@ -176,6 +179,70 @@ def test_a_sheet_shows_the_images_and_no_prediction(site, label):
     assert shown == [(str(n), row["path"].replace("<b>", "&lt;b&gt;")) for n, row in enumerate(rows, start=2)]
     assert page.count("data:image/jpeg;base64,") == len(rows) == 48 and "http" not in page.replace("http-equiv", "")
     assert not any(name in page for name in small_models.CLASSES)
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """`meanwhile(act)`: `act()` happens once, when the images are chosen and nothing is written."""
+
+    def meanwhile(act):
+        def choose(*arguments):
+            monkeypatch.setattr(driver, "choose_images", choose_images)
+            act()
+            return choose_images(*arguments)
+
+        monkeypatch.setattr(driver, "choose_images", choose)
+
+    return meanwhile
+
+
+SHEET = ("--out", "out.csv", "--sheet", "sheet.html")
+
+
+def refused(label, *arguments):
+    [line] = [text for text in label(*arguments, status=2).err.splitlines() if text.startswith("xdm-ft:")]
+    return line
+
+
+def test_of_two_commands_at_once_one_writes(site, label, meanwhile):
+    meanwhile(lambda: label("images", "--budget", 8, "--out", "out.csv"))
+    line = refused(label, "images", "--budget", 20, *SHEET)
+    assert line == "xdm-ft: out.csv: exists already; name another file, or delete it"
+    assert len(rows_of("out.csv")) == 8 and not Path("sheet.html").exists() and not [*site.glob(".*")]
+    Path("out.csv").unlink()
+    meanwhile(lambda: Path("sheet.html").write_text("mine"))
+    assert "sheet.html: exists already" in refused(label, "images", "--budget", 20, *SHEET)
+    assert Path("sheet.html").read_text() == "mine" and not Path("out.csv").exists() and not [*site.glob(".*")]
+    Path("out.csv").symlink_to("nowhere")
+    assert "out.csv: exists already" in refused(label, "images", "--budget", 20, "--out", "out.csv")
+
+
+def test_what_fails_at_the_sheet_leaves_no_table(site, label, meanwhile, monkeypatch):
+    lost = Path("images/p05/20.png")
+    content = lost.read_bytes()
+    meanwhile(lost.unlink)
+    line = refused(label, "images", "--budget", 47, *SHEET)
+    assert line == "xdm-ft: images/p05/20.png: cannot be read any more (No such file or directory); run again"
+    lost.write_bytes(content)
+    write_bytes = Path.write_bytes
+
+    def full(self, data):
+        if "sheet" in self.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_bytes(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert "sheet.html: the disk is full; free some space" in refused(label, "images", "--budget", 47, *SHEET)
+    assert not {"out.csv", "sheet.html"} & {path.name for path in site.iterdir()} and not [*site.glob(".*")]
+    monkeypatch.undo()
+    monkeypatch.chdir(site)
+    label("images", "--budget", 47, *SHEET)
+    assert len(rows_of("out.csv")) == 47 and Path("sheet.html").exists()
+
+
+def test_files_that_are_no_images_are_counted(site, label):
+    Path("images/p01/scan.dcm").write_bytes(b"x")
+    assert "1 other file: 1 .dcm" in label("images", "--budget", 8, "--out", "out.csv").err
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+from functools import partial
 from pathlib import Path
 
 from xdm_ft.cli import Answer
 from xdm_ft.recipe.text import find_recipe
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage.atomic import Together, disk_errors
 
 
 def main(arguments: argparse.Namespace) -> Answer:
     """Copies a recipe to a new file, or into a folder. Raises `UserError` if the file exists or cannot be written."""
     source, file = find_recipe(arguments.recipe), Path(arguments.file)
     file = file / source.name if file.is_dir() else file
-    try:
-        with file.open("x", encoding="utf-8") as copy:
-            copy.write(source.read_text(encoding="utf-8"))
-    except FileExistsError as error:
-        raise UserError(f"{file}: exists already; choose another name") from error
-    except OSError as error:
-        raise UserError(f"{file}: cannot be written: {error.strerror}") from error
+    with disk_errors(file):
+        os.stat(file.parent)  # a folder that is missing may be a mistyped name
+    with Together(new=True) as files:
+        files.add(file, partial(Path.write_bytes, data=source.read_bytes()))
+        files.replace()
     return Answer({"file": file}, [f"wrote {file}"])

@@ -27,7 +27,7 @@ from xdm_ft.export.sources import Item
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_file, sync
+from xdm_ft.storage.atomic import TAKEN, UNFINISHED, disk_errors, replace_file, sync
 from xdm_ft.storage.lines import Damaged, append_lines, csv_line, read_lines
 
 Row = list[str | float | bool | int | None]
@@ -328,7 +328,7 @@ def refuse_taken(out: Path, resume: bool) -> None:
     """Raises `UserError` if there is such a file already, without unfinished predictions that are to be resumed."""
     with disk_errors(out):
         if out.exists() and not (resume and unfinished_file(out).exists()):
-            raise UserError(f"{out}: exists already; name another file, or delete it")
+            raise UserError(f"{out}: {TAKEN}")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,12 @@ from xdm_ft.export import probabilities
 from xdm_ft.export.predict import decimals
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import FOR, Item, Purpose, Sources
-from xdm_ft.images.decode import decode
+from xdm_ft.images.decode import UnreadableImage, decode
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
 from xdm_ft.report import SIDE, Thumbnail
 from xdm_ft.report.written import sheet
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.storage.atomic import disk_errors, replace_file, replace_text
+from xdm_ft.storage.atomic import TAKEN, Together, disk_errors
 from xdm_ft.storage.lines import csv_line
 
 SEED = 0  # of all draws: the same images, model and budget give the same table
@@ -129,8 +130,8 @@ def refuse_taken(*files: Path | None) -> None:
     for file in files:
         if file is not None:
             with disk_errors(file):
-                if file.exists():
-                    raise UserError(f"{file}: exists already; name another file, or delete it")
+                if os.path.lexists(file):
+                    raise UserError(f"{file}: {TAKEN}")
 
 
 def _refuse_names(items: Sequence[Item]) -> None:
@@ -141,22 +142,32 @@ def _refuse_names(items: Sequence[Item]) -> None:
 
 
 def write(rows: Sequence[ToLabel], out: Path, html: Path | None) -> None:
-    """Writes the table with an empty column label, and the page of small images. Raises `UserError`."""
+    """Writes the table with an empty column label, and the page of small images: both are new, or none is written.
+
+    Raises `UserError`.
+    """
     paths = [path_from(out, row.item) for row in rows]
     cells = [
         (path, row.item.group, row.purpose, row.predicted, row.probability, "")
         for row, path in zip(rows, paths, strict=True)
     ]
-    lines = [csv_line(COLUMNS, row) for row in (COLUMNS, *cells)]
-    replace_file(out, lambda file: file.write_text("".join(lines), encoding="utf-8", newline=""))
+    texts = {out: "".join(csv_line(COLUMNS, row) for row in (COLUMNS, *cells))}
     if html is not None:
         thumbnails = []
         for number, (row, path) in enumerate(zip(rows, paths, strict=True), start=FIRST_ROW):
-            image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE)
+            try:
+                image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE)
+            except (UnreadableImage, OSError) as error:
+                reason = error.reason if isinstance(error, UnreadableImage) else error.strerror
+                raise UserError(f"{printable(path)}: cannot be read any more ({reason}); run again") from error
             thumbnails.append(Thumbnail.of(image, f"row {number}", (f"row {number}", path)))
         # without the model's predictions: a label must not depend on them
         about = f"Rows of {out.name}. Write the class of each image into its column label."
-        replace_text(html, sheet(f"{plural(len(rows), 'image')} to label", about, thumbnails))
+        texts[html] = sheet(f"{plural(len(rows), 'image')} to label", about, thumbnails)
+    with Together(new=True) as files:
+        for file, text in texts.items():
+            files.add(file, partial(Path.write_bytes, data=text.encode()))
+        files.replace()
 
 
 def path_from(table: Path, item: Item) -> str:

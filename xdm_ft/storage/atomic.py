@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +19,7 @@ from xdm_ft.runtime.interrupt import how_to_resume
 UNFINISHED = ".unfinished"
 UNFINISHED_TENSORS = ".tmp" + 6 * "?"  # pattern of the temporary files that safetensors itself writes
 SYNCS_AT_ONCE = 16
+TAKEN = "exists already; name another file, or delete it"
 
 Replace = Callable[[Path, Callable[[Path], object], int | None], None]
 """`replace_file`, or `Together.add`."""
@@ -41,7 +42,9 @@ class Together:
     other 0.6. At the end of the context, temporary files that were not renamed are removed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new: bool = False) -> None:
+        """`new`: `replace` makes all of the files or none, and raises `UserError` for one that exists by then."""
+        self._new = new
         self._written: list[tuple[Path, Path, int | None]] = []  # temporary file, its final path and size
 
     def __enter__(self) -> Self:
@@ -80,13 +83,27 @@ class Together:
             with ThreadPoolExecutor(min(SYNCS_AT_ONCE, len(self._written))) as pool:
                 # before the renames, or a crash could leave an empty file under its final name
                 list(pool.map(sync_for, *zip(*self._written, strict=True)))
-                for temporary, path, size in self._written:
-                    with disk_errors(path, size):
-                        os.replace(temporary, path)
+                with ExitStack() as undo:
+                    for _, path, size in self._written if self._new else ():
+                        with disk_errors(path, size):
+                            _reserve(path)
+                        undo.callback(path.unlink, missing_ok=True)
+                    for temporary, path, size in self._written:
+                        with disk_errors(path, size):
+                            os.replace(temporary, path)
+                    undo.pop_all()
                 # a rename is a change of its folder: until that is on the disk, a crash brings the old file back
                 folders = {path.parent: (path.parent, path, size) for _, path, size in self._written}
                 list(pool.map(sync_for, *zip(*folders.values(), strict=True)))
         self._written = []
+
+
+def _reserve(path: Path) -> None:
+    """Makes an empty file, which of several processes one can. Raises `UserError` if the file exists."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except FileExistsError:
+        raise UserError(f"{path}: {TAKEN}") from None
 
 
 @contextmanager
