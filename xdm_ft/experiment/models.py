@@ -260,9 +260,13 @@ def _pick(
     for name in (BY_DOMAIN, SELECTION_SPLIT["val_domain"]):
         if name in evaluation and nll is None:
             nll = validation_nll(logits[name], labels[evaluation[name]], divisor)
+    reasons = flags(plan, planned, selected)
+    several = len(labels[evaluation["test"]].unique()) > 1
+    if several and not planned.item.is_text and len(logits["test"].argmax(1).unique()) == 1:
+        reasons.append("collapsed (one class for all test images)")
     return Pick(
         selected.step, file, metrics, dict(selected.hparams), selected.curve or None,
-        flags(plan, planned, selected) or None, temperature=divisor, validation_nll=nll,
+        reasons or None, temperature=divisor, validation_nll=nll,
     )  # fmt: skip
 
 
