@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import small_models
+import torch
 from exported import RUN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,16 @@ from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.intervals import NewSite
 from xdm_ft.export.card import card
 from xdm_ft.export.choose import Choice
-from xdm_ft.export.directory import TRAINING_IMAGES, new_directory, read_config, write_directory
+from xdm_ft.export.directory import (
+    TRAINING_IMAGES,
+    checksum_of,
+    digest_of,
+    new_directory,
+    read_config,
+    read_directory,
+    write_changed,
+    write_directory,
+)
 from xdm_ft.export.hub import checked_files
 from xdm_ft.export.predictor import cached_features
 from xdm_ft.runtime.errors import UserError
@@ -195,6 +205,39 @@ def test_damage_is_one_line(small_model: Any, name: str, damage: str, tmp_path: 
     assert "\n" not in str(caught.value) and "model" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("model", lambda t: t.clear(), "does not hold the heads of config.json"),
+        ("model", lambda t: t.update({f"other.{k[5:]}": v * 1 for k, v in [*t.items()]}), "does not hold the heads of"),
+        ("model", lambda t: t.update({k: v * torch.nan for k, v in t.items()}), "holds values that are not finite"),
+        ("reference", lambda t: t.update(means=torch.tensor(1.0)), r"means has the shape \[\], not \[1 to "),
+        ("reference", lambda t: t.update(means=t["means"][:0]), r"means has the shape \[0, "),
+        ("reference", lambda t: t.update(means=t["means"].repeat(99, 1)), r"means has the shape \["),
+        ("reference", lambda t: t.update(more=torch.zeros(1)), "more is no tensor of such a file"),
+        ("reference", lambda t: t.update(quantiles=t["quantiles"] * torch.inf), "quantiles holds values that are not"),
+        ("reference", lambda t: t.update({k: v.bfloat16() for k, v in t.items()}), None),
+        ("training_images", lambda t: t.update(more=torch.zeros(1)), "more is no tensor of such a file"),
+    ],
+)
+def test_foreign_tensors_are_one_line(
+    small_model: Any, name: str, change: Any, words: str | None, tmp_path: Path
+) -> None:
+    """With checksums as they should be."""
+    model = Path(shutil.copytree(small_model.model, tmp_path / "model"))
+    file, key = model / f"{name}.safetensors", "weights_xxh3" if name == "model" else f"{name}_xxh3"
+    tensors = load_file(file)
+    change(tensors)
+    write_checked(file, tensors, {})
+    write_config(model, config_of(model) | {key: digest_of(tensors)})
+    if words is None:
+        assert xdm_ft.load(model).distance(photographs(tmp_path)).shape == (4,)
+        return
+    with pytest.raises(UserError, match=words) as caught:
+        xdm_ft.load(model)
+    assert "\n" not in str(caught.value) and "export the model again" in str(caught.value)
+
+
 @pytest.mark.slow
 def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(folder_of("trained"))
@@ -209,6 +252,55 @@ def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp
         xdm_ft.load(tmp_path / "lora")
     with pytest.raises(UserError, match=r"lacks encoder_part\.safetensors; export the model again"):
         checked_files(tmp_path / "lora", config)
+
+
+def test_of_two_at_once_one_gets_the_name(tmp_path: Path) -> None:
+    def both() -> None:
+        with new_directory(tmp_path / "model") as first:
+            (first / "file").write_text("first")
+            with new_directory(tmp_path / "model") as second:
+                (second / "file").write_text("second")
+
+    with pytest.raises(UserError, match="model: exists already; name a new directory, or delete this one"):
+        both()
+    assert (tmp_path / "model/file").read_text() == "second" and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_changed_copy_has_the_named_files_of_the_encoder_alone(tmp_path: Path) -> None:
+    """What else lies in a directory from elsewhere, or what its links lead to, goes nowhere."""
+    made = parts(*small_models.demo_clip(), name="open_clip")
+    source, key = tmp_path / "source", tmp_path / "key"
+    source.mkdir()
+    write_directory(made, source, with_encoder=True)
+    key.write_text('{"private": "key"}')
+    for name in ("text_config.json", "encoder_part.safetensors", "other.json"):
+        (source / name).symlink_to(key)
+
+    def copied(folder: Path, to: str) -> set[str]:
+        (tmp_path / to).mkdir()
+        write_changed(folder, read_directory(folder), tmp_path / to)
+        return {path.name for path in (tmp_path / to).iterdir()}
+
+    named = {"encoder.safetensors", "model.safetensors", "config.json", "README.md", "example.py", "demo_clip.json"}
+    assert copied(source, "copy") == named
+    for name in ("encoder.safetensors", "demo_clip.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (source / name).read_bytes()
+    assert xdm_ft.load(tmp_path / "copy").checksum == checksum_of(source)
+    with pytest.raises(UserError, match="not a file of a model, so it is not uploaded"):
+        checked_files(source, made.config)
+    # the hub's cache consists of links, which stay inside of it
+    snapshot, blobs = tmp_path / "hub/models--a--b/snapshots/0", tmp_path / "hub/models--a--b/blobs"
+    shutil.copytree(tmp_path / "copy", blobs)
+    snapshot.mkdir(parents=True)
+    for name in named:
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert copied(snapshot, "of the hub") == named
+    for folder, link in ((source, tmp_path / "architecture.json"), (snapshot, tmp_path / "hub/architecture.json")):
+        shutil.copy(tmp_path / "copy/demo_clip.json", link)
+        (folder / "demo_clip.json").unlink()
+        (folder / "demo_clip.json").symlink_to(link)
+        with pytest.raises(UserError, match=r"demo_clip\.json: is a link, which could lead to any file, and is not co"):
+            copied(folder, f"refused {folder.name}")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from PIL import Image
 
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
+from xdm_ft.data.table import Table
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.predictor import load
@@ -97,6 +99,35 @@ def test_the_shipped_model_stays_if_nothing_is_gained(inside, capsys, tmp_path):
     status, out, _ = answer(capsys, "model", table, "--out", tmp_path / "new", "--json")
     assert status == 0 and json.loads(out)["kept"] is False and not (tmp_path / "new").exists()
     assert "keep the shipped model" in answer(capsys, "model", table, "--out", tmp_path / "new")[1]
+
+
+def test_unreadable_images_of_the_site_are_said(inside, capsys, tmp_path, kept):
+    for number, file in enumerate(sorted(inside.site.glob("*/*"))):
+        shutil.copy(file, tmp_path / f"{number}.png")
+        (tmp_path / f"broken{number}.png").write_bytes(b"%d" % number)
+    options = ("--recentre", "--images", tmp_path)
+    status, out, _ = answer(capsys, "model", SITE, "--out", tmp_path / "new", *options)
+    assert status == 0 and "56 unreadable images left out, the first: " in out and "broken0.png: " in out
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_predictions_are_no_labels(inside, capsys, tmp_path, kept, suffix):
+    made = tmp_path / f"predictions.{suffix}"
+    assert main(["predict", "model", str(inside.site), "--out", str(made), "--top-k", "2"]) == 0
+    remedy = "rename label to predicted, and write the true classes into a new column label"
+    capsys.readouterr()
+    for argv in (["evaluate", "model", str(made)], ["adapt", "model", str(made), "--out", str(tmp_path / "new")]):
+        assert main(argv) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft:")]
+        assert str(made) in line and line.endswith(remedy) and not (tmp_path / "new").exists()
+    with pytest.raises(UserError, match=remedy):
+        Table(file=made)
+    frame = pandas.read_csv(made) if suffix == "csv" else pandas.read_parquet(made)
+    frame = frame.rename(columns={"label": "predicted"})
+    frame = frame.assign(label=frame["path"].map(lambda path: Path(path).parent.name), domain="photo")
+    frame["path"] = [str(inside.folder / path) for path in frame["path"]]
+    frame.to_csv(made, index=False) if suffix == "csv" else frame.to_parquet(made)
+    assert main(["evaluate", "model", str(made)]) == 0 and len(Table(file=made)) == 56
 
 
 def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsys, tmp_path, kept):

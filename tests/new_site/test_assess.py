@@ -7,14 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from small_models import config_of, write_config
 
 from xdm_ft.cli.assess import lines
 from xdm_ft.cli.parser import main
-from xdm_ft.export.directory import SITE, read_config
+from xdm_ft.export import directory
+from xdm_ft.export.directory import SITE, digest_of, read_config
 from xdm_ft.export.predictor import load
 from xdm_ft.new_site.assess import Assessment, WorstThreshold, assess, worst_thresholds
 from xdm_ft.new_site.stored import AtDomain, RiskAt, read_stored
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage.tensors import write_checked
 
 
 def answer(capsys, *argv):
@@ -96,6 +100,57 @@ def test_bad_input_is_one_line(inside, model, capsys, tmp_path):
     (model / SITE).unlink()
     status, _, err = answer(capsys, model, "data/PACS/photo")
     assert status == 2 and "does not exist" in err and "again" in err
+
+
+def with_risks(tensors, change):
+    """Changes the numbers of the file's held-out domains."""
+    about = json.loads(tensors["about"].numpy().tobytes())
+    change([of["risks"] for of in about["domains"].values()])
+    tensors["about"] = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
+
+
+def with_heads(number):
+    def change(tensors):
+        tensors["heads"] = tensors["heads"][:1].expand(number, -1, -1).contiguous()
+        tensors["accuracies"] = torch.full([number], 0.5, dtype=torch.float64)
+        tensors["agreements"] = torch.full([number * (number - 1) // 2], 0.5, dtype=torch.float64)
+
+    return change
+
+
+FOREIGN = [
+    (lambda tensors: tensors.update(more=torch.zeros(2)), "more is no tensor of such a file"),
+    (lambda tensors: tensors.pop("mean"), "mean is missing"),
+    (with_heads(1), r"heads has the shape [1, 7, "),
+    (with_heads(1000), r"heads has the shape [1000, 7, "),
+    (with_heads(4000), "not [3 to 64, 7, "),
+    (lambda tensors: tensors.update(accuracies=tensors["accuracies"][1:]), "are not those of 17 heads"),
+    (lambda tensors: tensors.update(mean=tensors["mean"] * torch.inf), "mean holds values that are not finite"),
+    (lambda tensors: tensors.update(shares=tensors["shares"].int()), "a tensor has another type"),
+    (lambda tensors: tensors.update(mean=tensors["mean"][None]), "mean has the shape"),
+    (lambda tensors: with_risks(tensors, lambda risks: risks[1].clear()), "domains: risks must be numbers"),
+    (lambda tensors: with_risks(tensors, lambda risks: [of.update(x=of["0.1"]) for of in risks]), "risks must be numb"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), FOREIGN, ids=[words for _, words in FOREIGN])
+def test_a_foreign_site_file_is_one_line(inside, model, change, words, capsys, monkeypatch):
+    """With checksums as they should be. Sizes are refused before anything is read."""
+    tensors = {name: tensor.clone() for name, tensor in load_file(model / SITE).items()}
+    change(tensors)
+    write_checked(model / SITE, tensors, {})
+    document = config_of(model)
+    write_config(model, document | {"site_xxh3": digest_of(tensors)})
+    if "shape" in words:
+        sizes = directory.refuse_other_sizes
+
+        def refuse(path, wanted):
+            monkeypatch.setattr(directory, "read_checked", None if path.name == SITE else directory.read_checked)
+            sizes(path, wanted)
+
+        monkeypatch.setattr(directory, "refuse_other_sizes", refuse)
+    status, out, err = answer(capsys, model, "data/PACS/photo")
+    assert status == 2 and not out and words in err and err.count("\n") == 1 and "export the model again" in err, err
 
 
 def test_models_that_can_not_be_assessed(inside):

@@ -12,7 +12,7 @@ from scipy.stats import beta, t
 
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.few_labels import clopper_pearson
-from xdm_ft.export.directory import THRESHOLD
+from xdm_ft.export.directory import CONFIG, THRESHOLD, checksum_of
 from xdm_ft.export.expected import Labelled
 from xdm_ft.export.predict import open_unfinished
 from xdm_ft.export.predictor import load
@@ -21,6 +21,7 @@ from xdm_ft.new_site import measure
 from xdm_ft.new_site.measure import AtRisk, at_risk, with_images
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import json_digest
+from xdm_ft.training.adaptation import do_no_harm
 
 PHOTO = "data/PACS/photo"
 
@@ -107,6 +108,34 @@ def stored(inside, model, capsys, monkeypatch, tmp_path):
 def predicted(path):
     with Path(path).open() as file:
         return list(csv.DictReader(file))
+
+
+def test_a_model_that_is_exported_again_meanwhile_gets_nothing_of_the_earlier_one(
+    inside, model, capsys, monkeypatch, tmp_path
+):
+    """Another model takes the directory's place while images are read."""
+
+    def exported_again(*arguments):
+        document = json.loads((model / CONFIG).read_text())
+        del document["checksum"]
+        document["chosen"] += ", again"
+        (model / CONFIG).write_text(json.dumps({**document, "checksum": json_digest(document)}))
+        return AtRisk(0.1, 0.5, 28, 0, 56, None)
+
+    begun = checksum_of(model)
+    monkeypatch.setattr("xdm_ft.cli.evaluate.at_risk", exported_again)
+    status, _, err = answer(capsys, "evaluate", model, PHOTO, "--risk", "10%", "--save")
+    line = f"{model}: holds another model than when this command began; run the command again"
+    assert status == 2 and line in err and not (model / THRESHOLD).exists() and checksum_of(model) != begun
+
+    def no_harm(*arguments):
+        shown = do_no_harm(*arguments)
+        exported_again()
+        return shown._replace(after=shown.labels + 99)
+
+    monkeypatch.setattr("xdm_ft.new_site.adapt.do_no_harm", no_harm)
+    status, _, err = answer(capsys, "adapt", model, PHOTO, "--out", tmp_path / "new")
+    assert status == 2 and line in err and not (tmp_path / "new").exists()
 
 
 def test_a_stored_threshold_is_used(stored, capsys, tmp_path):

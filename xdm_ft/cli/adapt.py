@@ -40,8 +40,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     model = load_model(arguments)
     shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
     found = adapt(
-        model, arguments.model, arguments.site, out, encoder_weights=arguments.encoder_weights,
-        prevalence=shares, images=arguments.images, **common,
+        model, arguments.model, arguments.site, out, prevalence=shares, images=arguments.images, **common
     )  # fmt: skip
     return Answer(found, list(lines(found)))
 

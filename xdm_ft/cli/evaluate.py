@@ -168,7 +168,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     whole = at_site(images, config.class_names, None if several else card, config.temperature)
     saved = None
     if arguments.save and risk is not None and risk.threshold is not None:
-        saved = store(folder, risk, whole.groups, model.module.precision)
+        saved = store(model, risk, whole.groups)
     evaluation = Evaluation(
         model=arguments.model,
         site=path,

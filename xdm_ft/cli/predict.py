@@ -113,7 +113,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     if threshold == STORED:
         if grouped:
             raise UserError(f"--abstain-below {STORED}: is for single images; leave out --group-by, or give a number")
-        threshold = read_threshold(Path(arguments.model).expanduser(), model.module.precision).threshold
+        threshold = read_threshold(model).threshold
     table = Predictions(model, Columns(*flags, threshold), format_, grouped)
     size = arguments.batch_size or fast_batch_size(model.device.type)
     items, resumed = iter(sources), 0

@@ -286,6 +286,7 @@ class Parts:
     training_images: np.ndarray | None = None  # their checksums, uint8 [n,16]; None: unknown
     trained_names: tuple[str, ...] = ()  # names of the encoder's tensors that were trained
     site: Mapping[str, Tensor] | None = None  # tensors of site.safetensors, see `new_site/stored.py`
+    checksum: str = ""  # of the config.json that was read; "": the model was not read from a model directory
 
     @property
     def training_features(self) -> int:

@@ -22,9 +22,10 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation.distance import Reference
+from xdm_ft.evaluation.distance import LEVELS, Reference
 from xdm_ft.export import (
     FORMAT,
+    SINGLE,
     ModelConfig,
     Parts,
     build_encoder,
@@ -35,16 +36,17 @@ from xdm_ft.export import (
     with_prefix,
 )
 from xdm_ft.export.card import card
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage import json_digest, tensors_digest
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
 from xdm_ft.storage.lines import Damaged, json_object, one_line
-from xdm_ft.storage.tensors import read_checked, tensors_of, write_checked, write_tensors
+from xdm_ft.storage.tensors import Sizes, read_checked, refuse_other_sizes, tensors_of, write_checked, write_tensors
 from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, reason_of, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
 REFERENCE, TRAINING_IMAGES, SITE = "reference.safetensors", "training_images.safetensors", "site.safetensors"
 THRESHOLD = "threshold.json"  # for a wanted risk at one site; written by `xdm-ft evaluate --save`, not by the export
+MAX_IMAGES = 1 << 32  # whose checksums a file may hold
 CHECKSUMS = "xxh3_128"  # name of the array in TRAINING_IMAGES
 LOCAL_FOLDER = "local-dir:"  # beginning of a model name that is a folder
 PYTORCH = {"format": "pt"}
@@ -66,7 +68,7 @@ for image, probabilities in zip(sys.argv[1:], model.predict_proba(sys.argv[1:]),
 def reference_from(tensors: Mapping[str, Tensor], width: int) -> Reference:
     """Raises `Damaged` if the tensors are not a reference of features of this width."""
     try:
-        reference = Reference.from_arrays({name: tensor.numpy() for name, tensor in tensors.items()})
+        reference = Reference.from_arrays({name: tensor.float().numpy() for name, tensor in tensors.items()})
     except (KeyError, ValueError) as error:
         raise Damaged(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from error
     if reference.means.shape[1] != width:
@@ -91,6 +93,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=UNFINISHED))
     try:
         yield folder
+        refuse_taken(target)  # by another command meanwhile
         with disk_errors(target):
             folder.chmod(0o777 & ~umask())  # mkdtemp lets only the owner in
             os.replace(folder, target)  # an empty directory may be replaced
@@ -161,14 +164,44 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
 def write_changed(source: Path, parts: Parts, folder: Path) -> None:
     """Writes a model into a folder that has the encoder of the model directory `source`, and another head.
 
-    Raises `UserError` if a file cannot be read or written.
+    Raises `UserError` if a file cannot be read or written, or if the directory holds another model than was read.
     """
-    model = str(parts.config.encoder.settings["model"])
-    for name in (ENCODER, PART, TEXT_CONFIG, *([model] if model.endswith(".json") else [])):
-        if (source / name).is_file():
-            with disk_errors(folder / name):
-                shutil.copyfile(source / name, folder / name)
+    for name in encoder_files(source, parts.config):
+        path, real, repository = source / name, (source / name).resolve(), source.resolve().parent.parent
+        in_hub_cache = source.resolve().parent.name == "snapshots" and real.is_relative_to(repository)
+        if path.is_symlink() and not in_hub_cache:  # the cache's own links stay inside of it
+            raise UserError(f"{path}: is a link, which could lead to any file, and is not copied; put the file here")
+        if not path.is_file():
+            raise UserError(f"{path}: {'is not a file' if path.exists() else 'does not exist'}; {AGAIN}")
+        with disk_errors(folder / name):
+            shutil.copyfile(real, folder / name)
+    refuse_changed(source, parts.checksum)
     _write_rest(parts, parts.config, folder)
+
+
+def encoder_files(folder: Path, config: ModelConfig) -> list[str]:
+    """Returns the names of the files of a model directory that its encoder is made of. Raises `UserError`."""
+    encoder, model = config.encoder, str(config.encoder.settings["model"])
+    names = [ENCODER] * (encoder.file is not None) + [PART] * (encoder.part is not None)
+    if model.endswith(".json"):
+        text = _architecture(folder / model).get("text_cfg")
+        names_text = isinstance(text, dict) and text.get("hf_model_name") == TEXT_CONFIG
+        names += [model] + [TEXT_CONFIG] * names_text
+    return names
+
+
+def _architecture(path: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file that describes an encoder. Raises `UserError`."""
+    try:
+        return json_object(path.read_bytes())
+    except (Damaged, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from error
+
+
+def refuse_changed(folder: Path, checksum: str) -> None:
+    """Raises `UserError` unless config.json still has this checksum, with which the model was read."""
+    if checksum_of(folder) != checksum:
+        raise UserError(f"{folder}: holds another model than when this command began; run the command again")
 
 
 def _write_rest(parts: Parts, config: ModelConfig, folder: Path) -> None:
@@ -195,12 +228,16 @@ def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def checksum_of(folder: Path) -> str:
     """Returns the checksum of a model directory's config.json. Raises `UserError` for a damaged one."""
-    read_config(folder)
-    return str(json_object((folder / CONFIG).read_bytes())["checksum"])
+    return _read_config(folder)[2]
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
     """Returns the config of a model directory and the checksum of its head's tensors. Raises `UserError`."""
+    return _read_config(folder)[:2]
+
+
+def _read_config(folder: Path) -> tuple[ModelConfig, str, str]:
+    """Returns what `read_config` returns, and the checksum of config.json."""
     path = folder / CONFIG
     try:
         if not path.is_file():
@@ -215,7 +252,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
             raise Damaged("its checksum differs: it was edited or damaged")
         weights_xxh3 = str(document.pop("weights_xxh3"))
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
-        return ModelConfig.model_validate(document), weights_xxh3
+        return ModelConfig.model_validate(document), weights_xxh3, checksum
     except (Damaged, ValueError, RecursionError, OSError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
         raise UserError(f"{path}: cannot be read as a model's config ({reason[:200]}); {AGAIN}") from error
@@ -226,11 +263,14 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
 
     Raises `UserError` if a file is missing, damaged or of another model, or if the encoder's weights are other ones.
     """
-    config, weights_xxh3 = read_config(folder)
+    config, weights_xxh3, checksum = _read_config(folder)
     state = read_described(folder / WEIGHTS, weights_xxh3)
     width, classes = config.encoder.width, len(config.class_names)
     # `head` of head.weight, `members.0` of members.0.weight
     prefixes = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("members.")]) for name in state)
+    members = {f"members.{seed}" for seed in config.members}
+    if prefixes.keys() - {SINGLE} != members or not prefixes:
+        raise UserError(f"{folder / WEIGHTS}: does not hold the heads of config.json; {AGAIN}")
     try:
         heads = {name: build_head(config.head, width, classes, with_prefix(state, name)) for name in prefixes}
     except ValueError as error:
@@ -238,7 +278,9 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
     reference = images = None
     if config.reference_xxh3 is not None:
         try:
-            reference = reference_from(read_described(folder / REFERENCE, config.reference_xxh3), width)
+            sizes = {"means": (range(1, classes + 1), width), "whitening": (width * (width + 1) // 2,)}
+            wanted: Sizes = {**sizes, "quantiles": (len(LEVELS),)}
+            reference = reference_from(read_described(folder / REFERENCE, config.reference_xxh3, wanted), width)
         except Damaged as error:
             raise UserError(f"{folder / REFERENCE}: is damaged ({error}); {AGAIN}") from error
     encoder = _read_encoder(folder, config, encoder_weights)
@@ -246,18 +288,29 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
         raise UserError(f"{folder / CONFIG}: encoder.width: {width} is not that of the encoder, {encoder.width}")
     path = folder / TRAINING_IMAGES
     if config.training_images_xxh3 is not None and path.exists():  # it stays at home when a model is uploaded
-        images = read_described(path, config.training_images_xxh3).get(CHECKSUMS)
-        if images is None or images.dtype != torch.uint8 or images.ndim != 2 or images.shape[1] != 16:
+        wanted = {CHECKSUMS: (range(MAX_IMAGES), 16)}
+        images = read_described(path, config.training_images_xxh3, wanted)[CHECKSUMS]
+        if images.dtype != torch.uint8:
             raise UserError(f"{path}: holds no checksums of images; {AGAIN}")
-    return Parts(config, encoder, heads, reference, None if images is None else images.numpy())
+    known = None if images is None else images.numpy()
+    return Parts(config, encoder, heads, reference, known, checksum=checksum)
 
 
-def read_described(path: Path, xxh3: str) -> dict[str, Tensor]:
-    """Returns the tensors of a file of a model directory. Raises `UserError` unless they are those of its config."""
+def read_described(path: Path, xxh3: str, wanted: Sizes | None = None) -> dict[str, Tensor]:
+    """Returns the tensors of a file of a model directory.
+
+    Raises `UserError` unless they are those of its config, finite, and, before any is read, of the `wanted` sizes.
+    """
     try:
+        if wanted is not None:
+            refuse_other_sizes(path, wanted)
         tensors, _ = read_checked(path)
         if digest_of(tensors) != xxh3:
             raise Damaged("it is of another model than config.json")
+        for name, tensor in tensors.items():
+            values = tensor.float() if tensor.is_floating_point() else tensor  # float8 has no `isfinite`
+            if not values.isfinite().all():
+                raise Damaged(f"{printable(name)[:80]} holds values that are not finite")
         return tensors
     except (FileNotFoundError, Damaged) as error:
         problem = f"is damaged ({error})" if isinstance(error, Damaged) else "does not exist"
@@ -272,12 +325,9 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
     file = Path(weights) if isinstance(weights, str) and is_file_name(weights) else None
     # nothing that describes the encoder may ask for code, name another source, or be far larger than the weights
     described: list[tuple[str, Any]] = [(f"{folder / CONFIG}: encoder.settings.kwargs", settings.get("kwargs", {}))]
-    for path in (folder / str(expected.settings["model"]), folder / TEXT_CONFIG):
-        if path.suffix == ".json" and path.is_file():
-            try:
-                described.append((str(path), json_object(path.read_bytes())))
-            except (Damaged, OSError) as error:
-                raise UserError(f"{path}: cannot be read ({error}); {AGAIN}") from error
+    for name in encoder_files(folder, config):
+        if name.endswith(".json"):
+            described.append((str(folder / name), _architecture(folder / name)))
     for where, document in described:
         refuse_sources(document, where)
         check_sizes(document, where, file if file is not None and file.is_file() else None)

@@ -25,6 +25,7 @@ from xdm_ft.export.directory import (
     THRESHOLD,
     TRAINING_IMAGES,
     WEIGHTS,
+    encoder_files,
     read_config,
 )
 from xdm_ft.export.onnx import ONNX, check_installed
@@ -103,25 +104,17 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
 
 def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     """Returns the names of the files. Raises `UserError` as `push` says."""
-    model = str(config.encoder.settings["model"])
-    architecture = {model} if model.endswith(".json") else set()
+    described = {REFERENCE: config.reference_xxh3, SITE: config.site_xxh3, TRAINING_IMAGES: config.training_images_xxh3}
+    of_encoder = encoder_files(folder, config)
+    known = {*FILES} - {ENCODER, PART, TEXT_CONFIG, *described} | {*of_encoder}
+    known |= {name for name, xxh3 in described.items() if xxh3 is not None}
     files = sorted(folder.iterdir())
     # a link could lead to any file
-    others = [
-        path.name
-        for path in files
-        if path.name not in {*FILES, *architecture} or path.is_symlink() or not path.is_file()
-    ]
+    others = [path.name for path in files if path.name not in known or path.is_symlink() or not path.is_file()]
     if others:
         names = ", ".join(map(printable, others))
         raise UserError(f"{folder}: {names}: not a file of a model, so it is not uploaded; move it elsewhere")
-    optional = {
-        ENCODER: config.encoder.file,
-        PART: config.encoder.part,
-        REFERENCE: config.reference_xxh3,
-        SITE: config.site_xxh3,
-    }
-    needed = {*NEEDED, *architecture, *(name for name, described in optional.items() if described is not None)}
+    needed = {*NEEDED, *(known & {*described, *of_encoder})} - {TRAINING_IMAGES}
     missing = sorted(needed - {path.name for path in files})
     if missing:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")

@@ -77,6 +77,7 @@ class Model:
         self.module = Classifier(parts, precision, self.device)
         self.reference = parts.reference
         self.training_images = parts.training_images
+        self.checksum = parts.checksum
         self.transform = evaluation_transform(parts.config.preprocessing)
         self._resize = resizing_transform(parts.config.preprocessing)
 

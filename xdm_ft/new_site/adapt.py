@@ -16,10 +16,8 @@ from xdm_ft.export import SINGLE, AdaptedConfig, HeadConfig, Parts, build_head, 
 from xdm_ft.export.choose import Choice, chosen_method, read_parts, training_images
 from xdm_ft.export.directory import (
     CHECKSUMS,
-    checksum_of,
     digest_of,
     new_directory,
-    read_directory,
     write_changed,
     write_directory,
 )
@@ -89,7 +87,6 @@ def adapt(
     path: str,
     out: Path,
     *,
-    encoder_weights: str | None = None,
     group: str | None = None,
     prevalence: np.ndarray | None = None,
     images: Sequence[str] | None = None,
@@ -109,13 +106,14 @@ def adapt(
     weight, bias = (tensor.detach().cpu() / config.temperature for tensor in (head.weight, head.bias))
     shift = torch.zeros(len(stored.heads.mean))
     if images is not None:
-        shift = _shift(model, name, images, stored, labels, prevalence, batch_size)
+        unreadable = labelled.about["unreadable"]
+        shift = _shift(model, name, images, stored, labels, prevalence, unreadable, batch_size)
     about = weight, bias, z - shift, labels, stored.heads.mean, stored.heads.deviation
     shown = do_no_harm(*about, labelled.site.groups)._replace(before=correct(weight, bias, z, labels))
-    before = f"the model whose config.json has the checksum {checksum_of(model.folder)}"
+    before = f"the model whose config.json has the checksum {model.checksum}"
     adapted = labelled.config(before, shown, images is not None)
     if shown.kept:
-        parts = read_directory(model.folder, encoder_weights)
+        parts = Parts(config, model.module.encoder, {}, model.reference, model.training_images, checksum=model.checksum)
         linear, moved = adapted_head(*about)
         parts = _adapted(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
         with new_directory(out) as temporary:
@@ -231,9 +229,13 @@ def _shift(
     stored: Stored,
     labels: Tensor,
     prevalence: np.ndarray | None,
+    unreadable: dict[str, str],
     batch_size: int | None,
 ) -> Tensor:
-    """Returns mean_U − Σ_y q_y μ_y, [K], of all images U of the site and the class means μ of training."""
+    """Returns mean_U − Σ_y q_y μ_y, [K], of all images U of the site and the class means μ of training.
+
+    `unreadable` gets those that cannot be read.
+    """
     if prevalence is None and len(labels) < ADVISED:
         raise UserError(
             f"--recentre: with fewer than {ADVISED} labels it needs class shares; add --prevalence a=.3,b=.7"
@@ -241,8 +243,12 @@ def _shift(
     shares = np.bincount(labels.numpy(), minlength=len(stored.shares)) / len(labels)
     q = torch.from_numpy(shares if prevalence is None else prevalence).float()
     listed = unlabelled_images(model, name, Sources(images))
-    every = readable(model, name, images[0], listed.items, listed.content, {}, what="recentre", batch_size=batch_size)
+    of_images = dict[str, str]()
+    every = readable(
+        model, name, images[0], listed.items, listed.content, of_images, what="recentre", batch_size=batch_size
+    )
     z, _ = features_of(model, every)
+    unreadable |= of_images
     return z.mean(0) - q @ stored.class_means
 
 

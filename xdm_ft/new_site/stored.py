@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
 from xdm_ft.evaluation.expected_site import ExpectedAccuracy, Parts, Validated, expect, parts_at
@@ -28,10 +28,12 @@ from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import Damaged, json_object, one_line
+from xdm_ft.storage.tensors import Sizes
 
 Share = Annotated[float, Field(ge=0, le=1)]
 SINGLE, DOUBLE = ("heads", "mean", "deviation", "class_means"), ("shares", "accuracies", "agreements")
 ABOUT = "about"  # name of the tensor with the JSON document, in bytes
+HEADS, MAX_TEXT = range(3, 65), 1 << 24  # how many a file may hold: two heads have one agreement, which makes no line
 
 
 class RiskAt(Block):
@@ -64,6 +66,20 @@ class About(Block):
     threshold: Share | None  # ATC's; None: above every confidence
     images: Annotated[int, Field(ge=1)]  # validation images
     domains: dict[str, AtDomain]
+
+    @model_validator(mode="after")
+    def _of_same_risks(self) -> About:
+        risks = [of.risks.keys() for of in self.domains.values()]
+        if any(of != risks[0] for of in risks) or not all(_is_risk(risk) for risk in (risks[0] if risks else ())):
+            raise ValueError("domains: risks must be numbers between 0 and 1, the same ones at each domain")
+        return self
+
+
+def _is_risk(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -171,36 +187,36 @@ def read_stored(folder: Path, config: ModelConfig) -> Stored:
         raise UserError(f"{folder}: the model cannot be assessed or adapted at a new site: {reason}")
     if config.site_xxh3 is None:
         raise UserError(f"{folder}: has no {SITE}, which tells of new sites; export it again, without --no-site")
-    tensors = read_described(path, config.site_xxh3)
+    classes, width = len(config.class_names), config.encoder.width
+    tensors = read_described(path, config.site_xxh3, wanted_sizes(classes, width))
     try:
-        return _stored(tensors, len(config.class_names), config.encoder.width)
+        return _stored(tensors)
     except (Damaged, ValueError, RecursionError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
         raise UserError(f"{path}: is damaged ({reason[:200]}); {AGAIN}") from error
 
 
-def _stored(tensors: Mapping[str, Tensor], classes: int, width: int) -> Stored:
-    """Raises `Damaged` or `ValueError` unless the tensors fit the model."""
-    weights = tensors.get("heads", torch.empty(0))
-    heads = len(weights) if weights.ndim == 3 else 0
-    shapes = {
-        "heads": (max(1, heads), classes, width + 1),
+def wanted_sizes(classes: int, width: int) -> Sizes:
+    """Returns the sizes of the file's tensors for a model of so many classes, whose features have this width."""
+    return {
+        "heads": (HEADS, classes, width + 1),
         "mean": (width,),
         "deviation": (width,),
         "class_means": (classes, width),
         "shares": (classes,),
-        "accuracies": (heads,),
-        "agreements": (heads * (heads - 1) // 2,),
+        "accuracies": (HEADS,),
+        "agreements": (range(HEADS.stop**2),),
+        ABOUT: (range(MAX_TEXT),),
     }
-    for name, shape in shapes.items():
-        tensor = tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise Damaged(f"{name} is missing or has another shape than {list(shape)}")
-        if not tensor.isfinite().all():
-            raise Damaged(f"{name} holds values that are not finite")
-    about = tensors.get(ABOUT, torch.empty(0, dtype=torch.uint8))
-    if about.dtype != torch.uint8:
-        raise Damaged(f"{ABOUT} holds no text")
+
+
+def _stored(tensors: Mapping[str, Tensor]) -> Stored:
+    """Raises `Damaged` or `ValueError` unless the tensors fit each other."""
+    about, heads = tensors[ABOUT], len(tensors["heads"])
+    if about.dtype != torch.uint8 or not all(tensors[name].is_floating_point() for name in (*SINGLE, *DOUBLE)):
+        raise Damaged("a tensor has another type")
+    if len(tensors["accuracies"]) != heads or len(tensors["agreements"]) != heads * (heads - 1) // 2:
+        raise Damaged(f"accuracies or agreements are not those of {heads} heads")
     document = About.model_validate(json_object(about.numpy().tobytes()))
     if not (tensors["deviation"] > 0).all() or not math.isclose(float(tensors["shares"].sum()), 1, abs_tol=1e-6):
         raise Damaged("deviations must be above 0, and class shares must have the sum 1")

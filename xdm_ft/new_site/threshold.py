@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError
 
 from xdm_ft.evaluation.few_labels import DELTA
 from xdm_ft.export import ModelPrecision, first_fault
-from xdm_ft.export.directory import CONFIG, THRESHOLD, checksum_of
+from xdm_ft.export.directory import CONFIG, THRESHOLD, refuse_changed
+from xdm_ft.export.predictor import Model
 from xdm_ft.new_site.measure import AtRisk
 from xdm_ft.report.finished import is_run
 from xdm_ft.runtime.errors import UserError
@@ -51,17 +52,22 @@ def refuse_other_directories(folder: Path) -> None:
         raise UserError(f"--save: {folder} is not a model directory on this machine; give one")
 
 
-def store(folder: Path, shown: AtRisk, groups: int | None, precision: ModelPrecision) -> Path:
-    """Writes the file, atomically, and returns its path. Raises `UserError` if it cannot be written."""
+def store(model: Model, shown: AtRisk, groups: int | None) -> Path:
+    """Writes the file, atomically, and returns its path.
+
+    Raises `UserError` if it cannot be written, or if the directory holds another model than was read.
+    """
+    refuse_changed(model.folder, model.checksum)
     record = {name: getattr(shown, name) for name in ("threshold", "risk", "labels", "answered", "wrong")}
-    stored = StoredThreshold(model=checksum_of(folder), precision=precision, groups=groups, **record)
+    stored = StoredThreshold(model=model.checksum, precision=model.module.precision, groups=groups, **record)
     document = with_checksum(stored.model_dump(mode="json"))
-    replace_text(folder / THRESHOLD, json.dumps(document, indent=1, allow_nan=False) + "\n")
-    return folder / THRESHOLD
+    replace_text(model.folder / THRESHOLD, json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return model.folder / THRESHOLD
 
 
-def read_threshold(folder: Path, precision: ModelPrecision) -> StoredThreshold:
-    """Reads the file of a model directory. Raises `UserError` if there is none for predictions in this precision."""
+def read_threshold(model: Model) -> StoredThreshold:
+    """Reads the file of a model directory. Raises `UserError` if there is none for this model in its precision."""
+    folder, precision = model.folder, model.module.precision
     path, again = folder / THRESHOLD, f"store one: {HOW.format(folder)}"
     if not path.is_file():
         raise UserError(f"--abstain-below: {folder} has no stored threshold; {again}")
@@ -72,7 +78,7 @@ def read_threshold(folder: Path, precision: ModelPrecision) -> StoredThreshold:
     except (Damaged, ValidationError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
         raise UserError(f"--abstain-below: {path} is damaged ({reason[:200]}); {again}") from error
-    if stored.model != checksum_of(folder):
+    if stored.model != model.checksum:
         raise UserError(f"--abstain-below: {path} is of another model; {again}")
     if stored.precision != precision:
         problem = f"is of probabilities in {stored.precision}, and these are in {precision}"

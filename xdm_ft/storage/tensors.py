@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from xdm_ft.runtime.errors import printable
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.atomic import Replace, Together, order_metadata, replace_file
 from xdm_ft.storage.lines import Damaged, json_object, one_line
@@ -62,6 +63,27 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     with _as_damage(path), safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
+
+
+Sizes = Mapping[str, Sequence[int | range]]
+"""{name of a tensor: for each axis its size, or those that it may have}"""
+
+
+def refuse_other_sizes(path: Path, wanted: Sizes) -> None:
+    """Raises `Damaged` unless a safetensors file holds these tensors alone; no tensor is read."""
+    with _as_damage(path), safe_open(path, framework="pt") as file:
+        names = [*file.keys()]
+        if foreign := [name for name in names if name not in wanted]:
+            raise Damaged(f"{printable(foreign[0])[:80]} is no tensor of such a file")
+        if missing := [name for name in wanted if name not in names]:
+            raise Damaged(f"{missing[0]} is missing")
+        for name, axes in wanted.items():
+            shape = file.get_slice(name).get_shape()
+            pairs = zip(shape, axes, strict=False)
+            fit = [size in axis if isinstance(axis, range) else size == axis for size, axis in pairs]
+            if len(shape) != len(axes) or not all(fit):
+                sizes = [f"{a.start} to {a.stop - 1}" if isinstance(a, range) else str(a) for a in axes]
+                raise Damaged(f"{name} has the shape {shape}, not [{', '.join(sizes)}]")
 
 
 @contextmanager
