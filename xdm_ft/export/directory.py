@@ -171,8 +171,7 @@ def write_changed(source: Path, parts: Parts, folder: Path) -> None:
         in_hub_cache = source.resolve().parent.name == "snapshots" and real.is_relative_to(repository)
         if path.is_symlink() and not in_hub_cache:  # the cache's own links stay inside of it
             raise UserError(f"{path}: is a link, which could lead to any file, and is not copied; put the file here")
-        if not path.is_file():
-            raise UserError(f"{path}: {'is not a file' if path.exists() else 'does not exist'}; {AGAIN}")
+        refuse_missing(path)
         with disk_errors(folder / name):
             shutil.copyfile(real, folder / name)
     refuse_changed(source, parts.checksum)
@@ -190,8 +189,15 @@ def encoder_files(folder: Path, config: ModelConfig) -> list[str]:
     return names
 
 
+def refuse_missing(path: Path) -> None:
+    """Raises `UserError` unless the path is a file: reading a pipe would take for ever."""
+    if not path.is_file():
+        raise UserError(f"{path}: {'is not a file' if path.exists() else 'does not exist'}; {AGAIN}")
+
+
 def _architecture(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file that describes an encoder. Raises `UserError`."""
+    refuse_missing(path)
     try:
         return json_object(path.read_bytes())
     except (Damaged, OSError) as error:
