@@ -258,6 +258,17 @@ def test_a_run_without_text_completes_with_the_other_methods(reported):
     assert probe["compared_with"] == "plain", "erm, which has no models, is no reference"
 
 
+def test_a_model_that_names_one_class_for_every_image_is_flagged():
+    assert main(["run", "small.yaml", "training.lr=1.0e-9", "methods=[erm, zero_shot]"]) == 0
+    results, flag = document(RUN), "collapsed (one class for all test images)"
+    trained = [run for run in results["runs"] if run["method"] == "erm"]
+    assert [run["status"] for run in trained] == ["ok"] * 3
+    assert all(flag in run["selected"]["train_val"]["flags"] for run in trained)
+    [row] = [row for row in results["summary"] if (row["method"], row["selection"]) == ("erm", "train_val")]
+    assert row["flags"] == [f"{flag} in 3 of 3 picks"]
+    assert f"- erm: {flag} in 3 of 3 picks" in (RUN / "results.md").read_text()
+
+
 def test_methods_that_need_two_training_domains_are_skipped():
     shutil.rmtree("images/c")
     assert lines("methods=[erm, xdomainmix, groupdro, sam]") == [

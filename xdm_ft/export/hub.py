@@ -104,17 +104,16 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
 
 def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     """Returns the names of the files. Raises `UserError` as `push` says."""
-    described = {REFERENCE: config.reference_xxh3, SITE: config.site_xxh3, TRAINING_IMAGES: config.training_images_xxh3}
     of_encoder = encoder_files(folder, config)
-    known = {*FILES} - {ENCODER, PART, TEXT_CONFIG, *described} | {*of_encoder}
-    known |= {name for name, xxh3 in described.items() if xxh3 is not None}
+    known = {*FILES} - {ENCODER, PART, TEXT_CONFIG} | {*of_encoder}
     files = sorted(folder.iterdir())
     # a link could lead to any file
     others = [path.name for path in files if path.name not in known or path.is_symlink() or not path.is_file()]
     if others:
         names = ", ".join(map(printable, others))
         raise UserError(f"{folder}: {names}: not a file of a model, so it is not uploaded; move it elsewhere")
-    needed = {*NEEDED, *(known & {*described, *of_encoder})} - {TRAINING_IMAGES}
+    described = {REFERENCE: config.reference_xxh3, SITE: config.site_xxh3}
+    needed = {*NEEDED, *of_encoder, *(name for name, xxh3 in described.items() if xxh3 is not None)}
     missing = sorted(needed - {path.name for path in files})
     if missing:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")
