@@ -16,7 +16,7 @@ from xdm_ft.containers.files import counted
 from xdm_ft.export.choose import training_images
 from xdm_ft.export.expected import are_among, checksums, first_of_each
 from xdm_ft.export.predictor import Model, cache_of, store_of, stream
-from xdm_ft.export.sources import Item, Sources, counted
+from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features.cache import Store, contents_of
 from xdm_ft.features.extract import IMAGES_PER_SHARD
 from xdm_ft.report.finished import is_run, read_run
@@ -70,8 +70,6 @@ def unlabelled_images(model: Model, name: str, sources: Sources) -> Unlabelled:
     """Lists the images of a site. `name`: the directory of the model. Raises `UserError` if there are none."""
     sources.count()  # first, as it refuses a folder, glob or table without images
     items = list(sources)
-    if sources.others:
-        logger.warning("%s", counted(sources.others))
     if not items:
         raise UserError("PATH: no image is listed on standard input")
     if sources.others:
