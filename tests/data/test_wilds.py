@@ -1,14 +1,18 @@
 """Camelyon17 and FMoW in miniature, read by the real WILDS loaders; our numbers against WILDS' own `eval()`."""
 
+import contextlib
 import shutil
 import sys
 import threading
 import types
 import warnings
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import miniature
 import numpy as np
+import pandas
 import pytest
 import torch
 from PIL import Image
@@ -39,7 +43,8 @@ def fmow(tmp_path_factory):
 
 def wilds_dataset(name, root):
     cls = release_class(name, {"camelyon17": "Camelyon17Dataset", "fmow": "FMoWDataset"}[name])
-    with warnings.catch_warnings():
+    of_any_form = patch("pandas.to_datetime", partial(pandas.to_datetime, format="ISO8601"))
+    with warnings.catch_warnings(), of_any_form if name == "fmow" else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return cls(root_dir=str(root))
 
@@ -139,6 +144,30 @@ def test_groups_of_fmow_are_places(fmow):
     assert note in split.notes
 
 
+def test_times_and_regions_of_fmow_as_they_are_distributed(tmp_path):
+    base = miniature.fmow(tmp_path)
+    plain, table = Fmow(root=tmp_path, domains="region_year"), (base / "rgb_metadata.csv").read_text()
+    assert table.count(".643Z") == 24 and "643" not in table[: table.index("NGA")]
+    with pytest.raises(ValueError, match=r"643Z.* doesn't match format"):
+        release_class("fmow", "FMoWDataset")(root_dir=str(tmp_path))  # what WILDS' code makes of it
+
+    def written(old, new):
+        (base / "rgb_metadata.csv").write_text(table.replace(old, new))
+        return Fmow(root=tmp_path, domains="region_year")
+
+    for old, new in {".643Z": "Z", "10:30:00Z": "10:30:00+00:00", "T10:30:00Z": " 10:30:00", "00Z": "00.5Z"}.items():
+        data = written(old, new)
+        assert data.domain_names == plain.domain_names and np.array_equal(data.domains, plain.domains)
+        assert np.array_equal(data.splits, plain.splits)
+    assert np.array_equal(written(",XXX,", ",ATA,").domains, plain.domains), "a country without a region: Other"
+    sequestered = next(line for line in table.split() if line.startswith("seq"))
+    assert len(written(sequestered, sequestered.replace("2016-01-10T10:30:00Z", ""))) == len(plain), "left out anyway"
+    for time in ("", "yesterday", "2021-01-10T10:30:00Z"):
+        wrong = f'rgb_metadata.csv: row 2, column timestamp: "{time or "nan"}" is not a time from 2002 to 2017'
+        with pytest.raises(UserError, match=rf"{wrong} \(1 such rows\); write it as 2010-03-01T10:00:00Z$"):
+            written("2002-01-10T10:30:00Z", time)
+
+
 def test_fmow_without_coordinates(tmp_path):
     base = miniature.fmow(tmp_path)
     table = [line.split(",") for line in (base / "rgb_metadata.csv").read_text().split("\n") if line]
@@ -221,18 +250,26 @@ def test_no_data_and_no_permission_to_download(cls, folder, size, tmp_path):
     with pytest.raises(UserError) as fault:
         cls(root=tmp_path / "data")
     text, missing = str(fault.value), f"{tmp_path / 'data' / folder} does not exist"
-    for words in (missing, "data.download: true", size, "wilds.download_datasets"):
+    copy = f"set data.root to a folder with a copy of {folder}/. WILDS' server has served no data since April 2026"
+    for words in (missing, copy, "data.download: true", size):
         assert words in text
     assert not (tmp_path / "data").exists() and "\n" not in text
 
 
 def test_damaged_trees(tmp_path):
-    (miniature.camelyon17(tmp_path) / "RELEASE_v1.0.txt").unlink()
-    problem = r"camelyon17_v1.0 contains no RELEASE_v1.0.txt, so its download was not finished"
+    marker = miniature.camelyon17(tmp_path) / "RELEASE_v1.0.txt"
+    assert len(Camelyon17(root=marker.parent)) == 100, "the folder itself"
+    marker.unlink()
+    problem = (
+        r"camelyon17_v1.0 contains no RELEASE_v1.0.txt, which ends a download: create it if all files are there, else"
+    )
     with pytest.raises(UserError, match=problem):
         Camelyon17(root=tmp_path)
+    marker.touch()
+    assert len(Camelyon17(root=tmp_path)) == 100
     (miniature.fmow(tmp_path) / "country_code_mapping.csv").unlink()
-    with pytest.raises(UserError, match=r"fmow_v1.1 is incomplete or damaged .*country_code_mapping.csv"):
+    kept = r"country_code_mapping.csv.*; replace the .csv files by those of another copy, and keep the images"
+    with pytest.raises(UserError, match=rf"fmow_v1.1: WILDS cannot read its tables .*{kept}"):
         Fmow(root=tmp_path)
 
 
@@ -262,8 +299,10 @@ def test_download_goes_through_wilds_downloader(tmp_path, archive_at, capsys):
 
 def test_downloads_that_fail(tmp_path, archive_at):
     archive_at(tmp_path / "nothing.tar.gz")
-    with pytest.raises(UserError, match=r"data.download: the download to .*camelyon17_v1.0 failed"):
+    with pytest.raises(UserError, match=r"data.download: the download to .*camelyon17_v1.0 failed") as fault:
         Camelyon17(root=tmp_path, download=True)
+    for words in ("issues/174). With a copy of camelyon17_v1.0/, set data.root to its folder", "10 GB"):
+        assert words in str(fault.value)
     archive = tmp_path / "again" / "camelyon17_v1.0" / "archive.tar.gz"
     archive.parent.mkdir(parents=True)
     archive.write_bytes(b"half of it")

@@ -12,8 +12,10 @@ import logging
 import sys
 import tarfile
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any
 
 from filelock import FileLock
 from PIL import Image
@@ -22,21 +24,35 @@ from pydantic import Field
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.names import expand_user
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 logger = logging.getLogger("xdm_ft")
 
-Root = Annotated[Path, Field(description="folder that contains the data set's own folder, in the layout of WILDS")]
+SERVER = "WILDS' server has served no data since April 2026 (github.com/p-lambda/wilds/issues/174)"
+Root = Annotated[
+    Path, Field(description="folder that contains the data set's own folder, in the layout of WILDS, or that folder")
+]
 Download = Annotated[bool, Field(description="true: download missing data with WILDS' downloader")]
 
 
-def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
+def open_release(
+    name: str,
+    class_name: str,
+    root: Path,
+    download: bool,
+    mend: Callable[[Path, DataFrame], DataFrame] = lambda file, table: table,
+) -> Any:
     """Returns the WILDS data set `name` (WILDS' class `class_name`) with its official split.
 
-    Missing data are downloaded if `download` is true, by one of several processes. Raises `UserError` if data are
-    missing, incomplete or damaged.
+    Missing data are downloaded if `download` is true, by one of several processes. WILDS sees what `mend` returns of
+    each table that it reads. Raises `UserError` if data are missing, incomplete or damaged.
     """
     root = expand_user(root, "data.root")
     cls = release_class(name, class_name)
     version, release = max(cls._versions_dict.items(), key=lambda item: tuple(map(int, item[0].split("."))))
+    if root.name == f"{name}_v{version}" and not (root / root.name).is_dir():
+        root = root.parent
     folder = root / f"{name}_v{version}"
     marker = folder / f"RELEASE_v{version}.txt"
     digits = -9 if release["compressed_size"] < 1e10 else -10
@@ -45,14 +61,16 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
         if download:
             _download(cls, folder, marker, size)
         else:
-            command = f"python -m wilds.download_datasets --root_dir {printable(root)} --datasets {name}"
-            remedy = f"set data.download: true, or run `{command}` (about {size})"
+            remedy = (
+                f"set data.root to a folder with a copy of {folder.name}/. {SERVER}; to try it, set data.download: true "
+                f"(about {size})"
+            )
             if folder.is_dir():
-                problem = f"contains no {marker.name}, so its download was not finished; remove the folder, then"
+                problem = f"contains no {marker.name}, which ends a download: create it if all files are there, else"
                 raise UserError(f"data.root: {printable(folder)} {problem} {remedy}")
             raise UserError(f"data.root: {printable(folder)} does not exist; {remedy}")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _mended_tables(cls, mend):
             # pandas 3 returns read-only arrays; WILDS wraps them as tensors and does not write to them
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             warnings.filterwarnings("ignore", message="Minimum metadata value for CombinatorialGrouper")
@@ -60,8 +78,25 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = printable(f"{type(error).__name__}: {error}")[:200]
         raise UserError(
-            f"data.root: {folder} is incomplete or damaged ({reason}); remove it and download it again"
+            f"data.root: {folder}: WILDS cannot read its tables ({reason}); replace the .csv files by those of another "
+            f"copy, and keep the images. {SERVER}"
         ) from error
+
+
+@contextlib.contextmanager
+def _mended_tables(cls: Any, mend: Callable[[Path, DataFrame], DataFrame]) -> Iterator[None]:
+    """Context in which the module of `cls` reads each CSV file as `mend` returns it."""
+    module = sys.modules[cls.__module__]
+    pandas = module.pd  # type: ignore[attr-defined]
+
+    def read_csv(file: Any, **settings: Any) -> DataFrame:
+        return mend(Path(file), pandas.read_csv(file, **settings))
+
+    module.pd = SimpleNamespace(**{**vars(pandas), "read_csv": read_csv})  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.pd = pandas  # type: ignore[attr-defined]
 
 
 def release_class(name: str, class_name: str) -> Any:
@@ -107,6 +142,7 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
         raise UserError(f"data.root: {folder} cannot be written: {error.strerror or error}") from error
     if not marker.is_file():  # WILDS' downloader catches its own exceptions, so that only this file shows its success
         raise UserError(
-            f"data.download: the download to {folder} failed (see WILDS' message above); check the network and "
-            f"the disk space for the archive ({size}) and its content, remove the folder and run again"
+            f"data.download: the download to {folder} failed (see WILDS' message above). {SERVER}. With a copy of "
+            f"{folder.name}/, set data.root to its folder; else check network and disk ({size}, and as much again), "
+            "remove the folder and run again"
         )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.files import ImageFiles
 from xdm_ft.data._wilds_release import Download, Root, open_release
+from xdm_ft.runtime.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SPLIT_OF = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}  # id_test is not used
 
@@ -34,7 +38,7 @@ class Fmow(ImageFiles):
             Field(description="meaning of a domain; worst_domain_accuracy is over the five regions in each case"),
         ] = "region",
     ) -> None:
-        release = open_release("fmow", "FMoWDataset", root, download)
+        release = open_release("fmow", "FMoWDataset", root, download, _mended)
         columns = {name: i for i, name in enumerate(release.metadata_fields)}
         metadata = release.metadata_array.numpy()
         region, year = metadata[:, columns["region"]], metadata[:, columns["year"]]
@@ -61,3 +65,24 @@ class Fmow(ImageFiles):
         self.base = release.data_dir
         self.shown = [os.path.join(self.base, "images", f"rgb_img_{i}.png") for i in release.full_idxs]
         self.paths = [os.path.abspath(path) for path in self.shown]
+
+
+def _mended(file: Path, table: DataFrame) -> DataFrame:
+    """Returns a table of the release as WILDS' code needs it: times as times, and no region that is empty.
+
+    About 2,700 of the 523,846 times have milliseconds; WILDS' code takes the form of the first for that of all.
+    """
+    import pandas
+
+    if "region" in table.columns:  # a country without one counts as Other, as does a country that is not listed
+        return table.dropna(subset=["region"])
+    if "timestamp" in table.columns:
+        times = pandas.to_datetime(table["timestamp"], format="ISO8601", utc=True, errors="coerce")
+        wrong = table.index[~times.dt.year.between(2002, 2017) & (table["split"] != "seq")]  # those are left out
+        if len(wrong):
+            raise UserError(
+                f'{printable(file)}: row {wrong[0] + 2}, column timestamp: "{table["timestamp"][wrong[0]]}" is not a '
+                f"time from 2002 to 2017 ({len(wrong)} such rows); write it as 2010-03-01T10:00:00Z"
+            )
+        return table.assign(timestamp=times)
+    return table
