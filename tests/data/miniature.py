@@ -13,7 +13,7 @@ CLASSES = {
     "vlcs": ("bird", "car", "chair", "dog", "person"),
     "officehome": ("Alarm_Clock", "Backpack", "Batteries"),
     "terraincognita": ("bird", "bobcat", "empty"),
-    "domainnet": ("aircraft_carrier", "airplane", "zigzag"),
+    "domainnet": ("aircraft_carrier", "airplane", "train", "zigzag"),
 }
 
 
@@ -25,6 +25,15 @@ def save(path: Path, label: int, domain: int, number: int, side: int = 40) -> No
     Image.fromarray(noise.astype(np.uint8)).save(path)
 
 
+BESIDE = {  # what lies beside the domains in the archives, and what file systems and the lists of splits add
+    "pacs": (".DS_Store", "__MACOSX/PACS/photo/dog/._0.png", "photo/dog/Thumbs.db"),
+    "vlcs": ("Caltech101/desktop.ini",),
+    "officehome": ("ImageInfo.csv", "imagelist.txt", "README.txt"),
+    "terraincognita": ("._caltech_images_20210113.json",),
+    "domainnet": ("clipart_train.txt", "clipart_test.txt", "splits/real_train.txt", "clipart.zip"),
+}
+
+
 def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -> Path:
     """Writes the tree of DomainBed's download script into a folder of `root`. Returns that folder."""
     cls = components.find("data", name)
@@ -33,6 +42,21 @@ def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -
         for c, class_name in enumerate(CLASSES[name]):
             for i in range(per_class):
                 save(base / domain / class_name / f"{i:03}{suffix}", c, d, i)
+    for beside in BESIDE[name]:
+        (base / beside).parent.mkdir(parents=True, exist_ok=True)
+        (base / beside).write_bytes(b"\0\5\26\7")
+    return base
+
+
+def vlcs_of_jigendg(root: Path, per_class: int = 4) -> Path:
+    """VLCS as JigenDG and Dassl pass it on: numbers for classes, parts of a split, and `full` is train and crossval."""
+    base = root / "VLCS"
+    for d, domain in enumerate(("CALTECH", "LABELME", "PASCAL", "SUN")):
+        for label in range(5):
+            for i in range(per_class):
+                part = "test" if i == 0 else "crossval" if i == 1 else "train"
+                for folder in {part, part if part == "test" else "full"}:
+                    save(base / domain / folder / str(label) / f"{part}_imgs_{i}.png", label, d, i)
     return base
 
 

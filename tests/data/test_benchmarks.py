@@ -74,6 +74,68 @@ def test_variants_of_the_names(name, folder, domains, tmp_path):
         assert Path(data.content(data.domain_names.index(domain) * images)).parts[-3] == variant
 
 
+@pytest.mark.parametrize("parts", ["crossval full test train", "full test", "crossval test train", "Full"])
+def test_vlcs_as_jigendg_and_dassl_pass_it_on(parts, tmp_path, monkeypatch, caplog):
+    base = miniature.vlcs_of_jigendg(tmp_path)
+    for folder in base.glob("*/*"):
+        if folder.name == "full" and parts == "Full":
+            folder.rename(folder.with_name(parts))
+        elif folder.name not in parts.split():
+            shutil.rmtree(folder)
+    monkeypatch.setattr(
+        components.find("data", "vlcs"), "published", {"the miniature": (5 * (3 + (parts != "Full")),) * 4}
+    )
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        data = build("vlcs", tmp_path)
+    assert data.class_names == miniature.CLASSES["vlcs"] and data.domain_names[0] == "Caltech101"
+    for row in range(len(data)):
+        assert int(Path(data.content(row)).parts[-2]) == data.labels[row]
+    pixels = {data.image(row).tobytes() for row in range(len(data))}
+    assert len(pixels) == len(data), "each image once"
+    ignored = "CALTECH are those of full, test; ignored crossval, train, which full repeats" in caplog.text
+    assert ignored == (parts == "crossval full test train")
+    with pytest.raises(UserError, match=r"expected <domain>/<class>/<image>.*data\.name: vlcs"):
+        components.find("data", "folder")(root=base)
+
+
+@pytest.mark.parametrize("name", ["officehome", "domainnet", "pacs"])
+def test_other_layouts_in_which_the_sets_are_distributed(name, tmp_path):
+    plain = build(name, miniature.domainbed(tmp_path / "plain", name), counts="any")
+    base = miniature.domainbed(tmp_path / "other", name)
+    if name == "pacs":  # Dassl: pacs/images/ and pacs/splits/
+        base = shutil.move(base, tmp_path / "other" / "moved")
+        (tmp_path / "other" / "pacs" / "splits").mkdir(parents=True)
+        shutil.move(base, tmp_path / "other" / "pacs" / "images")
+        base = tmp_path / "other" / "pacs"
+    else:  # Office-Home-DG: <domain>/<train|val>/<class>, in which DomainNet's class "train" stays
+        for folder in sorted(base.glob("*/*/")):
+            whole = folder.rename(folder.with_name("whole"))
+            for path in whole.iterdir():
+                part = folder.parent / ("val" if path.stem == "000" else "to_train") / folder.name
+                part.mkdir(parents=True, exist_ok=True)
+                path.rename(part / path.name)
+            whole.rmdir()
+        for folder in sorted(base.glob("*/to_train")):
+            folder.rename(folder.with_name("train"))
+    for root in (tmp_path / "other", base):
+        data = build(name, root, counts="any")
+        assert (data.class_names, data.domain_names) == (plain.class_names, plain.domain_names)
+        of = [sorted((each.labels[row], each.domains[row], each.image(row).tobytes()) for row in range(len(each)))
+              for each in (data, plain)]  # fmt: skip
+        assert of[0] == of[1]
+
+
+def test_parts_without_class_folders_are_refused(tmp_path):
+    base = miniature.domainbed(tmp_path, "pacs")
+    for domain in base.iterdir():
+        for number, folder in enumerate(sorted(domain.glob("*/")) if domain.name in ("photo", "sketch") else ()):
+            folder.rename(domain / "train") if number == 0 else shutil.rmtree(folder)
+    shutil.rmtree(base / "cartoon")
+    shutil.rmtree(base / "art_painting")
+    with pytest.raises(UserError, match=r"train are parts of a split, not classes; found <domain>/<train>/<image>"):
+        build("pacs", tmp_path, counts="any")
+
+
 def test_missing_images_are_named(tmp_path, monkeypatch, caplog):
     base = miniature.domainbed(tmp_path, "pacs")
     shutil.rmtree(base / "photo")

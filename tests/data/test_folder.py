@@ -195,6 +195,40 @@ def test_a_root_that_is_one_domain_names_the_folder_of_all(tmp_path: Path, monke
     assert "move them into class folders" in fault(whole / "b" / "dog")
 
 
+PARTS_ARE = {
+    "a/full/cat/0.png a/test/cat/0.png b/full/dog/0.png": "full, test are parts of a split, not classes; "
+    "found <domain>/<full|test>/<class>/<image>, expected <domain>/<class>/<image>; move the class folders up",
+    "a/train/0.png b/test/0.png": "found <domain>/<test|train>/<image>, expected",
+    "a/Full/cat/x/0.png a/CROSSVAL/cat/0.png": "found <domain>/<CROSSVAL|Full>/<class>/<image>, expected",
+    "a/train/cat/0.png a/val/cat/0.png a/extra/cow/0.png": "train, val are parts of a split, not classes",
+    "a/cat/0.png b/valid/cat/0.png": "valid are parts of a split, not classes",
+    "train/cat/0.png validation/cat/0.png": "validation are parts of a split, not domains; "
+    "found <train|validation>/<class>/<image>, expected",
+    "train/a/cat/0.png test/a/cat/0.png test/b/dog/0.png": "found <test|train>/<domain>/<class>/<image>, expected",
+    "test/cat/0.png": "test are parts of a split, not domains",
+    "train/cat/0.png val/cat/0.png c/cat/0.png": "train, val are parts of a split, not domains",
+}
+
+
+@pytest.mark.parametrize("paths", PARTS_ARE)
+@pytest.mark.parametrize("reader", [Folder, ImageFolder])
+def test_parts_of_a_split_are_neither_classes_nor_domains(tmp_path: Path, paths: str, reader: type[Folder]) -> None:
+    put(tmp_path, *paths.split())
+    with pytest.raises(UserError) as caught:
+        reader(root=tmp_path)
+    told = str(caught.value)
+    deep = reader is ImageFolder and "data.name: folder, which reads deeper folders too" in told
+    assert "\n" not in told and (deep or PARTS_ARE[paths] in told)
+
+
+def test_one_such_name_among_others_is_a_class_or_a_domain(tmp_path: Path) -> None:
+    put(tmp_path, "a/train/0.png", "a/airplane/0.png", "b/train/p1/0.png", "b/train/p2/0.png", "test/airplane/0.png")
+    dataset = Folder(root=tmp_path)
+    assert dataset.class_names == ("airplane", "train") and dataset.domain_names == ("a", "b", "test")
+    put(tmp_path, "a/cow/train/0.png", "b/cow/test/0.png")
+    assert Folder(root=tmp_path).class_names == ("airplane", "cow", "train"), "folders below a class are of no matter"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser can read every folder")
 def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
     put(tmp_path, "d/c/a.png")

@@ -1,6 +1,7 @@
 """Parquet files, imagefolders and hub repositories, read by `datasets`: bit for bit as from plain folders."""
 
 import logging
+import shutil
 from pathlib import Path
 
 import miniature
@@ -73,6 +74,34 @@ def test_parquet_and_imagefolder_give_the_features_of_the_folder(folder, tmp_pat
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     same(parquet, folder)
     same(imagefolder, folder)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a*b", "x?", "**", "[!a]", "{a,b}", "a]b", "p%20#q", "~x"])
+def test_names_of_folders_are_no_globs(tmp_path, name):
+    root = tmp_path / name / "data"
+    for number, folder in enumerate((f"{name}/cat", f"{name}/dog[2]", "a1xb/cat", "xy/dog[2]", "run1/cat")):
+        miniature.save(root / folder / f"{name}{number}.png", number, 0, 0)
+    (root / "run1" / "metadata.csv").write_text("file_name,age\ncat/0.png,7\n")
+    data = ImageFolder(root=root)
+    same(data, plain := Folder(root=root))
+    assert np.bincount(plain.domains).tolist()[plain.domain_names.index(name)] == 2
+
+
+def test_what_datasets_would_read_wrongly_is_refused(tmp_path):
+    for case, path, told in (
+        ("chained", "a/b::c/0.png", r"`datasets` cannot read a path with :: \(a/b::c/0.png\); rename it"),
+        ("deep", "a/cat/patient/0.png", r"a/cat/patient/0.png \(1 of 2 images\) is not <domain>/<class>/<image>"),
+        ("shallow", "b/0.png", r"b/0.png \(1 of 2 images\) is not <domain>/<class>/<image>"),
+    ):
+        for image in (path, "b/cat/0.png"):
+            miniature.save(tmp_path / case / image, 0, 0, 0)
+        with pytest.raises(UserError, match=f"{told}.*data.name: folder"):
+            ImageFolder(root=tmp_path / case)
+    for image in ("a/cat/0.png", "b/cat/0.png"):
+        miniature.save(tmp_path / "packed" / image, 0, 0, 0)
+    shutil.make_archive(str(tmp_path / "packed/a/cat/old"), "zip", tmp_path / "packed" / "b")
+    with pytest.raises(UserError, match=r"`datasets` finds 2 of 1 images in a; set data.name: folder, which finds all"):
+        ImageFolder(root=tmp_path / "packed")
 
 
 def test_an_unchanged_table_is_not_read_again(folder, tmp_path, monkeypatch):

@@ -247,6 +247,29 @@ def test_tars_give_the_images_of_parquet_files(server: Served, tmp_path: Path, m
     assert stop - start == len(png(row)), "an image alone is one range"
 
 
+def test_names_that_look_like_globs_are_names(tmp_path: Path) -> None:
+    for site in ("run[1]", "run1", "{a,b}"):
+        write_tar(tmp_path / site / f"{site}.tar", range(3), about=False)
+        (tmp_path / site / "._0.tar").write_bytes(b"of macOS")
+    for file in ("run[1]", "run[1]/*.tar", "run[1]/run[1].tar"):
+        for address in (tmp_path / file, f"file://{tmp_path}/{file}") if file != "run[1]/*.tar" else (tmp_path / file,):
+            assert WebDataset(file=address).domain_names == ("run[1]",)
+    assert WebDataset(file=tmp_path / "{a,b}" / "{a,b}.tar").domain_names == ("{a,b}",)
+    assert WebDataset(file=tmp_path / "run[0-9]" / "*.tar").domain_names == ("run1",)
+    assert WebDataset(file=f"file://{tmp_path}").domain_names == ("run1", "run[1]", "{a,b}"), "without hidden files"
+
+
+def test_folders_of_tars_that_are_parts_of_a_split_are_no_domains(tmp_path: Path) -> None:
+    for name in ("one/train/0.tar", "two/train/0.tar", "two/val/0.tar"):
+        write_tar(tmp_path / name, range(3), about=True)
+    for root, parts in ((tmp_path, "train, val"), (tmp_path / "*" / "train" / "*.tar", "train")):
+        assert f"the folders of the tars, {parts}, are parts of a split" in line(
+            lambda root=root: WebDataset(file=root)
+        )
+        assert len(WebDataset(file=root, keys=Keys(domain="domain"))) > 3
+    assert WebDataset(file=tmp_path / "one").domain_names == ("train",)
+
+
 def test_another_process_gets_data_that_has_read_nothing(tmp_path: Path) -> None:
     tar = write_tar(tmp_path / "tars" / "000.tar", range(30), about=True)
     table = write_parquet(tmp_path / "all.parquet", range(30), 20)

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -416,14 +417,26 @@ def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(capsys
     printed = capsys.readouterr()
     assert "#   models: 3 = methods × held-out domains × seeds\n" in printed.out
     assert "#   time: not measured, as an encoder cannot be built\n" in printed.out
+    assert "# classes\n#   cat, dog\n" in printed.out
     assert "# findings\n#   images: 1 image has copies (2 files), 1 of them in more" in printed.out
     [line] = printed.err.splitlines()
     assert line.startswith("xdm-ft: encoder.weights: ") and str(missing) in line
     assert main(["validate", "small.yaml", "--json", f"encoder.weights={missing}"]) == 2
     content = json.loads(capsys.readouterr().out)
     assert content["error"] == line.removeprefix("xdm-ft: ") and content["plan"]["models"] == 3
+    assert content["classes"] == ["cat", "dog"]
     assert content["estimate"] is None and len(content["findings"]) == 1
     assert main(["validate", "small.yaml", "--json"]) == 0 and json.loads(capsys.readouterr().out)["error"] is None
+
+
+def test_validate_prints_the_names_of_all_classes(capsys):
+    names = [f"class number {number}" for number in range(80)]
+    make_images(Path("many"), "ab", [*names, "x" * 200])
+    assert main(["validate", "small.yaml", "data.root=many"]) == 0
+    text = capsys.readouterr().out.split("# classes\n#   ")[1]
+    lines = re.split("\n# (?! )", text)[0].split("\n#   ")
+    assert " ".join(lines).split(", ") == [*sorted(names), "x" * 200] and len(lines[-1]) == 200
+    assert all(60 < len(of_line) <= 120 for of_line in lines[:-2])
 
 
 def test_validate_names_the_columns_of_a_table_that_are_read_and_those_that_are_not(capsys):

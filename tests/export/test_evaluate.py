@@ -434,6 +434,21 @@ def test_the_level_of_the_classes_is_found(tmp_path, paths, domains):
 
 
 @pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["north/full/cat/1.png", "north/test/dog/2.png"], "not classes; found <domain>/<full|test>/<class>/<image>"),
+        (["train/cat/1.png", "test/dog/2.png"], "not domains; found <test|train>/<class>/<image>"),
+    ],
+)
+def test_parts_of_a_split_are_not_the_domains_of_a_site(tmp_path, paths, found):
+    with pytest.raises(UserError, match=r"^/.*/site: .*or name one of the parts alone$") as fault:
+        read_site(write(tmp_path / "site", paths), SITE_CLASSES, {})
+    assert found in str(fault.value)
+    assert read_site(write(tmp_path / "other", ["a/train/1.png", "b/cat/x/2.png"]), ("cat", "train"), {}).domains.any()
+    assert read_site(write(tmp_path / "classes", ["train/1.png", "cat/x/2.png"]), ("cat", "train"), {}).groups is None
+
+
+@pytest.mark.parametrize(
     ("files", "group", "labels", "domains", "groups"),
     [
         (["dog/p1_a.png", "0/p2_a.png", "0/p2_b.png"], r"p\d", [0, 0, 1], (("site",), [0, 0, 0]), [1, 1, 0]),

@@ -90,6 +90,15 @@ def test_a_file_whose_name_looks_like_a_glob_is_a_file(scans):
     assert paths("scans/a[1]*.png") == ["scans/a[1]*.png"]
 
 
+def test_a_folder_whose_name_looks_like_a_glob_is_a_folder(scans):
+    for folder in ("run[1]", "run1", "a*"):
+        (scans / folder).mkdir()
+        (scans / folder / f"{folder}.png").touch()
+    assert paths("scans/run[1]/*.png") == ["scans/run[1]/run[1].png"]
+    assert paths(f"{scans}/run[1]/*.p[n]g") == [f"{scans}/run[1]/run[1].png"]
+    assert paths("scans/run[01]/*.png") == ["scans/run1/run1.png"]
+
+
 def test_a_glob_reads_no_folder_that_it_can_not_match(scans, monkeypatch):
     read, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda folder: (read.append(os.path.normpath(folder)), scandir(folder))[1])

@@ -33,6 +33,7 @@ from xdm_ft.weights.prompts import warn_of_class_names
 
 MEANING_COLUMN = 44
 MAX_COLUMNS = 20  # of a table that are named
+COLUMNS = 110  # of a line of class names
 logger = logging.getLogger("xdm_ft")
 
 
@@ -88,6 +89,7 @@ def validate(recipe: Recipe) -> Answer:
 
     document = {
         "recipe": recipe.resolved(),
+        "classes": dataset.class_names,
         "prompts": prompts,
         "method_prompts": method_prompts,
         "plan": costs(plan),
@@ -108,6 +110,7 @@ def validate(recipe: Recipe) -> Answer:
         read, others = (listed(names, MAX_COLUMNS) for names in dataset.columns)
         columns = [f"columns of the table: {read} are read; {f'ignored: {others}' if others else 'no other'}"]
     parts: dict[str, Sequence[str]] = {"plan": [*columns, *describe(plan).splitlines(), time_line, *plan.notes]}
+    parts["classes"] = _in_lines(dataset.class_names)
     parts["prompts, exactly as the text encoder reads them"] = prompts or ()
     parts |= {f"prompts of {name}, shown for the first class": lines for name, lines in method_prompts.items()}
     parts["site × class"] = site_class_of(dataset).sentences
@@ -122,6 +125,18 @@ def validate(recipe: Recipe) -> Answer:
     for heading, lines in parts.items():
         text += [f"# {heading}", *(f"#   {line}" for line in lines)] if lines else []
     return Answer(document, text, fault, text_despite_error=True)
+
+
+def _in_lines(names: Sequence[str]) -> list[str]:
+    """Returns all names in lines of at most `COLUMNS` characters, unless one name is longer."""
+    lines = [names[0]]
+    for name in names[1:]:
+        lines[-1] += ","
+        if len(lines[-1]) + len(name) < COLUMNS:
+            lines[-1] += f" {name}"
+        else:
+            lines.append(name)
+    return lines
 
 
 def _power(recipe: Recipe) -> list[str]:

@@ -1,4 +1,4 @@
-"""DomainBed's data sets in the layout of its download script: `<data set>/<domain>/<class>/<image>`."""
+"""DomainBed's data sets in the layout of its download script, `<data set>/<domain>/<class>/<image>`, and in others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.files import ImageFiles, PathsBelow, images_below, left_out, numbered, refuse_missing_folder
+from xdm_ft.containers.files import (
+    ImageFiles,
+    PathsBelow,
+    images_below,
+    is_split,
+    left_out,
+    numbered,
+    refuse_missing_folder,
+    refuse_splits,
+)
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, printable
@@ -30,6 +39,7 @@ Counts = Annotated[
 ]
 
 
+WRAPPERS = ("images", "raw_images")  # folders between that of a data set and its domains
 REMEDY = (
     "download the data with DomainBed (`python -m domainbed.scripts.download --data_dir DIR`) and set data.root "
     "to DIR, or read them from the Hugging Face hub with data.name: hub"
@@ -39,7 +49,9 @@ REMEDY = (
 class BenchmarkFolders(ImageFiles):
     """One of DomainBed's five data sets. Domains are in DomainBed's order, on which the seeds of its splits depend.
 
-    Raises `UserError` that names the differences from the published data, unless `counts` is any.
+    Where a domain is divided, `<domain>/<train|val|test>/<class>`, all its parts are read; beside a part `full`, which
+    repeats the others, only it and test. Raises `UserError` that names the differences from the published data, unless
+    `counts` is any.
     """
 
     folder_order = True
@@ -52,6 +64,9 @@ class BenchmarkFolders(ImageFiles):
     published: ClassVar[Mapping[str, tuple[int, ...]]]
     """Edition → images per domain, in the order of the domains. DomainBed downloads the first edition."""
 
+    numbered_classes: ClassVar[tuple[str, ...]] = ()
+    """The classes in the order of their numbers, where a distribution's class folders are called 0, 1, …"""
+
     base: Path
 
     def __init__(self, *, root: Root, counts: Counts = "published") -> None:
@@ -63,13 +78,37 @@ class BenchmarkFolders(ImageFiles):
         for path in tree.images:
             by_folder.get(path.partition("/")[0], []).append(path)
         present = [domain for domain in self.domain_folders if domain in folder_of and by_folder[folder_of[domain]]]
-        parts = [by_folder[folder_of[domain]] for domain in present]
+        divided = [self._is_divided(by_folder[folder_of[domain]]) for domain in present]
+        parts = [
+            self._undivided(by_folder[folder_of[domain]]) if is_divided else by_folder[folder_of[domain]]
+            for domain, is_divided in zip(present, divided, strict=True)
+        ]
         paths = [path for part in parts for path in part]
         self.paths, self.shown = PathsBelow(os.path.abspath(base), paths), PathsBelow(base, paths)
         self.domain_names = tuple(present)
         self.domains = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        self.class_names, self.labels = numbered([path.split("/")[1] for path in paths])
+        classes = [path.split("/")[1 + divided[d]] for path, d in zip(paths, self.domains.tolist(), strict=True)]
+        if set(classes) <= set(map(str, range(len(self.numbered_classes)))):
+            classes = [self.numbered_classes[int(name)] for name in classes]
+        self.class_names, self.labels = numbered(classes)
+        whole = [path for is_divided, part in zip(divided, parts, strict=True) if not is_divided for path in part]
+        refuse_splits(base, whole, (), self.class_names)
         self.as_published = check_counts(type(self), self, printable(base), counts)
+
+    @staticmethod
+    def _is_divided(paths: list[str]) -> bool:
+        """Returns whether the folders of a domain are the parts of a split, with folders of classes in them."""
+        return all(is_split(path.split("/")[1]) and path.count("/") > 2 for path in paths)
+
+    def _undivided(self, paths: list[str]) -> list[str]:
+        """Returns the images of a divided domain, each once."""
+        folders = sorted({path.split("/")[1] for path in paths})
+        repeats = "full" in map(str.casefold, folders)
+        read = [name for name in folders if not repeats or name.casefold() in ("full", "test")]
+        ignored = f"; ignored {', '.join(sorted({*folders} - {*read}))}, which full repeats" if read != folders else ""
+        domain = paths[0].split("/")[0]
+        logger.info("%s: the images of domain %s are those of %s%s", self.base, domain, ", ".join(read), ignored)
+        return [path for path in paths if path.split("/")[1] in read]
 
     @classmethod
     def _find(cls, root: Path) -> Path:
@@ -77,7 +116,7 @@ class BenchmarkFolders(ImageFiles):
         refuse_missing_folder(root, REMEDY)
         if len(cls._domains(root)) >= 2:  # a single folder may have the name of a domain by chance
             return root
-        names = {_plain(name) for name in cls.folder_names}
+        names = {_plain(name) for name in (*cls.folder_names, *WRAPPERS)}
         inside = [folder for folder in _subfolders(root) if _plain(folder.name) in names]
         inside += [deeper for folder in inside for deeper in _subfolders(folder) if _plain(deeper.name) in names]
         bases = [folder for folder in inside if cls._domains(folder)]

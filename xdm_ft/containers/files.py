@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
@@ -37,6 +38,11 @@ BEGINNINGS = (
 """(byte, what is there) of files that are images or arrays, whatever they are called."""
 OF_SYSTEMS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 TREE = "set data.root to a folder of <domain>/<class>/<image>"  # the end of a message about `data.root`
+MOVE = (
+    "move the class folders up, list the images in a table (data.name: table), or name the loader of a published set "
+    "(data.name: vlcs, officehome, …), which reads its layouts"
+)
+SPLIT_NAMES = frozenset(["train", "val", "valid", "validation", "test", "full", "crossval"])
 
 
 def _regular_expression(pattern: str | None) -> str | None:
@@ -135,6 +141,46 @@ def refuse_missing_folder(root: Path, remedy: str) -> None:
     if not root.is_dir():
         problem = "is not a folder" if root.exists() else "does not exist"
         raise UserError(f"data.root: {root} {problem}; {remedy}")
+
+
+def is_split(name: str) -> bool:
+    return name.casefold() in SPLIT_NAMES
+
+
+def refuse_splits(
+    root: object, images: Sequence[str], domains: Collection[str], classes: Collection[str], remedy: str = MOVE
+) -> None:
+    """Raises `UserError` if folders that would be domains or classes are the parts of a split.
+
+    They are if all names of a level are such parts, or if several of them hold folders of one name, or one of them a
+    folder that is a class elsewhere. One such name among others is a class: DomainNet has "train". `images`: paths
+    relative to `root`, `<domain>/<class>/…`. `remedy`: what to do, the end of the message.
+    """
+    for level, names in enumerate((domains, classes)):
+        parts = sorted(filter(is_split, names))
+        # of each image the folders from this level on, at most three
+        inside = [path.split("/", level + 3)[level:-1] for path in images] if parts else []
+        inside = [folders for folders in inside if folders and folders[0] in parts]
+        holders: dict[str, set[str]] = {}  # folder in a part → the parts that hold one of this name
+        for part, *deeper in inside:
+            for folder in deeper[:1]:
+                holders.setdefault(folder, {"classes"} if level and folder in classes else set()).add(part.casefold())
+        if parts and (len(parts) == len(names) or any(len(of_folder) > 1 for of_folder in holders.values())):
+            depth = max(map(len, inside), default=1) - 1
+            below = ["<domain>", "<class>"][level:][-depth:] if depth else []
+            found = "/".join([*["<domain>"] * level, f"<{'|'.join(parts)}>", *below, "<image>"])
+            raise UserError(
+                f"data.root: {root}: {', '.join(parts)} are parts of a split, not {'classes' if level else 'domains'}; "
+                f"found {found}, expected <domain>/<class>/<image>; {remedy}"
+            )
+
+
+def first_pattern(parts: Sequence[str]) -> int:
+    """Returns the index of the first part of a path that is a glob, or their number. A name that exists is none."""
+    for number, part in enumerate(parts):
+        if glob.has_magic(part) and not os.path.lexists("/".join(parts[: number + 1])):
+            return number
+    return len(parts)
 
 
 class Tree(NamedTuple):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from xdm_ft.containers.files import first_pattern
 from xdm_ft.images import FileState
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
@@ -104,28 +105,36 @@ def read_range(address: str, state: FileState, start: int, stop: int) -> bytes:
 def list_files(file: str, suffix: str, deep: bool) -> list[str]:
     """Returns the files that a file, folder or glob names, sorted; an address or an absolute path each.
 
-    Of a folder those that end with `suffix`, `deep`: of the folders in it too; none: []. Raises `UserError`.
+    Of a folder those that end with `suffix` and are not hidden, `deep`: of the folders in it too; none: []. A name such
+    as run[1] is a glob only if nothing has this name. Raises `UserError`.
     """
     if not is_remote(file):
         path = expand_user(file, "data.file")
         if path.is_dir():
-            return sorted(map(str, path.absolute().glob(f"{'**/' * deep}*{suffix}")))
-        names = [str(path)] if path.exists() else glob.glob(str(path), recursive=deep)
+            # hidden: of 0.tar macOS may leave a ._0.tar, which is none
+            return sorted(map(str, path.absolute().glob(f"{'**/' * deep}[!.]*{suffix}")))
+        parts = str(path).split("/")
+        fixed = first_pattern(parts)
+        names = glob.glob("/".join([*map(glob.escape, parts[:fixed]), *parts[fixed:]]), recursive=deep)
         if not names:
             raise UserError(f"data.file: {file} does not exist; name a {suffix} file or a folder of them")
         return sorted(str(Path(name).absolute()) for name in names)
 
     def addresses() -> list[str]:
         system, path = _system(file)
-        if any(sign in file for sign in "*["):
+        if "*" in file or ("[" in file and not system.exists(path)):
             names = system.glob(path)
         elif file.endswith(suffix):
             return [file]
         else:
             names = system.find(path) if deep else system.ls(path, detail=False)
-        return sorted({str(system.unstrip_protocol(name)) for name in names if str(name).endswith(suffix)})
+        return sorted({str(system.unstrip_protocol(name)) for name in names if _is_shown(str(name), suffix)})
 
     return attempt(file, addresses)
+
+
+def _is_shown(path: str, suffix: str) -> bool:
+    return path.endswith(suffix) and not path.rsplit("/", 1)[-1].startswith(".")
 
 
 def attempt(address: str, read: Callable[[], T]) -> T:

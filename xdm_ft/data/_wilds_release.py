@@ -62,8 +62,8 @@ def open_release(
             _download(cls, folder, marker, size)
         else:
             remedy = (
-                f"set data.root to a folder with a copy of {folder.name}/. {SERVER}; to try it, set data.download: true "
-                f"(about {size})"
+                f"set data.root to a folder with a copy of {folder.name}/. {SERVER}; to try it, set "
+                f"data.download: true (about {size})"
             )
             if folder.is_dir():
                 problem = f"contains no {marker.name}, which ends a download: create it if all files are there, else"
@@ -87,7 +87,7 @@ def open_release(
 def _mended_tables(cls: Any, mend: Callable[[Path, DataFrame], DataFrame]) -> Iterator[None]:
     """Context in which the module of `cls` reads each CSV file as `mend` returns it."""
     module = sys.modules[cls.__module__]
-    pandas = module.pd  # type: ignore[attr-defined]
+    pandas = module.pd
 
     def read_csv(file: Any, **settings: Any) -> DataFrame:
         return mend(Path(file), pandas.read_csv(file, **settings))

@@ -24,6 +24,7 @@ from xdm_ft.containers.files import (
     left_out,
     numbered,
     refuse_missing_folder,
+    refuse_splits,
 )
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.names import expand_user
@@ -67,6 +68,7 @@ class Folder(ImageFiles):
             first = end
         self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])
         self.class_names, labels = numbered([folder.split("/")[1] for folder in folders])
+        refuse_splits(root, images, self.domain_names, self.class_names)
         self.domains, self.labels = domains.repeat(counts), labels.repeat(counts)
         if group is not None:
             self.group_names, self.groups = groups_of(images, group)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import glob
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.containers.files import TREE, images_below, left_out, refuse_missing_folder
+from xdm_ft.containers.files import TREE, images_below, is_image, left_out, refuse_missing_folder, refuse_splits
 from xdm_ft.containers.tables import Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.names import expand_user
@@ -26,12 +28,33 @@ class ImageFolder(ImageTable):
         root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
         tree, where = images_below(root), printable(root)
-        domains = [root / name for name in dict.fromkeys(path.split("/")[0] for path in tree.images)]
-        if not domains:
+        # `datasets` takes the folder of an image for its class, at any depth
+        images = [path for path in tree.files if "/" in path and is_image(path)]
+        if not images:
             raise UserError(f"data.root: {where} contains no images in <domain>/<class>/ folders; {TREE}")
+        if others := [path for path in images if path.count("/") != 2]:
+            raise UserError(
+                f"data.root: {where}: {printable(others[0])} ({len(others)} of {len(images)} images) is not "
+                "<domain>/<class>/<image>; move it, or set data.name: folder, which reads deeper folders too"
+            )
+        if chained := [path for path in images if "::" in f"{root.absolute()}/{path}"]:
+            raise UserError(
+                f"data.root: {where}: `datasets` cannot read a path with :: ({printable(chained[0])}); rename it, or "
+                "set data.name: folder"
+            )
+        domains = Counter(path.split("/")[0] for path in images)  # in the order of their names
+        refuse_splits(where, images, domains, {path.split("/")[1] for path in images})
         # numbered, as `datasets` allows fewer characters in the name of a split than a folder may have
-        files = {f"domain{number}": f"{path.absolute()}/**" for number, path in enumerate(domains)}
-        splits = load(lambda: load_dataset("imagefolder", data_files=files, keep_in_memory=False), where, TREE)
-        parts = {path.name: splits[split] for path, split in zip(domains, files, strict=True)}
+        files = {f"domain{n}": f"{glob.escape(str(root.absolute() / name))}/**" for n, name in enumerate(domains)}
+        # without these two, a first domain of one class has no labels, and a file metadata.csv replaces all of them
+        of_folders = {"drop_labels": False, "metadata_filenames": ["/"], "keep_in_memory": False}
+        splits = load(lambda: load_dataset("imagefolder", data_files=files, **of_folders), where, TREE)
+        parts = {name: splits[split] for name, split in zip(domains, files, strict=True)}
+        for name, part in parts.items():
+            if len(part) != domains[name]:  # it follows no links, unpacks archives, and knows other extensions
+                raise UserError(
+                    f"data.root: {where}: `datasets` finds {len(part)} of {domains[name]} images in "
+                    f"{printable(name)}; set data.name: folder, which finds all"
+                )
         self._fill(parts, FROM_FOLDERS, where)
         self.left_out = left_out(root, tree)

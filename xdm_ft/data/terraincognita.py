@@ -61,7 +61,7 @@ class TerraIncognita(BenchmarkFolders):
     def _sequences(self) -> np.ndarray | None:
         """Returns the number of each image's sequence, int64 [N]; None without annotations."""
         sequence_of: dict[str, str] = {}
-        for file in sorted([*self.base.glob("*.json"), *self.base.glob("eccv_18_annotation_files/*.json")]):
+        for file in sorted([*self.base.glob("[!.]*.json"), *self.base.glob("eccv_18_annotation_files/[!.]*.json")]):
             try:
                 for image in json.loads(file.read_bytes())["images"]:  # of COCO
                     if "seq_id" in image:

@@ -22,6 +22,7 @@ from xdm_ft.containers.files import (
     Kinds,
     beside,
     counted,
+    is_split,
     kind_of,
     kinds_of,
     looks_like_data,
@@ -65,7 +66,8 @@ class WebDataset(PiecedImages):
         cache_mb: CacheSize = 256,
     ) -> None:  # fmt: skip
         self.where, self.cache_mb = printable(file), cache_mb
-        files = sorted({tar for text in expanded_braces(str(file)) for tar in list_files(text, ".tar", deep=True)})
+        texts = [str(file)] if os.path.exists(os.path.expanduser(file)) else expanded_braces(str(file))
+        files = sorted({tar for text in texts for tar in list_files(text, ".tar", deep=True)})
         if not files:
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
         of_names = keys.model_dump()
@@ -82,6 +84,13 @@ class WebDataset(PiecedImages):
         self.pieces = _pieces(self.starts, self.sizes, rows, states)
         self.container = Container(tuple(files), "tar", self.pieces)
         self.domain_names, of_file = numbered([file.rstrip("/").rsplit("/", 2)[-2] for file in files])
+        several = len({os.path.dirname(file) for file in files}) > 1  # a/train/0.tar and b/train/0.tar too
+        if keys.domain is None and several and all(map(is_split, self.domain_names)):
+            raise UserError(
+                f"data.file: {self.where}: the folders of the tars, {', '.join(self.domain_names)}, are parts of a "
+                "split, not domains; set data.keys.domain to the key of KEY.json that names the domain, or move the "
+                "tars of each domain into a folder of its name"
+            )
         self.domains = np.repeat(of_file, rows)
         # `key and name`: columns of the index have our names, whatever the keys of KEY.json are called
         name_columns(self, table, self.where, {name: key and name for name, key in of_names.items()})

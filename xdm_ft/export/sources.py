@@ -17,6 +17,7 @@ import numpy as np
 
 from xdm_ft.containers.files import (
     counted,
+    first_pattern,
     group_of,
     groups_of,
     images_below,
@@ -25,6 +26,7 @@ from xdm_ft.containers.files import (
     left_out,
     numbered,
     refuse_missing_folder,
+    refuse_splits,
     visible_entries,
 )
 from xdm_ft.containers.tables import csv_rows, name_in
@@ -139,7 +141,7 @@ class Sources:
 def _matches(pattern: str) -> Iterator[str]:
     """Yields the files that a glob matches. `**` is any number of folders; hidden files match nothing."""
     parts = pattern.split("/")
-    fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    fixed = first_pattern(parts)
     root = "/".join(parts[:fixed]) or ("/" if fixed else "")
     if os.path.isdir(root or "."):
         yield from _files(root, [part for part in parts[fixed:] if part])
@@ -362,6 +364,9 @@ def _labelled_images(root: Path, numbers: Mapping[str, int]) -> tuple[list[str],
     levels = [path.split("/") for path in images]
     first = {printable(folders[0]) for folders in levels}
     second = {printable(folders[1]) for folders in levels if len(folders) > 2}
+    if not first <= numbers.keys():
+        remedy = "move the class folders up, or name one of the parts alone"
+        refuse_splits(root, images, first - numbers.keys(), second - numbers.keys(), remedy)
     if first <= numbers.keys() or second.isdisjoint(numbers):
         _warn_of(root, left_out(root, tree, ("class",)))
         return images, [folders[0] for folders in levels], [root.resolve().name] * len(images)
