@@ -34,17 +34,17 @@ BESIDE = {  # what lies beside the domains in the archives, and what file system
 }
 
 
-def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -> Path:
-    """Writes the tree of DomainBed's download script into a folder of `root`. Returns that folder."""
+def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png", beside: bool = False) -> Path:
+    """Writes the tree of DomainBed's download script into a folder of `root`, with `BESIDE`. Returns that folder."""
     cls = components.find("data", name)
     base = root / cls.folder_names[0]
     for d, domain in enumerate(cls.domain_folders):
         for c, class_name in enumerate(CLASSES[name]):
             for i in range(per_class):
                 save(base / domain / class_name / f"{i:03}{suffix}", c, d, i)
-    for beside in BESIDE[name]:
-        (base / beside).parent.mkdir(parents=True, exist_ok=True)
-        (base / beside).write_bytes(b"\0\5\26\7")
+    for file in BESIDE[name] if beside else ():
+        (base / file).parent.mkdir(parents=True, exist_ok=True)
+        (base / file).write_bytes(b"\0\5\26\7")
     return base
 
 

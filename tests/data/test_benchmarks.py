@@ -30,7 +30,7 @@ def build(name, root, **settings):
 
 @pytest.mark.parametrize("name", TOTAL)
 def test_the_layout_of_domainbed(name, tmp_path, monkeypatch):
-    base = miniature.domainbed(tmp_path, name)
+    base = miniature.domainbed(tmp_path, name, beside=True)
     cls, classes = components.find("data", name), miniature.CLASSES[name]
     assert TOTAL[name] in [sum(counts) for counts in cls.published.values()]
     assert all(len(counts) == len(cls.domain_folders) for counts in cls.published.values())
@@ -101,7 +101,7 @@ def test_vlcs_as_jigendg_and_dassl_pass_it_on(parts, tmp_path, monkeypatch, capl
 @pytest.mark.parametrize("name", ["officehome", "domainnet", "pacs"])
 def test_other_layouts_in_which_the_sets_are_distributed(name, tmp_path):
     plain = build(name, miniature.domainbed(tmp_path / "plain", name), counts="any")
-    base = miniature.domainbed(tmp_path / "other", name)
+    base = miniature.domainbed(tmp_path / "other", name, beside=True)
     if name == "pacs":  # Dassl: pacs/images/ and pacs/splits/
         base = shutil.move(base, tmp_path / "other" / "moved")
         (tmp_path / "other" / "pacs" / "splits").mkdir(parents=True)
@@ -189,7 +189,7 @@ def test_the_real_pacs_is_complete():
 @pytest.fixture
 def traps(tmp_path):
     """The folder of the locations. Images have names as in the source, where no two locations share one."""
-    base = miniature.domainbed(tmp_path, "terraincognita", per_class=12)
+    base = miniature.domainbed(tmp_path, "terraincognita", per_class=12, beside=True)
     for number, path in enumerate(sorted(base.rglob("*.png"))):
         path.rename(path.with_name(f"{number:04}.png"))
     return base

@@ -33,7 +33,7 @@ def cache_of_datasets(tmp_path, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    miniature.domainbed(tmp_path / "data", "pacs", per_class=2, suffix=".jpg")
+    miniature.domainbed(tmp_path / "data", "pacs", per_class=2, suffix=".jpg", beside=True)
     return Folder(root=tmp_path / "data" / "PACS")
 
 
