@@ -170,6 +170,8 @@ class XDomainMix(Algorithm):
     ) -> Augmented:
         """Returns z̃ at a step after the warm-up, by equations (1) to (7) in order.
 
+        For float32 [B,K] on a CPU one kernel computes them, bit for bit as `masks`, `decompose` and `mix` do elsewhere.
+
         `first_pass_draws` holds masks, and perhaps `Augmented.draws` besides; None: both are computed.
         """
         given = first_pass_draws or {}

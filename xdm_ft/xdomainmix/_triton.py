@@ -1,4 +1,4 @@
-"""The kernel of `specific_mask` on a GPU: one program per row, which reads the row once."""
+"""The kernel of `exceeds` on a GPU: one program per row, which reads the row once."""
 
 import atexit
 import shutil
