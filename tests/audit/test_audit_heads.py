@@ -6,7 +6,7 @@ import torch
 
 from tests.audit.studies import clusters, study
 from xdm_ft.audit.costs import Change, costs
-from xdm_ft.audit.heads import Wanted
+from xdm_ft.audit.heads import Study, Wanted
 from xdm_ft.audit.labels import confused, label_costs, label_scores
 from xdm_ft.audit.twins import _cells, domain_pairs, units_of
 from xdm_ft.runtime.errors import UserError
@@ -183,6 +183,24 @@ def test_wrong_labels_are_ranked_first(share):
     label, other, images = confused(whole, scores)[0]
     assert (int(other[1]) + 1) % 3 == int(label[1])
     assert 0 < images <= len(found)
+
+
+def test_labels_whose_score_rounds_to_minus_one_are_ranked(monkeypatch):
+    z, labels, domains = clusters(images=10)
+    margins = np.random.default_rng(0).permutation(len(labels)) * 80 / len(labels)
+
+    def answers(self, wanted, what):
+        for number, one in enumerate(wanted):
+            logits = torch.zeros(len(one.rows), 3)
+            logits[torch.arange(len(one.rows)), (labels[one.rows] + 1) % 3] = torch.from_numpy(
+                margins[one.rows]
+            ).float()
+            yield number, logits
+
+    monkeypatch.setattr(Study, "answers", answers)
+    found = label_scores(study(z, labels, domains))
+    assert (found.score == -1).sum() > 20
+    assert np.array_equal(found.rows[found.doubtful], np.argsort(-margins)[:-1]), "the last one has no margin"
 
 
 def test_relabelling_and_dropping_wrong_labels_helps_and_none_costs_nothing():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal, localcontext
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, accuracy, auroc, metric, score
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, accuracy, auroc, auroc_contributions, metric, score
 
 
 def sample(seed: int, n: int = 200, num_classes: int = 4, num_domains: int = 3, missing: tuple[int, ...] = ()):
@@ -81,6 +82,27 @@ def test_certain_predictions() -> None:
     assert ece == pytest.approx(abs(0 - 1 + 1 - 1 / (1 + math.exp(-3.4))) / 2)
     saturated = torch.tensor([[0.0, 60.0], [0.0, 50.0]])  # both probabilities are 1 in float64
     assert auroc(saturated, torch.tensor([1, 0])) == 1.0
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 5])
+@pytest.mark.parametrize("scale", [1, 40, 300])  # margins of some, of a hundred and of a thousand
+def test_auroc_by_exact_odds(scale: int, num_classes: int) -> None:
+    logits, labels, _ = sample(num_classes, n=50, num_classes=num_classes)
+    logits *= scale
+    logits[:10] = logits[10:20]  # ties
+    assert (np.ptp(logits.numpy(), axis=1) > 900).any() == (scale == 300)
+    areas = []
+    with localcontext(prec=500, Emin=-9999, Emax=9999):
+        exponentials = [[Decimal(value).exp() for value in row] for row in logits.tolist()]
+        for c in range(num_classes):
+            odds = [row[c] / sum(row[:c] + row[c + 1 :]) for row in exponentials]
+            positives = [o for o, y in zip(odds, labels.tolist(), strict=True) if y == c]
+            negatives = [o for o, y in zip(odds, labels.tolist(), strict=True) if y != c]
+            won = sum((p > n) + (p == n) / 2 for p in positives for n in negatives)
+            areas.append(won / len(positives) / len(negatives))
+    assert auroc(logits, labels) == pytest.approx(np.mean(areas), abs=1e-12)
+    assert auroc_contributions(logits, labels).mean() == pytest.approx(np.mean(areas), abs=1e-12)
+    assert auroc(logits.double() + 1000, labels) == pytest.approx(np.mean(areas), abs=1e-12), "a constant of all"
 
 
 def test_one_class_only() -> None:

@@ -109,6 +109,10 @@ def test_labels_are_chosen_once_and_a_quarter_is_random() -> None:
     top = np.sort(p, axis=1)[:, -2:]  # is all that is read
     same = choose_images(z, p, 120, np.random.default_rng(1)), choose_images(z, top, 120, np.random.default_rng(1))
     assert np.array_equal(same[0].adapt, same[1].adapt) and not np.array_equal(large, np.sort(large))
+    # second probabilities of e⁻³⁰ to e⁻⁹⁰, so that every margin is 1: 20 of 30 images are among the 70 least sure
+    sure = np.exp(np.stack([-np.linspace(30, 90, 300), np.zeros(300)], 1)).astype(np.float32)[rng.permutation(300)]
+    chosen = choose_images(z, sure, 30, np.random.default_rng(1), measures=0).adapt
+    assert (sure[chosen, 0] >= np.sort(sure[:, 0])[-70]).sum() >= 20
     everything = choose_images(z, p, 1000, np.random.default_rng(1))
     assert (len(everything.evaluate), len(everything.adapt)) == (75, 225)
 

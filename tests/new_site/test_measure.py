@@ -55,6 +55,8 @@ def test_why_there_is_no_threshold():
     assert few.threshold is None and "too few labels: 21 labels; 22 or more can show it" in few.refused
     wrong = at_risk(labelled(np.linspace(0.6, 0.9, 60), np.zeros(60, bool)), 0.1)
     assert wrong.threshold is None and "with 22 of the 22 most certain answers wrong" in wrong.refused
+    alike = at_risk(labelled(np.full(60, 0.9), np.arange(60) < 22), 0.1)
+    assert "with 38 of the 60 most certain answers wrong" in alike.refused, "no order among equal ones"
     one = labelled(np.linspace(0.6, 0.9, 60), np.ones(60, bool))
     one.site.labels[:] = 0
     assert at_risk(one, 0.1).refused == "all labels are of one class and say nothing about the others"

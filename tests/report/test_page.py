@@ -16,15 +16,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from canned_runs import HOSTILE, METHODS, Named, write_run
 from scipy import stats
 
 from xdm_ft.evaluation.metrics import ECE_BINS
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.report import means
 from xdm_ft.report.charts import SERIES, VARIABLES
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.headline import sentence
-from xdm_ft.report.means import LEVELS, confidence_level
+from xdm_ft.report.means import LEVELS, confidence_level, confidences
 from xdm_ft.report.sections.results import domain_interval, mean_interval
 from xdm_ft.report.written import write_page
 from xdm_ft.runtime.errors import UserError, printable
@@ -369,9 +371,21 @@ def test_of_too_many_predictions_the_first_seeds_are_read(run: Run, monkeypatch:
 
 def test_levels_of_confidence_rise_and_tell_apart_what_is_nearly_sure() -> None:
     near = 1 - 2.0 ** -np.arange(1, 24)
-    levels = confidence_level(np.array([0.0, 0.001, *near, 1.0]))
+    p = np.array([0.0, 0.001, *near, 1.0])
+    levels = confidence_level(p, 1 - p)
     assert levels[0] == 0 and levels[-1] == LEVELS - 1
     assert (np.diff(levels) > 0).all()
+
+
+@pytest.mark.parametrize("scale", [1, 20])
+def test_answers_that_round_to_1_are_ranked_by_the_other_classes(scale: int) -> None:
+    margins = torch.linspace(0.1, 4, 40) * scale
+    logits = torch.stack([margins, torch.zeros(40), torch.zeros(40)], 1)
+    images = HeldOutImages(np.arange(40), np.zeros(40, int), np.zeros(40, int))
+    made = Prediction("erm", ("a",), 0, "train_val", images, np.zeros(40, int), None, logits.softmax(1).numpy())
+    confidence, others = confidences(made)
+    assert (np.diff(confidence_level(confidence, others)) > 0).all() and (confidence == 1).any() == (scale == 20)
+    np.testing.assert_allclose(np.log(others), logits[:, 1:].logsumexp(1) - logits.logsumexp(1), atol=1e-4)
 
 
 def test_metrics_of_old_runs_without_values_per_image(tmp_path: Path) -> None:

@@ -30,11 +30,12 @@ class Labels:
     rows: np.ndarray  # int64 [n], of the data set
     score: np.ndarray  # float64 [n]: p(label) − the largest p of another class
     suggested: np.ndarray  # int64 [n], that other class
+    from_worst: np.ndarray  # float64 [n]: score + 1, a sum of small probabilities, which is not rounded to 0
 
     @property
     def doubtful(self) -> np.ndarray:
         """Positions of the images for which another class is more likely than their label, the worst first."""
-        order = np.argsort(self.score, kind="stable")
+        order = np.argsort(self.from_worst, kind="stable")
         return order[self.score[order] < 0]
 
     @property
@@ -72,7 +73,9 @@ def label_scores(study: Study) -> Labels | None:
     of_label = p[every, labels].astype(np.float64)
     p[every, labels] = -1
     suggested = p.argmax(1)
-    return Labels(rows, np.where(unseen, 0.0, of_label - p[every, suggested]), suggested)
+    score = np.where(unseen, 0.0, of_label - p[every, suggested])
+    p[every, labels], p[every, suggested] = of_label, 0
+    return Labels(rows, score, suggested, np.where(unseen, 1.0, of_label + p.sum(1, dtype=np.float64)))
 
 
 def confused(study: Study, labels: Labels) -> list[tuple[str, str, int]]:

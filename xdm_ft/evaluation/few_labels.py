@@ -91,8 +91,9 @@ def _spread_and_near(
     if number == first:
         return spread
     others = np.setdiff1d(rows, spread)
-    margins = np.concatenate([np.diff(np.partition(p[part], -2, axis=1)[:, -2:])[:, 0] for part in _parts(others)])
-    near = others[np.argsort(margins, kind="stable")[: MARGIN_POOL * (number - first)]]
+    second, most = np.concatenate([np.partition(p[part], -2, axis=1)[:, -2:] for part in _parts(others)]).T
+    # of margins that are rounded to 1, the larger second probability is less sure
+    near = others[np.lexsort((-second, most - second))[: MARGIN_POOL * (number - first)]]
     return np.concatenate([spread, near[spread_rows(z, near, number - first, rng)]])
 
 

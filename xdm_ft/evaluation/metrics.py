@@ -76,7 +76,6 @@ def domain_accuracies(predicted: Tensor, labels: Tensor, domains: Tensor) -> dic
 
 def log_normalizer(logits: Tensor) -> Tensor:
     """log Σ_c exp(logit_c) as float64 [n] on the CPU."""
-    # In float32 the probabilities of confident predictions would be equal, and AUROC would count ties.
     return torch.cat([rows.double().logsumexp(1) for rows in logits.cpu().split(_ROWS_AT_ONCE)])
 
 
@@ -107,17 +106,27 @@ def expected_calibration_error(confidence: np.ndarray, right: np.ndarray) -> flo
     return float(np.abs(gaps).sum() / len(confidence))
 
 
-def _class_scores(logits: Tensor, normalizer: Tensor | None = None) -> Callable[[int], np.ndarray]:
-    """Returns a function class → score float32 [n], which orders images as the probability of the class does.
+def _class_scores(logits: Tensor) -> Callable[[int], np.ndarray]:
+    """Returns a function class → score float64 [n], which orders images as the probability of the class does.
 
-    The scores are log probabilities or logit differences, which do not saturate at 0 and 1.
+    The scores are log odds, as log probabilities are all 0 from a margin of 37 on. With d_c = logit_c − the largest
+    logit and r = log Σ exp(d) over all classes but the predicted one, they are −r of the predicted class, and
+    d_c − log(1 + exp(r) − exp(d_c)) of another.
     """
-    columns = logits.cpu().T.contiguous()  # [C,n]
-    if len(columns) == 2:
-        margin = (columns[1] - columns[0]).float().numpy()
-        return lambda c: margin if c == 1 else -margin
-    shift = log_normalizer(logits) if normalizer is None else normalizer
-    return lambda c: (columns[c].double() - shift).float().numpy()
+    logits = logits.cpu()
+    largest, best = logits.max(1)
+    rest = [
+        (rows.double() - top[:, None].double()).scatter(1, predicted[:, None], -math.inf).logsumexp(1)
+        for rows, top, predicted in zip(*(t.split(_ROWS_AT_ONCE) for t in (logits, largest, best)), strict=True)
+    ]
+    columns, r = logits.T.contiguous(), torch.cat(rest)  # [C,n]
+    others, of_best = r.exp(), largest.double()
+
+    def log_odds(c: int) -> np.ndarray:
+        d = columns[c].double() - of_best
+        return torch.where(best == c, -r, d - (others - d.exp()).clamp(min=0).log1p()).numpy()
+
+    return log_odds
 
 
 def wins(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
@@ -138,13 +147,12 @@ def _scored_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
     return scored[scored == 1] if num_classes == 2 else scored
 
 
-def auroc(logits: Tensor, labels: Tensor, normalizer: Tensor | None = None) -> float | None:
+def auroc(logits: Tensor, labels: Tensor) -> float | None:
     """Area under the ROC curve of class 1 (two classes), or the mean area of each class against the rest (more).
 
-    The mean is over classes with positives and negatives; None if no class has both. `normalizer`:
-    `log_normalizer(logits)`, if it is known.
+    The mean is over classes with positives and negatives; None if no class has both.
     """
-    truth, score_of = labels.cpu().numpy(), _class_scores(logits, normalizer)
+    truth, score_of = labels.cpu().numpy(), _class_scores(logits)
     areas = [float(wins(score_of(c), truth == c).mean()) for c in _scored_classes(truth, logits.shape[1])]
     return float(np.mean(areas)) if areas else None
 
@@ -244,7 +252,7 @@ def score(
         accuracy=float(np.trace(counts) / n),
         balanced_accuracy=balanced_accuracy(counts),
         macro_f1=macro_f1(counts),
-        auroc=auroc(logits, labels, normalizer),
+        auroc=auroc(logits, labels),
         worst_domain_accuracy=None if math.isnan(worst) else worst,
         nll=float(per_image_nll(logits, labels, normalizer).mean()),
         ece=expected_calibration_error(confidences(logits, normalizer), (predicted == labels).cpu().numpy()),

@@ -68,8 +68,8 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
             here = plural(n, "label") if groups is None else f"{plural(n, 'label')} in {len(np.unique(groups))} groups"
             refused = f"too few labels: {here}; {fewest} or more{'' if groups is None else ' groups'} can show it"
         else:
-            most = np.argsort(-confidence, kind="stable")[: int(np.ceil(fewest * n / effective))]
-            among = f"{(~right[most]).sum()} of the {len(most)} most certain answers wrong"
+            most = confidence >= np.sort(confidence)[-int(np.ceil(fewest * n / effective))]  # with those that tie
+            among = f"{(~right[most]).sum()} of the {most.sum()} most certain answers wrong"
             refused = f"no threshold passes with {among}; label more images, adapt the model, or allow a larger risk"
     value, answered, wrong = (
         (None, None, None) if threshold is None else (threshold.value, threshold.answered, threshold.wrong)

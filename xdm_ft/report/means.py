@@ -102,9 +102,9 @@ def costs(records: Sequence[Record]) -> dict[str, Cost]:
 
 # ----------------------------------------------------------------------------------------------- counts of predictions
 
-LEVELS = 4000  # steps of confidence that risk and coverage distinguish
-LOGITS = (-9.0, 17.0)
-"""log(p/(1 − p)) of the first and the last step: near 1 too, probabilities in float32 are told apart."""
+LEVELS = 16000  # steps of confidence that risk and coverage distinguish
+LOGITS = (-9.0, 95.0)
+"""log(p/(1 − p)) of the first and the last step: 1 − p, of the other classes, is told apart in float32 down to e⁻⁹⁵."""
 MAX_BYTES = 2_000_000_000  # of predictions that are read: some seconds; of more, whole seeds are left out
 
 
@@ -139,11 +139,11 @@ class Pool:
         images = np.bincount(position, np.concatenate([self.pairs[1], new[1]])).astype(np.int64)
         self.pairs = np.stack([codes, images])
 
-        confidence = confidences(prediction)
-        if confidence is None:
+        known = confidences(prediction)
+        if known is None:
             self.calibrated = False
         else:
-            bins, levels = confidence_bin(confidence), confidence_level(confidence)
+            confidence, bins, levels = known[0], confidence_bin(known[0]), confidence_level(*known)
             self.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
             self.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
 
@@ -206,21 +206,30 @@ def pooled(
     return Pools(pools, counted, len(records) - counted)
 
 
-def confidence_level(confidence: np.ndarray) -> np.ndarray:
-    """Returns the number of each confidence's step, int64 [n]: equal in log(p/(1 − p)), at most 17 in float32."""
-    # confidences of 0 and 1 become ∓∞, which `clip` brings to the ends
+def confidence_level(confidence: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Returns the number of each confidence's step, int64 [n], equal in log odds; arguments as from `confidences`."""
+    # probabilities of 0 become ∓∞, which `clip` brings to the ends
     with np.errstate(divide="ignore"):
-        logits = np.log(confidence) - np.log1p(-confidence)
+        logits = np.log(confidence) - np.log(others)
     steps = (np.clip(logits, *LOGITS) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]) * LEVELS
     return np.minimum(steps.astype(np.int64), LEVELS - 1)
 
 
-def confidences(prediction: Prediction) -> np.ndarray | None:
-    """Returns the probability of the predicted class, float64 [n]; None if an earlier version did not keep it."""
-    kept = prediction.probabilities
-    if kept is None:
+def confidences(prediction: Prediction) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the probability of the predicted class, and of all others, float64 [n]; None if an earlier version did
+    not keep them.
+
+    The second one orders images whose first is rounded to 1, unless the predicted class's alone was kept.
+    """
+    if prediction.probabilities is None:
         return None
-    return (kept if kept.ndim == 1 else kept.max(1)).astype(np.float64)
+    p = prediction.probabilities.astype(np.float64)
+    if p.ndim == 1:
+        return p, 1 - p
+    predicted, every = p.argmax(1), np.arange(len(p))
+    confidence = p[every, predicted]
+    p[every, predicted] = 0
+    return confidence, p.sum(1)
 
 
 def interval(pools: Sequence[Pool], metric: str) -> Interval | None:

@@ -245,13 +245,15 @@ def mistakes(run: Run) -> Section | None:
 
 def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
     records = [record for record in run.picked if record.key[:2] == (method, held)][:SEEDS]
-    sure, predicted = [], []  # confidence in a wrong class, 0 where the model was right; both [models][n]
+    # confidence in a wrong class, and in all others; 0 where the model was right; all [models][n]
+    sure, unsure, predicted = list[np.ndarray](), list[np.ndarray](), []
     for record in records:
         prediction = run.prediction(record)
-        confidence = confidences(prediction)
-        if confidence is None:
+        known = confidences(prediction)
+        if known is None:
             return []
-        sure.append(np.where(prediction.predicted != prediction.images.labels, confidence, 0.0))
+        for values, confidence in zip((sure, unsure), known, strict=True):
+            values.append(np.where(prediction.predicted != prediction.images.labels, confidence, 0.0))
         predicted.append(prediction.predicted)
     images, names, total = run.images(records[0]), run.image_names(records[0]), np.sum(sure, axis=0)
     counts, surest = np.count_nonzero(sure, axis=0), np.argmax(sure, axis=0)
@@ -261,7 +263,7 @@ def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
             float(total[i] / counts[i]), int(counts[i]), len(records),
         )
         # stable: of equally sure mistakes the first images, so that a page does not change when it is made again
-        for i in np.argsort(-total, kind="stable")[:EACH] if total[i] > 0
+        for i in np.lexsort((np.sum(unsure, axis=0), -total))[:EACH] if total[i] > 0
     ]  # fmt: skip
 
 
