@@ -167,9 +167,9 @@ def write_changed(source: Path, parts: Parts, folder: Path) -> None:
     Raises `UserError` if a file cannot be read or written, or if the directory holds another model than was read.
     """
     for name in encoder_files(source, parts.config):
-        path, real, repository = source / name, (source / name).resolve(), source.resolve().parent.parent
-        in_hub_cache = source.resolve().parent.name == "snapshots" and real.is_relative_to(repository)
-        if path.is_symlink() and not in_hub_cache:  # the cache's own links stay inside of it
+        path, real, snapshots = source / name, (source / name).resolve(), source.resolve().parent
+        in_hub_cache = snapshots.name == "snapshots" and real.parent == snapshots.parent / "blobs"
+        if path.is_symlink() and not in_hub_cache:  # those of the cache lead to its own blobs
             raise UserError(f"{path}: is a link, which could lead to any file, and is not copied; put the file here")
         refuse_missing(path)
         with disk_errors(folder / name):
