@@ -525,6 +525,21 @@ def test_a_table_that_another_command_completed_meanwhile_is_not_replaced(tmp_pa
     assert len(locked) == 2
 
 
+def test_a_file_that_another_verb_made_meanwhile_is_not_replaced(tmp_path):
+    with opened(tmp_path) as found:
+        found.add(ROWS)
+        found.flush()
+        (tmp_path / "o.csv").write_text("theirs")
+        with pytest.raises(UserError, match=r"o\.csv: exists already; name another file, or delete it"):
+            found.complete(lambda path: path.write_text("ours"))
+    assert (tmp_path / "o.csv").read_text() == "theirs"
+    (tmp_path / "o.csv").unlink()
+    with opened(tmp_path, resume=True) as found:
+        found.skip_done(iter([Item(row[0], row[0]) for row in ROWS]))
+        found.complete(lambda path: path.write_text("ours"))
+    assert [path.name for path in tmp_path.iterdir()] == ["o.csv"]
+
+
 def test_only_what_a_killed_command_left_is_removed(tmp_path):
     theirs = tmp_path / ".o.csv.csv.abcdefgh.unfinished"  # the temporary file of a table `o.csv.csv`
     theirs.touch()

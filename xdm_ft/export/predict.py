@@ -27,7 +27,7 @@ from xdm_ft.export.sources import Item
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.storage.atomic import TAKEN, UNFINISHED, disk_errors, replace_file, sync
+from xdm_ft.storage.atomic import TAKEN, UNFINISHED, Together, disk_errors, sync
 from xdm_ft.storage.lines import Damaged, append_lines, csv_line, read_lines
 
 Row = list[str | float | bool | int | None]
@@ -230,6 +230,7 @@ class Unfinished:
     def __init__(self, out: Path, about: Mapping[str, Any], handle: int) -> None:
         self.out, self.file, self.about, self._handle = out, unfinished_file(out), dict(about), handle
         self.tally = Tally()
+        self.replaces = out.exists()  # of a command that was killed after it made the file
         self._rows: list[Row] = []
         self._due = time.monotonic() + SECONDS
         lines = len(list(islice(self._lines(), 2)))
@@ -291,12 +292,17 @@ class Unfinished:
             )
 
     def complete(self, write: Callable[[Path], None]) -> None:
-        """Makes the file of predictions by `write(path)`; this one is of no more use."""
+        """Makes the file of predictions by `write(path)`; this one is of no more use.
+
+        Raises `UserError` if there is such a file now, and was none when the command began.
+        """
         self._refuse_lost()
         # of a command that was killed here: mkstemp's names have eight characters
         for left in self.out.parent.glob(f".{glob.escape(self.out.name)}.{8 * '?'}{UNFINISHED}"):
             left.unlink(missing_ok=True)
-        replace_file(self.out, write)
+        with Together(new=not self.replaces) as files:
+            files.add(self.out, write)
+            files.replace()
         self.has_rows = False
 
     def _refuse_lost(self) -> None:
