@@ -1,8 +1,13 @@
 """Features that were computed elsewhere: npz and Parquet give the same data, and every fault is one line."""
 
+import io
 import tracemalloc
+import warnings
+import zipfile
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -82,6 +87,33 @@ def nan_at(row):
     return z
 
 
+def array(values, rows=None):
+    """An array as its bytes in an npz, whose header says that it has so many rows."""
+    stream, values = io.BytesIO(), np.array(values)
+    header = np.lib.format.header_data_from_array_1_0(values) | {"shape": (rows or len(values),)}
+    np.lib.format.write_array_header_1_0(stream, header)
+    return stream.getvalue() + values.tobytes()
+
+
+def member(path, content):
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "a") as file:
+        warnings.simplefilter("ignore")  # of a name that is there already
+        file.writestr("label.npy", content)
+    return path
+
+
+def bare(path):
+    with path.open("wb") as file:
+        np.save(file, Z)
+    return path
+
+
+def twice(path):
+    table = pyarrow.parquet.read_table(parquet(path))
+    pyarrow.parquet.write_table(table.append_column("label", table["domain"]), path)
+    return path
+
+
 RAGGED = [[1.0, 2.0], [3.0, 4.0], [5.0], [6.0, 7.0]]
 FAULTS = {
     "absent": (lambda f: f / "f.npz", r"f.npz does not exist"),
@@ -103,6 +135,25 @@ FAULTS = {
     "empty table": (lambda f: parquet(f / "f.parquet", Z[:0], label=[], domain=[]), r"has no rows"),
     "repeated id": (lambda f: npz(f / "f.npz", id=["w", "x", "w", "x"]), r'"w" is the id of rows 0, 2, and 2 ids'),
     "no name": (lambda f: parquet(f / "f.parquet", label=["a", None, "a", "a"]), r"row 1, column label: the cell is"),
+    "bytes": (
+        lambda f: npz(f / "f.npz", label=np.array(TEXTS["label"], "S")),
+        r"must be text or a number, not a binary",
+    ),
+    "complex": (lambda f: npz(f / "f.npz", label=np.ones(4, complex)), r"cannot be read \(ArrowNotImplemented"),
+    "long": (lambda f: npz(f / "f.npz", label=np.full(4, 2**64 - 1, np.uint64)), r"column label: .*; write it as text"),
+    "scalar": (lambda f: npz(f / "f.npz", np.float32(1)), r"features is float32 \[\]; it must be floating"),
+    "half": (lambda f: npz(f / "f.npz", np.full((4, 3), np.inf, np.float16)), r"4 of 4 rows are not finite"),
+    "bare array": (lambda f: bare(f / "f.npz"), r"is one array, not an npz; write it"),
+    "no array": (
+        lambda f: member(npz(f / "f.npz", label=None), b"text"),
+        r"label is no array; write it with numpy.savez",
+    ),
+    "twice": (lambda f: member(npz(f / "f.npz"), array([1, 2, 3, 4])), r"two arrays have the name label; keep one"),
+    "false size": (
+        lambda f: member(npz(f / "f.npz", label=None), array([1] * 4, 10**12)),
+        r"header says 8,000,0.*write",
+    ),
+    "column twice": (lambda f: twice(f / "f.parquet"), r"two columns have the name label; keep one"),
     "split": (lambda f: npz(f / "f.npz", split=["train", "tset", "val", "val"]), r'the split "tset" is unknown'),
 }
 
@@ -124,6 +175,35 @@ def test_a_file_that_was_cut_is_refused(write, share, tmp_path):
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
     with pytest.raises(UserError, match=r"cannot be read \(.*\); write the file again"):
         FeatureTable(file=path)
+
+
+@pytest.mark.parametrize("order", [">", "<"])
+def test_any_order_of_bytes_and_of_axes(order, tmp_path):
+    label, domain = np.array([10, 9, 10, 9], f"{order}i4"), np.array(TEXTS["domain"], f"{order}U3")
+    data = FeatureTable(
+        file=npz(tmp_path / "f.npz", np.asfortranarray(Z.astype(f"{order}f8")), label=label, domain=domain)
+    )
+    assert np.array_equal(data.features, Z) and data.features.flags.c_contiguous
+    assert data.class_names == ("9", "10") and data.labels.tolist() == [1, 0, 1, 0] and data.domain_names == ("a", "b")
+
+
+@pytest.mark.parametrize("rows", [3, 1_000_000])
+def test_what_does_not_fit_is_refused_before_it_is_read(rows, tmp_path, monkeypatch):
+    """Zeros, of which a file of 0.2 MB holds 200 MB."""
+    z, about = np.zeros((100_000, 512), np.float32), ["x"] * rows
+    if rows > 3:
+        z, about = z[:50_000], ["x"] * 50_000
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9e7))
+    arrays = {"features": z, "label": np.array(about), "domain": np.array(about)}
+    np.savez_compressed(tmp_path / "f.npz", allow_pickle=False, **arrays)
+    del z, arrays
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"needs 0.1 GB of memory, and 0.1 GB are free|must be \[100000\]"):
+            FeatureTable(file=tmp_path / "f.npz")
+        assert tracemalloc.get_traced_memory()[1] < 2e7
+    finally:
+        tracemalloc.stop()
 
 
 def test_large_files_are_not_copied_many_times(tmp_path):

@@ -201,7 +201,10 @@ def encode_names(cells: ChunkedArray, where: str) -> ChunkedArray:
         kind = pyarrow.float64()
     elif not types.is_boolean(kind):
         raise UserError(f"{where}: a name must be text or a number, not a {kind}; write it as text")
-    return cells.cast(kind).dictionary_encode()
+    try:
+        return cells.cast(kind).dictionary_encode()
+    except pyarrow.ArrowInvalid as error:  # an integer beyond 64 bits with a sign
+        raise UserError(f"{where}: {error}; write it as text") from error
 
 
 def join_tables(tables: Sequence[Table], where: str) -> Table:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 FEATURES = "features"
 NEEDED = (FEATURES, "label", "domain")
 COLUMNS = (*NEEDED, "group", "split", "id")
+MOST_DEFLATED = 1032  # times as many bytes as a member of a zip takes: more cannot be in it
 
 
 class FeatureTable(ImageDataset):
@@ -110,30 +113,63 @@ def _read_npz(file: str) -> tuple[np.ndarray, Table]:
     import pyarrow
 
     with _damage_in(file), open_file(file, state_of(file), 2**20) as source:
-        content = np.load(source, allow_pickle=False)
-        if not isinstance(content, np.lib.npyio.NpzFile):
+        if source.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX:
             raise UserError(f"{file}: is one array, not an npz; write it with numpy.savez")
-        _require_columns(file, content.files, "array")
-        arrays: dict[str, np.ndarray] = {}
-        for name in COLUMNS:
-            if name in content.files:
-                try:
-                    arrays[name] = content[name]
-                except ValueError as error:
-                    if "allow_pickle" not in str(error):
-                        raise
-                    problem = "holds Python objects, which can run code when they are read"
-                    raise UserError(
-                        f"{file}: array {name} {problem}; write it as text or numbers (astype(str))"
-                    ) from error
-    z = arrays.pop(FEATURES)
-    if z.ndim != 2 or z.dtype.kind != "f":
-        raise UserError(f"{file}: {FEATURES} is {z.dtype} {list(z.shape)}; it must be floating, of shape [rows, K]")
-    for name, values in arrays.items():
-        if values.shape != (len(z),):
-            raise UserError(f"{file}: {name} has shape {list(values.shape)}; it must be [{len(z)}], one per row")
-    _require_rows(file, z)
-    return _float32(z), _columns(file, {name: pyarrow.array(values) for name, values in arrays.items()})
+        with zipfile.ZipFile(source) as content:
+            names = [info.filename.removesuffix(".npy") for info in content.infolist()]
+            _require_columns(file, names, "array")
+            infos = {name: content.infolist()[names.index(name)] for name in COLUMNS if name in names}
+            _check_headers(file, {name: _header(file, name, content, info) for name, info in infos.items()})
+            arrays = {name: _array(content, info) for name, info in infos.items()}
+        z = arrays.pop(FEATURES)
+        return _float32(z), _columns(file, {name: pyarrow.array(values) for name, values in arrays.items()})
+
+
+def _header(file: str, name: str, content: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype]:
+    """Returns shape and type of an array, of which nothing else is read. Raises `UserError` if its size is another."""
+    with content.open(info) as member:
+        try:
+            major, _ = np.lib.format.read_magic(member)
+        except ValueError as error:
+            raise UserError(f"{file}: {name} is no array; write it with numpy.savez") from error
+        read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(member)
+        if dtype.hasobject:
+            problem = "holds Python objects, which can run code when they are read"
+            raise UserError(f"{file}: array {name} {problem}; write it as text or numbers (astype(str))")
+        size = math.prod(shape) * dtype.itemsize
+        if size != info.file_size - member.tell() or info.file_size > MOST_DEFLATED * (info.compress_size + 1):
+            held = f"its header says {size:,} bytes, and the file holds {info.compress_size:,}"
+            raise UserError(f"{file}: array {name} is damaged ({held}); write the file again")
+    return shape, dtype
+
+
+def _check_headers(file: str, headers: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> None:
+    """Raises `UserError` for arrays that do not fit together, or into the memory, before they are read."""
+    import psutil
+
+    shape, dtype = headers[FEATURES]
+    if len(shape) != 2 or dtype.kind != "f":
+        raise UserError(f"{file}: {FEATURES} is {dtype} {list(shape)}; it must be floating, of shape [rows, K]")
+    for name, (others, _) in headers.items():
+        if name != FEATURES and others != shape[:1]:
+            raise UserError(f"{file}: {name} has shape {list(others)}; it must be [{shape[0]}], one per row")
+    if not math.prod(shape):
+        raise UserError(f"{file}: has no rows, or rows without features; write one per image")
+    needed, free = (
+        sum(math.prod(of) * kind.itemsize for of, kind in headers.values()),
+        psutil.virtual_memory().available,
+    )
+    if needed > free:
+        raise UserError(
+            f"{file}: needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; write it smaller"
+        )
+
+
+def _array(content: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    with content.open(info) as member:
+        values = np.lib.format.read_array(member, allow_pickle=False)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)  # Arrow reads the machine's order of bytes alone
 
 
 def _read_parquet(file: str) -> tuple[np.ndarray, Table]:
@@ -145,8 +181,8 @@ def _read_parquet(file: str) -> tuple[np.ndarray, Table]:
         names = parquet.schema_arrow.names
         _require_columns(file, names, "column")
         table = parquet.read(columns=[name for name in COLUMNS if name in names])
-    z = _matrix(file, table[FEATURES])
-    return z, _columns(file, {name: table[name] for name in table.column_names if name != FEATURES})
+        z = _matrix(file, table[FEATURES])
+        return z, _columns(file, {name: table[name] for name in table.column_names if name != FEATURES})
 
 
 def _matrix(file: str, cells: ChunkedArray) -> np.ndarray:
@@ -164,7 +200,8 @@ def _matrix(file: str, cells: ChunkedArray) -> np.ndarray:
         problem = f"row {others[0]} has {lengths[others[0]]} values, and row 0 has {width}"
         raise UserError(f"{file}: column {FEATURES}: {problem}; write lists of one length")
     z, first = np.empty((len(cells), width), np.float32), 0
-    _require_rows(file, z)
+    if not z.size:
+        raise UserError(f"{file}: has no rows, or rows without features; write one per image")
     for chunk in cells.chunks:  # a null inside becomes NaN, which is refused
         z[first : first + len(chunk)] = _float32(chunk.flatten().to_numpy(zero_copy_only=False)).reshape(-1, width)
         first += len(chunk)
@@ -194,11 +231,9 @@ def _require_columns(file: str, names: list[str], what: str) -> None:
     for name in NEEDED:
         if name not in names:
             raise UserError(f'{file}: has no {what} "{name}"{did_you_mean(name, names)}')
-
-
-def _require_rows(file: str, z: np.ndarray) -> None:
-    if not z.size:
-        raise UserError(f"{file}: has no rows, or rows without features; write one per image")
+    for name in COLUMNS:
+        if names.count(name) > 1:
+            raise UserError(f"{file}: two {what}s have the name {name}; keep one")
 
 
 @contextmanager
@@ -206,7 +241,17 @@ def _damage_in(file: str) -> Iterator[None]:
     """Context for reading a file. Raises `UserError` for what is not as its format says."""
     import pyarrow
 
-    damage: tuple[type[Any], ...] = (pyarrow.ArrowException, zipfile.BadZipFile, OSError, ValueError, EOFError)
+    damage: tuple[type[Any], ...] = (
+        pyarrow.ArrowException,
+        zipfile.BadZipFile,
+        zlib.error,
+        OSError,
+        ValueError,
+        EOFError,
+        MemoryError,
+        NotImplementedError,
+        RuntimeError,
+    )
     try:
         yield
     except damage as error:

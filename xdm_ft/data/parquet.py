@@ -117,6 +117,8 @@ def _read_index(address: str, state: FileState, image: str, columns: Mapping[str
     with _damage_in(address):
         schema = footer.schema.to_arrow_schema()
     for key, name in {"image": image, **columns}.items():
+        if schema.names.count(name) > 1:
+            raise UserError(f"{address}: two columns have the name {name}; keep one")
         if name not in schema.names:
             hint = did_you_mean(name, schema.names)
             raise UserError(f'data.columns.{key}: {address} has no column "{name}"{hint}')

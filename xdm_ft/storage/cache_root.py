@@ -109,6 +109,6 @@ def _read(path: Path) -> Arrays | None:
             return {name: file[name] for name in file.files}  # each has a checksum, which is verified
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         logger.warning("%s is damaged (%s): making it again", path, error)
         return None
