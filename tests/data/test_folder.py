@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
@@ -151,6 +152,21 @@ def test_groups(tmp_path: Path, pattern: str, groups: list[int]) -> None:
     assert Folder(root=tmp_path, group=pattern).groups.tolist() == groups
     two = re.compile(r"(\d+)/(\d+)")
     assert group_of("1/12", two) != group_of("11/2", two), "what is captured is not run together"
+
+
+def test_names_in_either_encoding_are_one(tmp_path: Path) -> None:
+    """Folders of a Mac hold é as two characters; paths keep theirs."""
+    one, two = "é", "e\u0301"
+    for domain, name in (("a", one), ("b", two), (one, one), (two, two)):
+        put(tmp_path, f"{domain}/{name}/{name}1.png", f"{domain}/x/2.png")
+    (tmp_path / "c" / two).mkdir(parents=True)
+    for read in (Folder, ImageFolder):
+        dataset = read(root=tmp_path)
+        assert {*dataset.domain_names} == {"a", "b", one} and {*dataset.class_names} == {"x", one}
+        assert np.bincount(dataset.labels).tolist() == [4, 4] and sorted(np.bincount(dataset.domains)) == [2, 2, 4]
+        assert len(dataset.left_out) == 1 and dataset.left_out[0].startswith("1 domain without any image")
+    assert f"b/{two}/{two}1.png" in relative(Folder(root=tmp_path), tmp_path)
+    assert Folder(root=tmp_path, group=f"{two}1|2").group_names == ("2", f"{one}1")
 
 
 def test_recipe_keys() -> None:

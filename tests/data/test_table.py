@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from xdm_ft.containers.tables import column_meant
 from xdm_ft.data.table import Table
 from xdm_ft.protocol.splits import Protocol, splits
 from xdm_ft.recipe.components import find, settings_model
@@ -49,7 +50,7 @@ def test_rows_keep_the_order_of_the_table(folder: Path) -> None:
     assert parquet.domain_names == ("3", "5"), "hospital numbers become names"
     assert parquet.labels.tolist() == [1, 0, 1, 0] and parquet.groups.tolist() == [0, 0, 1, 2]
     assert parquet.paths == dataset.paths
-    assert set(settings_model(find("data", "table")).model_fields) == {"file", "root", "group"}
+    assert set(settings_model(find("data", "table")).model_fields) == {"file", "root", "group", "columns"}
 
 
 def test_optional_columns_in_any_order_blanks_and_other_columns(folder: Path) -> None:
@@ -94,7 +95,6 @@ def fault(file: Path) -> str:
     return str(caught.value)
 
 
-READ = "rename the columns: path, label, domain, group, split are read, by these names alone"
 CELLS = "but the header has 3; quote cells that contain commas"
 EMPTY = "the cell is empty; fill it in"
 
@@ -111,18 +111,23 @@ EMPTY = "the cell is empty; fill it in"
         ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
         ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
         ("a.png,cat,photo", "a.png,cat,photo,1", f"row 3: the row has 4 cells, {CELLS}"),
-        ("path,label", "file,class", "there is no column path, label; found: file, class, domain; " + READ.replace(
-             "columns", "columns (did you mean file to path, class to label?)")),
+        ("path,label", "file,class", "there is no column path, label; found: file, class, domain; rename file to path, "
+         "class to label, or set data.columns={path: file, label: class}"),
         ("path,label,domain", "Image_Path,labels,hospital",
-         "there is no column path, label, domain; found: Image_Path, labels, hospital; " + READ.replace(
-             "columns", "columns (did you mean Image_Path to path, labels to label, hospital to domain?)")),
+         "there is no column path, label, domain; found: Image_Path, labels, hospital; rename Image_Path to path, "
+         "labels to label, hospital to domain, or set data.columns={path: Image_Path, label: labels, domain: "
+         "hospital}"),
+        ("path,label,domain", "path,table,main", "there is no column label, domain; found: path, table, main; rename "
+         "the columns, or set data.columns={label: NAME, domain: NAME}"),
         ("path,label,domain", "path;label;domain",
-         "there is no column path, label, domain; found: path;label;domain; save it with commas"),
+         "the columns are separated by semicolons; save it with commas"),
+        ("path,label,domain", "path\tlabel\tdomain", "the columns are separated by tabs; save it with commas"),
         ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
         ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
         (CSV, "path,label,domain\n", "the table has no rows; add one per image"),
-        (CSV, "", "there is no column path, label, domain; found: ; " + READ),
+        (CSV, "", "there is no column path, label, domain; found: ; rename the columns, or set data.columns={path: "
+         "NAME, label: NAME, domain: NAME}"),
         (CSV, "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n",
          'row 3, column split: "tests" is not a split; did you mean "test"?'),
     ],
@@ -139,6 +144,52 @@ def test_the_columns_that_are_read_and_the_others_are_known(folder: Path) -> Non
     of_paths = Table(file=file, group=r"^\w")
     assert of_paths.columns == (["path", "label", "domain"], ["age", "group"]) and of_paths.group_names == ("a", "b")
     assert Table(file=file).group_names == ("p1", "p2")
+
+
+def test_the_recipe_names_the_columns(folder: Path) -> None:
+    file = write(folder, "File,diagnosis,site,label,pid\na.png,x,d,1,p1\nb.png,y,d,1,p2\n")
+    columns = (
+        settings_model(find("data", "table"))
+        .model_validate(
+            {"file": file, "columns": {"path": "File", "label": "diagnosis", "domain": "site", "group": "pid"}}
+        )
+        .columns
+    )  # type: ignore[attr-defined]
+    dataset = Table(file=file, columns=columns)
+    assert (dataset.class_names, dataset.domain_names, dataset.group_names) == (("x", "y"), ("d",), ("p1", "p2"))
+    assert dataset.columns == (["File", "diagnosis", "site", "pid"], ["label"])
+    pandas.read_csv(file).to_parquet(folder / "c.parquet")
+    assert Table(file=folder / "c.parquet", columns=columns).labels.tolist() == [0, 1]
+    for named, problem in ({"group": "who"}, "there is no column who"), ({"label": "dx"}, "label: diagnosis}"):
+        with pytest.raises(UserError, match=problem):
+            Table(file=file, columns=columns.model_copy(update=named))
+    file.write_text(file.read_text().replace("b.png,y", "b.png,"))
+    with pytest.raises(UserError, match="row 3, column diagnosis: the cell is empty"):
+        Table(file=file, columns=columns)
+
+
+def test_a_column_is_suggested_by_its_meaning() -> None:
+    names = ["image_width", "img_name", "Hospital ID", "TumorClass", "patient_id", "image_id"]
+    meant = {column: column_meant(column, names) for column in ("path", "label", "domain", "group", "split")}
+    assert meant == dict(path="img_name", label="TumorClass", domain="Hospital ID", group="patient_id", split=None)
+    assert column_meant("label", ["table", "lable"]) == "lable" and column_meant("domain", ["main", "remain"]) is None
+
+
+def test_names_and_paths_in_either_encoding(folder: Path) -> None:
+    """A Mac writes é as two characters; the table of a site names the file in one, or the reverse."""
+    one, two = "é", "e\u0301"
+    for name, on_disk in ((one, two), (f"o{two}", f"o{one}")):
+        Image.new("RGB", (5, 4)).save(folder / f"{on_disk}.png")
+        dataset = Table(file=write(folder, f"path,label,domain\n{name}.png,{one},d\na.png,{two},d\n"))
+        assert dataset.class_names == (one,) and dataset.paths[0] == str(folder / f"{on_disk}.png")
+        assert dataset.image(0).size == (5, 4)
+    again = write(folder, f"path,label,domain\n{one}.png,x,d\n{two}.png,x,d\n")
+    assert "is already in row 2" in fault(again)
+
+
+def test_paths_of_windows_have_a_hint(folder: Path) -> None:
+    file = write(folder, CSV.replace("sub/", "sub\\"))
+    assert "the file does not exist; write / instead of \\; 1 of 4 are missing" in fault(file)
 
 
 def test_missing_files_are_named_and_counted(folder: Path) -> None:

@@ -472,6 +472,29 @@ def test_folders_and_tables(tmp_path, files, group, labels, domains, groups):
         assert found.only(["s"]).labels.tolist() == [labels[domains[1].index(1)]]
 
 
+@pytest.mark.parametrize("in_model", [("é", "cat"), ("e\u0301", "cat")])
+@pytest.mark.parametrize("at_site", ["é", "e\u0301"])
+def test_a_class_in_either_encoding_is_the_class_of_the_model(in_model, at_site, tmp_path):
+    write(tmp_path / "site", [f"{at_site}/1.png", "cat/2.png"])
+    rows = f"site/{at_site}/1.png,{at_site},{at_site}\nsite/cat/2.png,cat,b\n"
+    (tmp_path / "t.csv").write_text(f"path,label,domain\n{rows}")
+    for path in ("site", "t.csv"):
+        assert sorted(read_site(str(tmp_path / path), in_model, {}).labels.tolist()) == [0, 1]
+    assert read_site(str(tmp_path / "site"), ("nom", "cat"), {in_model[0]: "nom"}).labels.tolist() in ([0, 1], [1, 0])
+    assert len(read_site(str(tmp_path / "t.csv"), in_model, {}).only(["e\u0301"]).items) == 1
+
+
+@pytest.mark.parametrize(("in_model", "at_site"), [("0", "0.0"), ("0.0", "0"), ("0.0", "0.0")])
+def test_a_class_that_pandas_wrote_with_a_point_is_the_class_of_the_model(in_model, at_site, tmp_path, caplog):
+    """A column of whole numbers with an empty cell is one of decimals."""
+    write(tmp_path, ["1.png", "2.png", "3.png"])
+    (tmp_path / "t.csv").write_text(f"path,label\n1.png,{at_site}\n2.png,{at_site.replace('0', '1', 1)}\n3.png,\n")
+    names = (in_model, in_model.replace("0", "1", 1))
+    found = read_site(str(tmp_path / "t.csv"), names, {})
+    assert found.labels.tolist() == [0, 1] and found.unlabelled == 1
+    assert [message.endswith("reads 0.0 as the class 0") for message in caplog.messages] == [True] * (names[0] == "0")
+
+
 @pytest.mark.parametrize(
     ("paths", "settings", "line"),
     [

@@ -70,6 +70,7 @@ def faults(*changes: Change) -> list[str]:
 
 # the changes, and the beginning of their only message; "…" begins one that may stand among others
 # fmt: off
+TEXT = "r.yaml:6: protocol.test_domains.0: must be text, given "
 FAULTS: list[tuple[list[Change], str]] = [
     ([("name: good", "name: a/b")], "r.yaml:1: name: must be a text without slashes"),
     ([("name: good\n", "")], "r.yaml: name: is missing; it names the run"),
@@ -106,7 +107,13 @@ FAULTS: list[tuple[list[Change], str]] = [
     (["protocol.together=[a, b]"], "command line: protocol.together: must be a list of sets of domains, such as [[d"),
     (["protocol.together=[[a]]"], "command line: protocol.together: a set needs at least two domains"),
     (["protocol.together=[[a, b], [c, a]]"], "command line: protocol.together: a is named twice; keep it in one set"),
-    (["protocol.together=[[0, {}]]"], "…command line: protocol.together.0.0: input should be a valid string, given 0"),
+    (["protocol.together=[[0, {}]]"], "…command line: protocol.together.0.0: must be text, given 0; write it in"),
+    ([("steps: 10}", "steps: 10}\nprotocol: {test_domains: [a, no]}")], "r.yaml:6: protocol.test_domains.1: must be"),
+    *[
+        ([("steps: 10}", f"steps: 10}}\nprotocol: {{test_domains: {value}}}")], f"{TEXT}{read}")
+        for value, read in (("no", "False"), ("010", "8"), ("12:30", "750"), ("1.0", "1.0"), ("2024-01-02", "datetime"))
+    ],
+    (["data.class_names={a: 010}"], "command line: data.class_names.a: must be text, given 8; write it in quotes, and"),
     (["protocol={final_fit: true, selection: oracle}"], "command line: protocol.final_fit: needs an unbiased estimate"),
     (["protocol.seeds=0"], "command line: protocol.seeds: 0 seeds; at least 1 is needed, given 0"),
     (["protocol.seeds=oops"], "command line: protocol.seeds: must be a number of seeds, a list of them, or auto"),
@@ -270,7 +277,7 @@ YAML = [
     ("a: !!python/object/apply:os.system ['touch exploded']\n", "os.system is not supported in recipes"),
     ("a:\n  b:\n    !!binary stHM\n", "r.yaml:3: not valid YAML: the tag tag:yaml.org,2002:binary is not supported"),
     ("- a", "a recipe is a mapping"),
-    ("1: a", "the key 1 is not a text"),
+    ("1: a", "the key 1 is not a text; write it in quotes"),
     ("a: 2001-99-99", "not valid YAML: ValueError"),
     ("a: \0", "special characters are not allowed"),
     ("? [a]\n: b", "is not a text"),

@@ -26,7 +26,7 @@ from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import read_run
-from xdm_ft.runtime.errors import UserError, did_you_mean, signed
+from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, signed
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.storage.lines import Damaged
@@ -105,8 +105,8 @@ def main(arguments: argparse.Namespace) -> Answer:
 def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse.Namespace) -> Record:
     """Returns the record of the model. Raises `UserError` if it has no weights, or damaged ones, to compare with."""
     path = folder / "results.json"
-    name = f"{arguments.method} {arguments.test_domain} {arguments.seed} {arguments.trial}"
-    by_name = {" ".join(map(str, (r.method, ",".join(r.test_domains), r.seed, r.trial))): r for r in records}
+    name = one_form(f"{arguments.method} {arguments.test_domain} {arguments.seed} {arguments.trial}")
+    by_name = {one_form(" ".join(map(str, (r.method, ",".join(r.test_domains), r.seed, r.trial)))): r for r in records}
     if name not in by_name:
         raise UserError(f'{path}: no model "{name}"{did_you_mean(name, list(by_name))}')
     record = by_name[name]

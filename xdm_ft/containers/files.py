@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 
 from xdm_ft.images.decode import HEIC, HEIC_REMEDY, EncodedImages, extensions
-from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.errors import UserError, one_form, plural, printable
 
 logger = logging.getLogger("xdm_ft")
 
@@ -104,11 +104,16 @@ class ImageFiles(EncodedImages):
         return self.paths[row]
 
 
-def numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """Returns the distinct values, sorted and printable, and for every value its index among them (int64 [N])."""
-    names = sorted(set(values))
+def numbered(values: Sequence[str], in_order: bool = False) -> tuple[tuple[str, ...], np.ndarray]:
+    """Returns the distinct names, in one form and printable, and for every value its index among them (int64 [N]).
+
+    They are sorted, or `in_order` of the values.
+    """
+    forms = {value: one_form(value) for value in dict.fromkeys(values)}
+    names = dict.fromkeys(forms.values()) if in_order else sorted(set(forms.values()))
     number = {name: i for i, name in enumerate(names)}
-    return tuple(printable(name) for name in names), np.fromiter(map(number.__getitem__, values), np.int64, len(values))
+    index = {value: number[form] for value, form in forms.items()}
+    return tuple(printable(name) for name in names), np.fromiter(map(index.__getitem__, values), np.int64, len(values))
 
 
 def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarray]:
@@ -116,7 +121,7 @@ def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarr
 
     Raises `UserError` if a path does not match.
     """
-    expression = re.compile(pattern)
+    expression = re.compile(one_form(pattern))
     groups = [group_of(path, expression) for path in paths]
     without = [path for path, group in zip(paths, groups, strict=True) if group is None]
     if without:
@@ -129,7 +134,7 @@ def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarr
 
 def group_of(path: str, expression: re.Pattern[str]) -> str | None:
     """Returns the text that identifies the group of a path, None if the expression matches nothing in it."""
-    match = expression.search(path)
+    match = expression.search(one_form(path))
     if match is None:
         return None
     # \0 is in no path, so that ("a", "bc") and ("ab", "c") stay two groups
@@ -221,8 +226,12 @@ def left_out(
     if notes:
         count = plural(len(notes), "file")
         logger.warning("%s: ignored %s without an image, the first: %s", root, count, notes[0])
-    parts = [path.split("/")[:-1] for path in tree.folders]
-    parts = [part for part in parts if OF_SYSTEMS.isdisjoint(part) and (only is None or {*part[:1]} <= {*only})]
+    parts = [one_form(path).split("/")[:-1] for path in tree.folders]
+    parts = [
+        part
+        for part in parts
+        if OF_SYSTEMS.isdisjoint(part) and (only is None or {*part[:1]} <= {*map(one_form, only)})
+    ]
     lines = [line for level, what in enumerate(levels) for line in _empty(tree, level, what, parts, others, {*data})]
     if only is None and (higher := [path for path in tree.files if path in of_any_depth and path not in deep]):
         where = f"outside a {'/'.join(f'<{level}>' for level in levels)} folder"
@@ -239,10 +248,10 @@ def _empty(
 
     `folders`: the parts of their paths; `others`: the files that are no images, of which `data` look like it.
     """
-    full = {folder.split("/")[level] for folder in {path[: path.rfind("/")] for path in tree.images}}
+    full = {one_form(folder).split("/")[level] for folder in {path[: path.rfind("/")] for path in tree.images}}
     holding = {part[level]: list[str]() for part in folders if len(part) > level and part[level] not in full}
     for path in others:
-        if path.count("/") > level and (name := path.split("/")[level]) in holding:
+        if path.count("/") > level and (name := one_form(path).split("/")[level]) in holding:
             holding[name].append(path)
     have_folders = {part[level] for part in folders if len(part) > level + 1}
     names = [

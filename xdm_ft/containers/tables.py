@@ -7,10 +7,12 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,16 +80,28 @@ def name_in(cell: object) -> str:
 
 
 def alike(names: Sequence[str]) -> list[list[int]]:
-    """Returns the numbers of names that mean the same to a reader: 1 and 1.0, Cat and cat, é in either encoding."""
+    """Returns the numbers of names that mean the same to a reader: 1 and 1.0, Cat and cat."""
     numbers_of: dict[object, list[int]] = {}
     for number, name in enumerate(names):
-        # NFKC maps the two encodings of an accented letter (one character, or letter and accent) to one
+        # NFKC: the letters of full width, ligatures
         value: object = "".join(unicodedata.normalize("NFKC", name).casefold().split())
         with suppress(ValueError):
             # Python reads 1_0 as 10, a reader does not
             value = float(str(value)) if math.isfinite(float(str(value))) and "_" not in str(value) else value
         numbers_of.setdefault(value, []).append(number)
     return [numbers for numbers in numbers_of.values() if len(numbers) > 1]
+
+
+def on_disk(folder: str | Path, path: str) -> str:
+    """Returns the path from a folder in the form that its files have there: é may be one character, or two (a Mac)."""
+    forms = [path] if path.isascii() else [path, *(unicodedata.normalize(form, path) for form in ("NFC", "NFD"))]
+    whole = [os.path.join(folder, form) for form in forms]
+    return next(filter(os.path.isfile, whole[1:]), whole[0]) if not os.path.isfile(whole[0]) else whole[0]
+
+
+def whole_number(name: str) -> str:
+    """Returns 0 of 0.0, as pandas writes whole numbers of a column with empty cells; other names as they are."""
+    return re.sub(r"^(-?\d+)\.0+$", r"\1", name)
 
 
 def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
@@ -102,6 +116,9 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.reader(stream, skipinitialspace=True, strict=True)
             header = [name.strip() for name in next(reader, [])]
+            for sign, name in (("\t", "tabs"), (";", "semicolons"), ("|", "bars")):
+                if len(header) == 1 and sign in header[0]:
+                    raise UserError(f"{file}: the columns are separated by {name}; save it with commas")
             yield 1, header
             for number, row in enumerate(reader, start=2):
                 if row and len(row) != len(header):
@@ -177,8 +194,10 @@ def number_names(
         names, index = numbered(texts)
         return names, index[codes]
     present, index = np.unique(np.array(values, dtype=np.int64), return_inverse=True)
-    names = tuple(printable(str(i) if class_names is None else class_names[i]) for i in present.tolist())
-    return names, index[codes]
+    names, merged = numbered(
+        [str(i) if class_names is None else class_names[i] for i in present.tolist()], in_order=True
+    )
+    return names, merged[index][codes]
 
 
 def encode_names(cells: ChunkedArray, where: str) -> ChunkedArray:
@@ -240,6 +259,35 @@ def parts_of(where: str, names: tuple[str, ...], numbers: np.ndarray) -> np.ndar
     return np.array([PARTS[name] for name in names])[numbers]
 
 
+MEANINGS = {
+    "path": "file filename filepath image img photo", "label": "class target y diagnosis category truth species",
+    "domain": "site hospital center centre source camera location scanner region", "group": "patient subject slide",
+    "split": "fold subset partition",
+}  # fmt: skip
+"""{column: names that other tables give to it}"""
+
+
+def column_meant(column: str, names: Sequence[str]) -> str | None:
+    """Returns the name that stands for a column of ours elsewhere, or is a mistyped one; None: there is none."""
+    meanings = {column, f"{column}s", *MEANINGS.get(column, "").split()}
+    for name in names:
+        words = re.findall(r"[a-z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower())
+        while len(words) > 1 and words[-1] in (("name",) if column == "path" else ("name", "id", "code")):
+            words.pop()
+        if words and words[-1] in meanings:
+            return name
+    alike = [name for name in names if name[:1].casefold() == column[:1].casefold()]
+    close = get_close_matches(column, alike, n=1, cutoff=0.8)
+    return close[0] if close else None
+
+
+def no_column(key: str, where: str, name: str, names: Sequence[str]) -> UserError:
+    """Returns the error that a table lacks the column `name` of the key `data.columns.key`."""
+    meant = column_meant(name, names) or column_meant(key, names)
+    hint = f'did you mean "{meant}"?' if meant else f"known: {', '.join(names)}"
+    return UserError(f'data.columns.{key}: {where} has no column "{name}"; {hint}')
+
+
 class Columns(Block):
     """The names of the table's columns."""
 
@@ -257,6 +305,19 @@ class Columns(Block):
 
 
 OWN_COLUMNS = Columns()
+
+
+class TableColumns(Block):
+    """The names of the columns of a table of paths."""
+
+    path: Annotated[str, Field(description="column of the paths of the images")] = "path"
+    label: Annotated[str, Field(description="column of the class")] = "label"
+    domain: Annotated[str, Field(description="column of the domain")] = "domain"
+    group: Annotated[str, Field(description="column of the patient, slide or sequence, if there is one")] = "group"
+    split: Annotated[str, Field(description="column with train, val or test, if there is one")] = "split"
+
+
+PATH_COLUMNS = TableColumns()
 
 
 def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDict:
@@ -291,8 +352,7 @@ class ImageTable(EncodedImages):
         for key, name in columns.model_dump().items():
             for part in parts.values():
                 if name is not None and name not in part.column_names:
-                    hint = did_you_mean(name, part.column_names)
-                    raise UserError(f'data.columns.{key}: {where} has no column "{name}"{hint}')
+                    raise no_column(key, where, name, part.column_names)
         try:
             table = concatenate_datasets([part.select_columns(wanted) for part in parts.values()])
         except ValueError as error:
@@ -303,7 +363,8 @@ class ImageTable(EncodedImages):
         files = tuple(part["filename"] for part in table.cache_files)
         self.container = Container(files, columns.image) if files else None
         of_part = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
-        self.domain_names, self.domains = tuple(printable(name) for name in parts), of_part
+        self.domain_names, merged = numbered([*parts], in_order=True)
+        self.domains = merged[of_part]
         names = {name: feature.names for name, feature in table.features.items() if isinstance(feature, ClassLabel)}
         cells = {name: encode_names(table.data.column(name), f"{where}: column {name}") for name in wanted[1:]}
         name_columns(self, pyarrow.table(cells), where, columns.model_dump(exclude={"image"}), names)

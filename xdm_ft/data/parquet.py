@@ -16,9 +16,17 @@ from pydantic import Field
 from xdm_ft.containers import CacheSize, PiecedImages, open_files
 from xdm_ft.containers.files import beside
 from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
-from xdm_ft.containers.tables import OWN_COLUMNS, Columns, encode_names, join_tables, name_columns, remembered_table
+from xdm_ft.containers.tables import (
+    OWN_COLUMNS,
+    Columns,
+    encode_names,
+    join_tables,
+    name_columns,
+    no_column,
+    remembered_table,
+)
 from xdm_ft.images import Container, FileState, Pieces
-from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.errors import UserError, printable
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -120,8 +128,7 @@ def _read_index(address: str, state: FileState, image: str, columns: Mapping[str
         if schema.names.count(name) > 1:
             raise UserError(f"{address}: two columns have the name {name}; keep one")
         if name not in schema.names:
-            hint = did_you_mean(name, schema.names)
-            raise UserError(f'data.columns.{key}: {address} has no column "{name}"{hint}')
+            raise no_column(key, address, name, schema.names)
     if not footer.num_rows:
         raise UserError(f"{address}: the file has no rows, so no images; remove it")
     names = list(dict.fromkeys(columns.values()))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -12,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.files import GroupPattern, ImageFiles, groups_of, numbered
-from xdm_ft.containers.tables import csv_rows, name_in
+from xdm_ft.containers.tables import PATH_COLUMNS, TableColumns, column_meant, csv_rows, name_in, on_disk
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.names import expand_user
@@ -20,11 +19,6 @@ from xdm_ft.storage.names import expand_user
 NEEDED = ("path", "label", "domain")
 COLUMNS = (*NEEDED, "group", "split")
 PARTS = ["train", "val", "test"]
-OF_OTHERS = {
-    "path": ("file", "filename", "file_name", "image", "img"), "label": ("class", "target", "y", "diagnosis"),
-    "domain": ("site", "hospital", "center", "centre", "source", "camera", "location"),
-}  # fmt: skip
-"""{column: names that other tables give to it}"""
 
 
 class Table(ImageFiles):
@@ -47,13 +41,17 @@ class Table(ImageFiles):
             Path | None, Field(description="folder at which relative paths start; null: the folder of the table")
         ] = None,
         group: GroupPattern = None,
+        columns: Annotated[TableColumns, Field(description="names of the columns")] = PATH_COLUMNS,
     ) -> None:
         file = expand_user(file, "data.file")
-        cells, numbers, ignored = _read_cells(file, self.needed, self.optional)
+        called = {column: getattr(columns, column, column) for column in self.optional}
+        # a column that the recipe names must be there
+        needed = dict.fromkeys((*self.needed, *(key for key in columns.model_fields_set if called[key] != key)))
+        cells, numbers, ignored = _read_cells(file, [*needed], called)
         if group is not None and "group" in cells:  # the recipe overrides the table
             del cells["group"]
-            ignored = [*ignored, "group"]
-        self.columns = [*cells], ignored
+            ignored = [*ignored, called["group"]]
+        self.columns = [called[column] for column in cells], ignored
         rows = self.wanted(file, cells, numbers)
         cells = {column: [values[row] for row in rows] for column, values in cells.items()}
         numbers = [numbers[row] for row in rows]
@@ -61,7 +59,7 @@ class Table(ImageFiles):
         def fault(i: int, column: str, problem: str, more: int = 0) -> UserError:
             """Returns the error of image i. `more` is the number of other rows with the same fault."""
             others = f" (and {more} more rows like it)" if more else ""
-            return UserError(f"{printable(file)}: row {numbers[i]}, column {column}: {problem}{others}")
+            return UserError(f"{printable(file)}: row {numbers[i]}, column {called[column]}: {problem}{others}")
 
         def texts(column: str) -> list[str]:
             text_in = {"path": path_in, "split": _split_in}.get(column, name_in)
@@ -79,7 +77,8 @@ class Table(ImageFiles):
         values = {column: texts(column) for column in cells}
         paths, folder = values["path"], file.parent if root is None else expand_user(root, "data.root")
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
-        self.paths = [os.path.abspath(path) for path in self.shown]  # so that a/../b.png repeats b.png
+        # so that a/../b.png repeats b.png
+        self.paths = [os.path.abspath(on_disk(folder, path)) for path in paths]
         first_of: dict[str, int] = {}
         repeated = [i for i, path in enumerate(self.paths) if first_of.setdefault(path, i) != i]
         if repeated:
@@ -89,8 +88,9 @@ class Table(ImageFiles):
         missing = [i for i, path in enumerate(self.paths) if not os.path.isfile(path)]
         if missing:
             named = ", ".join(self.shown[i] for i in missing[:NAMED_AT_MOST])
+            hint = "write / instead of \\; " if "\\" in paths[missing[0]] else ""
             problem = (
-                f"the file does not exist; {len(missing)} of {len(paths)} are missing: {named}; paths start at "
+                f"the file does not exist; {hint}{len(missing)} of {len(paths)} are missing: {named}; paths start at "
                 f"{printable(folder)}; data.root names another folder"
             )
             raise fault(missing[0], "path", problem)
@@ -126,9 +126,12 @@ def _split_in(cell: object) -> str:
 
 
 def _read_cells(
-    file: Path, needed: Sequence[str], optional: Sequence[str]
+    file: Path, needed: Sequence[str], called: Mapping[str, str]
 ) -> tuple[dict[str, list[object]], list[int], list[str]]:
-    """Returns {column: cells} of our columns, the number of every row, and the other columns."""
+    """Returns {column: cells} of our columns, the number of every row, and the other columns.
+
+    `called`: {our name of a column that is read, if there is one: its name in the table}.
+    """
     kind = file.suffix.lower()
     if kind not in (".csv", ".parquet"):
         raise UserError(f"data.file: {file} does not end in .csv or .parquet; name a table that does")
@@ -140,42 +143,35 @@ def _read_cells(
         header = next(rows)[1]
     else:
         header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
-    if {"label", "probability"} <= set(header) and "predicted" not in header:
+    if called["label"] == "label" and {"label", "probability"} <= set(header) and "predicted" not in header:
         raise UserError(
             f"{file}: the column probability shows that label holds predictions; rename label to predicted, and write "
             "the true classes into a new column label"
         )
-    missing = [column for column in needed if column not in header]
+    missing = [column for column in needed if called[column] not in header]
     if missing:
-        what = f"there is no column {', '.join(missing)}; found: {', '.join(header)}"
-        if len(header) == 1 and ";" in header[0]:
-            raise UserError(f"{file}: {what}; save it with commas")
-        alike = {column: _alike(column, [name for name in header if name not in optional]) for column in missing}
-        meant = ", ".join(f"{name} to {column}" for column, name in alike.items() if name)
-        rename = f"rename the columns{f' (did you mean {meant}?)' if meant else ''}"
-        raise UserError(f"{file}: {what}; {rename}: {', '.join(optional)} are read, by these names alone")
-    columns = [column for column in optional if column in header]
-    twice = [column for column in columns if header.count(column) > 1]
+        free = [name for name in header if name not in called.values()]
+        meant = {column: name for column in missing if (name := column_meant(column, free))}
+        renamed = ", ".join(f"{name} to {column}" for column, name in meant.items()) or "the columns"
+        keys = ", ".join(f"{column}: {meant.get(column, 'NAME')}" for column in missing)
+        what = f"there is no column {', '.join(called[column] for column in missing)}; found: {', '.join(header)}"
+        raise UserError(f"{file}: {what}; rename {renamed}, or set data.columns={{{keys}}}")
+    columns = [column for column, name in called.items() if name in header]
+    twice = [called[column] for column in columns if header.count(called[column]) > 1]
     if twice:
         raise UserError(f"{file}: two columns have the name {twice[0]}; rename one")
+    names = [called[column] for column in columns]
     if kind == ".csv":
         numbered_rows = list(rows)
         numbers = [number for number, _ in numbered_rows]
-        cells: dict[str, list[object]] = {c: [row[header.index(c)] for _, row in numbered_rows] for c in columns}
+        read: dict[str, list[object]] = {n: [row[header.index(n)] for _, row in numbered_rows] for n in names}
     else:
-        cells = _from_parquet(file, lambda parquet: parquet.read_table(file, columns=columns).to_pydict())
-        numbers = list(range(1, 1 + len(cells[columns[0]])))
+        read = _from_parquet(file, lambda parquet: parquet.read_table(file, columns=names).to_pydict())
+        numbers = list(range(1, 1 + len(read[names[0]])))
     if not numbers:
         raise UserError(f"{file}: the table has no rows; add one per image")
-    return cells, numbers, [name for name in header if name not in columns]
-
-
-def _alike(column: str, names: Sequence[str]) -> str | None:
-    """Returns the name that is most like that of the column, or stands for it in other tables; None: there is none."""
-    plain = {name.casefold().strip(): name for name in names}
-    of_others = [name for name in OF_OTHERS.get(column, ()) if name in plain]
-    close = get_close_matches(column, plain, n=1) or of_others or [name for name in plain if column in name]
-    return plain[close[0]] if close else None
+    cells = {column: read[called[column]] for column in columns}
+    return cells, numbers, [name for name in header if name not in names]
 
 
 def _from_parquet(file: Path, read: Callable[[Any], Any]) -> Any:

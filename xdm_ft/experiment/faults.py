@@ -10,7 +10,7 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from xdm_ft.containers.tables import alike
+from xdm_ft.containers.tables import alike, whole_number
 from xdm_ft.evaluation import set_name
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import index_folder
@@ -74,7 +74,7 @@ def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Fin
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
     """Yields the faults of the data alone. `splits` show which repeated images affect the estimate.
 
-    Names of classes or domains may differ only in case, spaces, the encoding of an accent, or as 1 and 1.0: a held-out
+    Names of classes or domains may differ only in case, spaces, or as 1 and 1.0: a held-out
     domain that is also a training domain under such a name would not be unseen. Classes may have no image in some
     domain, or so few domains that class and domain cannot be told apart, unless the data set is published so.
     """
@@ -91,6 +91,10 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
     for numbers in alike(dataset.domain_names):
         names = [f'"{dataset.domain_names[d]}" ({plural(images[d].sum(), "image")})' for d in numbers]
         yield Finding("domains", f"{' and '.join(names)} {how}", remedy)
+    for what, all_names in (("classes", dataset.class_names), ("domains", dataset.domain_names)):
+        if all(whole_number(name) != name for name in all_names):
+            found = f"{', '.join(all_names[:NAMED_AT_MOST])} are whole numbers as pandas writes them beside empty cells"
+            yield Finding(what, found, "write them without .0 (pandas: astype('Int64'))")
     lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(0)).tolist()
     if names := [f'no image of "{dataset.class_names[c]}" in {named(images[:, c] == 0)}' for c in lacking]:
         yield Finding("classes", _listed(names), "add images, or remove the class from the other domains")

@@ -49,7 +49,7 @@ from xdm_ft.protocol.splits import SELECTION_SPLIT, all_domains, splits
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import reference_beside, reference_file
@@ -131,9 +131,11 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
         raise UserError(f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}{options}")
 
     def options_of(record: Record) -> dict[str, Any]:
-        return {"--held-out": ",".join(record.test_domains), "--seed": record.seed, "--trial": record.trial}
+        return {"--held-out": one_form(",".join(record.test_domains)), "--seed": record.seed, "--trial": record.trial}
 
-    held_out = None if choice.held_out is None else ",".join(choice.held_out)  # a domain's name may hold a comma
+    held_out = (
+        None if choice.held_out is None else one_form(",".join(choice.held_out))
+    )  # a domain's name may hold a comma
     named = {"--held-out": held_out, "--seed": choice.seed, "--trial": choice.trial}
     wanted = {option: value for option, value in named.items() if value is not None}
     records = [record for record in run.records if record.method == method]

@@ -29,9 +29,9 @@ from xdm_ft.containers.files import (
     refuse_splits,
     visible_entries,
 )
-from xdm_ft.containers.tables import csv_rows, name_in
+from xdm_ft.containers.tables import csv_rows, name_in, on_disk, whole_number
 from xdm_ft.data.table import COLUMNS, Table, path_in
-from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import expand_user
 
@@ -76,7 +76,7 @@ class Sources:
             if path != STDIN and not os.path.lexists(path) and not glob.has_magic(path):
                 raise UserError(f"{path}: does not exist; name a file, a folder, a table or a quoted glob")
         try:
-            self._expression = re.compile(group_by or "")
+            self._expression = re.compile(one_form(group_by or ""))
         except re.error as error:
             raise UserError(f"{option}: {group_by} is not a regular expression: {error}") from error
 
@@ -121,7 +121,8 @@ class Sources:
                     "every path"
                 )
             # `group_of` joins several parentheses by \0, which a table cannot show
-            yield item if group == item.group else item._replace(group=str(group).replace("\0", "/"))
+            # in one form, as the groups of a table and of paths may meet
+            yield item._replace(group=one_form(str(group or "")).replace("\0", "/"))
 
     def _image_files(self, path: str) -> Iterator[str]:
         if path == STDIN:
@@ -204,7 +205,7 @@ def _table_items(file: Path, group_by: str | None, is_needed: bool) -> Iterator[
             group = name_in(cells[column]) if has_group else ""
         except ValueError as error:
             raise UserError(f"{file}: row {number}, column {column}: {error}") from error
-        yield Item(path, os.path.join(os.path.dirname(file), path), group)
+        yield Item(path, on_disk(os.path.dirname(file), path), group)
 
 
 def _table_rows(file: Path, group_by: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -249,6 +250,7 @@ class Site(NamedTuple):
 
     def only(self, wanted: Sequence[str]) -> Site:
         """Returns the images of these domains. Raises `UserError` for a name that is not one of them."""
+        wanted = [*map(one_form, wanted)]
         for name in wanted:
             if name not in self.domain_names:
                 raise UserError(f"--domain: no domain {name}{did_you_mean(name, list(self.domain_names))}")
@@ -316,8 +318,12 @@ def read_site(
     table with the column `for` are read. Raises `UserError` for a label that the model does not know, for a table
     without any label, and as `data: folder` and `data: table` do.
     """
-    numbers = {name: number for number, name in enumerate(class_names)}
-    numbers = {old: numbers[new] for old, new in renamed.items() if new in numbers} | numbers
+    numbers = {one_form(name): number for number, name in enumerate(class_names)}
+    numbers = {
+        one_form(old): numbers[one_form(new)] for old, new in renamed.items() if one_form(new) in numbers
+    } | numbers
+    if len(whole := {whole_number(name): number for name, number in numbers.items()}) == len(numbers):
+        numbers |= whole
     try:
         re.compile(group or "")
     except re.error as error:
@@ -339,8 +345,14 @@ def read_site(
             domain_names, domains = numbered(domain_of)
             groups = None if group is None else groups_of(images, group)[1]
     except UserError as error:  # written for keys of a recipe
-        lines = (re.sub("^data.(root|file): ", "", str(line)).replace("data.group:", "--group:") for line in error.args)
+        lines = (
+            re.sub("^data.(root|file): |, or set data.columns=.*", "", str(line)).replace("data.group:", "--group:")
+            for line in error.args
+        )
         raise UserError(*lines) from error
+    if converted := [name for name in names if name not in numbers and whole_number(name) in numbers]:
+        logger.warning("%s: reads %s as the class %s", where, converted[0], whole_number(converted[0]))
+        numbers |= {name: numbers[whole_number(name)] for name in converted}
     unknown = [name for name in names if name not in numbers]
     if unknown:
         more = f", nor {plural(len(unknown) - 1, 'other label')} of the site" if len(unknown) > 1 else ""
@@ -362,8 +374,8 @@ def _labelled_images(root: Path, numbers: Mapping[str, int]) -> tuple[list[str],
     if not images:
         raise UserError(f"{root}: contains no images in class folders; {LAYOUTS}")
     levels = [path.split("/") for path in images]
-    first = {printable(folders[0]) for folders in levels}
-    second = {printable(folders[1]) for folders in levels if len(folders) > 2}
+    first = {printable(one_form(folders[0])) for folders in levels}
+    second = {printable(one_form(folders[1])) for folders in levels if len(folders) > 2}
     if not first <= numbers.keys():
         remedy = "move the class folders up, or name one of the parts alone"
         refuse_splits(root, images, first - numbers.keys(), second - numbers.keys(), remedy)

@@ -171,7 +171,8 @@ def open_image(source: Path | bytes, name: str) -> Iterator[Image.Image]:
         if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise
         if isinstance(error, OSError) and error.strerror:
-            raise UnreadableImage(name, error.strerror) from error
+            hint = "; write / instead of \\" if error.errno == errno.ENOENT and "\\" in name else ""
+            raise UnreadableImage(name, f"{error.strerror}{hint}") from error
         raise UnreadableImage(name, printable(f"{error}" or type(error).__name__)) from error
 
 

@@ -20,7 +20,7 @@ from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features.cache import Store, contents_of
 from xdm_ft.features.extract import IMAGES_PER_SHARD
 from xdm_ft.report.finished import is_run, read_run
-from xdm_ft.runtime.errors import UserError, did_you_mean, plural
+from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural
 from xdm_ft.runtime.progress import progress
 
 logger = logging.getLogger("xdm_ft")
@@ -173,6 +173,7 @@ def group_numbers(items: Sequence[Item]) -> np.ndarray | None:
 
 def prevalence_of(text: str, class_names: Sequence[str]) -> np.ndarray:
     """Returns the class shares float64 [C] that `a=.3,b=.7` says. Raises `UserError` unless it has all, of sum 1."""
+    text, class_names = one_form(text), [*map(one_form, class_names)]
     # a class name may hold commas and equal signs: the longest one that fits
     names = "|".join(map(re.escape, sorted(class_names, key=len, reverse=True)))
     pairs, end = list[tuple[str, str]](), 0

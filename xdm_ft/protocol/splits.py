@@ -19,7 +19,7 @@ from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.randomness import validation_part
-from xdm_ft.runtime.settings import Block, OneOrMany, Problem
+from xdm_ft.runtime.settings import Block, Name, OneOrMany, Problem
 
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
@@ -43,11 +43,11 @@ class Protocol(Block):
         Field(description="leave_one_domain_out: each test domain is held out in turn; official: the data's own split"),
     ] = "leave_one_domain_out"
     test_domains: Annotated[
-        Annotated[tuple[str, ...], OneOrMany, Field(min_length=1)] | None,
+        Annotated[tuple[Name, ...], OneOrMany, Field(min_length=1)] | None,
         Field(description="domains held out in turn; null: all (leave_one_domain_out only)"),
     ] = None
     together: Annotated[
-        tuple[tuple[str, ...], ...],
+        tuple[tuple[Name, ...], ...],
         Field(
             exclude_if=lambda sets: not sets,  # a recipe without it is written as earlier versions wrote it
             description="sets of domains to hold out as one because they show the same objects or patients, e.g. "

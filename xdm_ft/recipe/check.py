@@ -48,6 +48,8 @@ from xdm_ft.training import Training
 from xdm_ft.weights.blocks import outside_text_space
 
 logger = logging.getLogger("xdm_ft")
+IN_QUOTES = "write it in quotes, as YAML reads no, 010, 12:30 and dates as other values"
+IN_SHELL = "write it in quotes, and these in quotes for the shell: 'KEY=\"010\"'"
 MAX_SHOWN = 120  # characters of a value that a message shows
 MAX_NAME = 200  # bytes of a recipe's name
 BLOCKS: dict[str, type[Block]] = {
@@ -83,7 +85,8 @@ def check(text: RecipeText) -> Recipe:
     if "name" not in values:
         faults.add("name", "is missing; it names the run and its directory")
     elif not isinstance(name, str) or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
-        faults.add("name", "must be a text without slashes or control characters, the name of the run directory")
+        problem = "must be a text without slashes or control characters, the name of the run directory"
+        faults.add("name", f"{problem}{f'; {IN_QUOTES}' if not isinstance(name, str | list | dict) else ''}")
     elif (length := len(name.encode())) > MAX_NAME:
         faults.add("name", f"is {length} bytes long as a folder's name; use at most {MAX_NAME}")
     data = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
@@ -174,6 +177,11 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
                     problem += f"; write {' or '.join(prefixed)}" if prefixed else meant
             elif fault["type"] == "missing":
                 problem = "is needed"
+            elif fault["type"] in ("string_type", "path_type"):
+                problem = f"must be text, given {_shown(fault['input'])}"
+                if not isinstance(fault["input"], list | dict):
+                    at = (*key, *(part for part in inner if isinstance(part, int | str)))
+                    problem += f"; {IN_SHELL if faults.text.is_overridden(at) else IN_QUOTES}"
             elif fault["type"] == "model_type":
                 problem = f"must be a block of keys, given {_shown(fault['input'])}"
             faults.add((*key, *inner), problem)

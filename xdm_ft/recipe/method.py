@@ -15,7 +15,7 @@ from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of
 from xdm_ft.recipe.text import Faults, Key
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.settings import Block
+from xdm_ft.runtime.settings import Block, Name
 from xdm_ft.training import Training
 from xdm_ft.weights.prompts import Prompts
 
@@ -28,7 +28,7 @@ def _one_line(text: str) -> str:
     return text
 
 
-Label = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
+Label = Annotated[Name, Field(min_length=1), AfterValidator(_one_line)]
 
 
 class EncoderCommon(Block):

@@ -17,7 +17,7 @@ from xdm_ft.recipe.method import ListedEncoder, MethodItem
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import as_text
 from xdm_ft.report import ReportSettings
-from xdm_ft.runtime.settings import Block
+from xdm_ft.runtime.settings import Block, Name
 from xdm_ft.training import Training
 
 
@@ -28,7 +28,7 @@ class DataCommon(Block):
     on_bad_image: Literal["error", "skip"] = Field(
         default="error", description="if an image does not decode: stop, or leave the image out and report it"
     )
-    class_names: dict[str, str] = Field(
+    class_names: dict[Name, Name] = Field(
         default={}, description="class folder or label → name of the class in prompts and reports"
     )
     train_augmentation: Augmentation | None = Field(

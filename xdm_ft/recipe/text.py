@@ -252,7 +252,7 @@ def _plain(node: yaml.Node, key: Key, loader: _Loader, lines: dict[Key, int], se
     for name_node, value_node in node.value:
         name = loader.construct_object(name_node)
         if not isinstance(name, str):
-            raise _yaml_fault(name_node, f"the key {name!r} is not a text")
+            raise _yaml_fault(name_node, f"the key {name!r} is not a text; write it in quotes")
         if name in mapping:
             raise _yaml_fault(name_node, f'the key "{name}" is written twice')
         mapping[name] = _plain(value_node, (*key, name), loader, lines, seen)

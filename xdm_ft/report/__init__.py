@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 
 from xdm_ft.report.charts import Figure
 from xdm_ft.report.words import EMPTY, number, significant
-from xdm_ft.runtime.settings import Block, OneOrMany
+from xdm_ft.runtime.settings import Block, Name, OneOrMany
 from xdm_ft.runtime.texts import packaged_texts
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class ReportSettings(Block):
         ),
     ] = False
     compare: Annotated[
-        tuple[tuple[str, str], ...],
+        tuple[tuple[Name, Name], ...],
         Field(
             description="pairs of rows, such as [[xdomainmix, erm]]: the comparisons that you decided on before the "
             "run. With encoders, a pair of methods stands for one pair under each of them"

@@ -1,6 +1,7 @@
 """The exception for faults that a user can repair, and how messages print names and numbers."""
 
 import difflib
+import unicodedata
 
 
 class UserError(Exception):
@@ -22,6 +23,11 @@ def printable(name: object) -> str:
         return text
     # a path that is not UTF-8 holds lone surrogates (PEP 383), which a strict codec would refuse
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def one_form(name: str) -> str:
+    """Returns a name as all names are compared: é is one character (NFC), also in names of folders of a Mac."""
+    return unicodedata.normalize("NFC", name)
 
 
 def plural(count: int, noun: str) -> str:

@@ -6,12 +6,19 @@ Each block is defined in the package that reads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from datetime import date
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+from xdm_ft.runtime.errors import one_form
 
 SearchRanges = Mapping[str, Mapping[str, tuple[float, ...]]]
 """Constructor keyword → {`log_uniform` or `uniform`: (low, high)} or {`choice`: values}, as in `search.space`."""
+
+
+Name = Annotated[str, AfterValidator(one_form)]
+"""A name of a class, a domain or a row, as names of the data are compared."""
 
 
 class Block(BaseModel):
@@ -30,7 +37,7 @@ class Problem(NamedTuple):
 
 
 def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str | int | float) else value
+    return (value,) if isinstance(value, str | int | float | date) else value
 
 
 OneOrMany = BeforeValidator(_one_or_many)
