@@ -267,6 +267,12 @@ def test_damaged_trees(tmp_path):
         Camelyon17(root=tmp_path)
     marker.touch()
     assert len(Camelyon17(root=tmp_path)) == 100
+    lines = (marker.parent / "metadata.csv").read_text().split("\n")
+    number, _, *others = lines[7].split(",")
+    lines[7] = ",".join([number, "", *others])
+    (marker.parent / "metadata.csv").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"metadata.csv: row 8, column patient: the cell is empty; fill it in$"):
+        Camelyon17(root=tmp_path)
     (miniature.fmow(tmp_path) / "country_code_mapping.csv").unlink()
     kept = r"country_code_mapping.csv.*; replace the .csv files by those of another copy, and keep the images"
     with pytest.raises(UserError, match=rf"fmow_v1.1: WILDS cannot read its tables .*{kept}"):

@@ -9,6 +9,7 @@ import numpy as np
 
 from xdm_ft.containers.files import ImageFiles, numbered
 from xdm_ft.data._wilds_release import Download, Root, open_release
+from xdm_ft.runtime.errors import UserError, printable
 
 
 class Camelyon17(ImageFiles):
@@ -27,8 +28,12 @@ class Camelyon17(ImageFiles):
         self.domain_names = tuple(f"hospital {number}" for number in range(5))
         self.labels = release.y_array.numpy()
         self.domains = metadata[:, columns["hospital"]]
+        patients = release._metadata_df["patient"]
+        if empty := [row for row, is_empty in enumerate(patients.isna(), start=2) if is_empty]:
+            where = printable(os.path.join(release.data_dir, "metadata.csv"))
+            raise UserError(f"{where}: row {empty[0]}, column patient: the cell is empty; fill it in")
         # from its table, as WILDS' metadata array has slides alone, of which a patient may have several
-        self.groups = numbered(release._metadata_df["patient"].tolist())[1]
+        self.groups = numbered(patients.tolist())[1]
         part = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}
         names = {number: part[name] for name, number in release.split_dict.items()}
         self.splits = np.array([names[number] for number in release.split_array])

@@ -28,10 +28,12 @@ class ImageFolder(ImageTable):
         root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
         tree, where = images_below(root), printable(root)
-        # `datasets` takes the folder of an image for its class, at any depth
         images = [path for path in tree.files if "/" in path and is_image(path)]
         if not images:
             raise UserError(f"data.root: {where} contains no images in <domain>/<class>/ folders; {TREE}")
+        domains = Counter(path.split("/")[0] for path in images)  # in the order of their names
+        refuse_splits(where, tree.images, domains, {path.split("/")[1] for path in tree.images})
+        # `datasets` takes the folder of an image for its class, at any depth
         if others := [path for path in images if path.count("/") != 2]:
             raise UserError(
                 f"data.root: {where}: {printable(others[0])} ({len(others)} of {len(images)} images) is not "
@@ -42,8 +44,6 @@ class ImageFolder(ImageTable):
                 f"data.root: {where}: `datasets` cannot read a path with :: ({printable(chained[0])}); rename it, or "
                 "set data.name: folder"
             )
-        domains = Counter(path.split("/")[0] for path in images)  # in the order of their names
-        refuse_splits(where, images, domains, {path.split("/")[1] for path in images})
         # numbered, as `datasets` allows fewer characters in the name of a split than a folder may have
         files = {f"domain{n}": f"{glob.escape(str(root.absolute() / name))}/**" for n, name in enumerate(domains)}
         # without these two, a first domain of one class has no labels, and a file metadata.csv replaces all of them
