@@ -48,6 +48,18 @@ def test_a_dotted_key_replaces_a_block_and_a_plain_one_merges_into_it(tmp_path):
     assert recipe_of({}, {"output": {"dir": tmp_path}}).values == {"output": {"dir": str(tmp_path)}}
 
 
+def test_a_block_may_stand_in_place_of_a_switch():
+    """`trainable` is false in the recipe: nested dicts, a nested key and the dotted key set one value."""
+    block = {"trainable": {"blocks": 1}}
+    resolved = [check(recipe_of("demo", overrides)).as_yaml() for overrides in (
+        {"encoder": block}, {"encoder.trainable": {"blocks": 1}}, {"encoder.trainable.blocks": 1},
+        {"encoder": {"trainable": True}} | {"encoder.trainable": {"blocks": 1}},
+    )]  # fmt: skip
+    resolved.append(load("demo", ["encoder.trainable.blocks=1"]).as_yaml())
+    assert len({*resolved}) == 1 and "blocks: 1" in resolved[0]
+    assert recipe_of({"encoder": {"trainable": {"blocks": 2}}}, {"encoder": block}).values["encoder"] == block
+
+
 def test_faults_name_what_was_given():
     with pytest.raises(xdm_ft.UserError, match=r"overrides: training\.steps: .*given -1"):
         xdm_ft.run("demo", training={"steps": -1})

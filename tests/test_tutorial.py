@@ -15,8 +15,11 @@ CELLS = json.loads(PATH.read_text(encoding="utf-8"))["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 
 
-def test_it_has_at_most_20_cells_of_python():
-    assert 8 < len(CELLS) <= 20 and len(CODE) >= 6
+def test_it_has_as_many_cells_as_the_readme_says():
+    said = re.search(
+        r"tutorial\.ipynb\).*? in (\d+) cells", (PATH.parents[1] / "README.md").read_text(encoding="utf-8")
+    )
+    assert said and 8 < len(CELLS) == int(said[1]) <= 20 and len(CODE) >= 6
     for code in CODE:
         ast.parse(code)
 

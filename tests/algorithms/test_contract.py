@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -389,6 +390,19 @@ def replaced_by(cls: type[Any]) -> set[str]:
     concrete = {other for other in METHODS.values() if other is not cls} | {Method, Algorithm, Solver}
     bases = [c for c in cls.__mro__ if c not in concrete and c.__module__.startswith("xdm_ft.algorithms.")]
     return {name for c in bases for name in [*vars(c), *re.findall(r"self\.(\w+) = ", inspect.getsource(c))]} & HOOKS
+
+
+def test_contributing_names_all_that_a_method_may_read() -> None:
+    """What `loss` gets, and what the base class has beyond hooks and torch's own."""
+    contributing = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
+    text = contributing.read_text(encoding="utf-8")
+    section = text.partition("### What a method may read")[2].partition("\n### ")[0]
+    named = {word for span in re.findall(r"`([^`]+)`", section) for word in re.findall(r"\w+", span)}
+    of_task = {name for name in vars(Task) if name.startswith("num_")} | {f.name for f in dataclasses.fields(Task)}
+    given = {*Batch._fields, *of_task, *(f.name for f in dataclasses.fields(Setup))}
+    assert {"domain", "num_domains", "width"} <= given <= named
+    instance = find("algorithms", "erm")(Setup(TASK, width=4, steps=1, seed=0))
+    assert {"head", "logits", "average", "by_domain", *dict(instance.named_buffers(recurse=False))} <= named
 
 
 def test_the_table_of_hooks_is_what_the_code_does() -> None:

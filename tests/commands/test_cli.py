@@ -108,6 +108,16 @@ def test_the_examples_of_every_help_are_true() -> None:
                 assert arguments.seed in trained.protocol.seeds
 
 
+def test_without_arguments_it_shows_the_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    shown = capsys.readouterr().out
+    steps = [line.split("  ")[1] for line in shown.partition("first steps:\n")[2].splitlines()]
+    assert ended.value.code == 0 and steps[0] == "xdm-ft run demo" and all(verb in shown for verb in VERBS)
+    for step in steps[:-1]:
+        parser().parse_args(shlex.split(step)[1:])
+
+
 def test_each_verb_has_both_flags_at_every_place() -> None:
     filled = {
         "run": ["demo", "training.steps=10", "name=x"], "retrain": ["DIR", "erm", "ink", "0", "2"],
@@ -134,6 +144,22 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
         (["runn", "demo"], 'xdm-ft: error: argument VERB: no "runn"; did you mean "run"?'),
         (["run", "demo", "seeds=5"], 'xdm-ft: command line: seeds: unknown key; did you mean "protocol.seeds"?'),
         (["run", "missing.yaml"], "xdm-ft: missing.yaml: no such recipe"),
+        (["run", "mine.yaml"], 'xdm-ft: mine.yaml: no such recipe; did you mean "mine.yml"?'),
+        (["run", "mine"], 'xdm-ft: mine: no such recipe; did you mean "mine.yml"?'),
+        (["run", "folder"], "xdm-ft: folder: is a folder; write a recipe, as clip_folder data.root=folder"),
+        (["train", "demo"], 'xdm-ft: error: argument VERB: no "train"; did you mean "run"?'),
+        (["fit", "demo"], 'xdm-ft: error: argument VERB: no "fit"; did you mean "run"?'),
+        (["infer", "x", "y"], 'xdm-ft: error: argument VERB: no "infer"; did you mean "predict"?'),
+        (["eval", "x", "y"], 'xdm-ft: error: argument VERB: no "eval"; did you mean "evaluate"?'),
+        (["mine.yml"], 'xdm-ft: error: argument VERB: no "mine.yml"; did you mean "run mine.yml"?'),
+        *(
+            (words, "xdm-ft: error: no option --data.root: a key of a recipe has no dashes; write data.root=X")
+            for words in (["--data.root", "X"], ["run", "demo", "--data.root", "X"], ["doctor", "--data.root=X"])
+        ),
+        (["run", "demo", "--methods", "[erm]"], "xdm-ft: error: no option --methods: a key of a recipe has no dashes"),
+        (["run", "demo", "data.root", "X"], 'xdm-ft: command line: "data.root" is not an override; write data.root'),
+        (["predict", "m", "x", "--top_k=3"], 'xdm-ft: error: unrecognized arguments: --top_k=3; did you mean "--top'),
+        (["run", "demo", "--lr", "3"], "xdm-ft: error: unrecognized arguments: --lr 3; `xdm-ft run --help` lists"),
         (["run", "demo", "data={name: folder, root: nowhere}"], "xdm-ft: data.root: nowhere does not exist"),
         (["validate", "demo", "data.class_names={zeroo: nought}"], 'xdm-ft: demo: data.class_names: the data has no'),
         (["run", "demo", "protocol.test_domains=[inc]"], 'xdm-ft: protocol.test_domains: "inc" is not a domain'),
@@ -157,6 +183,8 @@ def test_a_fault_is_one_line_and_status_2(
     """Also as a document: the same message."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").touch()
+    (tmp_path / "mine.yml").touch()
+    (tmp_path / "folder").mkdir()
     for flags in ([], ["--json"]):
         try:
             status = main([*arguments, *flags])

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import beta, t
 
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.few_labels import clopper_pearson
+from xdm_ft.evaluation.few_labels import clopper_pearson, shorter
 from xdm_ft.export.directory import CONFIG, THRESHOLD, checksum_of
 from xdm_ft.export.expected import Labelled
 from xdm_ft.export.predict import open_unfinished
@@ -48,6 +48,19 @@ def test_a_threshold_by_hand():
     found = at_risk(labelled(p, np.arange(60) < 40), 0.1)
     assert (found.answered, found.wrong, found.labels, found.refused) == (41, 1, 60, None)
     assert beta.ppf(0.9, 2, 40) <= 0.1 < beta.ppf(0.9, 5, 40) and found.answered == (p >= found.threshold).sum()
+
+
+def test_the_threshold_on_the_screen_is_short_and_answers_the_same_images():
+    drawn = np.random.default_rng(0).random(200) * 0.1 + 0.8
+    for threshold in (0.837928802631579, *drawn):
+        value = shorter(threshold, drawn)
+        assert ((drawn >= value) == (drawn >= threshold)).all() and threshold - 1e-3 < value <= threshold
+        assert len(str(value)) <= 9, "at most seven decimals tell 200 images apart"
+    assert shorter(0.837928802631579, np.array([0.5, 0.84])) == 0.837 and shorter(0.5, np.array([0.5])) == 0.5
+    assert shorter(0.0004, np.array([0.0004])) == 0.0004, "0 is no threshold"
+    p = np.concatenate([np.linspace(0.9, 0.99, 40), np.linspace(0.55, 0.7, 20)])
+    found = at_risk(labelled(p, np.arange(60) < 40), 0.1)
+    assert found.shown is not None and len(str(found.shown)) < len(str(found.threshold))
 
 
 def test_why_there_is_no_threshold():

@@ -102,7 +102,7 @@ class Evaluation:
         answered = (
             f"the model answers {found.answered} of {plural(found.labels, 'labelled image')}, {found.wrong} wrongly"
         )
-        yield f"For {wanted}: --abstain-below {found.threshold!r}; {answered}"
+        yield f"For {wanted}: --abstain-below {found.shown or found.threshold}; {answered}"
         if self.saved is not None:
             yield f"wrote {self.saved}: xdm-ft predict --abstain-below stored uses it"
 

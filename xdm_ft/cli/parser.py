@@ -9,7 +9,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from difflib import get_close_matches
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 from xdm_ft.cli import Answer, as_json
@@ -19,6 +22,20 @@ from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.runtime.terminal import opened, print_error, set_aside, write
 from xdm_ft.version import __version__
 
+OTHER_NAMES = {
+    **dict.fromkeys(("train", "fit", "finetune", "fine-tune", "start", "resume"), "run"),
+    **dict.fromkeys(("test", "eval", "score"), "evaluate"),
+    **dict.fromkeys(("infer", "inference", "classify"), "predict"),
+    **{"check": "validate", "list": "ls", "copy": "cp", "init": "cp", "new": "cp", "help": "--help"},
+}
+"""{what other tools call a verb: its name here}"""
+FORM = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of examples
+FIRST_STEPS = """\
+first steps:
+  xdm-ft run demo                            a run that needs no data
+  xdm-ft validate clip_folder data.root=DIR  your images, in DIR/<domain>/<class>/: check them
+  xdm-ft run clip_folder data.root=DIR       train and compare methods on them
+  xdm-ft VERB --help                         arguments and examples of a verb"""
 RESUMABLE = ("run", "features", "analyse")  # verbs whose finished work stays when a signal stops them
 
 
@@ -38,17 +55,44 @@ class _Parser(argparse.ArgumentParser):
         self._options_are_first = False
 
     def error(self, message: str) -> NoReturn:
+        message = self._explained(message)
         try:
             super().error(printable(message))  # it contains the arguments as they were given
         except SystemExit:
             raise _Misused(message) from None
 
+    def _explained(self, message: str) -> str:
+        """Returns the message with what to do about an option that is a key of the recipe, or resembles an option."""
+        from xdm_ft.recipe.text import KEYS
+
+        for option, following in zip_longest(self._given, self._given[1:], fillvalue="VALUE"):
+            name, equals, value = option.removeprefix("--").partition("=")
+            if option.startswith("--") and ("." in name or name in KEYS):
+                key = f"a key of a recipe has no dashes; write {name}={value if equals else following}"
+                return f"no option --{name}: {key}, behind the recipe"
+        verbs: Mapping[str, Any] = self._subparsers._group_actions[0].choices if self._subparsers else {}  # type: ignore[assignment]
+        verb = next((word for word in self._given if word in verbs), None)
+        start, _, unknown = message.partition("unrecognized arguments: -")
+        if verb is None or start or not unknown:
+            return message
+        near = get_close_matches(
+            f"-{unknown.split()[0].partition('=')[0]}", verbs[verb]._option_string_actions, 1, 0.75
+        )
+        hint = f'did you mean "{near[0]}"?' if near else f"`xdm-ft {verb} --help` lists the options"
+        return f"{message}; {hint}"
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f'no "{value}"{did_you_mean(str(value), [*action.choices])}')
+        if action.choices is None or value in action.choices:
+            return
+        hint = did_you_mean(str(value), [*action.choices])
+        if action.dest == "verb":
+            meant = OTHER_NAMES.get(value) or (f"run {value}" if value.endswith((".yaml", ".yml")) else None)
+            hint = f'; did you mean "{meant}"?' if meant else hint
+        raise argparse.ArgumentError(action, f'no "{value}"{hint}')
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # argparse begins with the parser of all verbs, which cannot do it, and calls this method of the verb's parser
+        self._given = list(args)
         if self._options_are_first or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
         self._options_are_first = True  # parse_known_intermixed_args calls this method twice
@@ -59,13 +103,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    main_parser = _Parser(prog="xdm-ft", description="Fine-tune foundation models for domain generalization.")
+    about = "Fine-tune foundation models for domain generalization."
+    main_parser = _Parser(prog="xdm-ft", description=about, epilog=FIRST_STEPS, formatter_class=FORM)
     main_parser.add_argument("--version", action="version", version=__version__)
     verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (add_arguments, summary) in VERBS.items():
         examples = "\n  ".join(["examples:", *(line for line in EXAMPLES if line.split()[1] == name)])
-        form = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of the examples
-        verb = verbs.add_parser(name, help=summary, description=summary, epilog=examples, formatter_class=form)
+        verb = verbs.add_parser(name, help=summary, description=summary, epilog=examples, formatter_class=FORM)
         verb.add_argument("--json", action="store_true", help="print the result as one JSON document")
         quiet = "print only warnings and errors"
         verb.add_argument("--quiet", action="store_true", help=quiet)
@@ -79,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     0: done. 1: a model failed, or an unexpected error. 2: a fault that the user can repair. 130: SIGINT. 141: the
     reader of standard output has ended (`| head`). 143: SIGTERM.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; this ends the process
         import argcomplete
 

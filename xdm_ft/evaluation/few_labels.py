@@ -231,3 +231,10 @@ def threshold_for(
             break
         passed = Threshold(float(value), risk, n, wrong, len(right))
     return passed
+
+
+def shorter(threshold: float, confidence: np.ndarray) -> float:
+    """Returns the threshold cut to the fewest decimals, three at least, that answer the same of confidence [n]."""
+    below = float(confidence[confidence < threshold].max(initial=0.0))
+    cut = (math.floor(threshold * 10**digits) / 10**digits for digits in range(3, 16))
+    return next((value for value in cut if below < value <= threshold), threshold)

@@ -335,8 +335,10 @@ class RunProgress:
             share, new = cost / max(1, total), cost - self.done.cost - sum(self.resumed)
             # a first piece includes what is done once, such as compiling
             known = new > 0.05 * (total - self.done.cost)
-            left = f"about {duration((total - cost) * (now - self.started) / new)} left, " if known else ""
-            text = f"{self._models(finished)}, {left}now {printable(self.note)}"
+            left = f"about {duration((total - cost) * (now - self.started) / new)} left" if known else ""
+            # on a cluster the tasks know what they train
+            doing = f"now {printable(self.note)}" if self.note else ""
+            text = ", ".join(filter(None, (self._models(finished), left, doing)))
             if self.bar:
                 self.bar.n, self.bar.postfix, self.bar.ncols = 100 * share, text, _columns()
                 self.bar.refresh()

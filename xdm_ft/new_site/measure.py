@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.evaluation.few_labels import difference_estimate, fewest_answered, threshold_for
+from xdm_ft.evaluation.few_labels import difference_estimate, fewest_answered, shorter, threshold_for
 from xdm_ft.evaluation.intervals import Bounds, within_bounds
 from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export import ModelConfig, probabilities
@@ -34,6 +34,7 @@ class AtRisk:
     wrong: int | None
     labels: int
     refused: str | None
+    shown: float | None = None  # a shorter number than `threshold`, above which the same labelled images are answered
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
     value, answered, wrong = (
         (None, None, None) if threshold is None else (threshold.value, threshold.answered, threshold.wrong)
     )
-    return AtRisk(risk, value, answered, wrong, n, refused)
+    return AtRisk(risk, value, answered, wrong, n, refused, None if value is None else shorter(value, confidence))
 
 
 def with_images(model: Model, name: str, sources: Sources, images: Labelled, batch_size: int | None) -> WithImages:

@@ -152,10 +152,15 @@ def find_recipe(name: str) -> Path:
     packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
+    if os.path.isdir(path):
+        recipe = path / "recipe.yaml"  # of a run directory
+        remedy = f"write {recipe}" if os.path.isfile(recipe) else f"write a recipe, as clip_folder data.root={name}"
+        raise UserError(f"{name}: is a folder; {remedy}")
+    stem = path.name.removesuffix(".yaml").removesuffix(".yml")
+    beside = [file for suffix in (".yaml", ".yml") if os.path.isfile(file := path.with_name(f"{stem}{suffix}"))]
     packaged_names = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
-    raise UserError(
-        f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), packaged_names, 'xdm-ft ls')}"
-    )
+    hint = f'; did you mean "{beside[0]}"?' if beside else did_you_mean(stem, packaged_names, "xdm-ft ls")
+    raise UserError(f"{name}: no such recipe{hint}")
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
@@ -271,7 +276,8 @@ def apply_override(recipe: RecipeText, override: str) -> None:
     """
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
-        raise UserError(f'command line: "{override}" is not an override; write key.sub=value')
+        key = name if "." in name or name in KEYS else "key.sub"
+        raise UserError(f'command line: "{override}" is not an override; write {key}=value, without spaces')
     origin = f'command line: "{override}"'
     _override(recipe, name, _read_yaml(text, RecipeText(origin, {})), origin)
 
@@ -291,7 +297,7 @@ def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
         index = int(part) if isinstance(block, list) and part.isdecimal() and int(part) < len(block) else None
         key = (*key, part if index is None else index)
         if isinstance(block, dict):
-            if block.get(part) is None:
+            if block.get(part) is None or isinstance(block[part], bool):  # such as `trainable: false`
                 block[part] = {}
             inner = block[part]
         else:

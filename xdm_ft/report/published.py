@@ -158,23 +158,29 @@ def published_section(run: Run, rule: str) -> Section | None:
     if not tests_as_published:
         return None
 
-    pairs: dict[tuple[Any, ...], list[tuple[SummaryRow, Published]]] = {}
+    pairs: dict[tuple[Any, ...], list[tuple[SummaryRow, Published | None]]] = {}
+    unpublished: list[tuple[tuple[Any, ...], SummaryRow]] = []
     for row in run.own_rows:
         trained = trained_words(trainable_of(row.method, results)).replace("end to end", "fine-tuned")
         ours = f"{encoder_block(row.method, results).get('model', 'unknown encoder')}, {trained}"
         item, convention = items(results).get(row.method), (row.spread_as_published or {}).get("kind")
-        name = published_name(item) if item else None
-        for line in published():
-            comparable = line.table in COMPARABLE and METRICS[line.metric] == row.metric
-            if comparable and (line.dataset, line.method) == (dataset, name):
-                encoder = f"{line.encoder}, {'frozen' if line.table == FROZEN else 'fine-tuned'}"
-                pairs.setdefault((encoder, line.metric, ours, convention, row.protocol), []).append((row, line))
+        name, own = published_name(item) if item else None, (ours, convention, row.protocol)
+        lines = [line for line in published() if line.table in COMPARABLE and METRICS[line.metric] == row.metric]
+        lines = [line for line in lines if (line.dataset, line.method) == (dataset, name)]
+        for line in lines:
+            encoder = f"{line.encoder}, {'frozen' if line.table == FROZEN else 'fine-tuned'}"
+            pairs.setdefault((encoder, line.metric, *own), []).append((row, line))
+        if not lines:  # such as a method of the user's own
+            unpublished.append((own, row))
     if not pairs:
         return None
     convention, protocol = BENCHMARKS[dataset]
     tables = []
     for (encoder, metric, ours, kind, ours_protocol), beside in pairs.items():
         first = beside[0][0]
+        alike = [row for own, row in unpublished if own == (ours, kind, ours_protocol) and row.metric == first.metric]
+        order = [row.method for row in run.own_rows]
+        beside = sorted([*beside, *((row, None) for row in alike)], key=lambda pair: order.index(pair[0].method))
         our_protocol = ours_protocol.partition("; ± is")[0]  # the ± of this table is another one
         caption = (
             f"Published: {SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is; "
@@ -182,11 +188,11 @@ def published_section(run: Run, rule: str) -> Section | None:
             f"{', '.join(first.per_test_domain)}; ± is here {'the ' + kind if kind else 'unknown'}; {our_protocol}."
         )
         rows = []
-        for row, line in beside:
-            renamed = row.method not in (line.method, f"erm+{line.method}")
-            method = row.method + (f" (published: {line.method})" if renamed else "")
+        for row, theirs in beside:
+            renamed = theirs and row.method not in (theirs.method, f"erm+{theirs.method}")
+            method = row.method + (f" (published: {theirs.method})" if theirs and renamed else "")
             ours_as_published = with_spread(row.to_json(), (row.spread_as_published or {}).get("value"))
-            rows.append(cells(method, _number(line), ours_as_published, line.table))
+            rows.append(cells(method, _number(theirs), ours_as_published, theirs.table if theirs else EMPTY))
         header = ("method", f"published: {encoder}", f"ours: {ours}", "table of the paper")
         tables.append(Table(caption, header, rows, sortable=False))
     return make_section("published", tables=tables, source=SOURCE)
