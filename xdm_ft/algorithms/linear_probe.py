@@ -52,9 +52,9 @@ class LinearProbe(Solver):
             float,
             Field(
                 gt=0,
-                description="largest gradient entry at which L-BFGS stops, at a curvature of about 1. At 1e-4 selection "
-                "may pick another of two nearly equal strengths than at the optimum; 3e-5 takes 1.5 times as many "
-                "iterations, 1e-6 four times",
+                description="largest gradient entry at which L-BFGS stops, at a curvature of about 1. At 1e-4 "
+                "selection may pick another of two nearly equal strengths than at the optimum; 3e-5 takes 1.5 times as "
+                "many iterations, 1e-6 four times",
             ),
         ] = 1e-4,
     ) -> None:
