@@ -119,6 +119,63 @@ def test_other_modes() -> None:
         assert pixels(good[:2] + segment + good[2:]).shape == (6, 8, 3)
 
 
+JUNK = b"junk, no TIFF"
+LONG = b"a" * 2_000_000  # Pillow's limit of a text is 1 MB
+ROTATED = encoded(Image.fromarray(NOISE), exif=turned(3))
+
+
+def chunk(name: bytes, content: bytes, damage: int = 0) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content) ^ damage)
+
+
+def with_chunk(name: bytes, content: bytes, damage: int = 0, whole: bytes = encoded(Image.fromarray(NOISE))) -> bytes:
+    return whole[:33] + chunk(name, content, damage) + whole[33:]  # behind IHDR
+
+
+def with_segment(marker: int, content: bytes) -> bytes:
+    whole = encoded(Image.fromarray(NOISE), "JPEG")
+    return whole[:2] + b"\xff" + bytes([marker]) + struct.pack(">H", len(content) + 2) + content + whole[2:]
+
+
+def with_number_as_xmp() -> bytes:
+    whole, entry = encoded(Image.fromarray(NOISE), "TIFF"), struct.pack("<HHI", 284, 3, 1)  # the planar configuration
+    assert whole.count(entry) == 1
+    return whole.replace(entry, struct.pack("<HHI", 700, 3, 1))
+
+
+METADATA = {
+    "PNG, EXIF": with_chunk(b"eXIf", JUNK),
+    "PNG, EXIF as text": with_chunk(b"tEXt", b"Raw profile type exif\0\nexif\n zz\nnothex"),
+    "PNG, long text": with_chunk(b"zTXt", b"k\0\0" + zlib.compress(LONG)),
+    "PNG, long international text": with_chunk(b"iTXt", b"k\0\1\0\0\0" + zlib.compress(LONG)),
+    "PNG, much text": with_chunk(b"tEXt", b"k\0" + 40 * LONG),
+    "PNG, large profile": with_chunk(b"iCCP", b"n\0\0" + zlib.compress(LONG)),
+    "PNG, unknown profile": with_chunk(b"iCCP", b"n\0\7junk"),
+    "PNG, text of a wrong checksum": with_chunk(b"tEXt", b"k\0v", 1),
+    "PNG, short chunks": with_chunk(b"gAMA", b"\0", whole=with_chunk(b"pHYs", b"\0")),
+    "JPEG, EXIF": with_segment(0xE1, b"Exif\0\0" + JUNK),
+    "JPEG, short profile": with_segment(0xE2, b"ICC_PROFILE\0"),
+    "JPEG, short JFIF": with_segment(0xE0, b"JFIF\0"),
+    "JPEG, orientation 99": encoded(Image.fromarray(NOISE), "JPEG", exif=turned(99)),
+    "WEBP, EXIF": encoded(Image.fromarray(NOISE), "WEBP", lossless=True, exif=JUNK),
+    "WEBP, XMP and profile": encoded(Image.fromarray(NOISE), "WEBP", lossless=True, xmp=b"\xff", icc_profile=JUNK),
+    "TIFF, EXIF": encoded(Image.fromarray(NOISE), "TIFF", tiffinfo={34665: 99_999_999}),
+    "TIFF, XMP that is no text": with_number_as_xmp(),
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_do_not_decide_whether_pixels_count(name: str) -> None:
+    plain = encoded(Image.fromarray(NOISE), "JPEG") if name.startswith("JPEG") else encoded(Image.fromarray(NOISE))
+    assert np.array_equal(pixels(METADATA[name]), pixels(plain))
+
+
+def test_without_a_long_text_a_png_is_still_upright_and_damaged_pixels_are_still_refused() -> None:
+    long = b"k\0\0" + zlib.compress(LONG)
+    assert np.array_equal(pixels(with_chunk(b"zTXt", long, whole=ROTATED)), NOISE[::-1, ::-1])
+    assert "MAX_TEXT_CHUNK" in reason(with_chunk(b"zTXt", long, whole=bytes(FLIPPED)))
+
+
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"])
 def test_truncated_files_are_refused_unless_no_pixel_is_missing(format: str) -> None:
     data = encoded(Image.fromarray(np.tile(NOISE, (4, 4, 1))), format)
@@ -170,7 +227,7 @@ def test_other_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert reason(tmp_path / "missing.png") == "No such file or directory"
     assert reason(tmp_path) == "Is a directory"
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 47)
-    assert reason(encoded(Image.fromarray(NOISE))) == "8 × 6 pixels, more than the limit of 47"
+    assert reason(encoded(Image.fromarray(NOISE))) == "8 × 6 pixels, more than the limit of 47: cut it into tiles"
 
     def out_of_files(*args: object, **kwargs: object) -> None:
         raise OSError(24, "Too many open files")

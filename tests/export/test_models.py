@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import shutil
@@ -158,8 +159,10 @@ def test_all_kinds_of_images_give_the_same(small_model: Any, tmp_path: Path) -> 
     path = str(next(small_model.data.rglob("*.png")))
     with Image.open(path) as image:
         kinds = [path, Path(path), image.copy(), np.asarray(image)]
+    content = Path(path).read_bytes()
+    kinds += [content, bytearray(content), memoryview(content), io.BytesIO(content)]
     found = model.predict_proba(kinds)
-    assert found.shape == (4, len(model.class_names)) and np.ptp(found, axis=0).max() < 1e-6
+    assert found.shape == (8, len(model.class_names)) and np.ptp(found, axis=0).max() < 1e-6
     assert model.encode(path).shape == (1, model.config.encoder.width)
     assert model.predict([]) == [] and model.predict_proba([]).shape == (0, len(model.class_names))
     assert model.encode([]).shape == (0, model.config.encoder.width) and model.distance([]).shape == (0,)
@@ -167,9 +170,30 @@ def test_all_kinds_of_images_give_the_same(small_model: Any, tmp_path: Path) -> 
     torch.testing.assert_close(model.module(pixels).softmax(1), torch.from_numpy(found[:1]))
     grey = np.asarray(image)[..., 0]
     assert np.array_equal(model.predict_proba(grey), model.predict_proba(np.stack([grey] * 3, 2)))
-    for wrong in (np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), "no such file", str(tmp_path)):
-        with pytest.raises(UserError):
-            model.predict(wrong)
+    for one in (content, io.BytesIO(content), Path(path)):  # not a list of its bytes or lines
+        np.testing.assert_allclose(model.predict_proba(one), found[:1], atol=1e-6)
+    sixteen = grey.astype(np.uint16) * 257
+    assert np.array_equal(model.predict_proba(sixteen), model.predict_proba(grey))
+
+
+def test_what_is_no_image_is_refused_in_one_line(small_model: Any, tmp_path: Path) -> None:
+    model = load(small_model.model)
+    (tmp_path / "text.png").write_text("no image")
+    arrays = [np.zeros((4, 4, 4), np.uint8), np.zeros((2, 4, 4, 3), np.uint8), np.zeros((0, 4), np.uint8)]
+    arrays += [np.zeros((4, 4), np.int64), np.zeros((4, 4), bool), np.full((4, 4), np.nan, np.float32)]
+    closed = io.BytesIO()
+    closed.close()
+    with (tmp_path / "text.png").open() as text:
+        others = [None, 5, {"a.png": 1}, object(), torch.zeros(3, 4, 4), [None], [5], b"no image", io.BytesIO(), closed]
+        others += [text, "", "no such file", str(tmp_path), "a\0b", tmp_path / "text.png", "~nobody-here/x.png"]
+        for wrong in [*arrays, *others]:
+            for verb in (model.predict, model.predict_proba, model.encode, model.distance):
+                with pytest.raises(UserError) as caught:
+                    verb(wrong)
+                assert "\n" not in str(caught.value), wrong
+    truncated = Image.open(io.BytesIO(next(small_model.data.rglob("*.png")).read_bytes()[:-60]))
+    with pytest.raises(UserError, match="an image: does not decode"):
+        model.predict(truncated)
 
 
 @pytest.mark.slow

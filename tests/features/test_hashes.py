@@ -208,7 +208,7 @@ def test_an_index_of_an_earlier_version_serves(images: Path, hashed: list[str], 
     hashes_of(images)
     assert len(hashed) == 5 and looked_up == [5], "the list of the whole data set is found"
     lists = module._Index(images.parent).find_each(["piece", "decoder"])
-    assert [(len(entry.digests), entry.reasons) for [entry] in lists] == [(1, {}), (2, {1: "torn"})]
+    assert [(len(entry.digests), entry.values) for [entry] in lists] == [(1, {}), (2, {1: "torn"})]
 
 
 def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from xdm_ft.cli.run import load_recipe
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reachable
 from xdm_ft.experiment.estimate import estimate
-from xdm_ft.experiment.faults import SITE_CLASS, Finding, data_faults, fault, plan_faults
+from xdm_ft.experiment.faults import SITE_CLASS, Finding, data_faults, fault, intensity_faults, plan_faults
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoder, build_encoders, by_label, cuts_of, with_text
 from xdm_ft.experiment.results import trained_words
@@ -280,8 +280,10 @@ def check_data(
             make_plan(recipe, dataset, unreadable)
     except UserError as error:
         yield from fault("plan", error)
-    hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
+    index = cache_folder(recipe.features)
+    hashes = hash_files(dataset, index, show=True)
     found = list(data_faults(dataset, hashes, plan.splits_of_all_seeds if plan else ()))
+    found += intensity_faults(recipe, dataset, hashes, index, show=True)
     found += plan_faults(plan) if plan is not None else ()
     yield from found
     if all(finding.remedy is None for finding in found):

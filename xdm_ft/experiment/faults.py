@@ -6,19 +6,21 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from xdm_ft.containers.tables import alike, whole_number
 from xdm_ft.evaluation import set_name
-from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.prepare import index_folder
-from xdm_ft.features.hashes import FileHashes, hash_files
+from xdm_ft.experiment.plan import Plan, index_folder
+from xdm_ft.features.hashes import FileHashes, hash_files, pixels_of
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
+from xdm_ft.images.facts import BRIGHT_SHARE, DARK, Pixels, sample_of_domains
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.lines import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
@@ -54,6 +56,7 @@ def fault(what: str, error: UserError) -> Iterator[Finding]:
 SITE_CLASS = "site × class"
 LEFT_OUT = "left out"  # the check that finds what yields no image; it is reported as soon as the data are read
 COPIED = "images"  # the check that finds copies
+INTENSITY = "intensity"
 ROLES = ("training", "validation", "test")
 GROUPS = "groups"
 PARTS = [("training", part) for part in ("test", "val_domain", "train_val")]
@@ -62,13 +65,16 @@ PARTS += [(part, "test") for part in ("val_domain", "train_val")]
 
 
 def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Finding]:
-    """Returns all faults and notes. Reads and hashes only image files of equal size, unless all `hashes` are known.
+    """Returns all faults and notes. Hashes only image files of equal size, unless all `hashes` are known; decodes a
+    sample.
 
     `show`: whether to show progress.
     """
+    index = index_folder(plan.recipe)
     if hashes is None:  # files of different sizes cannot be copies of each other
-        hashes = hash_files(plan.dataset, index_folder(plan.recipe), show, equal_sizes_only=True)
-    return [*data_faults(plan.dataset, hashes, plan.splits_of_all_seeds), *plan_faults(plan)]
+        hashes = hash_files(plan.dataset, index, show, equal_sizes_only=True)
+    of_data = data_faults(plan.dataset, hashes, plan.splits_of_all_seeds)
+    return [*of_data, *intensity_faults(plan.recipe, plan.dataset, hashes, index, show), *plan_faults(plan)]
 
 
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
@@ -108,6 +114,49 @@ def left_out(dataset: ImageDataset) -> Iterator[Finding]:
     """Yields what looks like data and yields no image: domains, classes, files."""
     if dataset.left_out:
         yield from fault(LEFT_OUT, UserError(*dataset.left_out))
+
+
+def intensity_faults(
+    recipe: Recipe, dataset: ImageDataset, hashes: FileHashes, index: Path | None, show: bool
+) -> Iterator[Finding]:
+    """Yields the domains that are nearly black to an encoder, by a sample of their images: no image wider than 8 bits
+    uses the upper half of what becomes 0…255, or nearly all grey values are low.
+
+    `data.intensity: auto` has ranges of which the largest value may use little more than a quarter.
+    """
+    share = 0.25 if recipe.data_common.intensity == "auto" else 0.5
+    if not dataset.has_images:
+        return
+    rows = sample_of_domains(dataset)
+    found = pixels_of(dataset, hashes, index, rows, show)
+    for domain, name in enumerate(dataset.domain_names):
+        images = [found[row] for row in rows.tolist() if dataset.domains[row] == domain and row in found]
+        if images and (problem := _darkness(dataset, images, share)):
+            total = int(np.count_nonzero(dataset.domains == domain))
+            seen = f"in a sample of {len(images)} of its {plural(total, 'image')}"
+            seen = f"in its {plural(total, 'image')}" if len(images) == total else seen
+            yield Finding(INTENSITY, f"{name} is nearly black: {seen}, {problem[0]}", problem[1])
+
+
+def _darkness(dataset: ImageDataset, images: Sequence[Pixels], share: float) -> tuple[str, str] | None:
+    """Returns what the pixels of a domain use, and what to do, if they are nearly black."""
+    intensity, wide = dataset.intensity, [image.wide for image in images if image.wide is not None]
+    remedy = "stretch their values in the files if they do not fill 0…255 (data.intensity leaves 8-bit images alone)"
+    used = ""
+    if wide:
+        widest, others = max(wide, key=lambda extremes: extremes.largest), len(images) - len(wide)
+        used = f"pixels wider than 8 bits reach {widest.largest:g} of {widest.top(intensity):g}"
+        # `auto` has seen the largest value of all domains
+        own = f"{{low: {min(0.0, *(extremes.least for extremes in wide)):g}, high: {widest.largest:g}}}"
+        remedy = f"set data.intensity: {own}" + ("" if intensity else ", or auto")
+        if intensity or others:
+            remedy += ", or give the images of all domains one scale"
+        if not any(extremes.uses_more_than(share, intensity) for extremes in wide):
+            return used, remedy
+    if np.mean([image.bright for image in images]) < BRIGHT_SHARE:
+        dark = f"{100 * (1 - BRIGHT_SHARE):g}% of the grey values are below {DARK} of 255"
+        return f"{dark}{f'; {used}' if used else ''}", remedy
+    return None
 
 
 def plan_faults(plan: Plan) -> Iterator[Finding]:

@@ -340,6 +340,7 @@ def weights_metadata(
         # whether the head reads L2-normalised features
         "normalize": encoder.normalize or item.reads_normalized,
         "preprocessing": encoder.preprocessing.model_dump(mode="json"),
+        **({} if plan.dataset.intensity is None else {"intensity": plan.dataset.intensity.model_dump(mode="json")}),
         # templates of the class embeddings that the head was computed or started from
         "prompts": None if templates is None else expand_templates(templates),
         "protocol": {

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from xdm_ft.evaluation import ModelKey
-from xdm_ft.images import ImageDataset
+from xdm_ft.features.cache import cache_folder
+from xdm_ft.features.hashes import extremes_of, hash_files
+from xdm_ft.images import ImageDataset, Range
+from xdm_ft.images.facts import automatic
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import LEFT_OUT, LOOKS, Split, all_domains, also_measuring, rules_of, splits, without
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training, unfreeze_problem
@@ -23,6 +29,7 @@ from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Training
 from xdm_ft.training.selection import BY_DOMAIN, LOSS_SPLIT, defined_domains
 
+logger = logging.getLogger("xdm_ft")
 MAX_MODELS = 200  # in a run where each head has files and curves of its own
 
 
@@ -106,7 +113,10 @@ def annotations_of(dataset: ImageDataset) -> Annotations:
 
 
 def read_data(recipe: Recipe) -> ImageDataset:
-    """Reads the recipe's data set, and renames its classes as in `data.class_names`. Raises `UserError`."""
+    """Reads the recipe's data set, and renames its classes as in `data.class_names`. Raises `UserError`.
+
+    With `data.intensity: auto` all images wider than 8 bits are read, unless that is known of their hashes.
+    """
     dataset: ImageDataset = recipe.data.build()
     words = recipe.data_common.class_names
     for name in words:
@@ -117,7 +127,24 @@ def read_data(recipe: Recipe) -> ImageDataset:
     if len(set(renamed)) < len(renamed):
         raise UserError(f"{recipe.name}: data.class_names: two classes have the same name; give each its own")
     dataset.class_names = renamed
+    intensity = recipe.data_common.intensity
+    if intensity == "auto":
+        index, show = index_folder(recipe), os.environ.get("RANK", "0") == "0"
+        dataset.intensity = automatic(extremes_of(dataset, hash_files(dataset, index, show), index, show))
+        logger.info("data.intensity: auto: %s", dataset.intensity or "no image is wider than 8 bits")
+    elif isinstance(intensity, Range):
+        dataset.intensity = intensity
     return dataset
+
+
+def index_folder(recipe: Recipe) -> Path | None:
+    """Returns the folder of the hashes, or None if it cannot be used and no method reads what is cached there."""
+    try:
+        return cache_folder(recipe.features)
+    except UserError:
+        if not all(recipe.trains_on_images(item) for item in recipe.methods):
+            raise
+        return None
 
 
 def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()) -> Plan:

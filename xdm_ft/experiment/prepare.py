@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +19,8 @@ from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.cut.cut import Below, Cut, require_blocks
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.cluster import device_of, extraction_on
-from xdm_ft.experiment.plan import Plan, PlannedModel
-from xdm_ft.features.cache import Features, cache_folder, cache_path
+from xdm_ft.experiment.plan import Plan, PlannedModel, index_folder
+from xdm_ft.features.cache import Features, cache_path
 from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
 from xdm_ft.features.given import GivenFeatures, given_features
 from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
@@ -239,16 +238,6 @@ def prepare(
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     return Prepared(prepared, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))
-
-
-def index_folder(recipe: Recipe) -> Path | None:
-    """Returns the folder of the hashes, or None if it cannot be used and no method reads what is cached there."""
-    try:
-        return cache_folder(recipe.features)
-    except UserError:
-        if not all(recipe.trains_on_images(item) for item in recipe.methods):
-            raise
-        return None
 
 
 def image_hashes(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator) -> FileHashes:

@@ -402,6 +402,8 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
     texts = ("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
     data = {"images": len(dataset), "annotations": digest(names, *texts), "content": prepared.content}
+    if dataset.intensity is not None:
+        data["intensity"] = dataset.intensity.model_dump(mode="json")
     identity: dict[str, Any] = {"data": data}
     for label, encoder in prepared.encoders.items():
         features = {} if encoder.features is None or not encoder.features.key else {"key": encoder.features.key}

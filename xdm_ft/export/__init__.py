@@ -31,6 +31,7 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, HIGHEST, LOWEST
 from xdm_ft.features.extract import frozen_copy
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
+from xdm_ft.images import Range
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model
@@ -247,6 +248,8 @@ class ModelConfig(Block):
     renamed: dict[str, str] = {}  # name of a class in the data → in `class_names`, where they differ
     encoder: EncoderConfig
     preprocessing: Annotated[Preprocessing, AfterValidator(_readable)]
+    # what becomes 0…255 of images wider than 8 bits; absent: the range of their types
+    intensity: Annotated[Range | None, Field(exclude_if=lambda intensity: intensity is None)] = None
     normalize: bool  # whether the head reads L2-normalised features
     head: HeadConfig
     members: tuple[Count, ...] = ()  # seeds of the heads of an ensemble; (): a single head

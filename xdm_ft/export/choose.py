@@ -22,8 +22,7 @@ from xdm_ft.evaluation import Record
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
-from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.prepare import index_folder
+from xdm_ft.experiment.plan import index_folder, read_data
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.export import (
     SINGLE,
@@ -232,6 +231,7 @@ def read_parts(
         results=results,
         few_images=description.get("few_images", {}),  # earlier versions did not write it
         class_means=description.get("class_means", False),
+        intensity=description.get("intensity"),  # absent where it is `type`
         renamed={name: words for name, words in names.items() if name != words},
         expected=expected_performance(run.path, run.results, run.records, run.rule, description["method"]["label"]),
         **{key: description[key] for key in COPIED},

@@ -142,6 +142,7 @@ def exported_bytes(graph: _Graph, example: Tensor, parts: Parts) -> bytes:
         "class_names": config.class_names,
         "opset": OPSET,
         "preprocessing": config.preprocessing.model_dump(mode="json"),
+        **({} if config.intensity is None else {"intensity": config.intensity.model_dump(mode="json")}),
         "temperature": config.temperature,  # the logits are divided by it already
         "xdm_ft": __version__,
     }

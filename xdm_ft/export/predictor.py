@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast, get_args
+from typing import NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,18 +28,38 @@ from xdm_ft.features.cache import Contents, Lookup, Store, cache_folder, cache_p
 from xdm_ft.features.key import key_of, key_parts_of
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.decode import DECODER, OF_THE_MACHINE, UnreadableImage, decode, memory_of, to_rgb
+from xdm_ft.images.decode import (
+    OF_THE_MACHINE,
+    UnreadableImage,
+    decode,
+    decoder_of,
+    memory_of,
+    to_8_bits,
+    to_rgb,
+)
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_transform
 from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.storage.atomic import is_writable
+from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
-OneImage = str | Path | Image.Image | np.ndarray
+
+
+@runtime_checkable
+class SupportsRead(Protocol):
+    """A file that is open for reading bytes."""
+
+    def read(self) -> bytes: ...
+
+
+OneImage = str | os.PathLike[str] | bytes | bytearray | memoryview | SupportsRead | Image.Image | np.ndarray
+ONE_IMAGE = (str, os.PathLike, bytes, bytearray, memoryview, SupportsRead, Image.Image, np.ndarray)
 Images = OneImage | Iterable[OneImage]
+WIDE = ("uint16", "int16", "int32", "float32", "float64")  # types of arrays that `ModelConfig.intensity` is about
 MAX_WORKERS = 4  # by default
 MAX_READ = 1 << 30  # bytes of a file that are read at once; a larger one is decoded from the disk
 SMALLER = "give a smaller --batch-size (now {})"
@@ -55,7 +75,9 @@ class ClassEmbeddings(NamedTuple):
 
 
 class Model:
-    """A trained model. An image is a path, a PIL image, or a uint8 array [H,W] or [H,W,3].
+    """A trained model. An image is a path, the bytes of an image file, a file that is open for reading bytes, a PIL
+    image, or an array [H,W] or [H,W,3]: uint8, or wider (uint16, int16, int32, float32, float64), which `config`'s
+    intensity scales as in the run.
 
     `class_names`: in the order of the columns of probabilities. `module`: a plain torch module, preprocessed pixels
     float32 [B,3,H,W] → logits float32 [B,C]. `transform`: RGB PIL image → pixels [3,H,W]. `config`: how it was made.
@@ -176,7 +198,7 @@ class Model:
     def _map(self, values: Callable[[Tensor], Tensor], images: Images, *shape: int) -> np.ndarray:
         """Returns `values` float32 [n,*shape] of the encoder's features [B,K], which are computed batch by batch."""
         keep_freed_memory()
-        batches = _batched([images] if isinstance(images, OneImage) else images, fast_batch_size(self.device.type))
+        batches = _batched(_listed(images), fast_batch_size(self.device.type))
         first, side = next(batches, []), self.config.preprocessing.size
         # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
         size = (len(first), side, side, 3)
@@ -188,22 +210,54 @@ class Model:
             blocks.append(values(self.module.encoded(pixels)[: len(batch.items)]).cpu())
         return torch.cat(blocks).numpy()
 
-    def _pixels(self, image: OneImage) -> Image.Image:
-        """Returns the resized image. Raises `UserError` if it does not decode."""
+    def _pixels(self, image: object) -> Image.Image:
+        """Returns the resized image. Raises `UserError` if it is none, or does not decode."""
+        name = os.fsdecode(image) if isinstance(image, str | os.PathLike) else "an image"
         try:
-            if isinstance(image, str | Path):
-                decoded = decode(Path(image).expanduser(), str(image), self.config.preprocessing.least_side)
-            elif isinstance(image, Image.Image):
-                decoded = to_rgb(image)
-            elif image.dtype == np.uint8 and (image.ndim == 2 or image.shape[2:] == (3,)):
-                decoded = to_rgb(Image.fromarray(image))
-            else:
-                raise UserError(f"an image array must be uint8 [H,W] or [H,W,3], not {image.dtype} {list(image.shape)}")
-            return self._resize(decoded)
+            with memory_of(name):
+                return self._resize(self._rgb(image, name))
         except UnreadableImage as error:
-            raise UserError(f"{error.name or 'an image'}: does not decode: {error.reason}") from error
-        except OSError as error:  # a PIL image that was opened, and is decoded only now
-            raise UserError(f"an image does not decode: {error}") from error
+            raise UserError(f"{error.name or name}: does not decode: {error.reason}") from error
+
+    def _rgb(self, image: object, name: str) -> Image.Image:
+        least_side, intensity = self.config.preprocessing.least_side, self.config.intensity
+        if isinstance(image, str | os.PathLike):
+            return decode(expand_user(name, "image"), name, least_side, intensity)
+        if isinstance(image, Image.Image):
+            try:
+                return to_rgb(image, intensity)
+            except (UnreadableImage, MemoryError):
+                raise
+            except Exception as error:  # it was opened, and is decoded only now: Pillow raises nearly any type
+                raise UnreadableImage(name, str(error) or type(error).__name__) from error
+        if isinstance(image, np.ndarray):
+            is_image = image.size and (image.ndim == 2 or image.shape[2:] == (3,))
+            if not is_image or str(image.dtype) not in ("uint8", *WIDE):
+                kinds = f"uint8 (or {', '.join(WIDE)}) [H,W] or [H,W,3]"
+                raise UserError(f"an image array must be {kinds}, not {image.dtype} {list(image.shape)}")
+            return to_rgb(Image.fromarray(image if image.dtype == np.uint8 else to_8_bits(image, intensity)))
+        if isinstance(image, SupportsRead):
+            try:
+                image = image.read()
+            except (OSError, ValueError) as error:  # ValueError: it is closed, or was opened as text
+                raise UserError(f"an image: the file cannot be read: {error}; open it in mode rb") from error
+        if not isinstance(image, bytes | bytearray | memoryview):
+            problem = f"not {type(image).__name__}"
+            raise UserError(f"an image must be a path, bytes, an open file, a PIL image or an array, {problem}")
+        return decode(bytes(image), name, least_side, intensity)
+
+
+def _listed(images: Images) -> Iterable[object]:
+    """Returns the images, or a single one as a list. Raises `UserError` for what is neither."""
+    if isinstance(images, ONE_IMAGE):
+        return [images]
+    try:
+        if isinstance(images, Mapping):
+            raise TypeError
+        return iter(images)
+    except TypeError:
+        problem = f"not {type(images).__name__}"
+        raise UserError(f"images must be an image (a path, bytes, …) or a list of them, {problem}") from None
 
 
 def load(
@@ -327,7 +381,9 @@ def read_batches(
                         raise
                     raise UnreadableImage(item.path, error.strerror or str(error)) from error
             cached = None if lookup is None or isinstance(content, Path) else lookup.find(content)
-            return resize(decode(content, name, preprocessing.least_side)) if cached is None else cached
+            if cached is not None:
+                return cached
+            return resize(decode(content, name, preprocessing.least_side, model.config.intensity))
 
     shape = (batch_size, preprocessing.size, preprocessing.size, 3)
     return pixel_batches(batches, read, shape, model.device, workers, "predict", SMALLER.format(batch_size))
@@ -376,4 +432,5 @@ def _key_parts(model: Model) -> dict[str, object] | None:
     # of the libraries that are installed here: an encoder from a file would also report another name than in the run
     identity = {**encoder.identity, "versions": model.module.encoder.identity()["versions"]}
     precision, preprocessing = model.module.precision, model.config.preprocessing
-    return key_parts_of(identity, encoder.xxh3, preprocessing, DECODER, precision, model.device)
+    decoder = decoder_of(model.config.intensity)
+    return key_parts_of(identity, encoder.xxh3, preprocessing, decoder, precision, model.device)

@@ -6,7 +6,8 @@ file system without ctime, a change that restores both size and time of modifica
 
 `<cache>/index.sqlite` has two tables: `files`, one row per file; and `contents`, lists of hashes under a key of what
 determines them: all files of a data set, so that an unchanged one is found without a look-up per image; a row group of
-a Parquet file or a run of a tar's members; and images that were decoded, with why some of them do not decode.
+a Parquet file or a run of a tar's members; and images that were decoded, with what was found: why some of them do not
+decode, or which values their pixels use.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import PIL
@@ -38,6 +39,7 @@ from xdm_ft.features.cache import ContentIndex, Contents, contents_of
 from xdm_ft.features.key import SCHEMA
 from xdm_ft.images import Container, ImageDataset, Pieces
 from xdm_ft.images.decode import OF_THE_MACHINE, scan
+from xdm_ft.images.facts import Extremes, Pixels, extremes, pixels
 from xdm_ft.images.loader import image_loader, loaded
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
 from xdm_ft.runtime.errors import UserError
@@ -324,45 +326,103 @@ def undecodable(
     them. Nothing is remembered if `cache` is None or cannot be written. Raises `UserError` for a file that changes
     meanwhile.
     """
-    check, index, images = NotAStrip(preprocessing), _Index(cache), hashes.images
-    what = {
-        "schema": SCHEMA,
-        "decoder": dataset.decoder,
-        "most_pixels": Image.MAX_IMAGE_PIXELS,
-        "resize": [check.how, check.limit],
-        "versions": {"xdm_ft": __version__, "pillow": PIL.__version__},
-    }
-    key = digest(json.dumps(what, sort_keys=True), bits=128)
+    check = NotAStrip(preprocessing)
+    what = {"most_pixels": Image.MAX_IMAGE_PIXELS, "resize": [check.how, check.limit]}
+    of_images = _Decoded(
+        dataset, hashes, cache, what, lambda rows: scan(dataset, threads, check, show=False, rows=rows), show
+    )
+    # without an index no process would learn what the others found
+    if accelerator is not None and accelerator.num_processes > 1 and of_images.index.path is not None:
+        of_images.read(part=accelerator.process_index, parts=accelerator.num_processes)
+        wait_for_everyone(accelerator)  # the others' parts are in the index now, if it is the same one
+    return hashes.unreadable_rows(of_images.read())
 
-    def decode_missing(part: int = 0, parts: int = 1) -> dict[int, str]:
-        """Returns {image: reason} of all, after decoding what the index lacks of one of the parts."""
+
+def extremes_of(dataset: ImageDataset, hashes: FileHashes, cache: Path | None, show: bool) -> list[Extremes]:
+    """Returns the extremes of all images wider than 8 bits. Reads only images that were not read before.
+
+    Raises `UserError` for a file that changes meanwhile.
+    """
+
+    def read(rows: list[int]) -> dict[int, Extremes]:
+        return _by_threads(partial(extremes, dataset), rows)
+
+    found = _Decoded(dataset, hashes, cache, {"what": "extremes"}, read, show).read()
+    return [Extremes(*values) for values in found.values()]
+
+
+def pixels_of(
+    dataset: ImageDataset, hashes: FileHashes, cache: Path | None, rows: np.ndarray, show: bool
+) -> dict[int, Pixels]:
+    """Returns {row: what its pixels use} of those of these rows that decode.
+
+    Decodes only images that were not decoded before for this; of images without a hash nothing is remembered.
+    """
+
+    def read(rows: list[int]) -> dict[int, Pixels]:
+        return _by_threads(partial(pixels, dataset), rows)
+
+    numbers = hashes.images.number_of[rows]
+    decoded = _Decoded(dataset, hashes, cache, {"what": "pixels"}, read, show)
+    known = decoded.read(wanted=np.unique(numbers[numbers >= 0]))
+    found = read(rows[numbers < 0].tolist())
+    for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+        if number in known:
+            bright, wide = known[number]
+            found[row] = Pixels(bright, None if wide is None else Extremes(*wide))
+    return found
+
+
+def _by_threads(read: Callable[[int], T | None], rows: list[int]) -> dict[int, T]:
+    """Returns {row: value} of those with a value."""
+    with ThreadPoolExecutor(own_cores()) as pool:
+        return {row: value for row, value in zip(rows, pool.map(read, rows), strict=True) if value is not None}
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """What was found when images were decoded. It is kept in the index, so that each content is decoded once."""
+
+    dataset: ImageDataset
+    hashes: FileHashes
+    cache: Path | None
+    what: Mapping[str, Any]  # determines the values, besides decoder and versions
+    decode: Callable[[list[int]], Mapping[int, Any]]  # rows → {row: value, JSON-serialisable}; others have none
+    show: bool
+
+    @cached_property
+    def index(self) -> _Index:
+        return _Index(self.cache)
+
+    def read(self, part: int = 0, parts: int = 1, wanted: np.ndarray | None = None) -> dict[int, Any]:
+        """Returns {image: value} of all that have one, after decoding what the index lacks of one of the parts, or of
+        the `wanted` images."""
+        hashes, images = self.hashes, self.hashes.images
+        versions = {"xdm_ft": __version__, "pillow": PIL.__version__}
+        what = {"schema": SCHEMA, "decoder": self.dataset.decoder, "versions": versions, **self.what}
+        key = digest(json.dumps(what, sort_keys=True), bits=128)
         number_of, count = ContentIndex(images.contents), len(images.contents)
-        decoded, reasons = np.zeros(count, bool), dict[int, str]()
-        for entry in index.find(key):
+        decoded, values = np.zeros(count, bool), dict[int, Any]()
+        for entry in self.index.find(key):
             numbers = number_of.find(contents_of(entry.digests))
             decoded[numbers[numbers >= 0]] = True
-            reasons |= {int(numbers[position]): reason for position, reason in entry.reasons.items()}
-        reasons.pop(-1, None)  # of images that are not here
-        begin, end = count * part // parts, count * (part + 1) // parts
-        mine = begin + np.flatnonzero(~decoded[begin:end])
-        with progress("checking", len(mine), "images", show and len(mine) > 0) as bar:
+            values |= {int(numbers[position]): value for position, value in entry.values.items()}
+        values.pop(-1, None)  # of images that are not here
+        if wanted is None:
+            wanted = np.arange(count * part // parts, count * (part + 1) // parts)
+        mine = wanted[~decoded[wanted]]
+        with progress("checking", len(mine), "images", self.show and len(mine) > 0) as bar:
             for first in range(0, len(mine), DECODED_PER_COMMIT):
                 numbers = mine[first : first + DECODED_PER_COMMIT]
                 rows = images.rows[numbers].tolist()
-                faults = scan(dataset, threads, check, show=False, rows=rows)
+                of_rows = self.decode(rows)
                 if changed := hashes.changed_file(rows):
                     raise UserError(f"{changed}: this file was changed while images were checked; run again")
-                new = {rows.index(row): reason for row, reason in faults.items()}
-                index.add([key], [hashes.digests[rows]], reasons=new)
-                reasons |= {int(numbers[position]): reason for position, reason in new.items()}
+                new = {rows.index(row): value for row, value in of_rows.items()}
+                self.index.add([key], [hashes.digests[rows]], values=new)
+                values |= {int(numbers[position]): value for position, value in new.items()}
                 bar.advance(len(numbers))
-        return reasons
-
-    # without an index no process would learn what the others found
-    if accelerator is not None and accelerator.num_processes > 1 and index.path is not None:
-        decode_missing(accelerator.process_index, accelerator.num_processes)
-        wait_for_everyone(accelerator)  # the others' parts are in the index now, if it is the same one
-    return hashes.unreadable_rows(decode_missing())
+        return values
 
 
 # ---- The index
@@ -372,7 +432,7 @@ class _List(NamedTuple):
     """Hashes of images that were found or decoded together."""
 
     digests: np.ndarray  # uint8 [n,16]
-    reasons: dict[int, str]  # position → why the image does not decode
+    values: dict[int, Any]  # position → what was found, such as why the image does not decode
 
 
 class _Index:
@@ -410,8 +470,8 @@ class _Index:
                 rows = index.execute("SELECT checksum, xxh3_128, reasons FROM contents WHERE key = ?", (key,))
                 for checksum, content, text in rows:
                     if xxhash.xxh3_64_hexdigest(content + text.encode()) == checksum:
-                        reasons = {int(position): reason for position, reason in json.loads(text or "{}").items()}
-                        lists.append(_List(np.frombuffer(bytearray(content), np.uint8).reshape(-1, 16), reasons))
+                        values = {int(position): value for position, value in json.loads(text or "{}").items()}
+                        lists.append(_List(np.frombuffer(bytearray(content), np.uint8).reshape(-1, 16), values))
                 lists_of_keys.append(lists)
             index.executemany(
                 "UPDATE contents SET used = ? WHERE key = ? AND used IS NOT NULL", ((time.time(), key) for key in keys)
@@ -424,11 +484,11 @@ class _Index:
         self,
         keys: Sequence[str],
         digests: Sequence[np.ndarray],
-        reasons: Mapping[int, str] | None = None,
+        values: Mapping[int, Any] | None = None,
         is_whole: bool = False,
     ) -> None:
         """Adds a list for each key. `is_whole`: of a whole data set; removes those that were not used for longest."""
-        text = json.dumps(reasons) if reasons else ""
+        text = json.dumps(values) if values else ""
 
         def work(index: sqlite3.Connection) -> None:
             for key, of_key in zip(keys, digests, strict=True):

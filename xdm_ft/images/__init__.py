@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
+from pydantic import BeforeValidator, model_validator
+
+from xdm_ft.runtime.settings import Block
 
 Augmentation = Literal["none", "domainbed"]
 """Random changes of training images, see `xdm_ft.images.transforms.training_transform`."""
+NOT_ORDERED = "low and high must be finite, and low below high"
+
+
+class Range(Block):
+    """Values of pixels that become 0 and 255."""
+
+    low: float
+    high: float
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if not (self.low < self.high and math.isfinite(self.high - self.low) and self.high - self.low > 1e-300):
+            raise ValueError(NOT_ORDERED)
+        return self
+
+    def __str__(self) -> str:
+        return "…".join(repr(value).removesuffix(".0") for value in (self.low, self.high))
+
+
+def _checked(value: Any) -> Any:
+    """Returns the value. Raises `ValueError`, one line where pydantic would have one for each type that is allowed."""
+    if isinstance(value, Range) or value in ("type", "auto"):
+        return value
+    ends = [*value.values()] if isinstance(value, Mapping) and value.keys() == {"low", "high"} else []
+    if not ends or any(isinstance(end, bool) or not isinstance(end, int | float) for end in ends):
+        raise ValueError("must be type, auto, or two numbers {low: 0, high: 4095}")
+    if not (all(abs(end) <= 1e300 for end in ends) and value["low"] < value["high"]):  # integers may be huge
+        raise ValueError(NOT_ORDERED)
+    return value
+
+
+Intensity = Annotated[Literal["type", "auto"] | Range, BeforeValidator(_checked)]
+"""`data.intensity`: what becomes 0…255 of images wider than 8 bits."""
 
 
 class FileState(NamedTuple):
@@ -76,6 +113,8 @@ class ImageDataset(ABC):
     """Where `content` reads bytes from, if it is a table on the disk: as long as its files stay, so do all contents."""
     left_out: tuple[str, ...] = ()
     """What looks like data and yields no image, a line each: "problem, the first: NAME; remedy"."""
+    intensity: Range | None = None
+    """What becomes 0…255 of images wider than 8 bits; None: the range of their types. See `images.decode.decode`."""
     as_published: bool = False
     """Whether the images are known to be the published ones. A class missing from a domain is then not reported."""
 

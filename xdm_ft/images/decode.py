@@ -7,28 +7,51 @@ import functools
 import importlib
 import io
 import logging
+import struct
+import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
-from xdm_ft.images import ImageDataset
+from xdm_ft.images import ImageDataset, Range
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import progress
 
+T = TypeVar("T")
 ROWS_AT_ONCE = 1024  # that are given to the threads together
 NAMED_AT_MOST = 3  # faults that a message names; it counts the others
 NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but cannot decode them
 EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a program
 HEIC = (".heic", ".heif", ".hif")
 HEIC_REMEDY = "pip install pillow-heif, which reads HEIC"
+TYPE_LIMITS = {"integer": 65535.0, "float": 1.0}  # of pixels wider than 8 bits: what becomes 255
+OTHER_BYTE = {"16L": "16B", "16B": "16L", "16N": f"16{'B' if sys.byteorder == 'little' else 'L'}"}
 OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
+
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""EXIF orientation → what undoes it."""
+PNG, TIFF = b"\x89PNG\r\n\x1a\n", {b"II*\0": "<", b"MM\0*": ">"}
+EXIF = b"Exif\0\0"
+# descriptions, XMP, IPTC, Photoshop, EXIF, ICC profile, GPS, interoperability; 65000 is a private tag, which is skipped
+TIFF_OPTIONAL, PRIVATE = {*range(269, 273), 305, 306, 315, 316, 700, 33432, 33723, 34377, 34665, 34675, 34853}, 65000
 
 logger = logging.getLogger("xdm_ft")
 logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it logs an error, without a name, and then raises the exception
@@ -156,7 +179,8 @@ def open_image(source: Path | bytes, name: str) -> Iterator[Image.Image]:
             # Pillow refuses an image only above twice the limit; between the two it warns
             limit = Image.MAX_IMAGE_PIXELS
             if limit is not None and image.width * image.height > limit:
-                raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")
+                size = f"{image.width} × {image.height} pixels"
+                raise UnreadableImage(name, f"{size}, more than the limit of {limit}: cut it into tiles")
             yield image
     except UnreadableImage as error:
         raise UnreadableImage(name, error.reason) from None
@@ -166,7 +190,9 @@ def open_image(source: Path | bytes, name: str) -> Iterator[Image.Image]:
         hint = f"; {HEIC_REMEDY}" if name.lower().endswith(HEIC) else ""
         raise UnreadableImage(name, f"not an image in a format that Pillow reads{hint}") from error
     except Image.DecompressionBombError as error:  # above twice the limit
-        raise UnreadableImage(name, f"more pixels than the limit of {Image.MAX_IMAGE_PIXELS}") from error
+        raise UnreadableImage(
+            name, f"more pixels than the limit of {Image.MAX_IMAGE_PIXELS}: cut it into tiles"
+        ) from error
     except Exception as error:  # damaged files make Pillow's decoders raise nearly any type
         if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise
@@ -176,29 +202,65 @@ def open_image(source: Path | bytes, name: str) -> Iterator[Image.Image]:
         raise UnreadableImage(name, printable(f"{error}" or type(error).__name__)) from error
 
 
-def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Image.Image:
+def read_image(source: Path | bytes, name: str, read: Callable[[Image.Image], T]) -> T:
+    """Returns what `read` returns of the opened image. Raises and logs as `open_image` does.
+
+    If that fails, the file is tried without its optional metadata: they may be larger than Pillow allows, or damaged.
+    """
+    try:
+        with open_image(source, name) as image:
+            return read(image)
+    except UnreadableImage as error:
+        try:
+            pixels = without_metadata(source if isinstance(source, bytes) else source.read_bytes())
+            if pixels is None or pixels == source:
+                raise error
+            with open_image(pixels, name) as image:
+                return read(image)
+        except (UnreadableImage, OSError, ValueError):  # ValueError: a null byte in the path
+            raise error from None
+
+
+def decode(
+    source: Path | bytes, name: str, least_side: int | None = None, intensity: Range | None = None
+) -> Image.Image:
     """Returns the first frame as RGB, EXIF orientation applied. Transparent pixels become white.
 
-    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. `least_side`: a JPEG is decoded at 1/2,
-    1/4 or 1/8 of its size where no side gets shorter than this many pixels (Pillow's draft mode). Raises and logs as
-    `open_image` does.
+    Images wider than 8 bits: `intensity` becomes 0…255; None: 0…65535 of integers and 0…1 of floats, which is the
+    whole range of their types. `least_side`: a JPEG is decoded at 1/2, 1/4 or 1/8 of its size where no side gets
+    shorter than this many pixels (Pillow's draft mode). Raises and logs as `open_image` does.
     """
-    with open_image(source, name) as image:
+
+    def rgb(image: Image.Image) -> Image.Image:
         if least_side is not None:
             image.draft(None, (least_side, least_side))
-        # inside the context: `Image.open` reads the header alone, and damage shows here
+        colour = None if intensity is None else wide_colour(image, source)
+        # while it is open: `Image.open` reads the header alone, and damage shows here
         image.load()
-        return to_rgb(image)
+        return to_rgb(image, intensity, colour)
+
+    return read_image(source, name, rgb)
+
+
+def decoder_of(intensity: Range | None) -> str:
+    """Returns the `ImageDataset.decoder` of `decode`."""
+    return DECODER if intensity is None else f"{DECODER} {intensity}"
 
 
 class EncodedImages(ImageDataset):
     """Images whose content is an encoded image file, on the disk or as bytes. All such data sets decode alike."""
 
-    decoder = DECODER
+    @property
+    def decoder(self) -> str:
+        return decoder_of(self.intensity)
+
+    def source(self, row: int) -> Path | bytes:
+        """Returns the content of an image for `decode`."""
+        content = self.content(row)
+        return content if isinstance(content, bytes) else Path(content)
 
     def image(self, row: int, least_side: int | None = None) -> Image.Image:
-        content = self.content(row)
-        return decode(content if isinstance(content, bytes) else Path(content), self.name(row), least_side)
+        return decode(self.source(row), self.name(row), least_side, self.intensity)
 
     def draft(self, row: int, least_side: int | None) -> Image.Image:
         return (
@@ -206,23 +268,76 @@ class EncodedImages(ImageDataset):
         )  # of a subclass with an `image` of its own
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Returns an opened image as `decode` does. Raises `UnreadableImage` for grey values of unknown scale."""
-    image = ImageOps.exif_transpose(image)
+def to_rgb(image: Image.Image, intensity: Range | None = None, colour: np.ndarray | None = None) -> Image.Image:
+    """Returns an opened image as `decode` does. `colour`: its `wide_colour`.
+
+    Raises `UnreadableImage` for grey values of unknown scale.
+    """
+    image = upright(image)
     if image.mode.startswith("I") or image.mode == "F":
         # Pillow's own conversion to 8 bits clips at 255 instead of scaling
-        values, is_float = np.asarray(image), image.mode == "F"
-        kind, limit = ("float", 1) if is_float else ("integer", 65535)
-        values = values if is_float else values.astype(np.int64)
-        if not (values.min() >= 0 and values.max() <= limit):  # also of NaN
-            raise UnreadableImage("", f"{kind} pixels outside 0…{limit}, so that their scale is unknown")
-        grey = np.rint(values * 255) if is_float else (values + 128) // 257  # rounded, as 65535 = 255 · 257
-        return Image.fromarray(grey.astype(np.uint8), mode="L").convert("RGB")
+        return Image.fromarray(to_8_bits(np.asarray(image), intensity)).convert("RGB")
+    if colour is not None:
+        wide = Image.fromarray(to_8_bits(colour, intensity))
+        if image.mode == "RGBA":
+            wide.putalpha(image.getchannel("A"))
+        image = wide
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
     return image.convert("RGB")
+
+
+def to_8_bits(values: np.ndarray, intensity: Range | None) -> np.ndarray:
+    """Integers or floats of any shape → uint8 of the same shape, rounded; `intensity` is as in `decode`.
+
+    What lies outside of an intensity becomes 0 or 255. Raises `UnreadableImage` for values outside of a type's range,
+    and for those that are not finite.
+    """
+    is_float = values.dtype.kind == "f"
+    if intensity is None:
+        kind = "float" if is_float else "integer"
+        limit, values = round(TYPE_LIMITS[kind]), values if is_float else values.astype(np.int64)
+        if not (values.min() >= 0 and values.max() <= limit):  # also of NaN
+            raise UnreadableImage(
+                "", f"{kind} pixels outside 0…{limit}, so that their scale is unknown: set data.intensity"
+            )
+        scaled = np.rint(values * 255) if is_float else (values + 128) // 257  # rounded, as 65535 = 255 · 257
+        return scaled.astype(np.uint8)
+    if is_float and not np.isfinite(values).all():
+        raise UnreadableImage("", "pixels that are NaN or infinite")
+    scaled = values.astype(np.float64)
+    np.clip(scaled, intensity.low, intensity.high, out=scaled)
+    scaled -= intensity.low
+    scaled *= 255 / (intensity.high - intensity.low)
+    return np.rint(scaled).astype(np.uint8)
+
+
+def wide_colour(image: Image.Image, source: Path | bytes) -> np.ndarray | None:
+    """Returns the colours uint16 [H,W,3] of a PNG or TIFF with 16 bits per channel, of which Pillow keeps the higher
+    bytes; None for other images. `image`: opened from the `source`, and not loaded.
+
+    Premultiplied colours and CMYK are not read so: they stay as Pillow has them.
+    """
+    if image.mode not in ("RGB", "RGBA") or not isinstance(image, PngImageFile | TiffImageFile) or not image.tile:
+        return None
+
+    arguments: Any = image.tile[0].args
+    mode = str(arguments if isinstance(arguments, str) else arguments[0])
+    if mode[-3:] not in OTHER_BYTE or mode.startswith("RGBa"):
+        return None
+    # the lower bytes are the higher ones in the other order; grey and alpha have no such mode: four bytes of a pixel
+    other = "RGBA" if mode.startswith("LA") else f"{mode[:-3]}{OTHER_BYTE[mode[-3:]]}"
+    with type(image)(io.BytesIO(source) if isinstance(source, bytes) else source) as again:
+        again.tile = [
+            tile._replace(args=other if isinstance(tile.args, str) else (other, *(tile.args or ())[1:]))
+            for tile in again.tile
+        ]
+        low = np.asarray(upright(again), np.uint16)
+    high = low[..., :1] if mode.startswith("LA") else np.asarray(upright(image), np.uint16)
+    low = low[..., 1:2] if mode.startswith("LA") else low
+    return np.broadcast_to(high[..., :3] << 8 | low[..., :3], (*low.shape[:2], 3))
 
 
 def scan(
@@ -267,3 +382,80 @@ def unreadable_message(unreadable: Mapping[int, str], dataset: ImageDataset) -> 
         f"{count} not decode: {', '.join(named)}{f' and {more} more' if more else ''}; "
         "repair or remove them, or set data.on_bad_image: skip"
     )
+
+
+# ---- Optional metadata, which never decide whether pixels count
+
+
+def exif_of(image: Image.Image) -> Image.Exif:
+    """Returns the EXIF data of an image; empty if they are damaged."""
+    try:
+        exif = image.getexif()
+        exif.get(ExifTags.Base.Orientation)  # Pillow reads a value when it is asked for
+        return exif
+    except Exception:  # damaged ones make Pillow raise nearly any type
+        return Image.Exif()
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Returns the image as its EXIF orientation says; as it is if that is missing, damaged or unknown.
+
+    `ImageOps.exif_transpose` would also write the EXIF data anew, and fail where they are odd.
+    """
+    orientation = exif_of(image).get(ExifTags.Base.Orientation, 1)
+    method = UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    return image if method is None else image.transpose(method)
+
+
+def without_metadata(content: bytes) -> bytes | None:
+    """Returns a PNG, JPEG or TIFF file without its optional metadata, with the same pixels; None for other files.
+
+    The EXIF data of PNG and JPEG stay, as they say which way is up.
+    """
+    try:
+        if content.startswith(PNG):
+            return PNG + b"".join(_png_chunks(content))
+        if content.startswith(b"\xff\xd8"):
+            return b"\xff\xd8" + b"".join(_jpeg_segments(content))
+        if content[:4] in TIFF:
+            return _tiff_without_tags(content, TIFF[content[:4]])
+    except (struct.error, IndexError):  # the file ends early: its pixels are damaged too
+        pass
+    return None
+
+
+def _png_chunks(content: bytes) -> Iterator[bytes]:
+    """Yields the chunks that pixels need, and intact EXIF data."""
+    start = len(PNG)
+    while start < len(content):
+        length, name = struct.unpack_from(">I4s", content, start)
+        chunk = content[start : start + 12 + length]
+        is_intact = zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:])
+        if name in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND") or (name == b"eXIf" and is_intact):
+            yield chunk
+        start += 12 + length
+
+
+def _jpeg_segments(content: bytes) -> Iterator[bytes]:
+    """Yields the segments that pixels need, and EXIF data."""
+    start = 2
+    while content[start + 1] != 0xDA:  # start of scan
+        marker, length = content[start + 1], struct.unpack_from(">H", content, start + 2)[0]
+        segment = content[start : start + 2 + length]
+        # JFIF and Adobe say what the colours are, unless they are cut short
+        is_colour = (marker == 0xE0 and length >= 16) or (marker == 0xEE and length >= 14)
+        is_exif = marker == 0xE1 and segment[4:].startswith(EXIF)
+        if is_colour or is_exif or not (0xE0 <= marker <= 0xEF or marker == 0xFE):  # application data, comments
+            yield segment
+        start += 2 + length
+    yield content[start:]
+
+
+def _tiff_without_tags(content: bytes, order: str) -> bytes:
+    """Returns the file with other numbers for the optional tags of its first page."""
+    changed, (start,) = bytearray(content), struct.unpack_from(f"{order}I", content, 4)
+    (count,) = struct.unpack_from(f"{order}H", content, start)
+    for entry in range(start + 2, start + 2 + 12 * count, 12):
+        if struct.unpack_from(f"{order}H", content, entry)[0] in TIFF_OPTIONAL:
+            struct.pack_into(f"{order}H", changed, entry, PRIVATE)
+    return bytes(changed)

@@ -1,20 +1,32 @@
 """Facts of image files that say how an image was made rather than what it shows: size, format, compression, camera.
 
-A model that learns them instead of the content is right only where they go with the class.
+A model that learns them instead of the content is right only where they go with the class. The last part is about the
+values that pixels use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageStat, JpegImagePlugin
 
-from xdm_ft.images import ImageDataset
-from xdm_ft.images.decode import ROWS_AT_ONCE, EncodedImages, UnreadableImage, memory_of, open_image, to_rgb
+from xdm_ft.images import ImageDataset, Range
+from xdm_ft.images.decode import (
+    ROWS_AT_ONCE,
+    TYPE_LIMITS,
+    EncodedImages,
+    UnreadableImage,
+    exif_of,
+    memory_of,
+    read_image,
+    to_rgb,
+    wide_colour,
+)
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
 
@@ -45,6 +57,11 @@ FACTS = {
 CONTENT = ("bytes per pixel", "colour")  # families that depend on what an image shows too: foxes are red
 LIGHTEST = 0.98  # share of the pixels that are at most as light
 CATEGORIES = ("format", "mode", "camera")  # texts; the other facts are numbers
+BITS = (8, 10, 12, 14, 16)  # of `auto`
+DARK = 26  # of 255: grey values below it are dark
+BRIGHT_SHARE = 0.001  # of a domain's pixels that are not dark, at least
+SAMPLE, SAMPLE_OF_ALL = 200, 4000  # images of a domain, and of all domains, at which a check looks
+SEED = 0
 MISSING = -1.0  # of a number that the file lacks, such as the tables of a PNG; all numbers are at least 0
 
 
@@ -89,14 +106,17 @@ def facts_of_row(dataset: ImageDataset, row: int) -> dict[str, float | str]:
     if not isinstance(dataset, EncodedImages):
         image = dataset.image(row)
         return _size(image) | _colour(image)
-    content = dataset.content(row)
-    source = content if isinstance(content, bytes) else Path(content)
-    with open_image(source, dataset.name(row)) as image:
+    source = dataset.source(row)
+
+    def facts(image: Image.Image) -> dict[str, float | str]:
         num_bytes = len(source) if isinstance(source, bytes) else source.stat().st_size
         facts = _size(image) | _file(image, num_bytes)  # before `draft`, which changes the size
         image.draft(None, (LEAST_SIDE, LEAST_SIDE))
+        colour = None if dataset.intensity is None else wide_colour(image, source)
         image.load()
-        return facts | _colour(to_rgb(image))
+        return facts | _colour(to_rgb(image, dataset.intensity, colour))
+
+    return read_image(source, dataset.name(row), facts)
 
 
 def _size(image: Image.Image) -> dict[str, float | str]:
@@ -104,7 +124,7 @@ def _size(image: Image.Image) -> dict[str, float | str]:
 
 
 def _file(image: Image.Image, num_bytes: int) -> dict[str, float | str]:
-    exif = image.getexif()
+    exif = exif_of(image)
     camera = " ".join(f"{exif.get(tag, '')}".strip("\0 ") for tag in (ExifTags.Base.Make, ExifTags.Base.Model))
     facts: dict[str, float | str] = {
         "format": image.format or "",
@@ -125,3 +145,99 @@ def _colour(image: Image.Image) -> dict[str, float | str]:
     lightest = [int(np.searchsorted(channel, LIGHTEST * channel[-1])) for channel in below]
     names = [f"{what} {colour}" for what in ("mean", "spread of", "lightest") for colour in ("red", "green", "blue")]
     return dict(zip(names, [*statistics.mean, *statistics.stddev, *lightest], strict=True))
+
+
+# ---- The values that pixels use
+
+
+class Extremes(NamedTuple):
+    """The values of an image wider than 8 bits, as it stores them."""
+
+    is_float: bool
+    least: float
+    largest: float
+
+    def top(self, intensity: Range | None) -> float:
+        """Returns the value that becomes 255."""
+        return TYPE_LIMITS["float" if self.is_float else "integer"] if intensity is None else intensity.high
+
+    def uses_more_than(self, share: float, intensity: Range | None) -> bool:
+        """Whether its largest value lies above this share of what becomes 0…255."""
+        low = 0.0 if intensity is None else intensity.low
+        return self.largest > low + share * (self.top(intensity) - low)
+
+
+class Pixels(NamedTuple):
+    """What an image's pixels use."""
+
+    bright: float  # share of the pixels that are not dark
+    wide: Extremes | None  # None: the image has 8 bits
+
+
+def extremes(dataset: ImageDataset, row: int) -> Extremes | None:
+    """Returns the extremes of an image's values; None if it has 8 bits, does not decode, or is not finite.
+
+    Of an image with 8 bits the header alone is read.
+    """
+    if not isinstance(dataset, EncodedImages):
+        return None
+    source = dataset.source(row)
+
+    def values(image: Image.Image) -> np.ndarray | None:
+        is_grey = image.mode.startswith("I") or image.mode == "F"
+        return np.asarray(image) if is_grey else wide_colour(image, source)
+
+    try:
+        of_image = read_image(source, dataset.name(row), values)
+    except UnreadableImage:
+        return None
+    if of_image is None or not np.isfinite(of_image).all():
+        return None
+    return Extremes(of_image.dtype.kind == "f", float(of_image.min()), float(of_image.max()))
+
+
+def automatic(found: Iterable[Extremes]) -> Range | None:
+    """Returns the range of `data.intensity: auto`, of the extremes of all wider images; None: there are none.
+
+    It is 0 to 2ᵇ − 1, b the fewest of `BITS` that hold the largest value. Floats, and integers that no b holds or that
+    are below 0, have the range from the least value to the largest. Raises `UserError` if no range fits.
+    """
+    images = [*found]
+    if not images:
+        return None
+    if len({image.is_float for image in images}) == 2:
+        problem = "some images hold integers and others floats, whose scales differ"
+        raise UserError(f"data.intensity: auto: {problem}; convert one kind, or set {{low, high}}")
+    low, high = min(image.least for image in images), max(image.largest for image in images)
+    fitting = [2**bits - 1 for bits in BITS if low >= 0 and high <= 2**bits - 1]
+    if not images[0].is_float and fitting:
+        return Range(low=0, high=fitting[0])
+    if low == high:
+        raise UserError(f"data.intensity: auto: all pixels wider than 8 bits are {low:g}; set {{low, high}}")
+    return Range(low=low, high=high)
+
+
+def pixels(dataset: ImageDataset, row: int) -> Pixels | None:
+    """Returns what the pixels of an image use, which is decoded; None if it does not decode."""
+    try:
+        with memory_of(dataset.name(row)):
+            histogram = dataset.image(row).convert("L").histogram()
+    except UnreadableImage:
+        return None
+    return Pixels(sum(histogram[DARK:]) / sum(histogram), extremes(dataset, row))
+
+
+def sample_of_domains(dataset: ImageDataset) -> np.ndarray:
+    """Returns the rows of a seeded sample: int64, sorted, at most `SAMPLE` of a domain.
+
+    Of a table in pieces, it takes few whole pieces, as reading one image reads its piece.
+    """
+    generator, rows = np.random.default_rng(SEED), np.arange(len(dataset))
+    order = generator.permutation(len(rows))
+    pieces = None if dataset.container is None else dataset.container.pieces
+    if pieces is not None:
+        of_row = generator.permutation(len(pieces.ends))[pieces.of_row(rows)]
+        order = order[np.argsort(of_row[order], kind="stable")]
+    most = max(1, min(SAMPLE, SAMPLE_OF_ALL // len(dataset.domain_names)))
+    by_domain = [order[dataset.domains[order] == domain][:most] for domain in range(len(dataset.domain_names))]
+    return np.sort(np.concatenate(by_domain))

@@ -17,6 +17,7 @@ from xdm_ft.export import probabilities
 from xdm_ft.export.predict import decimals
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import FOR, Item, Purpose, Sources
+from xdm_ft.images import Range
 from xdm_ft.images.decode import UnreadableImage, decode
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
 from xdm_ft.report import SIDE, Thumbnail
@@ -103,7 +104,7 @@ def label(
         ToLabel(items[row], purpose, model.class_names[classes[row]], value)
         for (purpose, row), value in zip(pairs, values, strict=True)
     ]
-    write(rows_to_label, out, html)
+    write(rows_to_label, out, html, model.config.intensity)
     sizes = None if groups is None else np.bincount(groups)
     drawn = (
         len(chosen.evaluate) if groups is None else effective_number(np.unique_counts(groups[chosen.evaluate]).counts)
@@ -141,7 +142,7 @@ def _refuse_names(items: Sequence[Item]) -> None:
             raise UserError(f"{printable(item.path)}: the name is not UTF-8, so a table cannot hold it; rename it")
 
 
-def write(rows: Sequence[ToLabel], out: Path, html: Path | None) -> None:
+def write(rows: Sequence[ToLabel], out: Path, html: Path | None, intensity: Range | None = None) -> None:
     """Writes the table with an empty column label, and the page of small images: both are new, or none is written.
 
     Raises `UserError`.
@@ -156,7 +157,7 @@ def write(rows: Sequence[ToLabel], out: Path, html: Path | None) -> None:
         thumbnails = []
         for number, (row, path) in enumerate(zip(rows, paths, strict=True), start=FIRST_ROW):
             try:
-                image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE)
+                image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE, intensity)
             except (UnreadableImage, OSError) as error:
                 reason = error.reason if isinstance(error, UnreadableImage) else error.strerror
                 raise UserError(f"{printable(path)}: cannot be read any more ({reason}); run again") from error

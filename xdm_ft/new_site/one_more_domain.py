@@ -16,7 +16,7 @@ from xdm_ft.experiment.final_fit import Fit, fit_of_runs
 from xdm_ft.export import Parts
 from xdm_ft.export.sources import Site
 from xdm_ft.images import ImageDataset
-from xdm_ft.images.decode import DECODER, decode
+from xdm_ft.images.decode import decode, decoder_of
 from xdm_ft.new_site.reference import prepared_run, trained_head
 from xdm_ft.protocol.splits import split_of_rows, usable
 from xdm_ft.report.finished import Run
@@ -30,7 +30,7 @@ class WithSite(ImageDataset):
     """A data set of image files, and behind its rows those of a site, as the last domain."""
 
     def __init__(self, dataset: ImageDataset, site: Site, name: str) -> None:
-        self.dataset, self.items = dataset, site.items
+        self.dataset, self.items, self.intensity = dataset, site.items, dataset.intensity
         self.class_names, self.domain_names = dataset.class_names, (*dataset.domain_names, name)
         self.labels = np.concatenate([dataset.labels, site.labels])
         self.domains = np.concatenate([dataset.domains, np.full(len(site.items), len(dataset.domain_names))])
@@ -43,7 +43,8 @@ class WithSite(ImageDataset):
         if row < len(self.dataset):
             return self.dataset.image(row)
         content = self.content(row)
-        return decode(content if isinstance(content, bytes) else Path(content), self.name(row))
+        source = content if isinstance(content, bytes) else Path(content)
+        return decode(source, self.name(row), intensity=self.dataset.intensity)
 
     def name(self, row: int) -> str:
         return self.dataset.name(row) if row < len(self.dataset) else self.items[row - len(self.dataset)].path
@@ -65,7 +66,7 @@ def with_one_more_domain(run: Run, parts: Parts, site: Site, name: str) -> tuple
     label, seed = str(parts.config.method["label"]), int(run.results["recipe"]["protocol"]["seeds"][0])
 
     def with_site(dataset: ImageDataset) -> ImageDataset:
-        if dataset.decoder != DECODER:
+        if dataset.decoder != decoder_of(dataset.intensity):
             raise UserError(f"{run.path}: its images are not files, so a site cannot join their domains")
         return WithSite(dataset, site, name)
 

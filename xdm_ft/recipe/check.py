@@ -20,6 +20,7 @@ from xdm_ft.evaluation import with_encoder
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.given import NO_IMAGES, GivenFeatures
+from xdm_ft.images.decode import EncodedImages
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import ADD_ONS, Component
@@ -362,6 +363,9 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
     elif recipe.features.cut != "auto" and not any(item.is_cut for item in recipe.methods):
         problem = "is for a partly trained encoder; leave it out, or set trainable: {blocks: k}"
         faults.add("features.cut", problem, "encoder.trainable")
+    if recipe.has_images and recipe.data_common.intensity != "type" and not issubclass(recipe.data.cls, EncodedImages):
+        problem = f"has no effect on {recipe.data.name}, which makes or decodes its images itself; leave it out"
+        faults.add("data.intensity", problem, "data.name")
     _check_compared_rows(faults, recipe)
     for i, encoder in enumerate(recipe.encoders):
         under = [item.trainable for item in recipe.methods if item.encoder is encoder]
@@ -388,6 +392,7 @@ def _check_without_images(faults: Faults, recipe: Recipe) -> None:
     data, features = recipe.data_common, recipe.features
     needing = {
         "data.on_bad_image": data.on_bad_image != "error",
+        "data.intensity": data.intensity != "type",
         "data.train_augmentation": data.train_augmentation not in (None, "none"),
         "features.views": features.views > 0,
         "features.cut": features.cut != "auto",

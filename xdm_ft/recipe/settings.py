@@ -10,7 +10,7 @@ from pydantic import Field
 from xdm_ft.cut import LowRank
 from xdm_ft.evaluation import with_encoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.images import Augmentation
+from xdm_ft.images import Augmentation, Intensity
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import ListedEncoder, MethodItem
@@ -27,6 +27,12 @@ class DataCommon(Block):
     name: str = Field(description="data set, see `xdm-ft ls data`")
     on_bad_image: Literal["error", "skip"] = Field(
         default="error", description="if an image does not decode: stop, or leave the image out and report it"
+    )
+    intensity: Intensity = Field(
+        default="type",
+        exclude_if=lambda intensity: intensity == "type",  # such a recipe is written as earlier versions wrote it
+        description="what becomes 0…255 of images wider than 8 bits: type (0…65535, floats 0…1), auto (the fewest of "
+        "8, 10, 12, 14, 16 bits that hold all of them; floats: least to largest) or {low, high}",
     )
     class_names: dict[Name, Name] = Field(
         default={}, description="class folder or label → name of the class in prompts and reports"

@@ -127,7 +127,7 @@ def data(run: Run) -> Section | None:
     if not run.shows_images:
         faults = [
             line.partition(", the first: ")[0]
-            if line.startswith("left out:")
+            if line.startswith(("left out:", "intensity:"))
             else line.partition(":")[0] + ": details are in results.json"
             for line in faults
         ]

@@ -270,12 +270,15 @@ def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
 def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], str]:
     """Returns the images that can be read, and a sentence on the others; empty if there is none."""
     from xdm_ft.data import load_dataset, rows_by_name
+    from xdm_ft.images import Range
     from xdm_ft.images.decode import UnreadableImage
 
     try:
         dataset = load_dataset(run.results["recipe"]["data"])
     except UserError as error:
         return [], f"No image can be shown, because the data cannot be read now: {error}"
+    if intensity := run.results["environment"]["data"].get("intensity"):
+        dataset.intensity = Range.model_validate(intensity)
     rows = rows_by_name(dataset, {mistake.name: mistake.row for mistake in worst})
     thumbnails = []
     for mistake in (mistake for mistake in worst if mistake.name in rows):
