@@ -4,12 +4,16 @@ same faults in one line.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import open_clip
 import pytest
@@ -23,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import NAMES, TINY, Family, images, tiny_clip, tiny_resnet
 from torch import Tensor
 
+from xdm_ft.containers import remote
 from xdm_ft.encoders import LibraryEncoder, TextEncoder
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
@@ -83,6 +88,9 @@ def test_identity_differs_where_features_do(family: Family) -> None:
     assert library.__version__ in json.dumps(identities[0]) and identities[0]["component"] == family.component
     if family.component != "timm":  # they change text embeddings, not features
         assert family.encoder(prompts=("{}",)).identity() == identities[0]
+    for encoder, own in ((family.encoder(**change), change) for change in changes):
+        texts = {json.dumps(identity) for identity in identities if not encoder.differences(identity)}
+        assert texts == {json.dumps(encoder.identity())}, own  # no other text means this encoder
 
 
 def test_portable_builds_the_same_encoder_elsewhere(family: Family, tmp_path: Path) -> None:
@@ -100,6 +108,11 @@ def test_portable_builds_the_same_encoder_elsewhere(family: Family, tmp_path: Pa
         preprocessing=PreprocessingOverrides(**encoder.preprocessing.model_dump()),
     )
     assert weights_digest(again) == weights_digest(encoder) and torch.equal(features(again), features(encoder))
+    text = json.loads(json.dumps(encoder.identity()))
+    assert again.differences(text) == encoder.differences(text) == [], "the run's words for the same encoder"
+    assert again.differences({**text, "normalize": 0, "pooling": "cls"}) == ["normalize", "pooling"]
+    for value in (None, [], "relu", {"hidden_act": "relu"}):
+        assert again.differences({**text, "kwargs": value, "config": value})
     if family.component == "transformers":  # the library itself reads both
         library = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**files[settings["model"]]))
         library.load_state_dict(state)
@@ -221,6 +234,15 @@ def test_timm_from_the_hub_cache(hub, tmp_path: Path) -> None:
         other = Timm(model=model, weights=weights)
         torch.testing.assert_close(features(other), own.features(images()), rtol=1e-5, atol=1e-6)
         assert (other.preprocessing.size, other.preprocessing.mean) == (48, (0.1, 0.2, 0.3))
+        preprocessing = PreprocessingOverrides(**other.preprocessing.model_dump())
+        save_file(other.portable().state, tmp_path / "own.safetensors")
+        settings = {**other.portable().settings, "weights": str(tmp_path / "own.safetensors")}
+        again = Timm(**settings, preprocessing=preprocessing)
+        text = other.identity()
+        assert text["model"] == "hf-hub:acme/own" and again.differences(text) == []
+        # a repository that is not in the cache may be any model
+        for name in ("hf-hub:acme/other", "hf-hub:a b/c", "hf-hub:acme/own@1"):
+            assert again.differences({**text, "model": name}) == ["model"]
     with pytest.raises(UserError, match=r"is a test_resnet, not a resnet18; set encoder\.model to test_resnet"):
         Timm(model="resnet18", weights="hf-hub:acme/own")
 
@@ -251,6 +273,94 @@ def test_transformers_from_the_hub_cache_and_from_a_file(families: dict[str, Fam
     torch.save(own.model.state_dict(), tmp_path / "own.pth")
     encoder = Transformers(model="acme/own", weights=str(tmp_path / "own.pth"))
     assert torch.equal(features(encoder), own.features(images())) and "the file own.pth" in encoder.pretraining
+
+
+class Server:
+    """A hub that accepts connections and, unless it `answers`, never says anything."""
+
+    def __init__(self, answers: str = "") -> None:
+        self.socket, self.answers, self.requests = socket.create_server(("127.0.0.1", 0)), answers, list[bytes]()
+        self.address = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        kept = []  # a connection that is closed would be an answer
+        while True:
+            connection, _ = self.socket.accept()
+            kept.append(connection)
+            self.requests.append(connection.recv(1 << 16))
+            if self.answers:
+                connection.sendall(f"HTTP/1.1 {self.answers}\r\nContent-Length: 0\r\n\r\n".encode())
+
+
+@pytest.fixture
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A machine on which HF_HUB_OFFLINE is not set, and no server answers."""
+    server = Server()
+    monkeypatch.setattr(remote, "_NO_ANSWER", {})
+    monkeypatch.setattr(remote, "SECONDS_TO_ANSWER", 0.3)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return server
+
+
+WITHOUT = {
+    "a tag": (OpenClip, {"model": "ViT-B-16-SigLIP", "weights": "webli"}, "timm/ViT-B-16-SigLIP"),
+    "a repository": (OpenClip, {"model": "hf-hub:acme/own", "weights": "pretrained"}, "acme/own"),
+    "timm": (Timm, {"model": "test_resnet", "weights": "pretrained"}, "timm/test_resnet.r160_in1k"),
+    "timm's repository": (Timm, {"model": "hf-hub:acme/own", "weights": "pretrained"}, "acme/own"),
+    "transformers": (Transformers, {"model": "acme/own"}, "acme/own"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT)
+def test_without_a_network_the_hub_is_asked_once(case: str, no_network: Server, capfd, caplog) -> None:
+    component, settings, repository = WITHOUT[case]
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=rf'127\.0\.0\.1:\d+: no answer within 0\.3 s.*"hf download {repository}"'
+        ) as error:
+            component(**settings)
+        assert (
+            "HF_HOME" in str(error.value) and "HF_HUB_OFFLINE=1" in str(error.value) and "to a file" in str(error.value)
+        )
+    assert len(no_network.requests) == 1 and not caplog.records and capfd.readouterr() == ("", "")
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+
+
+def test_without_a_network_the_cache_and_files_are_read(no_network: Server, hub, tmp_path: Path) -> None:
+    own = tiny_resnet(tmp_path, 1000)
+    own.encoder()  # from a file: nobody is asked
+    assert not no_network.requests
+    hub("timm/test_resnet.r160_in1k", {"model.safetensors": own.state})
+    torch.testing.assert_close(
+        features(own.encoder(weights="pretrained")), own.features(images()), rtol=1e-5, atol=1e-6
+    )
+    assert len(no_network.requests) == 1
+
+
+@pytest.mark.parametrize(("answers", "is_there"), [("200 OK", True), ("404 Not Found", True), ("503 Busy", False)])
+def test_a_hub_that_answers_may_take_its_time_for_files(answers: str, is_there: bool, no_network, monkeypatch) -> None:
+    server = Server(answers)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+    monkeypatch.setattr(remote, "SECONDS_TO_ANSWER", 5.0)
+    limits = huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
+    with remote.hub():
+        assert is_there != huggingface_hub.constants.HF_HUB_OFFLINE
+        assert limits == huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT
+    assert remote.known_answer("") == ("" if is_there else f"{server.address[7:]}: status 503")
+
+
+def test_weights_at_an_address(no_network: Server, tmp_path: Path, monkeypatch) -> None:
+    """Some of timm's are at addresses of other servers, whose files are in the cache of torch."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    address = f"{no_network.address}/gcvit_xxtiny.pth"
+    config = dataclasses.replace(timm.get_pretrained_cfg("gcvit_xxtiny"), url=address, hf_hub_id=None)
+    monkeypatch.setitem(timm.models._registry._model_pretrained_cfgs, "gcvit_xxtiny.in1k", config)
+    with pytest.raises(UserError, match=rf"no answer within 0\.3 s\); download {address} on a machine with a network"):
+        Timm(model="gcvit_xxtiny", weights="pretrained")
+    assert len(no_network.requests) == 1 and no_network.requests[0].startswith(b"HEAD /gcvit_xxtiny.pth")
 
 
 class Bomb:

@@ -23,6 +23,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
+from small_models import config_of, write_config
 from small_runs import recipe
 from warm_processes import begin
 
@@ -34,7 +35,7 @@ from xdm_ft.export import predict as unfinished
 from xdm_ft.export import predictor as inference
 from xdm_ft.export import probabilities
 from xdm_ft.export.predict import Columns, Predictions, open_unfinished
-from xdm_ft.export.predictor import NOT_FINITE, Batch, cached_features, stream
+from xdm_ft.export.predictor import NOT_FINITE, Batch, cache_of, cached_features, store_of, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.images.decode import decode
 from xdm_ft.runtime.errors import UserError
@@ -115,6 +116,16 @@ def test_cached_features_are_used_and_are_the_same_bits(small_model, model, imag
     assert state() == before and not (tmp_path / "missing").exists(), "nothing is written"
 
 
+def test_a_run_names_no_folder_but_a_cache(small_model, tmp_path, monkeypatch):
+    """A run of somebody else would otherwise decide into which folder its features are written."""
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "default"))
+    monkeypatch.chdir(small_model.folder)
+    assert cache_of(str(small_model.run)) == small_model.cache
+    (tmp_path / "cache").mkdir()  # the name that the run has, of another folder
+    monkeypatch.chdir(tmp_path)
+    assert cache_of(str(small_model.run)) == tmp_path / "default"
+
+
 def test_damaged_shards_and_those_of_another_encoder_are_not_used(small_model, model, tmp_path):
     shutil.copytree(small_model.cache, tmp_path / "cache")
     shards, sources = sorted((tmp_path / "cache").rglob("shard-*")), Sources([str(small_model.data)])
@@ -132,6 +143,45 @@ def test_damaged_shards_and_those_of_another_encoder_are_not_used(small_model, m
     other.config = other.config.model_copy(update={"encoder": encoder})
     assert cached_features(other, small_model.cache) is None
     assert cached_features(library.load(small_model.model, precision="bf16"), small_model.cache) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "key"),
+    [
+        ("settings", {"pooling": "mean"}, "pooling"), ("settings", {"normalize": False}, "normalize"),
+        ("settings", {"kwargs": {"img_size": 32, "act_layer": "relu"}}, "kwargs"),
+        ("preprocessing", {"crop": 0.5}, "preprocessing"), ("preprocessing", {"mean": [0.1, 0.5, 0.5]}, "preprocessing"),
+        ("identity", {"pooling": "mean"}, "pooling"), ("identity", {"model": "test_vit2"}, "model"),
+        ("identity", {"cut": "model.blocks.1"}, "cut"),
+    ],
+)  # fmt: skip
+def test_a_foreign_text_names_no_cached_features(small_model, tmp_path, place, value, key):
+    """What an encoder computes is stored under what it is, whatever its directory says of it."""
+    folder = Path(shutil.copytree(small_model.model, tmp_path / "foreign"))
+    document = config_of(folder)
+    block = document if place == "preprocessing" else document["encoder"]
+    block[place] = {**block[place], **value}
+    write_config(folder, document)
+    with pytest.raises(
+        UserError, match=rf"config\.json: encoder\.identity: {key}: not that of the encoder that"
+    ) as error:
+        library.load(folder)
+    assert len(error.value.args) == 1 and "\n" not in str(error.value)
+    # texts of other versions are not compared; the key is that of the encoder as it was built
+    document["encoder"]["identity"]["versions"]["torch"] = "1.0"
+    write_config(folder, document)
+    honest, foreign = library.load(small_model.model), library.load(folder)
+    keys = [store_of(one, small_model.cache, np.zeros(1, "S16")).key for one in (honest, foreign)]
+    assert (small_model.cache / keys[0]).is_dir() and (keys[0] == keys[1]) == (place == "identity")
+    assert (cached_features(foreign, small_model.cache) is None) == (place != "identity")
+
+
+def test_a_directory_of_other_versions_finds_the_features_of_its_run(small_model, tmp_path):
+    folder = Path(shutil.copytree(small_model.model, tmp_path / "earlier"))
+    document = config_of(folder)
+    document["encoder"]["identity"]["versions"]["torch"] = "1.0"
+    write_config(folder, document)
+    assert cached_features(library.load(folder), small_model.cache) is not None
 
 
 @pytest.mark.parametrize("trainable", [False, True])

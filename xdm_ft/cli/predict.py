@@ -65,11 +65,12 @@ def output_of(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
 
 def must_not_change(arguments: argparse.Namespace, model: Model, columns: Columns, batch_size: int) -> dict[str, Any]:
     """Returns what must be as it was for predictions to be resumed."""
-    # the checksum of the encoder's tensors is in the config
+    # the checksum of the encoder's tensors is in the config; an architecture in a file of its own is not
+    described = [model.config.model_dump(mode="json"), model.module.encoder.identity()]
     heads = {name: t for name, t in model.module.state_dict().items() if not name.startswith("encoder.")}
     return {
         "xdm_ft": __version__,
-        "model": digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads)),
+        "model": digest(json_digest(described), tensors_digest(heads)),
         "error": True,  # earlier versions had no such column
         "device": model.device.type,
         "precision": model.module.precision,

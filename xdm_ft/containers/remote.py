@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import glob
 import logging
+import math
 import os
 import stat
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit
 
 from xdm_ft.containers.files import first_pattern
 from xdm_ft.images import FileState
@@ -195,3 +200,83 @@ def _system(address: str) -> tuple[Any, str]:
 
     silence = aiohttp.ClientTimeout(total=None, sock_connect=SECONDS_OF_SILENCE, sock_read=SECONDS_OF_SILENCE)
     return url_to_fs(address, client_kwargs={"timeout": silence})
+
+
+# ---- The hub
+
+SECONDS_TO_ANSWER = 5.0  # of the hub or another server, to say that it is there; a download may take any time
+SECONDS_ANSWER_HOLDS = 60.0
+_HUB = threading.RLock()
+_NO_ANSWER: dict[str, tuple[float, str]] = {}  # address → when it was asked, why there was no answer ("": there was)
+
+
+def no_answer(address: str) -> str:
+    """Returns why a server does not answer; "" if it does. It is asked once, in all of its name's resolution too."""
+    import urllib.request
+
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.utils import get_session
+
+    asked, reason = _NO_ANSWER.get(address, (-math.inf, ""))
+    if time.monotonic() - asked < SECONDS_ANSWER_HOLDS:
+        return reason
+    reasons = [f"no answer within {SECONDS_TO_ANSWER:g} s"]
+
+    def ask() -> None:
+        try:
+            if address == ENDPOINT:  # as the hub's library does: proxies, certificates
+                status = get_session().head(address, timeout=SECONDS_TO_ANSWER).status_code
+            else:
+                with urllib.request.urlopen(
+                    urllib.request.Request(address, method="HEAD"), timeout=SECONDS_TO_ANSWER
+                ) as answer:
+                    status = answer.status
+            reasons.append(f"status {status}" if status >= 500 else "")
+        except urllib.request.HTTPError as error:  # it answers
+            reasons.append(f"status {error.code}" if error.code >= 500 else "")
+        except Exception as error:  # of each library its own
+            reasons.append(" ".join(str(getattr(error, "reason", error)).split())[:80] or type(error).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)  # to look up a name has no time limit
+    thread.start()
+    thread.join(SECONDS_TO_ANSWER)
+    _NO_ANSWER[address] = time.monotonic(), reasons[-1]
+    return reasons[-1]
+
+
+def known_answer(where: str) -> str:
+    """Returns which server was found not to answer, and why; "": none. `where`: an address, or a name on the hub."""
+    from huggingface_hub.constants import ENDPOINT
+
+    server = where if is_remote(where) else ENDPOINT
+    _, reason = _NO_ANSWER.get(server, (0.0, ""))
+    return reason and f"{urlsplit(server).netloc}: {reason}"
+
+
+@contextmanager
+def hub(where: str | None = "") -> Iterator[None]:
+    """Context in which libraries read files of the hub, from its cache alone if the hub does not answer.
+
+    They would try each file again and again, for a minute, with a line for each try. `where`: None or a folder,
+    for which the hub is not asked, or an address on another server. Raises `ConnectionError` if that server does not
+    answer, and `UserError` if the home folder is unknown and the hub's cache is in it.
+    """
+    from huggingface_hub import constants
+
+    expand_user(constants.HF_HUB_CACHE, "HF_HOME")
+    messages, level = logging.getLogger("huggingface_hub"), logging.getLogger("huggingface_hub").level
+    if where is not None and is_remote(where) and (reason := no_answer(where)):
+        raise ConnectionError(reason)
+    is_elsewhere = (
+        where is None or is_remote(where) or where.startswith("local-dir:") or (where and Path(where).exists())
+    )
+    with _HUB, ExitStack() as undo:
+        if not (is_elsewhere or constants.HF_HUB_OFFLINE) and no_answer(constants.ENDPOINT):
+            undo.callback(setattr, constants, "HF_HUB_OFFLINE", False)
+            constants.HF_HUB_OFFLINE = True
+            if (of_data := sys.modules.get("datasets")) is not None:
+                undo.callback(setattr, of_data.config, "HF_HUB_OFFLINE", of_data.config.HF_HUB_OFFLINE)
+                of_data.config.HF_HUB_OFFLINE = True
+        undo.callback(messages.setLevel, level)
+        messages.setLevel(logging.CRITICAL)
+        yield

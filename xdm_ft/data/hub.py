@@ -8,6 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.containers.domainbed import BenchmarkFolders, Counts, check_counts
+from xdm_ft.containers.remote import hub
 from xdm_ft.containers.tables import OWN_COLUMNS, Columns, ImageTable, load
 from xdm_ft.data.domainnet import DomainNet
 from xdm_ft.data.officehome import OfficeHome
@@ -63,9 +64,13 @@ class Hub(ImageTable):
         where = f"{name} on the hub"
         remedy = (
             f"check data.repository and the network, or run `hf download --repo-type dataset {name}` on a machine "
-            "with a network"
+            "with a network, copy its cache folder (HF_HOME) here and set HF_HUB_OFFLINE=1; or read files (data.name: "
+            "parquet)"
         )
-        parts = load(lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), where, remedy)
+        with hub():
+            parts = load(
+                lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), where, remedy
+            )
         self._fill(parts, columns, where, use_splits)
         if repository in KNOWN:
             benchmark = KNOWN[repository][1]  # whose names and order of domains it gets

@@ -7,6 +7,7 @@ absolute, and `xdm_ft/run.py` keeps the package's folder off the import path.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -65,6 +66,20 @@ class Encoder(nn.Module, ABC):
     def identity(self) -> dict[str, object]:
         """All that determines the features, except the weights, JSON-serialisable: component, model, arguments,
         `normalize`, library versions. The feature cache hashes the weights from `state_dict()`."""
+
+    def without_spelling(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns an identity of this family without versions, and without what `portable` writes in other words.
+
+        Two encoders whose identities are then equal have the same features, if their weights are equal.
+        """
+        return {key: value for key, value in identity.items() if key != "versions"}
+
+    def differences(self, identity: Mapping[str, Any]) -> list[str]:
+        """Returns the keys of an identity, of which anyone may have written the text, that are not of this encoder."""
+        ours, theirs = (self.without_spelling(each) for each in (self.identity(), identity))
+        # as JSON: in Python 1 == 1.0 == True, and tuples differ from lists
+        texts = [{key: json.dumps(value, sort_keys=True) for key, value in each.items()} for each in (ours, theirs)]
+        return sorted(key for key in {**ours, **theirs} if texts[0].get(key) != texts[1].get(key))
 
     @abstractmethod
     def portable(self) -> Portable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
+from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import (
     OWN_PREPROCESSING,
     LibraryEncoder,
@@ -44,7 +45,6 @@ from xdm_ft.weights.source import (
     TEXT_CONFIG,
     architecture,
     asks_for_code,
-    check_hub_cache,
     check_hub_weights,
     check_sizes,
     download_failed,
@@ -148,14 +148,22 @@ class OpenClip(LibraryEncoder, TextEncoder):
             return z
         return clip_pooled(self.model.visual, images, self.pooling)
 
+    def without_spelling(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Encoder`. The text side is left out: no feature depends on it."""
+        rest, config, kwargs = super().without_spelling(identity), identity.get("config"), identity.get("kwargs")
+        if not isinstance(config, dict) or not isinstance(kwargs, dict):
+            return rest
+        image_side = {key: value for key, value in config.items() if key != "text_cfg"}
+        written = {"model": _file_stem(str(identity["model"])), "kwargs": _with_activation(kwargs, config)}
+        return {**rest, **written, "config": image_side}
+
     def portable(self) -> Portable:
-        name, config, kwargs = self.source.name, self.built_from["config"], self.built_from["kwargs"]
-        if "quick_gelu" not in kwargs and "force_quick_gelu" not in kwargs:
-            kwargs = {**kwargs, "quick_gelu": bool(config.get("quick_gelu", False))}  # the name of a file may mislead
+        name, config = self.source.name, self.built_from["config"]
+        kwargs = _with_activation(self.built_from["kwargs"], config)
         state = self.model.state_dict()
         if _built_in(name):
             return Portable({"model": name, "kwargs": kwargs}, state)
-        model, text, files = f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json", dict(config["text_cfg"]), {}
+        model, text, files = f"{_file_stem(name)}.json", dict(config["text_cfg"]), {}
         if text.get("hf_model_name"):
             text["hf_model_name"], files[TEXT_CONFIG] = TEXT_CONFIG, architecture(self.model.text.config)
         if text.get("hf_tokenizer_name"):
@@ -174,7 +182,8 @@ class OpenClip(LibraryEncoder, TextEncoder):
         of_transformers = self.built_from["config"]["text_cfg"].get("hf_tokenizer_name")
         arguments = {"trust_remote_code": False} if of_transformers else {}
         # not kept: copies of the encoder would take its dictionary along, which takes longer than the weights
-        with tokenizer_errors(self.source.name, self.source.repository), quiet(progress_bars=True):
+        repository = of_transformers or None  # open_clip's own tokenizer comes with it
+        with tokenizer_errors(self.source.name, self.source.repository), hub(repository), quiet(progress_bars=True):
             tokenizer = open_clip.get_tokenizer(self.source.name, **arguments)
         if isinstance(tokenizer, open_clip.SimpleTokenizer):  # tokenizers of transformers cut in other ways
             longest = tokenizer.context_length - 2  # without start and end token
@@ -348,6 +357,17 @@ def _register(model: str) -> Path:
     return path
 
 
+def _file_stem(name: str) -> str:
+    """Returns the name of a model as a model directory writes it."""
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)
+
+
+def _with_activation(kwargs: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with that of the activation, which the name of a weights file may contradict."""
+    named = "quick_gelu" in kwargs or "force_quick_gelu" in kwargs
+    return {**({} if named else {"quick_gelu": bool(config.get("quick_gelu", False))}), **kwargs}
+
+
 def _built_in(name: str) -> Path | None:
     """Returns open_clip's own config file of this name, if it has one."""
     import open_clip
@@ -361,8 +381,8 @@ def _config_of(model: str) -> dict[str, Any]:
     import open_clip
 
     try:
-        check_hub_cache()
-        config = open_clip.get_model_config(model)
+        with hub(model):
+            config = open_clip.get_model_config(model)
     except (OSError, RuntimeError) as error:
         raise download_failed(model, model, network_error(error) or error) from error
     except (ValueError, RecursionError, AttributeError) as error:  # JSON or UTF-8; AttributeError: no object
@@ -379,14 +399,14 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
 
     if source.file is not None:  # create_model reads the file again; this finds its faults first
         read_weights(source.file, partial(load_state_dict, weights_only=True))
-    else:
-        check_hub_cache()
     arguments, text = dict(kwargs), open_clip.get_model_config(source.name)["text_cfg"]
     if source.folder is not None and text.get("hf_model_name") == TEXT_CONFIG:
         text |= {"hf_model_name": str(source.folder / TEXT_CONFIG), "hf_model_pretrained": False}
         arguments = {"text_cfg": text, **kwargs}
     try:
-        with quiet(progress_bars=True):
+        # a text side of transformers is described by a repository, or by a file
+        of_text = text.get("hf_model_name") or None
+        with hub(of_text if of_text or source.file else source.name), quiet(progress_bars=True):
             return open_clip.create_model(
                 source.name,
                 pretrained=source.pretrained,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 from torch import Tensor
 
+from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import OWN_PREPROCESSING, LibraryEncoder, Portable, PreprocessingChoice, square_preprocessing
 from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.storage.lines import Damaged, json_object
 from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.blocks import PoolingChoice, timm_blocks, timm_pooled, timm_reason, timm_stage_names
 from xdm_ft.weights.source import (
-    check_hub_cache,
     check_hub_weights,
     check_sizes,
     corpora_in,
@@ -96,12 +97,31 @@ class Timm(LibraryEncoder):
         z: Tensor = self.model.forward_head(maps, pre_logits=True)
         return z
 
+    def without_spelling(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Encoder`. A repository stands for a model if its config was downloaded: nothing is downloaded here."""
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        rest, name, kwargs = super().without_spelling(identity), str(identity.get("model")), identity.get("kwargs")
+        if not name.startswith("hf-hub:") or not isinstance(kwargs, dict):
+            return rest
+        repository, _, revision = name.removeprefix("hf-hub:").partition("@")
+        try:
+            file = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+            config = json_object(Path(file).read_bytes()) if isinstance(file, str) else {}
+        except (HFValidationError, Damaged, OSError):
+            return rest
+        if not isinstance(config.get("architecture"), str):
+            return rest
+        return {**rest, "model": config["architecture"], "kwargs": (config.get("model_args") or {}) | kwargs}
+
     def portable(self) -> Portable:
         name, kwargs = str(self.built_from["model"]), dict(self.built_from["kwargs"])
         if name.startswith("hf-hub:"):
             from timm.models import load_model_config_from_hf
 
-            _, name, of_hub = load_model_config_from_hf(name.removeprefix("hf-hub:"))  # cached when the model was built
+            with hub():  # its config was cached when the model was built
+                _, name, of_hub = load_model_config_from_hf(name.removeprefix("hf-hub:"))
             kwargs = (of_hub or {}) | kwargs
         return Portable({"model": name, "kwargs": kwargs}, dict(self.model.state_dict()))
 
@@ -162,20 +182,19 @@ def _from_library(name: str, model: str, pretrained: bool, kwargs: dict[str, Any
     from timm.models import get_pretrained_cfg, load_model_config_from_hf
 
     on_hub = name.startswith("hf-hub:")
-    if pretrained:
-        check_hub_cache()
+    config = None if on_hub else get_pretrained_cfg(name)
+    where = name if config is None else str(config.hf_hub_id or config.url)
     try:
-        if on_hub:
-            _, _, of_hub = load_model_config_from_hf(name.removeprefix("hf-hub:"))
-            check_sizes(of_hub, f'encoder.model: the config of "{name}"')
-        built: Any = timm.create_model(name, pretrained=pretrained, num_classes=0, **kwargs)
+        with hub(where if pretrained and not _is_downloaded(where) else None):
+            if on_hub:
+                _, _, of_hub = load_model_config_from_hf(name.removeprefix("hf-hub:"))
+                check_sizes(of_hub, f'encoder.model: the config of "{name}"')
+            built: Any = timm.create_model(name, pretrained=pretrained, num_classes=0, **kwargs)
     except UserError:
         raise
     except Exception as error:
         fault = network_error(error) if pretrained else None
         if fault is not None:
-            config = None if on_hub else get_pretrained_cfg(name)
-            where = name if config is None else str(config.hf_hub_id or config.url)
             raise download_failed(name, where, fault) from error
         if not kwargs:
             raise
@@ -184,6 +203,13 @@ def _from_library(name: str, model: str, pretrained: bool, kwargs: dict[str, Any
     if not model.startswith("hf-hub:") and built_as != wanted:
         raise UserError(f"encoder.weights: {name} is a {built_as}, not a {wanted}; set encoder.model to {built_as}")
     return built
+
+
+def _is_downloaded(address: str) -> bool:
+    """Whether torch's cache has the file of this address."""
+    from torch.hub import get_dir
+
+    return "://" in address and (Path(get_dir()) / "checkpoints" / address.rsplit("/", 1)[-1]).is_file()
 
 
 def _from_file(name: str, path: Path, kwargs: dict[str, Any]) -> Any:

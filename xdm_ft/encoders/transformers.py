@@ -20,6 +20,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 
+from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import (
     OWN_PREPROCESSING,
     LibraryEncoder,
@@ -43,7 +44,6 @@ from xdm_ft.weights.source import (
     NOT_TAKEN,
     architecture,
     asks_for_code,
-    check_hub_cache,
     check_hub_weights,
     check_sizes,
     does_not_fit,
@@ -162,6 +162,11 @@ class Transformers(LibraryEncoder, TextEncoder):
             tokens = self._vision.post_layernorm(tokens)  # type: ignore[operator]
         return pool(tokens, output.prefix, self.pooling or "cls")
 
+    def without_spelling(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Encoder`. All that the name of a model stands for is in its config."""
+        rest = super().without_spelling(identity)
+        return rest if "config" not in rest else {key: value for key, value in rest.items() if key != "model"}
+
     def portable(self) -> Portable:
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', str(self.source.config.model_type))}.json"
         return Portable({"model": name, "kwargs": {}}, self.model.state_dict(), {name: self.built_from["config"]})
@@ -178,7 +183,8 @@ class Transformers(LibraryEncoder, TextEncoder):
         if self.text_reason:
             raise UserError(self.text_reason)
         # not kept: copies of the encoder would take its dictionary along
-        with tokenizer_errors(self.source.name, str(self.source.folder)), quiet():
+        folder = self.source.folder
+        with tokenizer_errors(self.source.name, str(folder)), hub(folder), quiet():
             tokenizer = AutoTokenizer.from_pretrained(self.source.folder, trust_remote_code=False)
         longest = self.source.config.text_config.max_position_embeddings
         # SigLIP was trained on texts padded to the whole context, and attends to the padding
@@ -286,7 +292,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
             check_hub_weights(model, weights)
         folder = _folder_of(model)
     try:
-        with quiet():
+        with hub(folder), quiet():
             if folder is not None:
                 content, _ = transformers.PreTrainedConfig.get_config_dict(folder)
             check_sizes(content, f'encoder.model: the config of "{model}"')
@@ -327,7 +333,6 @@ def _folder_of(model: str) -> str:
         raise UserError(f"encoder.model: {name} is a folder here; write {LOCAL}{name}, or start in another folder")
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise UserError(f'encoder.model: "{name}" is not a name of the hub; write ORGANISATION/NAME or {LOCAL}FOLDER')
-    check_hub_cache()
     return name
 
 
@@ -363,7 +368,7 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     cls = classes[0] if isinstance(classes, tuple | list) else classes
     state = None if source.file is None else read_weights(source.file, load_state_dict)
     try:
-        with quiet():
+        with hub(source.folder if state is None else None), quiet():
             model, report = cls.from_pretrained(
                 None if state is not None else source.folder,
                 config=source.config,
@@ -400,7 +405,7 @@ def _image_processor(source: _Source) -> Any:
     try:
         if source.folder is None:
             raise OSError("a config file has no image processor beside it")
-        with quiet():
+        with hub(source.folder), quiet():
             return AutoImageProcessor.from_pretrained(source.folder, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UserError(

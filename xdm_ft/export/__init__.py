@@ -386,6 +386,20 @@ def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> Non
         )
 
 
+def check_identity(encoder: Encoder, identity: Mapping[str, Any] | None, where: str) -> None:
+    """Raises `UserError` if the text of an encoder's identity is not that of the encoder that was built.
+
+    Nothing is raised for a text of other versions of the libraries, which may have described it in other words.
+    """
+    if identity is None or identity["versions"] != encoder.identity()["versions"]:
+        return
+    if different := encoder.differences(identity):
+        raise UserError(
+            f"{where}: encoder.identity: {', '.join(different)[:120]}: not that of the encoder that its settings "
+            "build; do not use this model, or export it again if it is yours"
+        )
+
+
 def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str, Tensor]) -> Head:
     """Builds a class head with these weights. Raises `ValueError` if they do not fit."""
     cls = find("heads", config.name)

@@ -22,7 +22,7 @@ from xdm_ft.evaluation import Record
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
-from xdm_ft.experiment.plan import index_folder, read_data
+from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.export import (
     SINGLE,
@@ -34,11 +34,13 @@ from xdm_ft.export import (
     build_encoder,
     build_head,
     check_encoder,
+    check_identity,
     load_trained,
     with_prefix,
 )
 from xdm_ft.export.directory import CHECKSUMS, digest_of, reference_from
 from xdm_ft.export.expected import expected_performance
+from xdm_ft.features.cache import cache_of_run
 from xdm_ft.features.given import NO_IMAGES
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import weights_digest
@@ -259,6 +261,7 @@ def _read_encoder(run: Run, description: Mapping[str, Any], trained: Mapping[str
     encoder = build_encoder(settings["name"], _settings_of_family(settings), preprocessing, described["seed"])
     if described["xxh3"] is not None:
         check_encoder(encoder, described["xxh3"], settings.get("weights"), run.path)
+        check_identity(encoder, described["identity"], str(run.path))
     try:
         if trained:
             load_trained(encoder, trained, complete=described["xxh3"] is None)
@@ -355,7 +358,7 @@ def training_images(run: Run, config: ModelConfig) -> np.ndarray | None:
             raise UserError(f"the data have no domain {', '.join(held_out)} any more")
         selecting = {"train_val", "val_domain", SELECTION_SPLIT.get(recipe.protocol.selection)}
         rows = torch.cat([*split.train, *(part for name, part in split.evaluation.items() if name in selecting)])
-        digests = hash_files(dataset, index_folder(recipe), show=True).digests
+        digests = hash_files(dataset, cache_of_run(recipe.features), show=True).digests
         recorded = run.results["environment"].get("data", {}).get("content")
         if recorded not in (None, digest(digests, bits=128)):
             raise UserError("the images have changed since the run")

@@ -31,6 +31,7 @@ from xdm_ft.export import (
     build_encoder,
     build_head,
     check_encoder,
+    check_identity,
     first_fault,
     load_trained,
     with_prefix,
@@ -351,6 +352,7 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         except ValueError as error:
             raise UserError(f"{folder / PART}: does not fit the encoder ({error}); {AGAIN}") from error
         check_encoder(encoder, expected.xxh3, PART, folder)
+    check_identity(encoder, expected.identity, str(folder / CONFIG))
     return encoder
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from xdm_ft.containers.remote import hub, known_answer
 from xdm_ft.export import ModelConfig
 from xdm_ft.export.card import HUB
 from xdm_ft.export.directory import (
@@ -33,7 +34,7 @@ from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.tensors import read_tensors
 from xdm_ft.version import __version__
-from xdm_ft.weights.source import TEXT_CONFIG, check_hub_cache, network_error, reason_of
+from xdm_ft.weights.source import TEXT_CONFIG, network_error, reason_of
 
 NEEDED = (CONFIG, WEIGHTS)
 FILES = (
@@ -202,18 +203,20 @@ def download(name: str) -> Path:
     match = _REPOSITORY.fullmatch(name.removeprefix(HUB))
     if match is None:
         raise UserError(f"{name}: is not a name of a model on the hub; write hf-hub:ORGANISATION/NAME or …@REVISION")
-    check_hub_cache()
     from huggingface_hub import snapshot_download
 
     repository, revision = match["repository"], match["revision"]
     try:
-        snapshot = snapshot_download(
-            repository,
-            revision=revision,
-            allow_patterns=list(READ),
-            library_name="xdm_ft",
-            library_version=__version__,
-        )
+        with hub():
+            snapshot = snapshot_download(
+                repository,
+                revision=revision,
+                allow_patterns=list(READ),
+                library_name="xdm_ft",
+                library_version=__version__,
+            )
+    except UserError:
+        raise
     except Exception as error:
         raise _hub_error(name, error, writing=False) from error
     folder = Path(snapshot)
@@ -251,8 +254,8 @@ def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
         problem = f"the upload failed ({type(cause).__name__}); check the network and try again"
     else:
         problem = (
-            f"is not on this machine and did not download ({type(cause).__name__}); run `hf download "
-            f"{repository}` on a machine with a network, copy the folder that it prints to this machine, and "
-            "name the copy"
+            f"is not on this machine and did not download ({known_answer('') or type(cause).__name__}); run "
+            f"`hf download {repository}` on a machine with a network, copy the folder that it prints to this machine, "
+            "and name the copy"
         )
     return UserError(f"{name}: {problem}")

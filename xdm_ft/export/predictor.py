@@ -24,7 +24,7 @@ from xdm_ft.export.directory import CONFIG, read_directory
 from xdm_ft.export.hub import download
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings, fast_batch_size
-from xdm_ft.features.cache import Contents, Lookup, Store, cache_folder, cache_path
+from xdm_ft.features.cache import Contents, Lookup, Store, cache_folder, cache_of_run
 from xdm_ft.features.key import key_of, key_parts_of
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
@@ -398,7 +398,7 @@ def cache_of(folder: str) -> Path:
     """Returns the feature cache of a run, or the default one."""
     path = Path(folder).expanduser()
     settings = read_run(path).results["recipe"]["features"] if is_run(path) else {}
-    return cache_path(FeatureSettings(dir=settings.get("dir")))
+    return cache_of_run(FeatureSettings(dir=settings.get("dir")))
 
 
 def cached_features(model: Model, cache: Path) -> Lookup | None:
@@ -429,8 +429,11 @@ def _key_parts(model: Model) -> dict[str, object] | None:
     encoder = model.config.encoder
     if encoder.trained or encoder.identity is None:
         return None
-    # of the libraries that are installed here: an encoder from a file would also report another name than in the run
-    identity = {**encoder.identity, "versions": model.module.encoder.identity()["versions"]}
+    # the words of the run, whose features are cached under them, where they mean the encoder that was built
+    built = model.module.encoder
+    identity = built.identity()
+    if not built.differences(encoder.identity):
+        identity = {**encoder.identity, "versions": identity["versions"]}
     precision, preprocessing = model.module.precision, model.config.preprocessing
     decoder = decoder_of(model.config.intensity)
     return key_parts_of(identity, encoder.xxh3, preprocessing, decoder, precision, model.device)

@@ -49,6 +49,7 @@ from xdm_ft.storage.tensors import read_tensors, write_tensors
 logger = logging.getLogger("xdm_ft")
 SHARDS = "shard-*.safetensors"
 MANIFEST = "manifest.json"
+INDEX = "index.sqlite"  # of hashes, beside the stores, see `hashes.py`
 MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
 ROWS_AT_ONCE = 8192  # features that are read together, where they are used in blocks
 GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
@@ -189,6 +190,15 @@ def cache_folder(settings: FeatureSettings) -> Path:
 def cache_path(settings: FeatureSettings) -> Path:
     """Returns the path of the cache's folder, which may not exist."""
     return cache_root(settings.dir).absolute()
+
+
+def cache_of_run(settings: FeatureSettings) -> Path:
+    """Returns the path of the cache that a run names, if one is there, else of the default one.
+
+    A run may come from anyone, and must not name another folder to write to.
+    """
+    path = cache_path(settings)
+    return path if (path / INDEX).is_file() else cache_path(FeatureSettings())
 
 
 class Store:

@@ -35,7 +35,7 @@ from torch.utils.data import Dataset
 
 from xdm_ft.containers.files import ImageFiles
 from xdm_ft.containers.remote import is_remote, state_of
-from xdm_ft.features.cache import ContentIndex, Contents, contents_of
+from xdm_ft.features.cache import INDEX, ContentIndex, Contents, contents_of
 from xdm_ft.features.key import SCHEMA
 from xdm_ft.images import Container, ImageDataset, Pieces
 from xdm_ft.images.decode import OF_THE_MACHINE, scan
@@ -455,7 +455,7 @@ class _Index:
     }
 
     def __init__(self, cache: Path | None) -> None:
-        self.path = cache / "index.sqlite" if cache is not None and is_writable(cache) else None
+        self.path = cache / INDEX if cache is not None and is_writable(cache) else None
 
     def find(self, key: str) -> list[_List]:
         return self.find_each([key])[0]

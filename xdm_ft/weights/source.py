@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from xdm_ft.containers.remote import known_answer
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.names import expand_user
 
@@ -121,13 +122,6 @@ def wrong_kwargs(model: str, kwargs: Mapping[str, Any], error: Exception) -> Use
 _NETWORK_LIBRARIES = ("httpx", "httpcore", "huggingface_hub", "urllib", "requests")
 
 
-def check_hub_cache() -> None:
-    """Raises `UserError` if the home folder is unknown and the hub's cache is in it."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    expand_user(HF_HUB_CACHE, "HF_HOME")
-
-
 def network_error(error: BaseException) -> BaseException | None:
     """The first of `error` and its causes that is from the network or the hub's cache; None if none is.
 
@@ -144,6 +138,7 @@ def network_error(error: BaseException) -> BaseException | None:
 def download_failed(what: str, where: str, cause: BaseException) -> UserError:
     """The error for `what` (a model and its weights), to be found at `where` (a hub repository or an address)."""
     repository = where.removeprefix("hf-hub:")
+    reason = known_answer(repository) or type(cause).__name__
     if "://" in repository:
         fetch = f"download {repository} on a machine with a network and set encoder.weights to the file"
     else:
@@ -151,7 +146,7 @@ def download_failed(what: str, where: str, cause: BaseException) -> UserError:
             f'on a machine with a network run "hf download {repository}", copy its cache folder (HF_HOME, '
             "~/.cache/huggingface) here and set HF_HUB_OFFLINE=1; or set encoder.weights to a file"
         )
-    return UserError(f"encoder: {what} is not on this machine and did not download ({type(cause).__name__}); {fetch}")
+    return UserError(f"encoder: {what} is not on this machine and did not download ({reason}); {fetch}")
 
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
