@@ -22,7 +22,7 @@ from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.weights.blocks import Chain, Pooling, find_chain
 from xdm_ft.weights.prompts import expand_templates, fill, in_words
-from xdm_ft.weights.source import NOT_TAKEN, check_sizes, size_not_taken, versions
+from xdm_ft.weights.source import NOT_TAKEN, check_sizes, refuse_not_finite, size_not_taken, versions
 
 OWN_PREPROCESSING = PreprocessingOverrides()
 PreprocessingChoice = Annotated[
@@ -139,10 +139,12 @@ class LibraryEncoder(Encoder):
 
         `no_pooling` says why the model has no such pooling; it is empty if it has.
 
-        Raises `UserError` if it has not, if the model takes no images of this size, or does not pool its features.
+        Raises `UserError` if it has not, if a weight is not finite, if the model takes no images of this size, or does
+        not pool its features.
         """
         if no_pooling:
             raise UserError(f'encoder.pooling: {self.pooling or "null"}: "{model}" {no_pooling}')
+        refuse_not_finite(self.state_dict(), f'encoder.weights: "{model}"')
         self.eval()  # some libraries return models in training mode
         self.preprocessing = overrides.applied_to(published)
         size = self.preprocessing.size

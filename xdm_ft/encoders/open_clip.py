@@ -59,6 +59,8 @@ from xdm_ft.weights.source import (
     reason_of,
     tokenizer_errors,
     unknown_model,
+    weights_inside,
+    without_code,
     wrong_kwargs,
 )
 
@@ -406,15 +408,20 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     try:
         # a text side of transformers is described by a repository, or by a file
         of_text = text.get("hf_model_name") or None
-        with hub(of_text if of_text or source.file else source.name), quiet(progress_bars=True):
-            return open_clip.create_model(
-                source.name,
-                pretrained=source.pretrained,
-                require_pretrained=True,
-                force_preprocess_cfg=source.preprocess,
-                weights_only=True,
-                **arguments,
-            )
+        with hub(of_text if of_text or source.file else source.name), quiet(progress_bars=True), without_code():
+            arguments |= {"force_preprocess_cfg": source.preprocess, "weights_only": True}
+            create = partial(open_clip.create_model, source.name, **arguments)
+            try:
+                return create(pretrained=source.pretrained, require_pretrained=True)
+            except Exception:
+                model = create(pretrained=None) if source.file is not None else None
+                inside = None if model is None else weights_inside(source.file, model.state_dict())
+                if inside is None:
+                    raise
+                model.load_state_dict(inside)
+                return model
+    except UserError:
+        raise
     except Exception as error:
         fault = network_error(error)
         if asks_for_code(error):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,8 +26,12 @@ from xdm_ft.weights.source import (
     network_error,
     read_weights,
     unknown_model,
+    weights_inside,
+    without_code,
     wrong_kwargs,
 )
+
+logger = logging.getLogger("xdm_ft")
 
 
 class Timm(LibraryEncoder):
@@ -66,6 +71,7 @@ class Timm(LibraryEncoder):
         from timm.data import resolve_model_data_config
 
         super().__init__(kwargs, normalize, pooling)
+        model = _current_name(model, weights)
         name, file = _resolve(model, weights)
         if file is not None:
             self.model, self.pretraining = _from_file(name, file, kwargs), f"weights from the file {file.name}"
@@ -127,6 +133,31 @@ class Timm(LibraryEncoder):
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return timm_blocks(self.model, "model")
+
+
+def _current_name(model: str, weights: str | None) -> str:
+    """Returns the name that timm has given a model instead of this one; with its tag, unless `weights` is no default.
+
+    Raises `UserError` for a model that timm has removed.
+    """
+    import timm
+    from timm.models import get_arch_pretrained_cfgs, get_deprecated_models
+
+    architecture, _, tag = model.partition(".")
+    deprecated = get_deprecated_models()
+    if architecture not in deprecated:
+        return model
+    if deprecated[architecture] is None:
+        raise UserError(f'encoder.model: timm {timm.__version__} has removed "{architecture}"; choose another model')
+    current, _, default = str(deprecated[architecture]).partition(".")
+    # the table is older than some tags: sam is sam_in1k
+    tags = [name.partition(".")[2] for name in get_arch_pretrained_cfgs(current)]
+    default = next((name for name in tags if name == default or (default and name.startswith(f"{default}_"))), default)
+    is_tag = not (weights in (None, "pretrained") or str(weights).startswith("hf-hub:") or is_file_name(str(weights)))
+    tag = tag or ("" if weights is None or is_tag else default)
+    named = f"{current}.{tag}" if tag else current
+    logger.warning('encoder.model: timm now calls "%s" "%s"', model, named)
+    return named
 
 
 def _resolve(model: str, weights: str | None) -> tuple[str, Path | None]:
@@ -233,16 +264,23 @@ def _from_file(name: str, path: Path, kwargs: dict[str, Any]) -> Any:
         # "file": timm loads this file and no other. It loads strictly only if both class counts are equal.
         overlay = {"file": str(path), "num_classes": classes, "label_offset": 0}
         try:
-            model: Any = timm.create_model(
-                name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **kwargs
-            )
+            with without_code():
+                model: Any = timm.create_model(
+                    name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **kwargs
+                )
         except Exception as error:
             errors.append(error)
         else:
             model.reset_classifier(0)
             return model
     try:
-        timm.create_model(name, num_classes=0, **kwargs)
+        model = timm.create_model(name, num_classes=0, **kwargs)
     except Exception as error:
         raise wrong_kwargs(name, kwargs, error) from error
+    if (inside := weights_inside(path, model.state_dict())) is not None:
+        try:
+            model.load_state_dict(inside)
+            return model
+        except RuntimeError as error:
+            raise mismatch(path, name, error) from error
     raise mismatch(path, name, errors[0]) from errors[0]

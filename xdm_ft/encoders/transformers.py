@@ -49,6 +49,7 @@ from xdm_ft.weights.source import (
     does_not_fit,
     file_of_weights,
     first_few,
+    mismatch,
     not_read,
     pretraining_of,
     pretraining_of_file,
@@ -58,6 +59,7 @@ from xdm_ft.weights.source import (
     reason_of,
     size_not_taken,
     tokenizer_errors,
+    weights_inside,
     wrong_kwargs,
 )
 
@@ -387,6 +389,14 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
             f'encoder.weights: {source.file or source.name} cannot be loaded into "{source.name}" '
             f"({reason_of(error, 200)}); check encoder.model, or give the complete file"
         ) from error
+    if report["missing_keys"] and source.file is not None:  # a part of the file may have all
+        needed = {name for name in model.state_dict() if not name.startswith("pooler.") and "mask_token" not in name}
+        if (inside := weights_inside(source.file, needed)) is not None:
+            try:
+                model.load_state_dict(inside, strict=False)
+            except RuntimeError as error:
+                raise mismatch(source.file, source.name, error) from error
+            report["missing_keys"] = set(model.state_dict()) - needed
     pooler = {name for name in report["missing_keys"] if name.startswith("pooler.")}
     if pooler:
         model.pooler = None

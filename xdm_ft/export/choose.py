@@ -57,6 +57,7 @@ from xdm_ft.storage.names import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import tensors_of
 from xdm_ft.version import __version__
+from xdm_ft.weights.source import refuse_not_finite
 
 logger = logging.getLogger("xdm_ft")
 COPIED = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step")
@@ -247,6 +248,7 @@ def _read_weights(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any
         state, metadata = RunDirectory(run.path).tensors(file)
         if "class_names" not in metadata:
             raise Damaged("an earlier version wrote it, without the description of its model")
+        refuse_not_finite(state, str(run.path / file))
         return state, {key: json.loads(value) for key, value in metadata.items() if key != "file"}
     except (Damaged, FileNotFoundError) as error:
         reason = error if isinstance(error, Damaged) else "it does not exist"

@@ -42,7 +42,7 @@ from xdm_ft.storage import json_digest, tensors_digest
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
 from xdm_ft.storage.lines import Damaged, json_object, one_line
 from xdm_ft.storage.tensors import Sizes, read_checked, refuse_other_sizes, tensors_of, write_checked, write_tensors
-from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, reason_of, refuse_sources
+from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, reason_of, refuse_not_finite, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
 REFERENCE, TRAINING_IMAGES, SITE = "reference.safetensors", "training_images.safetensors", "site.safetensors"
@@ -272,6 +272,7 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
     """
     config, weights_xxh3, checksum = _read_config(folder)
     state = read_described(folder / WEIGHTS, weights_xxh3)
+    refuse_not_finite(state, str(folder / WEIGHTS))
     width, classes = config.encoder.width, len(config.class_names)
     # `head` of head.weight, `members.0` of members.0.weight
     prefixes = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("members.")]) for name in state)
@@ -352,6 +353,7 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         except ValueError as error:
             raise UserError(f"{folder / PART}: does not fit the encoder ({error}); {AGAIN}") from error
         check_encoder(encoder, expected.xxh3, PART, folder)
+        refuse_not_finite(encoder.state_dict(), str(folder / PART))
     check_identity(encoder, expected.identity, str(folder / CONFIG))
     return encoder
 

@@ -40,6 +40,7 @@ from xdm_ft.runtime.machine import keep_freed_memory, own_cores
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.watchdog import from_main, gather
 from xdm_ft.storage.atomic import is_writable
+from xdm_ft.weights.source import first_few, not_finite
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -211,12 +212,15 @@ def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) ->
     """Returns a copy of the encoder in eval mode, on the device, in the precision. The encoder itself is unchanged.
 
     Its memory format is channels last: on a CPU that doubled the speed of convolutional encoders, in fp32 and in bf16,
-    and made no difference for ViTs. It shares the memory of weights that need not change for that.
+    and made no difference for ViTs. It shares the memory of weights that need not change for that. Raises `UserError`
+    if weights are too large for the precision.
     """
     shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in encoder.parameters()}
     shared |= {id(buffer): buffer.detach() for buffer in encoder.buffers()}
-    model = copy.deepcopy(encoder, shared).eval()
-    return model.to(device, DTYPES[precision]).to(memory_format=torch.channels_last)
+    model = copy.deepcopy(encoder, shared).eval().to(device, DTYPES[precision])
+    if DTYPES[precision] == torch.float16 and (broken := not_finite(model.state_dict())):
+        raise UserError(f"precision: fp16: weights are too large for it ({first_few(broken)}); use bf16 or fp32")
+    return model.to(memory_format=torch.channels_last)
 
 
 class UnfinishedShard(NamedTuple):

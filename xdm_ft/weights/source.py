@@ -11,8 +11,8 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -177,7 +177,7 @@ def read_weights(
 
     `key` is the recipe key or option that names the file; messages begin with it.
 
-    Raises `UserError` if the file is missing or damaged, or holds code, NaN or no tensors.
+    Raises `UserError` if the file is missing or damaged, or holds code, no tensors, or some that are not finite.
     """
     try:
         problem = "" if path.is_file() else "is a folder" if path.is_dir() else "does not exist"
@@ -194,7 +194,8 @@ def read_weights(
     if path.name.endswith(".safetensors") and _MAX_HEADER < header < path.stat().st_size:
         raise too_many  # reading them would take minutes
     try:
-        state = read(str(path))
+        with without_code():
+            state = read(str(path))
     except Exception as error:  # on a damaged file, the readers raise almost any exception
         text = reason_of(error, 10_000)
         with_cause = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm replaces torch's message by its own
@@ -208,18 +209,104 @@ def read_weights(
             kind = type(error).__name__
             failure = f"is damaged or has another format ({kind}: {text[:120]}); copy or download it again"
         raise UserError(f"{key}: {path} {failure}") from error
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = _tensors_in(state)
     if len(tensors) > MAX_TENSORS:
         raise too_many
     if not tensors:
         raise UserError(f"{key}: {path} holds no tensors; give a file with a state dict")
-    broken = [name for name, value in tensors.items() if value.is_floating_point() and value.isnan().any()]
-    if broken:
-        raise UserError(
-            f"{key}: {path} holds NaN in {plural(len(broken), 'tensor')} ({first_few(broken)}): "
-            "its training has diverged or the file is damaged; give another one"
-        )
+    # a single number need not be a weight: a training's best loss is infinite at first
+    refuse_not_finite({name: value for name, value in tensors.items() if value.ndim}, f"{key}: {path}")
     return tensors
+
+
+def not_finite(state: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of tensors that hold NaN or ±∞, but for ∞ in a mask."""
+    return [
+        name
+        for name, value in state.items()
+        if value.is_floating_point()
+        and not value.sum().isfinite()  # fast; a sum of finite numbers may be too large
+        and (value.isnan() if name.endswith("mask") else ~value.isfinite()).any()
+    ]
+
+
+def refuse_not_finite(state: Mapping[str, Tensor], where: str) -> None:
+    """Raises `UserError`, which begins with `where`, if weights are not finite."""
+    if broken := not_finite(state):
+        raise UserError(
+            f"{where} holds NaN or infinity in {plural(len(broken), 'tensor')} ({first_few(broken)}): its training has "
+            "diverged, a number was too large for float16, or the file is damaged; give another one"
+        )
+
+
+class _Inert:
+    """Stands for what is no tensor in a pickle of weights: nothing of it is built."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        pass
+
+
+_NO_WEIGHTS = (
+    "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype", "_codecs.encode", "argparse.Namespace",
+)  # fmt: skip
+"""What checkpoints of trainings hold beside tensors: an accuracy, a state of numpy's generator, the arguments."""
+
+
+def without_code() -> AbstractContextManager[None]:
+    """Context in which `torch.load` with `weights_only` passes over such values, instead of refusing the file."""
+    from torch.serialization import safe_globals
+
+    names: list[Any] = [(_Inert, name) for name in _NO_WEIGHTS]
+    return safe_globals(names)
+
+
+def _tensors_in(state: Mapping[Any, object], depth: int = 4) -> dict[str, Tensor]:
+    """Returns the tensors of a file; those of mappings inside have the names of both, joined by a dot."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            tensors[str(name)] = value
+        elif isinstance(value, Mapping) and depth and len(tensors) <= MAX_TENSORS:
+            tensors |= {f"{name}.{inner}": tensor for inner, tensor in _tensors_in(value, depth - 1).items()}
+    return tensors
+
+
+def weights_inside(path: Path, names: Collection[str]) -> dict[str, Tensor] | None:
+    """Returns the model of these tensors in a file where their names have a prefix; None: there is none.
+
+    Other tensors may be beside it, like a head; not in its own modules, which would be those of a larger model. Raises
+    `UserError` if the file holds several such models, like student and teacher.
+    """
+    import torch
+
+    if path.name.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        state: Mapping[str, Tensor] = load_file(path)
+    else:
+        with without_code():
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        state = _tensors_in(loaded if isinstance(loaded, Mapping) else {})
+    first, modules = min(names), tuple({f"{name.partition('.')[0]}." for name in names if "." in name})
+    prefixes = list[str]()
+    for prefix in (name.removesuffix(first) for name in state if name.endswith(f".{first}")):
+        inside = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+        if inside.issuperset(names) and not any(name.startswith(modules) for name in inside.difference(names)):
+            prefixes.append(prefix)
+    # MoCo's authors take the query encoder, of which the key encoder is a moving mean
+    query = {prefix: prefix.replace("encoder_k.", "encoder_q.") for prefix in prefixes}
+    prefixes = [prefix for prefix in prefixes if query[prefix] == prefix or query[prefix] not in query]
+    if len(prefixes) > 1:
+        choices = ", ".join(prefix.removesuffix(".") for prefix in sorted(prefixes))
+        raise UserError(
+            f"encoder.weights: {path} holds the model {len(prefixes)} times ({printable(choices)[:200]}); save the "
+            "tensors of one of them as .safetensors and give that file"
+        )
+    return {name: state[f"{prefixes[0]}{name}"] for name in names} if prefixes else None
 
 
 def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
