@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+import miniature
 import open_clip
 import pytest
 import tiny_transformers
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from tiny_models import TEXT, Family, tiny_clip
 from torch import Tensor
 
+from xdm_ft.cli.parser import main
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
@@ -96,6 +98,39 @@ def test_cut_prompts_are_reported(families: dict[str, Family], name: str, prompt
         caplog.clear()
         families[name].encoder().text_embeddings(CLASSES)
         assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", ["open_clip", "clip", "siglip"])
+def test_two_classes_that_are_one_text_are_refused(families: dict[str, Family], name: str) -> None:
+    encoder = families[name].encoder()
+    assert encoder.read_prompts(CLASSES) == encoder.exact_prompts(CLASSES), "what is not cut is printed as it is"
+    for names in (("dog", "guitar", "polar_bear", "polar bear"), ("guitar_", "dog", "guitar"), ("dog", "a", "  dog")):
+        with pytest.raises(
+            UserError, match=r'^data\.class_names: ".*" and ".*" are one text to the encoder \("a photo of'
+        ):
+            encoder.read_prompts(names)
+    # one of several templates that cuts the difference off does not make them one
+    long = "a photo of a photo of a photo of a photo of a photo of a {}"
+    with pytest.raises(UserError, match=r'"dog" and "polar_bear" are one text to the encoder \("a photo of a photo of'):
+        encoder.read_prompts(CLASSES, (long,))
+    first, second, *_ = encoder.read_prompts(CLASSES, (long, "a {}"))
+    assert first.startswith("a photo of a photo") and first.endswith(" … (cut: longer than the context)")
+    assert "dog" not in first and second == "a dog"
+
+
+@pytest.mark.parametrize("command", ["run", "validate", "doctor"])
+def test_commands_refuse_two_classes_that_are_one_text(tmp_path: Path, monkeypatch, capsys, command: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    miniature.domainbed(tmp_path / "data", "pacs")
+    text = RECIPE.replace("POOLING", "null").replace(
+        "data}", "data, counts: any, class_names: {dog: hot_dog, horse: hot dog}}"
+    )
+    Path("hot.yaml").write_text(text.replace("METHODS", "zero_shot"))
+    assert main([command, "hot.yaml", f"features.dir={tmp_path}/cache"]) != 0
+    screen = capsys.readouterr()
+    assert '"hot_dog" and "hot dog" are one text to the encoder ("a photo of a hot dog")' in screen.out + screen.err
+    Path("cold.yaml").write_text(text.replace("METHODS", "erm"))  # which reads no text
+    assert main(["validate", "cold.yaml", f"features.dir={tmp_path}/cache"]) == 0
 
 
 @pytest.mark.parametrize("template", ["a photo", "a {} of a {}", "a photo of a {class_name}", "a {} of {x}"])

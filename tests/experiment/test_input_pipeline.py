@@ -8,7 +8,7 @@ import small_runs
 import torch
 from safetensors.torch import load_file
 
-from xdm_ft.cli.validate import resolved_with_meanings
+from xdm_ft.cli.validate import resolved_with_meanings, validate
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import components
@@ -223,3 +223,37 @@ def test_views_that_do_not_fit_the_recipe_are_refused(overrides, problem):
     with pytest.raises(UserError, match=f": {problem}") as refused:
         recipe(*overrides)
     assert "\n" not in str(refused.value)
+
+
+RESNET = "encoder={name: timm, model: test_resnet, preprocessing: {size: 32}}"
+ONE = ("training={steps: 2, batch_size: 1, sampler: pooled}",)
+ONE_OF_TWO = ("training={steps: 2, batch_size: 3, sampler: pooled, accumulation: 2}",)
+
+
+@pytest.mark.parametrize("trainable", ["true", "{blocks: 1}"])
+@pytest.mark.parametrize("training", [ONE, ONE_OF_TWO])
+def test_batch_norm_of_one_value_is_refused_before_all_else(trainable, training):
+    made = small_runs.recipe(*SHORT, RESNET, f"methods=[{{name: erm, trainable: {trainable}}}]", *training)
+    why = r"^training\.batch_size: \d gives one image to a pass of erm, and batch norm \(model\.layer.*\) needs two"
+    with pytest.raises(UserError, match=why):
+        run(made)
+    assert not Path("output").exists() and "needs two" in str(validate(made).document["error"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (TRAINED, "training.batch_size=1"),  # of each domain
+        (TRAINED, "encoder.batch_norm=frozen", *ONE),
+        (FROZEN, *ONE),
+        (TRAINED, "encoder.preprocessing.size=64", *ONE),  # maps of 2 × 2
+    ],
+)
+def test_one_image_is_enough_elsewhere(overrides):
+    assert {record["status"] for record in small_runs.results(*SHORT, RESNET, *overrides)["runs"]} == {"ok"}
+
+
+def test_fish_passes_one_domain_at_a_time():
+    made = small_runs.recipe(*SHORT, RESNET, TRAINED, "methods=[erm, fish]", "training.batch_size=1")
+    with pytest.raises(UserError, match="gives one image to a pass of fish"):
+        run(made)

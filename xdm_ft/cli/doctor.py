@@ -22,7 +22,15 @@ from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reach
 from xdm_ft.experiment.estimate import estimate
 from xdm_ft.experiment.faults import SITE_CLASS, Finding, data_faults, fault, intensity_faults, plan_faults
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
-from xdm_ft.experiment.prepare import build_encoder, build_encoders, by_label, cuts_of, with_text
+from xdm_ft.experiment.prepare import (
+    build_encoder,
+    build_encoders,
+    by_label,
+    check_batch_norm,
+    check_prompts,
+    cuts_of,
+    with_text,
+)
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.experiment.resume import keep_choices_of_run
 from xdm_ft.experiment.work import as_launched, launched
@@ -186,6 +194,13 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     if data is None:
         return
     dataset, hashes, plan = data
+    if all_built and recipe.has_images:
+        try:
+            check_prompts(recipe, encoders, dataset.class_names)
+            if plan is not None:
+                check_batch_norm(plan, encoders)
+        except UserError as error:
+            yield from fault("recipe", error)
     if not recipe.has_images:
         encoders = build_encoders(recipe, dataset)
         yield Finding("features", f"{encoders[None].pretraining}; {encoders[None].width} features")

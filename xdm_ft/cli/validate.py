@@ -16,7 +16,14 @@ from xdm_ft.encoders import TextEncoder
 from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
 from xdm_ft.experiment.faults import faults, log_left_out
 from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
-from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
+from xdm_ft.experiment.prepare import (
+    build_encoders,
+    check_batch_norm,
+    check_low_rank,
+    check_prompts,
+    log_encoder,
+    with_text,
+)
 from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.experiment.work import as_launched, launched
@@ -60,6 +67,8 @@ def validate(recipe: Recipe) -> Answer:
         encoders = build_encoders(recipe, dataset)
         recipe = with_text(recipe, encoders)
         check_low_rank(recipe, encoders)
+        check_prompts(recipe, encoders, dataset.class_names)
+        check_batch_norm(plan, encoders)
     except UserError as error:  # the weights may come later, the data can be mended now
         fault = error
         try:
@@ -71,11 +80,13 @@ def validate(recipe: Recipe) -> Answer:
         for label, encoder in encoders.items():
             log_encoder(encoder)
             if isinstance(encoder, TextEncoder) and not encoder.text_reason:
-                prompts = prompts or list(encoder.exact_prompts(dataset.class_names))
+                # the tokenizer is read only if a method needs it
+                reads = any(item.reads_text for item in recipe.served if item.encoder_label == label)
+                read = encoder.read_prompts if reads else encoder.exact_prompts
+                prompts = prompts or read(dataset.class_names)
                 for item in recipe.methods:
                     if item.block.prompts is not None and item.encoder_label == label:
-                        first_class = encoder.exact_prompts(dataset.class_names[:1], item.block.prompts)
-                        method_prompts[item.label] = list(first_class)
+                        method_prompts[item.label] = read(dataset.class_names[:1], item.block.prompts)
         for warning in warn_of_class_names(dataset.class_names) if prompts is not None else ():
             logger.warning("warning: %s", warning)
         with launched(recipe) as accelerator:

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.weights.blocks import Chain, Pooling, find_chain
 from xdm_ft.weights.prompts import expand_templates, fill, in_words
 from xdm_ft.weights.source import NOT_TAKEN, check_sizes, refuse_not_finite, size_not_taken, versions
@@ -210,6 +210,31 @@ class TextEncoder(ABC):
         """
 
     def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
-        """Returns every prompt exactly as it is tokenised, class by class; `validate` prints them."""
+        """Returns every prompt as it is given to the tokeniser, class by class."""
         templates = expand_templates(prompts or self.prompts)
         return [fill(template, in_words(name)) for name in class_names for template in templates]
+
+    @abstractmethod
+    def as_read(self, texts: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns what the text encoder reads of each text, whose end may be cut, and its tokens."""
+
+    def read_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
+        """Returns every prompt exactly as the text encoder reads it, class by class; `validate` prints them.
+
+        Raises `UserError` if two classes have the same tokens: the second one would never be predicted.
+        """
+        exact = self.exact_prompts(class_names, prompts)
+        read, count = self.as_read(exact), len(exact) // len(class_names)
+        of_tokens: dict[tuple[tuple[int, ...], ...], str] = {}
+        for number, name in enumerate(class_names):
+            of_class = read[number * count : (number + 1) * count]
+            if (other := of_tokens.setdefault(tuple(tokens for _, tokens in of_class), name)) != name:
+                raise UserError(
+                    f'data.class_names: "{printable(other)}" and "{printable(name)}" are one text to the encoder '
+                    f'("{printable(of_class[0][0])[:80]}"), so the second would never be predicted; give them other '
+                    "words, or shorter prompts"
+                )
+        return [
+            text if text == given else f"{text} … (cut: longer than the context)"
+            for given, (text, _) in zip(exact, read, strict=True)
+        ]

@@ -180,13 +180,7 @@ class OpenClip(LibraryEncoder, TextEncoder):
         """See `TextEncoder`. On the CPU. Prompts longer than the model's context are cut, with a warning."""
         import open_clip
 
-        # of the config's arguments for transformers' tokenizer, this one is replaced
-        of_transformers = self.built_from["config"]["text_cfg"].get("hf_tokenizer_name")
-        arguments = {"trust_remote_code": False} if of_transformers else {}
-        # not kept: copies of the encoder would take its dictionary along, which takes longer than the weights
-        repository = of_transformers or None  # open_clip's own tokenizer comes with it
-        with tokenizer_errors(self.source.name, self.source.repository), hub(repository), quiet(progress_bars=True):
-            tokenizer = open_clip.get_tokenizer(self.source.name, **arguments)
+        tokenizer = self._tokenizer()
         if isinstance(tokenizer, open_clip.SimpleTokenizer):  # tokenizers of transformers cut in other ways
             longest = tokenizer.context_length - 2  # without start and end token
             exact = self.exact_prompts(class_names, prompts)
@@ -199,6 +193,38 @@ class OpenClip(LibraryEncoder, TextEncoder):
             device=next(self.model.parameters()).device,
         )  # [K,C]
         return weight.T.float().cpu()
+
+    def as_read(self, texts: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+        """See `TextEncoder`."""
+        import open_clip
+
+        tokenizer = self._tokenizer()
+        tokens = tokenizer(texts)  # [n,L]
+        longest = tokens.shape[1]
+        whole = tokenizer(texts, context_length=8 * longest)  # their end is padding
+        is_cut = (whole[:, longest:] != whole[:, -1:]).any(1).tolist()
+        is_own = isinstance(tokenizer, open_clip.SimpleTokenizer)
+
+        def left(text: str, row: Tensor) -> str:
+            if is_own:
+                return str(tokenizer.decode(tokenizer.encode(text)[: longest - 2])).strip()
+            return str(tokenizer.tokenizer.decode(row.tolist(), skip_special_tokens=True))
+
+        return [
+            (left(text, row) if cut else text, tuple(row.tolist()))
+            for text, row, cut in zip(texts, tokens, is_cut, strict=True)
+        ]
+
+    def _tokenizer(self) -> Any:
+        """Not kept: copies of the encoder would take its dictionary along, which takes longer than the weights."""
+        import open_clip
+
+        # of the config's arguments for transformers' tokenizer, this one is replaced
+        of_transformers = self.built_from["config"]["text_cfg"].get("hf_tokenizer_name")
+        arguments = {"trust_remote_code": False} if of_transformers else {}
+        repository = of_transformers or None  # open_clip's own tokenizer comes with it
+        with tokenizer_errors(self.source.name, self.source.repository), hub(repository), quiet(progress_bars=True):
+            return open_clip.get_tokenizer(self.source.name, **arguments)
 
 
 class _Source(NamedTuple):

@@ -180,14 +180,7 @@ class Transformers(LibraryEncoder, TextEncoder):
     @torch.no_grad()
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
         """See `TextEncoder`. On the CPU. Prompts longer than the model's context are cut, with a warning."""
-        from transformers import AutoTokenizer
-
-        if self.text_reason:
-            raise UserError(self.text_reason)
-        # not kept: copies of the encoder would take its dictionary along
-        folder = self.source.folder
-        with tokenizer_errors(self.source.name, str(folder)), hub(folder), quiet():
-            tokenizer = AutoTokenizer.from_pretrained(self.source.folder, trust_remote_code=False)
+        tokenizer = self._tokenizer()
         longest = self.source.config.text_config.max_position_embeddings
         # SigLIP was trained on texts padded to the whole context, and attends to the padding
         attends_to_padding = self.source.config.model_type.startswith("siglip")
@@ -203,6 +196,25 @@ class Transformers(LibraryEncoder, TextEncoder):
             parts.append(self.model.get_text_features(**inputs).pooler_output)  # [n,K]
         each = F.normalize(torch.cat(parts).float(), dim=-1)  # [C·P,K], class by class
         return F.normalize(each.view(len(class_names), -1, each.shape[-1]).mean(1), dim=-1).cpu()
+
+    def as_read(self, texts: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+        """See `TextEncoder`."""
+        tokenizer, longest = self._tokenizer(), self.source.config.text_config.max_position_embeddings
+        tokens = tokenizer(texts, truncation=True, max_length=longest)["input_ids"]
+        return [
+            (text if len(whole) <= longest else str(tokenizer.decode(row, skip_special_tokens=True)), tuple(row))
+            for text, row, whole in zip(texts, tokens, tokenizer(texts)["input_ids"], strict=True)
+        ]
+
+    def _tokenizer(self) -> Any:
+        """Not kept: copies of the encoder would take its dictionary along. Raises `UserError` without a text side."""
+        from transformers import AutoTokenizer
+
+        if self.text_reason:
+            raise UserError(self.text_reason)
+        folder = self.source.folder
+        with tokenizer_errors(self.source.name, str(folder)), hub(folder), quiet():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 class _Output(NamedTuple):

@@ -34,7 +34,15 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
     from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import make_plan, read_data
-    from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
+    from xdm_ft.experiment.prepare import (
+        build_encoders,
+        check_batch_norm,
+        check_low_rank,
+        check_prompts,
+        image_hashes,
+        prepare,
+        with_text,
+    )
     from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs, summary_of
     from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
@@ -57,6 +65,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             if (served := with_text(recipe, encoders)) is not recipe:
                 recipe, plan = served, make_plan(served, dataset)
             check_low_rank(recipe, encoders)
+            check_prompts(recipe, encoders, dataset.class_names)
+            check_batch_norm(plan, encoders, accelerator.num_processes)
         with open_run_directory(recipe, accelerator) as directory:
             results = RunResults.resume(directory, recipe, accelerator)
             before, recipe_before = results.environment_before, results.recipe_before

@@ -38,7 +38,9 @@ from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import is_writable
 from xdm_ft.training import Job, balanced_class_weight
+from xdm_ft.training.end_to_end.batch_norm import lone_values
 from xdm_ft.training.end_to_end.model import check_trainable, check_updates, cut_of
+from xdm_ft.weights.source import first_few
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -153,6 +155,36 @@ def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> No
     for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.served):
         if isinstance(trainable, LowRank):
             check_updates(encoders[label], trainable)
+
+
+def check_prompts(recipe: Recipe, encoders: Mapping[str | None, Encoder], class_names: tuple[str, ...]) -> None:
+    """Raises `UserError` if two classes are one text to an encoder whose class embeddings a method reads."""
+    readers = [item for item in recipe.served if item.reads_text]
+    for label, prompts in dict.fromkeys((item.encoder_label, item.block.prompts) for item in readers):
+        encoder = encoders[label]
+        assert isinstance(encoder, TextEncoder), "checked with the recipe"
+        encoder.read_prompts(class_names, prompts)
+
+
+def check_batch_norm(plan: Plan, encoders: Mapping[str | None, Encoder], processes: int = 1) -> None:
+    """Raises `UserError` if batch norm would train on one value: before all else, and not in the first step."""
+    for model in plan.models:
+        item, training, domains = model.item, model.training, len(model.split.train)
+        if item.trainable is False or isinstance(item.trainable, LowRank) or model.skipped is not None:
+            continue
+        images = training.images_per_step(domains) // max(1, item.algorithm.cls.gradients_per_step(domains))
+        encoder, parts = encoders[item.encoder_label], processes * training.accumulation
+        if images >= 2 * parts or item.encoder_common.batch_norm == "frozen":
+            continue
+        lone = lone_values(encoder)
+        if isinstance(item.trainable, LastBlocks):
+            below = len(encoder.chain.blocks) - item.trainable.blocks
+            lone = [name for name in lone if encoder.chain.began(name) > below]
+        if lone:
+            raise UserError(
+                f"training.batch_size: {training.batch_size} gives one image to a pass of {item.label}, and batch norm "
+                f"({first_few(lone)}) needs two; raise it, or set encoder.batch_norm: frozen"
+            )
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.training.end_to_end.inputs import StepBatch
+from xdm_ft.weights.blocks import undisturbed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -135,3 +138,24 @@ def gather_statistics(
     statistics.commit()
     for layer, momentum in zip(statistics.layers, momenta, strict=True):
         layer.momentum = momentum
+
+
+@torch.no_grad()
+def lone_values(encoder: Encoder) -> list[str]:
+    """Returns the names of batch-norm layers that get one value per channel of an image.
+
+    In training mode they need two images: one alone is its own mean.
+    """
+    names = {layer: name for name, layer in encoder.named_modules() if isinstance(layer, _BatchNorm)}
+    lone = dict[str, None]()
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].numel() == inputs[0].shape[1]:
+            lone[names[layer]] = None
+
+    side, device = encoder.preprocessing.size, next(encoder.parameters()).device
+    with ExitStack() as hooks, undisturbed(encoder):
+        for layer in names:
+            hooks.callback(layer.register_forward_pre_hook(look).remove)
+        encoder(torch.zeros(1, 3, side, side, device=device))
+    return list(lone)
