@@ -235,7 +235,9 @@ def no_answer(address: str) -> str:
         except urllib.request.HTTPError as error:  # it answers
             reasons.append(f"status {error.code}" if error.code >= 500 else "")
         except Exception as error:  # of each library its own
-            reasons.append(" ".join(str(getattr(error, "reason", error)).split())[:80] or type(error).__name__)
+            cause = getattr(error, "reason", error)
+            if "Timeout" not in type(cause).__name__:  # that is no answer
+                reasons.append(" ".join(str(cause).split())[:80] or type(cause).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)  # to look up a name has no time limit
     thread.start()
