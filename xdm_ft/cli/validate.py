@@ -82,11 +82,11 @@ def validate(recipe: Recipe) -> Answer:
             if isinstance(encoder, TextEncoder) and not encoder.text_reason:
                 # the tokenizer is read only if a method needs it
                 reads = any(item.reads_text for item in recipe.served if item.encoder_label == label)
-                read = encoder.read_prompts if reads else encoder.exact_prompts
-                prompts = prompts or read(dataset.class_names)
+                prompts_of = encoder.read_prompts if reads else encoder.exact_prompts
+                prompts = prompts or prompts_of(dataset.class_names)
                 for item in recipe.methods:
                     if item.block.prompts is not None and item.encoder_label == label:
-                        method_prompts[item.label] = read(dataset.class_names[:1], item.block.prompts)
+                        method_prompts[item.label] = prompts_of(dataset.class_names[:1], item.block.prompts)
         for warning in warn_of_class_names(dataset.class_names) if prompts is not None else ():
             logger.warning("warning: %s", warning)
         with launched(recipe) as accelerator:

@@ -440,9 +440,10 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
             try:
                 return create(pretrained=source.pretrained, require_pretrained=True)
             except Exception:
-                model = create(pretrained=None) if source.file is not None else None
-                inside = None if model is None else weights_inside(source.file, model.state_dict())
-                if inside is None:
+                if source.file is None:
+                    raise
+                model = create(pretrained=None)
+                if (inside := weights_inside(source.file, model.state_dict())) is None:
                     raise
                 model.load_state_dict(inside)
                 return model

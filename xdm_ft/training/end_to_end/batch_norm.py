@@ -146,7 +146,9 @@ def lone_values(encoder: Encoder) -> list[str]:
 
     In training mode they need two images: one alone is its own mean.
     """
-    names = {layer: name for name, layer in encoder.named_modules() if isinstance(layer, _BatchNorm)}
+    names: dict[nn.Module, str] = {
+        layer: name for name, layer in encoder.named_modules() if isinstance(layer, _BatchNorm)
+    }
     lone = dict[str, None]()
 
     def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
