@@ -219,8 +219,9 @@ def left_out(
     `levels`: what the folders are, from the root; `only`: the folders in it that count. The log counts the files that
     are no data.
     """
-    of_any_depth, deep = set(_images(tree.files)), set(tree.images)
-    others = [path for path in tree.files if path not in of_any_depth and (only is None or path.split("/")[0] in only)]
+    files = tree.files if len(tree.images) < len(tree.files) else []  # the sets of a million paths need much memory
+    of_any_depth, deep = set(_images(files)), set(tree.images if files else ())
+    others = [path for path in files if path not in of_any_depth and (only is None or path.split("/")[0] in only)]
     is_data = [looks_like_data(path, partial(_begin, os.path.join(root, path))) for path in others]
     data, notes = [list(compress(others, map(flag.__eq__, is_data))) for flag in (True, False)]
     if notes:
@@ -233,7 +234,7 @@ def left_out(
         if OF_SYSTEMS.isdisjoint(part) and (only is None or {*part[:1]} <= {*map(one_form, only)})
     ]
     lines = [line for level, what in enumerate(levels) for line in _empty(tree, level, what, parts, others, {*data})]
-    if only is None and (higher := [path for path in tree.files if path in of_any_depth and path not in deep]):
+    if only is None and (higher := [path for path in files if path in of_any_depth and path not in deep]):
         where = f"outside a {'/'.join(f'<{level}>' for level in levels)} folder"
         lines.append(
             f"{plural(len(higher), 'image')} {where}, the first: {higher[0]}; move them into one, or remove them"

@@ -94,9 +94,11 @@ def alike(names: Sequence[str]) -> list[list[int]]:
 
 def on_disk(folder: str | Path, path: str) -> str:
     """Returns the path from a folder in the form that its files have there: é may be one character, or two (a Mac)."""
-    forms = [path] if path.isascii() else [path, *(unicodedata.normalize(form, path) for form in ("NFC", "NFD"))]
+    if path.isascii():
+        return os.path.join(folder, path)
+    forms = [path, *(unicodedata.normalize(form, path) for form in ("NFC", "NFD"))]
     whole = [os.path.join(folder, form) for form in forms]
-    return next(filter(os.path.isfile, whole[1:]), whole[0]) if not os.path.isfile(whole[0]) else whole[0]
+    return next(filter(os.path.isfile, whole), whole[0])
 
 
 def whole_number(name: str) -> str:

@@ -29,7 +29,7 @@ from xdm_ft.containers.files import (
     refuse_splits,
     visible_entries,
 )
-from xdm_ft.containers.tables import csv_rows, name_in, on_disk, whole_number
+from xdm_ft.containers.tables import column_meant, csv_rows, name_in, on_disk, whole_number
 from xdm_ft.data.table import COLUMNS, Table, path_in
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural, printable
 from xdm_ft.runtime.progress import pulse
@@ -217,7 +217,9 @@ def _table_rows(file: Path, group_by: str | None) -> Iterator[tuple[int, dict[st
             if header.count(column) > 1:
                 raise UserError(f"{file}: two columns have the name {column}; rename one")
         if "path" not in columns:
-            raise UserError(f"{file}: there is no column path; found: {', '.join(header)}")
+            meant = column_meant("path", header)
+            hint = f"; rename {meant} to path" if meant else ""
+            raise UserError(f"{file}: there is no column path; found: {', '.join(header)}{hint}")
         return [column for column in columns if column is not None]
 
     if file.suffix.lower() == ".csv":
