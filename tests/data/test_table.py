@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from xdm_ft.containers.tables import column_meant
+from xdm_ft.data import load_dataset
 from xdm_ft.data.table import Table
 from xdm_ft.protocol.splits import Protocol, splits
 from xdm_ft.recipe.components import find, settings_model
@@ -30,6 +31,25 @@ def folder(tmp_path: Path) -> Path:
     for name in NAMES:
         Image.new("RGB", (5, 4), "teal").save(tmp_path / name)
     return tmp_path
+
+
+@pytest.mark.parametrize("name", ["table", "parquet"])
+def test_a_block_of_results_json_gives_the_data_again(folder: Path, name: str) -> None:
+    png = (folder / "a.png").read_bytes()
+    cells = {
+        "path": ["a.png", "b.png"],
+        "image": [png, png],
+        "label": ["wrong"] * 2,
+        "class": ["x", "y"],
+        "site": ["s", "t"],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(cells), folder / "t.parquet")
+    columns = {"label": "class", "domain": "site"}
+    made = settings_model(find("data", name)).model_validate({"file": str(folder / "t.parquet"), "columns": columns})
+    again = load_dataset({"name": name, **made.model_dump(mode="json")})
+    assert (again.class_names, again.domain_names) == (("x", "y"), ("s", "t"))
+    with pytest.raises(UserError, match="data: Input should be"):
+        load_dataset({"name": name, "file": "t.parquet", "columns": 3})
 
 
 def write(folder: Path, text: str, name: str = "t.csv", encoding: str = "utf-8") -> Path:

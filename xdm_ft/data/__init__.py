@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from xdm_ft.runtime.errors import UserError
 
@@ -30,8 +32,11 @@ def load_dataset(block: Mapping[str, Any]) -> ImageDataset:
         if inspect.isclass(member) and issubclass(member, ImageDataset) and member.__module__ == module.__name__
         and not inspect.isabstract(member)
     )  # fmt: skip
-    keys = inspect.signature(cls.__init__).parameters
-    settings = {key: value for key, value in block.items() if key in keys}
+    keys = get_type_hints(cls.__init__, include_extras=True)
+    try:  # JSON has dictionaries in place of blocks such as data.columns
+        settings = {key: TypeAdapter(keys[key]).validate_python(block[key]) for key in block if key in keys}
+    except ValidationError as error:
+        raise UserError(f"data: {error.errors()[0]['msg']}") from error
     dataset: ImageDataset = cls(**settings | ({"download": False} if "download" in keys else {}))
     return dataset
 
