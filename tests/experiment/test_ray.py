@@ -123,6 +123,11 @@ class TestRefusals:
         assert not refused_changes(before, now) and not refused_changes(now, before)
 
 
+def impatient():
+    keep_to_one_core()
+    cluster_module.HEAD_SECONDS = 3.0
+
+
 def small_shards():
     extraction.IMAGES_PER_SHARD = SHARD
 
@@ -213,6 +218,22 @@ class TestModels:
         assert process.exitcode == 0 and "resumes after" in Path("err").read_text(), Path("err").read_text()
         assert same_models("here", "there")
 
+    def test_the_head_dies_and_the_same_command_resumes(self, in_folder):
+        small_runs.results(*MODEL, "output.dir=here")
+        arguments, files = ["run", "small.yaml", "output.dir=there", *MODEL], (in_folder / "out", in_folder / "err")
+        with cluster() as alone:
+            process = begin([*arguments, *on(alone)], in_folder, *files, first=impatient)
+            until = time.monotonic() + PATIENCE
+            while not any(Path("there").glob("small/events/erm/*/*/events*")) and time.monotonic() < until:
+                time.sleep(0.1)
+            alone.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+            process.join(PATIENCE)
+        *_, line = (in_folder / "err").read_text().splitlines()
+        assert process.exitcode == 2 and line.startswith("xdm-ft: cluster.address: "), line
+        assert "head has died" in line and "run the same command to resume, on a new cluster or with" in line
+        assert "raylet" not in (in_folder / "out").read_text() + (in_folder / "err").read_text()
+        assert main(arguments) == 0 and same_models("here", "there")
+
     def test_what_a_node_lacks_is_one_line(self, nodes, monkeypatch):
         with pytest.raises(UserError, match=r"cluster.gpus_per_model: 1, but no node .* has more than 0 \(.* 0 GPUs\)"):
             run(small_runs.recipe(*on(nodes), "cluster.gpus_per_model=1"))
@@ -274,6 +295,7 @@ class TestFeatures:
         call_once(monkeypatch, lambda: len(shards()) >= 2, replace_all)
         assert extracted(*on(nodes)) == IMAGES
         assert [line for line in caplog.messages if "its task was lost" in line]
+        assert [line for line in caplog.messages if re.match(r"node \S+ \(\S+\) was lost", line)]
         assert stored("cache") == expected
 
     @pytest.mark.parametrize("where", ["on the cluster", "without it"])

@@ -36,6 +36,17 @@ def progress(directory, done=NOTHING, processes=1, shows=True):
     return RunProgress("training", PIECES, done, directory, processes, shows)
 
 
+def test_a_line_of_progress_ends_with_what_is_known(tmp_path, caplog):
+    """On a cluster this process does no piece itself, so that there is no "now"."""
+    caplog.set_level(logging.INFO, "xdm_ft")
+    with progress(RunDirectory(tmp_path)) as run:
+        for note in ("", "erm"):
+            run.note, run._last = note, -1e9
+            run.show()
+    ends = [line.rpartition("models")[2] for line in caplog.messages]
+    assert ends[:2] == ["", ", now erm"]
+
+
 def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
     with progress(RunDirectory(tmp_path), done=Work(3, 100)) as run:
         run.started -= 30.0

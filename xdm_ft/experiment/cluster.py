@@ -48,6 +48,7 @@ CONNECT_SECONDS = 5.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0  # for all tasks to save their state, after a signal
 LOOK_SECONDS = 1.0  # between two looks at what tasks have written
+HEAD_SECONDS = 20.0  # without an answer of the head; after 60 Ray ends this process without a word of ours
 WATCH_SECONDS = 0.5  # between two looks of a task at whether it shall go on
 GO_ON = "go-on"  # file in the folder of the tasks: they stop when it is removed, which needs no space on the disk
 MAX_LOSSES = 5  # of tasks in a row, without progress between them: then a part itself is the cause
@@ -133,7 +134,10 @@ def imported_ray() -> Any:
         raise UserError("cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # unset, Ray warns of what it will do one day
     import ray
+    from ray._private import worker
 
+    # reports of Ray's own state, 40 lines for a dead node, even with log_to_driver=False; `Tasks` names the node
+    worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("Ray: %s", data["lines"])
     return ray
 
 
@@ -151,6 +155,11 @@ def address_of(asked: str) -> str:
     return str(address)
 
 
+def split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def reachable(asked: str) -> str:
     """Returns the address of `address_of`. Raises `UserError` if nothing answers there."""
     address = address_of(asked)
@@ -162,7 +171,7 @@ def reachable(asked: str) -> str:
         )
     try:
         # asked first, as `ray.init` waits long for an address where nobody answers
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        socket.create_connection(split_address(address), CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError(f"cluster.address: {address} cannot be reached ({error}); {START}") from error
     return address
@@ -244,12 +253,15 @@ class Tasks:
         self.losses, self.progress, self.next_look = Counter[str](), self.look(), 0.0  # losses: of each part
         self.saved = 0  # trainings that were unfinished when their tasks were asked to stop
         self.logged: dict[Path, int] = {}  # lines of each log that have been read
+        self.answered = time.monotonic()  # when the head did so last
         on_gpu, level = self.settings.gpus_per_model > 0, logger.getEffectiveLevel()
         setting, versions = self.shared[0], versions_of(self.work)
         self.order = Order(self.threads, on_gpu, os.getcwd(), setting, self.folder, versions, level)
         with connected(self.settings) as self.ray, deferred():
             self.folder.mkdir(parents=True)
             (self.folder / GO_ON).touch()
+            self.head = str(self.ray.get_runtime_context().gcs_address)
+            self.dead = {node["NodeID"] for node in self.ray.nodes() if not node["Alive"]}
             try:
                 self.pickled = self.ray.put(self.ray.cloudpickle.dumps(self.work))
                 # a lost task is done again by the driver, which knows what is left of it
@@ -260,8 +272,9 @@ class Tasks:
                     self.poll()
                 faults = self.stop() if stop_requested() else []
             except self.ray.exceptions.RayError as error:
-                what = f"the cluster does not answer any more ({_first_line(error)})"
-                raise UserError(f"cluster.address: {self.settings.address}: {what}; {RESUME}") from error
+                what = f"the cluster's head has died or does not answer ({_first_line(error)})"
+                resume = f"{RESUME}, on a new cluster or with cluster.name=null"
+                raise UserError(f"cluster.address: {self.head}: {what}; {resume}") from error
             except BaseException:
                 with suppress(self.ray.exceptions.RayError):
                     self.stop()
@@ -286,6 +299,7 @@ class Tasks:
         ended, _ = self.ray.wait([*self.running], num_returns=len(self.running), timeout=POLL_SECONDS)
         if ended or time.monotonic() >= self.next_look:
             self.next_look = time.monotonic() + LOOK_SECONDS
+            self.look_at_nodes()
             for file in self.folder.glob("*.log"):
                 # a task may be in the middle of its last line, which is read at the next look
                 lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -320,6 +334,21 @@ class Tasks:
             if how == "done":
                 self.done(value)
             self.saved += how == "stopped" and value
+
+    def look_at_nodes(self) -> None:
+        """Logs which nodes have died. Raises `RayError` if the head has, before Ray ends this process."""
+        try:
+            socket.create_connection(split_address(self.head), CONNECT_SECONDS).close()
+        except OSError as error:
+            if time.monotonic() - self.answered > HEAD_SECONDS:
+                raise self.ray.exceptions.RayError(str(error)) from error
+            return  # a question to it would block
+        self.answered = time.monotonic()
+        for node in self.ray.nodes():
+            if not node["Alive"] and node["NodeID"] not in self.dead:
+                self.dead.add(node["NodeID"])
+                where = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+                logger.warning("node %s was lost; what it did is done again", where)
 
     def stop(self) -> list[Exception]:
         """Lets the tasks that have begun save their state. Returns the faults of tasks that end by one meanwhile.
