@@ -72,9 +72,11 @@ class WebDataset(PiecedImages):
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
         of_names = keys.model_dump()
 
+        # 1: versions that took any damage for the end of a tar; 3: those that did not read 0.5x.jpg
+        reads = ["tar", 4, HEIC[0] in extensions()]  # it decides which row an image is, so hashes are kept under it too
+
         def index_of(address: str, state: FileState) -> Table:
-            # 1: versions that took any damage for the end of a tar; 3: those that did not read 0.5x.jpg
-            key = repr(["tar", 4, HEIC[0] in extensions(), address, state, of_names])
+            key = repr([*reads, address, state, of_names])
             return remembered_table(key, lambda: read_tar(address, state, of_names))
 
         states, indexes = open_files(files, index_of)
@@ -82,7 +84,7 @@ class WebDataset(PiecedImages):
         self.starts, self.sizes = table[START].to_numpy(), table[SIZE].to_numpy()
         self.members = table[MEMBER]  # in Arrow they take a fifth of the memory of a list
         self.pieces = _pieces(self.starts, self.sizes, rows, states)
-        self.container = Container(tuple(files), "tar", self.pieces)
+        self.container = Container(tuple(files), repr(reads), self.pieces)
         self.domain_names, of_file = numbered([file.rstrip("/").rsplit("/", 2)[-2] for file in files])
         several = len({os.path.dirname(file) for file in files}) > 1  # a/train/0.tar and b/train/0.tar too
         if keys.domain is None and several and all(map(is_split, self.domain_names)):
