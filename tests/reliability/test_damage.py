@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image, ImageOps
 from real_runs import on_images, one_line, outcome, run_here
 from safetensors.torch import save_file
 
@@ -22,7 +23,8 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment import pieces, plan, results
 from xdm_ft.experiment.results import RECORDS, read_records
 from xdm_ft.export.choose import Choice, read_parts
-from xdm_ft.report.finished import read_run
+from xdm_ft.report.finished import Run, read_run
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import checkpoint, json_digest
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.lines import Damaged
@@ -366,6 +368,90 @@ def test_other_things_in_the_place_of_a_file(finished, tmp_path):
     with pytest.raises(Damaged, match="it has no checksum"):
         read_checked(tmp_path / "w")
     assert time.process_time() - started < 10  # where it is read tensor by tensor: more than a minute
+
+
+# ---- Files of another run
+
+OTHER = ("training.lr=0.02", "protocol.val_fraction=0.3")  # the same names of files, and other content
+ELSEWHERE = (
+    "models/erm/photo/*/train_val.safetensors", "models/erm/sketch/*/predictions.safetensors",
+    "models/final_fit/erm/model.safetensors", "test_images/photo.safetensors", "training_features/photo.safetensors",
+    "training_features/+final_fit.safetensors",
+)  # fmt: skip
+REPORTS = ("results.md", "results.csv", "reports.json")
+
+
+@pytest.fixture(scope="module")
+def other(finished, tmp_path_factory):
+    """A finished run of the same name, on other images of the same names."""
+    folder = tmp_path_factory.mktemp("other")
+    recipe = on_images(folder)
+    recipe.write_text((finished / "small.yaml").read_text().replace(str(finished), str(folder)))
+    for path in (folder / "data").rglob("*.png"):
+        with Image.open(path) as image:
+            ImageOps.invert(image.convert("RGB")).save(path)
+    for path in folder.glob("data/PACS/*/dog/000.png"):
+        path.unlink()  # fewer test images
+    assert run_here(recipe, *OTHER) == 0 and main(["analyse", str(folder / "out/small")]) == 0
+    return folder / "out/small"
+
+
+@pytest.mark.slow
+def test_files_of_another_run_are_found_wherever_they_are_read(finished, other, run, caplog, capsys):
+    expected, names = numbers(run), [str(sorted(run.glob(pattern))[0].relative_to(run)) for pattern in ELSEWHERE]
+    document = json.loads((run / "results.json").read_text())
+    listed = [address for part in (*document["runs"], document["final_fit"]) for address in part["files"]]
+    assert {*listed} == {str(path.relative_to(run)) for path in run.rglob("*.safetensors")}
+    for name in (*names, *REPORTS):
+        shutil.copy2(other / name, run / name)
+        assert name in REPORTS or (run / name).read_bytes() != (finished / "out/small" / name).read_bytes(), name
+    shutil.copy2(other / "analysis.json", run)
+    assert Run.analysed(read_run(run)) == [] and "analysis.json: 2 models in it are of another run" in caplog.text
+    (run / "analysis.json").unlink()
+
+    weights, predictions, fit, images, *_ = names
+    again_to = "is of another run; run the run's recipe again to"
+    for command, name in (
+        (["export", str(run), str(run.parent / "a")], fit),
+        (["export", str(run), str(run.parent / "a"), "--held-out", "photo"], weights),
+        (["retrain", str(run), "erm", "photo", "0"], weights),
+        (["analyse", str(run)], weights),
+        (["report", str(run)], predictions),
+    ):
+        capsys.readouterr()
+        assert main(command) == 2
+        assert f"xdm-ft: {run / name}: {again_to} train this model again" in one_line(capsys.readouterr().err)
+    with pytest.raises(UserError, match=f"{images}: {again_to} write it again"):
+        print(read_run(run).class_names, read_run(run).images(read_run(run).records[-1]))
+    caplog.clear()
+    assert again(finished, run) == 0
+    lines = [line for line in caplog.messages if "of another run" in line]
+    trained, written = "its model will be trained again", "it will be written again"
+    assert sorted(lines) == sorted(
+        f"{run / name}: is of another run; {trained if name.startswith('models') else written}" for name in names
+    )
+    assert numbers(run) == expected
+    assert [(run / name).read_bytes() for name in REPORTS[:2]] == [
+        (finished / "out/small" / name).read_bytes() for name in REPORTS[:2]
+    ]
+    shutil.copy2(other / predictions, run / predictions)
+    assert main(["report", str(run)]) == 2 and str(run / predictions) in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_lines_and_checkpoints_of_another_run_are_left_alone(interrupted, expected, tmp_path, caplog, monkeypatch):
+    """Of a run that was stopped, too: its lines and the files that they name fit each other."""
+    foreign, run = tmp_path / "foreign/out/small", copied(interrupted, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "summary_of", lambda *_: (_ for _ in ()).throw(Stopped))
+        assert again(interrupted, foreign, "training.lr=0.02") == 1
+    for folder in ("models", "state/records", "state/cross_domain"):
+        shutil.rmtree(run / folder)
+        shutil.copytree(foreign / folder, run / folder)
+    assert again(interrupted, run) == 0
+    assert "state/records: 2 lines of another run" in caplog.text and "state/cross_domain: " in caplog.text
+    now, whole = numbers(run), expected["interrupted"]
+    assert now["results"] == whole["results"] and whole["files"].items() <= now["files"].items()
 
 
 # ---- Inputs, versions and edits

@@ -72,11 +72,12 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None)
     return Study(plan, prepared.to(accelerator.device), hashes.duplicates(), problem)
 
 
-def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -> Json:
+def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), of: str | None = None) -> Json:
     """Measures, writes the files of an audit into `folder`, and returns the content of audit.json.
 
-    `images`: also write copies.html, with the images of the first pairs. `notes`: for its readers. Raises `UserError`
-    if features hold NaN or ∞, if a head fails, or if a file can't be written.
+    `images`: also write copies.html, with the images of the first pairs. `notes`: for its readers. `of`: the
+    `audited_part` of the recipe. Raises `UserError` if features hold NaN or ∞, if a head fails, or if a file can't be
+    written.
     """
     dataset, rows = study.dataset, study.readable
     if not len(rows):
@@ -127,6 +128,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = ()) -
         | {"facts": [fact.to_json() for fact in facts], "costs": _facts_costs(study, facts, splits)},
         "encoder": encoder_facts(label, unit, near, labels, domains, groups, _aligned(study, unit)).to_json(),
         "notes": notes,
+        **({} if of is None else {"of": of}),
     }
     if scores is None:
         notes.append("no search for label errors: it needs two classes, and five images or groups")

@@ -11,7 +11,7 @@ from xdm_ft.cli import Answer
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.experiment.work import launched, one_thread
-from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.report.finished import audited_part, is_run, read_run
 from xdm_ft.report.sections.audit import audit_lines
 from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError
@@ -46,7 +46,8 @@ def main(arguments: argparse.Namespace) -> Answer:
         study = read_study(recipe, accelerator, run)
         if accelerator.is_main_process:
             with one_thread():  # products of heads are small
-                document = audit(study, folder / "audit", arguments.images, notes)
+                of = audited_part(recipe.resolved() if run is None else run.results["recipe"])
+                document = audit(study, folder / "audit", arguments.images, notes, of)
             _write_page(folder)
         wait_for_everyone(accelerator)
     lines = [] if document is None else audit_lines(document)

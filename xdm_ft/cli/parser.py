@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status.
 
     0: done. 1: a model failed, or an unexpected error. 2: a fault that the user can repair. 130: SIGINT. 141: the
-    reader of standard output has ended (`| head`). 143: SIGTERM.
+    reader of standard output has ended (`| head`). 143: SIGTERM. 129: SIGHUP.
     """
     argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; this ends the process

@@ -15,7 +15,7 @@ from typing import Any
 from xdm_ft.cli import Answer
 from xdm_ft.evaluation import Record
 from xdm_ft.experiment.faults import faults
-from xdm_ft.experiment.models import keep_references, keep_test_images, measure, planned_pieces
+from xdm_ft.experiment.models import common_files, measure, planned_pieces
 from xdm_ft.experiment.pieces import RunContext, do_pieces
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
@@ -29,7 +29,6 @@ from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, signed
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.atomic import disk_errors
-from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import expand_user
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -88,8 +87,7 @@ def main(arguments: argparse.Namespace) -> Answer:
                 lines.insert(0, f"the code of {before.method} has changed since the run trained it")
             if keep is not None:
                 splits = [split for split in plan.splits if split.test_domains == before.test_domains]
-                keep_test_images(context, splits)
-                keep_references(context, splits)
+                results.common = common_files(context, splits, {})
                 directory.write_text("recipe.yaml", recipe.as_yaml())  # which names its folder
                 results.records = {now.key: now}
                 results.write()
@@ -114,11 +112,7 @@ def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse
         raise UserError(f"{path}: {name} has no weights to compare ({record.status}: {record.reason})")
     directory = RunDirectory(folder)
     for pick in record.selected.values():
-        try:
-            directory.tensors(pick.weights)
-        except (Damaged, FileNotFoundError) as error:
-            problem = f"{directory.path / pick.weights}: is damaged ({error})"
-            raise UserError(f"{problem}; run the run's recipe again to train this model again") from error
+        directory.require_tensors(pick.weights, record.files)
     return record
 
 
@@ -128,10 +122,8 @@ def _compare(folder: Path, before: Record, scratch: Path, now: Record) -> tuple[
     for rule, old in before.selected.items():
         new = now.selected[rule]
         # not the bytes of the files: their metadata also name the versions of libraries
-        digests = [
-            tensors_digest(RunDirectory(path).tensors(pick.weights)[0])
-            for path, pick in ((folder, old), (scratch, new))
-        ]
+        read = (RunDirectory(path).tensors(pick.weights)[0] for path, pick in ((folder, old), (scratch, new)))
+        digests = [*map(tensors_digest, read)]
         same_bits = digests[0] == digests[1]
         weights = "the same bits" if same_bits else "differ"
         lines.append(f"{rule}: step {old.step}, now {new.step}; weights {weights}")

@@ -6,8 +6,11 @@ import glob
 import logging
 import os
 import re
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress, groupby
 from pathlib import Path
@@ -45,11 +48,23 @@ MOVE = (
 SPLIT_NAMES = frozenset(["train", "val", "valid", "validation", "test", "full", "crossval"])
 
 
-def _regular_expression(pattern: str | None) -> str | None:
+MAX_PATTERN = 1000  # characters
+MATCH_SECONDS = 2.0  # of this process's computing time, for the pattern and one path
+
+
+def expression_of(pattern: str | None) -> re.Pattern[str]:
+    """Returns the compiled pattern; null matches all. Raises `ValueError`, also for one that is too long or deep."""
+    if len(pattern or "") > MAX_PATTERN:
+        raise ValueError(f"not a regular expression of at most {MAX_PATTERN} characters")
     try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise ValueError(f"not a regular expression: {error}") from None
+        return re.compile(one_form(pattern or ""))
+    except (re.error, RecursionError, OverflowError) as error:
+        why = "its brackets are nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"not a regular expression: {why}") from None
+
+
+def _regular_expression(pattern: str | None) -> str | None:
+    expression_of(pattern)
     return pattern
 
 
@@ -133,12 +148,36 @@ def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarr
 
 
 def group_of(path: str, expression: re.Pattern[str]) -> str | None:
-    """Returns the text that identifies the group of a path, None if the expression matches nothing in it."""
-    match = expression.search(one_form(path))
+    """Returns the text that identifies the group of a path, None if the expression matches nothing in it.
+
+    Raises `UserError` if matching takes too long, as that of (.*)*x doubles with each character.
+    """
+    with _in_time(path, expression):
+        match = expression.search(one_form(path))
     if match is None:
         return None
     # \0 is in no path, so that ("a", "bc") and ("ab", "c") stay two groups
     return "\0".join(match.groups("")) if expression.groups else match[0]
+
+
+@contextmanager
+def _in_time(path: str, expression: re.Pattern[str]) -> Iterator[None]:
+    """Context for matching, which Python interrupts for signals alone: outside the main thread it has no limit."""
+
+    def stop(*_: object) -> None:
+        problem = f"takes more than {MATCH_SECONDS:g} s at {path}; write it without a repetition inside a repetition"
+        raise UserError(f"data.group: {expression.pattern}: {problem}")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MATCH_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def refuse_missing_folder(root: Path, remedy: str) -> None:

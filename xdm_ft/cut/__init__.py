@@ -20,7 +20,7 @@ class LastBlocks(Block):
 class Lora(Block):
     """Low-rank updates W + (alpha / rank) B A of some layers train (Hu et al. 2022, LoRA, section 4.1)."""
 
-    rank: Annotated[int, Field(ge=1, description="rank of the update of each layer")] = 8
+    rank: Annotated[int, Field(ge=1, le=4096, description="rank of the update of each layer")] = 8
     alpha: Annotated[
         float | None, Field(gt=0, description="numerator of the update's factor alpha / rank; null: 2 · rank")
     ] = None

@@ -116,6 +116,7 @@ class Record(OfModel):
     encoder: str | None = None  # its label, else its model; None: an earlier version wrote the record, as `trainable`
     trainable: bool | dict[str, Any] | None = None  # how much of the encoder trains, as in a recipe
     deterministic: bool | None = None  # True: the head is class embeddings alone, the same for all seeds
+    files: dict[str, str] = field(default_factory=dict)  # {address of its tensors in the run directory: their checksum}
 
     @property
     def folder(self) -> str:
@@ -134,7 +135,8 @@ class Record(OfModel):
             "hparams": self.hparams,
             "status": self.status,
         }
-        selected = {"selected": {rule: pick.to_json() for rule, pick in self.selected.items()}}
+        selected: dict[str, Any] = {"selected": {rule: pick.to_json() for rule, pick in self.selected.items()}}
+        selected |= {"files": self.files} if self.files else {}
         if self.status == "skipped":
             return entry | _present(self, ("deterministic", "reason")) | selected
         measured = (

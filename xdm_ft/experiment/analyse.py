@@ -51,7 +51,7 @@ from xdm_ft.images.loader import DTYPES, ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.splits import with_validation
 from xdm_ft.report.finished import Run
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import Progress, progress, pulse
 from xdm_ft.runtime.randomness import Stream, permutation
@@ -214,12 +214,8 @@ class OwnEncoder:
 
 def read_weights(context: RunContext, record: Record) -> dict[str, Tensor]:
     """Returns the weights that the recipe's own rule picked. Raises `UserError` if they are damaged."""
-    directory, file = context.directory, record.selected[context.plan.recipe.protocol.selection].weights
-    try:
-        return directory.tensors(file)[0]
-    except (Damaged, FileNotFoundError) as error:
-        problem = f"{directory.path / file}: is damaged ({error})"
-        raise UserError(f"{problem}; run the run's recipe again to train this model again") from error
+    weights = record.selected[context.plan.recipe.protocol.selection].weights
+    return context.directory.require_tensors(weights, record.files)[0]
 
 
 def read_model(context: RunContext, planned: PlannedModel, record: Record) -> TrainedModel:
@@ -345,7 +341,8 @@ def analyse(run: Run, context: RunContext, notes: Sequence[str] = ()) -> None:
         first.setdefault((record.method, record.test_domains), record.key)
     for record in run.picked:
         is_first = record.key == first[record.method, record.test_domains]
-        depends_on = [*of_run, record.key, is_first, record.selected[run.own_rule].to_json()]
+        pick = record.selected[run.own_rule]
+        depends_on = [*of_run, record.key, is_first, pick.to_json(), record.files.get(pick.weights)]
         model, frozen = planned[record.key], planned[record.key].item.trainable is False
         group, limits = (record.test_domains, record.seed, frozen), FROZEN if frozen else TRAINED
         tasks.append(Task(record, model, group, limits, is_first, json_digest(depends_on)))
@@ -444,7 +441,9 @@ def _measure_group(context: RunContext, images: Mapping[Group, SplitImages], gro
             seen = shared.setdefault((item.encoder_label, item.reads_normalized), seen)
         rule = plan.recipe.protocol.selection
         values = entry(model, seen, task.limits, plan.dataset.domain_names, task.first, rule)
-        context.directory.append(KIND, plain(values | {"normalized": item.reads_normalized, "inputs": task.inputs}))
+        weights = task.record.files.get(task.record.selected[rule].weights)
+        about = {"normalized": item.reads_normalized, "weights": weights, "inputs": task.inputs}
+        context.directory.append(KIND, plain(values | about))
         yield
 
 

@@ -34,9 +34,9 @@ from xdm_ft.recipe.search import Value
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.tensors import Criteria
-from xdm_ft.runtime.watchdog import wait_for_everyone
+from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage import digest
-from xdm_ft.storage.names import file_name
+from xdm_ft.storage.names import file_name, reference_beside
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job, Predictor, Trained
 from xdm_ft.training.selection import FINAL_FIT
@@ -44,7 +44,8 @@ from xdm_ft.training.selection import FINAL_FIT
 logger = logging.getLogger("xdm_ft")
 FOLDER = "models/final_fit"
 Line = dict[str, Any]
-"""What is known after the fit of one seed: status, reason, weights, hyper-parameters that the fit varied, restarts."""
+"""What is known after the fit of one seed: status, reason, weights, files, hyper-parameters that the fit varied,
+restarts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,14 +177,18 @@ def _final_fit(
     # what an earlier run trained that finished, and an interrupted one
     trained = dict[int, Line]()
     if before is not None and {key: before.get(key) for key in settings} == settings:
-        files = before.get("seeds") or {str(first): before["weights"]}
-        trained = {int(seed): {"status": "ok", "weights": file} for seed, file in files.items()}
-        about_all = (*settings, "chosen_by", "estimate", "how", "seeds", "reason")
+        of_seeds = before.get("seeds") or {str(first): before["weights"]}
+        for seed, weights in of_seeds.items():
+            own = weights, reference_beside(weights)
+            files = {address: digest for address, digest in before.get("files", {}).items() if address in own}
+            trained[int(seed)] = {"status": "ok", "weights": weights, "files": files}
+        about_all = (*settings, "chosen_by", "estimate", "how", "seeds", "reason", "files")
         if first in trained:
-            trained[first] = {key: value for key, value in before.items() if key not in about_all} | {"status": "ok"}
+            trained[first] |= {key: value for key, value in before.items() if key not in about_all} | {"status": "ok"}
     for seed, line in (trained | fit.lines(directory)).items():
         trained[seed] = line
-        if line["status"] != "ok" or not directory.verify_or_warn(line["weights"]):
+        files = line.get("files", {})
+        if not files or not all(directory.verify_or_warn(file, files) for file in (line["weights"], *files)):
             del trained[seed]
     if all_seeds is None:
         if first not in trained:
@@ -194,8 +199,8 @@ def _final_fit(
         seeds = (first, *protocol.seeds) if all_seeds and not fit.model.item.is_solver else (first,)
     jobs = {seed: fit.job(context.plan, context.prepared, seed) for seed in dict.fromkeys(seeds)}
     wait_for_everyone(context.accelerator)  # all processes must have read before one of them writes
-    if context.accelerator.is_main_process:
-        keep_references(context, [fit.model.split])
+    common = keep_references(context, fit.model.split, results.known_files) if directory.main else {}
+    common = from_main(context.accelerator, common)
     missing = {job.key for seed, job in jobs.items() if seed not in trained}
     if missing:
         refuse_mixed_rows(label for label in results.edited if label == row.method)
@@ -213,8 +218,13 @@ def _final_fit(
     if failed and failed != [first]:
         reasons = (f"seed {seed}: {trained[seed]['reason']}" for seed in failed)
         entry |= {"status": "failed", "reason": "; ".join(reasons)}
+    whole = [seed for seed in jobs if trained[seed]["status"] == "ok"]
     if all_seeds:
-        entry["seeds"] = {str(seed): trained[seed]["weights"] for seed in jobs if trained[seed]["status"] == "ok"}
+        entry["seeds"] = {str(seed): trained[seed]["weights"] for seed in whole}
+    if whole:
+        entry["files"] = common.copy()
+        for seed in whole:
+            entry["files"] |= trained[seed]["files"]
     estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
     why = str(choice) if row.method == choice.method else f"{row.method} was named ({choice})"
     chosen = {"chosen_by": choice.to_json(), "estimate": estimate | {"of": protocol.name}, "how": f"{why}; {fit.how}"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -17,14 +16,14 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method, Solver
-from xdm_ft.evaluation import ModelKey, Pick, Record
+from xdm_ft.evaluation import Held, ModelKey, Pick, Record
 from xdm_ft.evaluation.distance import fit
 from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_nll
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
 from xdm_ft.experiment.prepare import ExternalValues, make_job
-from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, protocol_of, save
+from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, lines_of, protocol_of, save
 from xdm_ft.experiment.resume import Values, refuse_mixed_rows
 from xdm_ft.experiment.work import NOTHING, Work
 from xdm_ft.features.cache import Features
@@ -34,7 +33,7 @@ from xdm_ft.recipe.search import at_the_edge
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.randomness import Stream, permutation
 from xdm_ft.runtime.tensors import Criteria
-from xdm_ft.runtime.watchdog import wait_for_everyone
+from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage.names import (
     address_in,
     images_file,
@@ -44,8 +43,9 @@ from xdm_ft.storage.names import (
     reference_beside,
     reference_file,
 )
+from xdm_ft.storage.run_directory import FILE_KEY
 from xdm_ft.storage.tensorboard import sub_run
-from xdm_ft.storage.tensors import tensors_of
+from xdm_ft.storage.tensors import tensors_checksum, tensors_of
 from xdm_ft.training import Job, Predictor, Selected, Trained
 from xdm_ft.training.selection import BY_DOMAIN, RuleImages, best_finish, split_of
 from xdm_ft.weights.prompts import expand_templates
@@ -106,28 +106,39 @@ def _shares_files(plan: Plan, item: MethodItem) -> bool:
 
 def keep_common_files(context: RunContext, results: RunResults) -> None:
     """Writes the records of skipped models, and the test images and references that several models share."""
-    plan = context.plan
-    if not context.accelerator.is_main_process:
-        return
-    skipped = [
-        Record(model.key, hparams(model.item, model.training), "skipped", model.skipped, **model.item.of_records)
-        for model in plan.models
-        if model.skipped
-    ]
-    if skipped:
-        results.add(save((Outcome(RECORDS, record) for record in skipped), context.directory))
-    keep_test_images(context, plan.splits)
-    keep_references(context, plan.splits)
+    plan, common = context.plan, dict[Held, dict[str, str]]()
+    if context.accelerator.is_main_process:
+        skipped = [
+            Record(model.key, hparams(model.item, model.training), "skipped", model.skipped, **model.item.of_records)
+            for model in plan.models
+            if model.skipped
+        ]
+        if skipped:
+            results.add(save((Outcome(RECORDS, record) for record in skipped), context.directory))
+        common = common_files(context, plan.splits, results.known_files)
+    results.common = from_main(context.accelerator, common)
 
 
-def keep_test_images(context: RunContext, splits: Iterable[Split]) -> None:
-    """Writes the test images that predictions refer to, once for all models with the same test domains."""
-    dataset, directory = context.plan.dataset, context.directory
-    for split in splits:
-        file = images_file(split.test_domains)
-        if not directory.verify_or_warn(file, "it will be written again"):
-            arrays = test_images(dataset, split.evaluation["test"].numpy())
-            directory.write_arrays(file, arrays, {"class_names": json.dumps(dataset.class_names)})
+def common_files(context: RunContext, splits: Iterable[Split], known: Mapping[str, str]) -> dict[Held, dict[str, str]]:
+    """Writes the test images of each split, and its references, unless they are as `known`: {file: checksum}.
+
+    Returns their checksums by test domains. All models with the same test domains share these files.
+    """
+    return {
+        split.test_domains: keep_test_images(context, split) | keep_references(context, split, known)
+        for split in splits
+    }
+
+
+def keep_test_images(context: RunContext, split: Split) -> dict[str, str]:
+    """Writes the test images that predictions refer to, and returns {file: checksum}."""
+    dataset, directory, file = context.plan.dataset, context.directory, images_file(split.test_domains)
+    tensors = tensors_of(test_images(dataset, split.evaluation["test"].numpy()))
+    about = {"class_names": json.dumps(dataset.class_names)}
+    files = {file: tensors_checksum(tensors, {**about, FILE_KEY: file})}
+    if not directory.verify_or_warn(file, files, "it will be written again"):
+        directory.write_tensors(file, tensors, about)
+    return files
 
 
 def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Predictor) -> Outcome:
@@ -355,11 +366,12 @@ def weights_metadata(
     return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
 
 
-def keep_references(context: RunContext, splits: Iterable[Split]) -> None:
-    """Writes the reference of each split under each frozen encoder whose features the run has.
+def keep_references(context: RunContext, split: Split, known: Mapping[str, str]) -> dict[str, str]:
+    """Writes the reference of a split under each frozen encoder whose features the run has, unless it is as `known`.
 
     All models on these features with the same test domains share it, whatever their method and seed: it is made of the
     first seed's split. Without validation images of training domains, a part of the training images takes their place.
+    Returns {file: checksum}.
     """
     plan, directory, labels = context.plan, context.directory, context.plan.dataset.labels
     protocol, classes = plan.recipe.protocol, len(plan.dataset.class_names)
@@ -371,9 +383,11 @@ def keep_references(context: RunContext, splits: Iterable[Split]) -> None:
             bar.advance(len(some))
 
     frozen = {label: of.features for label, of in context.prepared.encoders.items() if of.features is not None}
-    for (label, features), split in itertools.product(frozen.items(), splits):
+    files = dict[str, str]()
+    for label, features in frozen.items():
         file = reference_file(split.test_domains, label)
-        if directory.verify_or_warn(file, "it will be written again"):
+        if file in known and directory.verify_or_warn(file, known, "it will be written again"):
+            files[file] = known[file]
             continue
         split = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
         training, validation = torch.cat(split.train).sort().values.numpy(), split.evaluation["train_val"].numpy()
@@ -386,7 +400,9 @@ def keep_references(context: RunContext, splits: Iterable[Split]) -> None:
                 logger.warning("%s: not written: %s with finite features", directory.path / file, error)
                 continue
         counts = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
-        directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in counts.items()})
+        about = {key: json.dumps(value) for key, value in counts.items()}
+        files[file] = directory.write_arrays(file, reference.arrays(), about)
+    return files
 
 
 def own_reference(plan: Plan, split: Split, predictor: Predictor, selected: Selected, weights: str) -> Files:
@@ -435,7 +451,7 @@ def cross_domain_values(
             line["model"]: {
                 part: {int(step): v for step, v in course.items()} for part, course in line["values"].items()
             }
-            for line in context.directory.lines(MEASURED)
+            for line in lines_of(context.directory, MEASURED, plan.recipe, lambda line: json.loads(line["model"])[0])
         }
 
     jobs = [make_job(plan, context.prepared, model, {}) for model in extra]

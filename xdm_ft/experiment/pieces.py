@@ -22,7 +22,7 @@ from xdm_ft.experiment.cluster import Part, Tasks, device_of, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
 from xdm_ft.experiment.results import Outcome, RunResults, save
-from xdm_ft.experiment.resume import comparable, of_method
+from xdm_ft.experiment.resume import comparable, of_method, resolved_for
 from xdm_ft.experiment.tracking import write_curves
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, one_thread, run_forked
 from xdm_ft.features.key import weights_digest
@@ -34,7 +34,7 @@ from xdm_ft.runtime.interrupt import stop_requested
 from xdm_ft.runtime.machine import libraries_left_out, out_of_memory_as_user_error, own_cores
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import wait_for_everyone
-from xdm_ft.storage import digest
+from xdm_ft.storage import digest, json_digest
 from xdm_ft.storage.atomic import replace_file
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
@@ -194,13 +194,13 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
     plan, accelerator, item, job = context.plan, context.accelerator, piece.item, piece.jobs[0]
     prepared, data = context.prepared.for_method(item), (plan.annotations, piece.criteria)
     saves = not piece.is_end_to_end or bool(accelerator.is_main_process)
-    # without drawn settings, and with its own augmentation: the recipe's becomes null when it gains methods that have
-    # another default
-    resolved = plan.recipe.with_augmentation(plan.recipe.augmentation_of(plan.item(item.label))).resolved()
+    resolved, features = resolved_for(plan.recipe, item.label), prepared.features
     follows_from = {  # a checkpoint of other settings is not resumed
         # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
         "recipe": comparable(resolved) if FINAL_FIT in piece.criteria.rules else of_method(resolved, item.label),
         "models": piece.identity(piece.jobs),
+        "data": [plan.annotations_digest, context.prepared.content],
+        "encoder": [prepared.weights, features and features.key],
         "xdm_ft": __version__,
         "torch": torch.__version__,
     }
@@ -254,7 +254,8 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
             predictor = EndToEndPredictor(job, encoder, plan.dataset, accelerator, batch_size, part)
         # in every process: all of them predict together end to end
         outcomes = (measure(context, piece, model, predictor) for model in trained if model.job.key in piece.wanted)
-        records = save(outcomes, context.directory, writes=saves)
+        of = json_digest(of_method(resolved, item.label))
+        records = save(outcomes, context.directory, writes=saves, of=of)
     # after the records are on the disk: a kill between the two would lose the training
     checkpoint.remove()
     if saves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 from collections import Counter
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from xdm_ft.evaluation import ModelKey
@@ -26,6 +28,7 @@ from xdm_ft.recipe.search import Distribution
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
+from xdm_ft.storage import digest
 from xdm_ft.training import Training
 from xdm_ft.training.selection import BY_DOMAIN, LOSS_SPLIT, defined_domains
 
@@ -98,6 +101,10 @@ class Plan:
     def annotations(self) -> Annotations:
         return annotations_of(self.dataset)
 
+    @cached_property
+    def annotations_digest(self) -> str:
+        return annotations_digest(self.dataset)
+
     @property
     def criteria(self) -> Criteria:
         return Criteria(self.rules, self.recipe.protocol.metric)
@@ -109,6 +116,15 @@ def annotations_of(dataset: ImageDataset) -> Annotations:
     groups = None if dataset.groups is None else torch.as_tensor(dataset.groups)
     return Annotations(
         torch.as_tensor(dataset.labels), torch.as_tensor(dataset.domains), torch.as_tensor(worst_of), groups
+    )
+
+
+def annotations_digest(dataset: ImageDataset) -> str:
+    """Returns the checksum of the names, labels, domains, groups and splits of all images."""
+    names = json.dumps([dataset.class_names, dataset.domain_names])
+    annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
+    return digest(
+        names, *("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
     )
 
 

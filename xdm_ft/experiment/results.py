@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import logging
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
-from xdm_ft.evaluation import Entries, ModelKey, Record, SummaryRow, record_in, runs_by_method
+from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, record_in, runs_by_method
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.summary import (
     Compared,
@@ -33,7 +32,7 @@ from xdm_ft.evaluation.summary import (
 from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.faults import Finding, divided_groups
-from xdm_ft.experiment.plan import Plan, augmentation, augmentations
+from xdm_ft.experiment.plan import Plan, annotations_digest, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.experiment.resume import (
     GROWN_FROM,
@@ -43,6 +42,7 @@ from xdm_ft.experiment.resume import (
     comparable,
     edited_rows,
     grown_from,
+    row_digest,
 )
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
@@ -55,9 +55,8 @@ from xdm_ft.report.words import IN_PERCENT, listed
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
-from xdm_ft.storage import digest
 from xdm_ft.storage.checkpoint import differences
-from xdm_ft.storage.names import predictions_in
+from xdm_ft.storage.names import is_of_one_model, predictions_in
 from xdm_ft.storage.results_file import INPUTS
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import TensorFiles
@@ -180,6 +179,7 @@ class RunResults:
         self.records: dict[ModelKey, Record] = {}
         self.final_fits: dict[str, dict[str, Any]] = {}  # {method: final fit}
         self.label_curve: dict[str, Any] | None = None
+        self.common: dict[Held, dict[str, str]] = {}  # {test domains: files that models of all methods share}
         self.summary = Summary([], [], [])
         self.environment: dict[str, Any] = {}
         self.data: dict[str, Any] = {}  # `data_facts`
@@ -204,10 +204,15 @@ class RunResults:
             results.final_fits = {
                 method: fit
                 for method, fit in final_fits_of(before).items()
-                if "weights" in fit and directory.verify_or_warn(fit["weights"])
+                if "weights" in fit and directory.verify_or_warn(fit["weights"], fit.get("files"))
             }
+            if any(record.status == "ok" and not record.files for record in before["runs"]):
+                logger.warning(
+                    "%s: is of another version, without checksums of its models' files; they will be trained again",
+                    directory.path / "results.json",
+                )
         # lines are written for every model, results.json only now and then
-        records = {record.key: record for record in (before or {"runs": []})["runs"]} | read_records(directory)
+        records = {record.key: record for record in (before or {"runs": []})["runs"]} | read_records(directory, recipe)
         intact = set[ModelKey]()
         with progress("checking", len(records), "models", bool(accelerator.is_main_process)) as bar:
             for record in sorted(records.values(), key=lambda record: record.folder):  # heads of one file in a row
@@ -250,7 +255,7 @@ class RunResults:
 
     def read_all(self, plan: Plan) -> None:
         """Adds the records of all processes, in the order of the plan, with what earlier versions did not write."""
-        records = self.records | read_records(self.directory)
+        records = self.records | read_records(self.directory, self.recipe)
         planned = [model for model in plan.models if model.key in records]
         self.records = {
             model.key: dataclasses.replace(records[model.key], **model.item.of_records) for model in planned
@@ -263,9 +268,22 @@ class RunResults:
         rows = [row for row in self.summary.rows if row.selection == protocol.selection]
         return choose_method([*self.records.values()], rows, protocol.selection, protocol.metric)
 
+    def _with_common(self, record: Record) -> Record:
+        """Returns the record with the checksums of the files that its model shares with others, too."""
+        if record.status != "ok" or record.test_domains not in self.common:
+            return record
+        return dataclasses.replace(record, files=record.files | self.common[record.test_domains])
+
+    @property
+    def known_files(self) -> dict[str, str]:
+        """{address of a file that models share: its checksum}, as earlier runs in the directory wrote it."""
+        of_models = (record.files for record in self.records.values())
+        files = (*of_models, *(fit.get("files", {}) for fit in self.final_fits.values()))
+        return {address: digest for of in files for address, digest in of.items() if not is_of_one_model(address)}
+
     def write(self) -> Results:
         """Returns the results; the main process writes them."""
-        records, rows = [*self.records.values()], self.summary.rows
+        records, rows = [self._with_common(record) for record in self.records.values()], self.summary.rows
         choice = self.choice if self.final_fits else None
         final_fit = None if choice is None else self.final_fits.get(choice.method)
         document = {
@@ -313,10 +331,14 @@ def refuse_other_inputs(
         )
 
 
-def read_records(directory: RunDirectory) -> dict[ModelKey, Record]:
-    """Returns the records in the lines of all processes, including those of failed and skipped models."""
+def read_records(directory: RunDirectory, recipe: Recipe | None = None) -> dict[ModelKey, Record]:
+    """Returns the records in the lines of all processes, including those of failed and skipped models.
+
+    With a recipe: without those that another run has written.
+    """
     records: dict[ModelKey, Record] = {}
-    for record in map(record_in(directory.path / "state" / RECORDS), directory.lines(RECORDS)):
+    lines = lines_of(directory, RECORDS, recipe, lambda line: str(line.get("method")))
+    for record in map(record_in(directory.path / "state" / RECORDS), lines):
         # the lines of one process are in order, those of two are not: a model that failed, or whose files were damaged,
         # may have been trained again; heads of a large run may then lie elsewhere, on another kind of device
         before = records.get(record.key)
@@ -330,10 +352,31 @@ def read_records(directory: RunDirectory) -> dict[ModelKey, Record]:
     return records
 
 
+def lines_of(
+    directory: RunDirectory, kind: str, recipe: Recipe | None, method: Callable[[Any], str]
+) -> Iterator[dict[str, Any]]:
+    """Yields the lines of that kind whose `of` is the `row_digest` of their `method`, and warns of others."""
+    expected = {} if recipe is None else {item.label: row_digest(recipe, item.label) for item in recipe.methods}
+    others = 0
+    for line in directory.lines(kind):
+        if (of := line.pop("of", None)) in (None, expected.get(method(line), of)):
+            yield line
+        else:
+            others += 1
+    if others and directory.main:
+        path = directory.path / "state" / kind
+        logger.warning("%s: %s of another run; training takes their place", path, plural(others, "line"))
+
+
 def _verify_or_warn(record: Record, directory: RunDirectory, remedy: str | None = None) -> bool:
     """Returns whether the model was trained without failure and all of its files are intact."""
-    files = [predictions_in(record.folder), *(pick.weights for pick in record.selected.values())]
-    return record.status == "ok" and all(directory.verify_or_warn(file, remedy) for file in dict.fromkeys(files))
+    files = [predictions_in(record.folder), *(pick.weights for pick in record.selected.values()), *record.files]
+    own = filter(is_of_one_model, dict.fromkeys(files))
+    return (
+        record.status == "ok"
+        and bool(record.files)
+        and all(directory.verify_or_warn(file, record.files, remedy) for file in own)
+    )
 
 
 @dataclass(frozen=True)
@@ -346,11 +389,14 @@ class Outcome:
     """{address: (tensors, metadata)} of its weights, predictions, and reference for distances"""
 
 
-def save(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = True) -> list[Record]:
+def save(
+    outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = True, of: str | None = None
+) -> list[Record]:
     """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
 
     Outcomes that come within `KEEP_SECONDS`, or `KEEP_SHARED_SECONDS` if they share a file, are made safe on the disk
     together; a killed run loses those only. `writes` False: another process writes, and all compute the outcomes.
+    `of`: what lines hold of the run that they belong to, see `row_digest`.
 
     Returns the records among the outcomes.
     """
@@ -366,12 +412,17 @@ def save(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = Tr
         for outcome in outcomes:
             if not writes:
                 continue
+            line, digests = outcome.line, dict[str, str]()
             for address, (tensors, metadata) in outcome.files.items():
-                directory.write_tensors(address, tensors, metadata, files)
-            line = outcome.line
+                digests[address] = directory.write_tensors(address, tensors, metadata, files)
             if isinstance(line, Record):
+                line = dataclasses.replace(line, files=digests)
                 records.append(line)
                 line = line.to_json()
+            elif digests:
+                line = {**line, "files": digests}
+            if of is not None:
+                line = {"of": of, **line}  # a final fit has an identity of its own
             lines.setdefault(outcome.kind, []).append(line)
             waiting = files.waiting_bytes
             if time.monotonic() > began + (KEEP_SHARED_SECONDS if waiting else KEEP_SECONDS) or waiting > MAX_WAITING:
@@ -398,10 +449,7 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 
 def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     """Returns the identity of all that models are trained on: annotations, images, weights, and the cached features."""
-    names = json.dumps([dataset.class_names, dataset.domain_names])
-    annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
-    texts = ("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
-    data = {"images": len(dataset), "annotations": digest(names, *texts), "content": prepared.content}
+    data = {"images": len(dataset), "annotations": annotations_digest(dataset), "content": prepared.content}
     if dataset.intensity is not None:
         data["intensity"] = dataset.intensity.model_dump(mode="json")
     identity: dict[str, Any] = {"data": data}
@@ -450,8 +498,8 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
     benchmark = benchmark_of(recipe.data.block.model_dump(mode="json"), tested)
     images = {
-        split.test_domains: HeldOutImages.of(plan.dataset, directory.test_images(split.test_domains)["rows"])
-        for split in plan.splits
+        held: HeldOutImages.of(plan.dataset, directory.test_images(held, results.common[held])["rows"])
+        for held in (split.test_domains for split in plan.splits)
     }
     augmented = {item.label: augmentation(recipe, item) for item in methods}
     labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
@@ -464,7 +512,9 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
         predictions = (  # one at a time: those of all models would fill the memory
-            Prediction.from_arrays(directory.predictions(record.folder), images[record.test_domains], record.key, rule)
+            Prediction.from_arrays(
+                directory.predictions(record.folder, record.files), images[record.test_domains], record.key, rule
+            )
             for record in sorted(picked, key=lambda record: record.seed)
             if rule in record.selected
         )

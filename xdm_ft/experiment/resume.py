@@ -22,7 +22,7 @@ from xdm_ft.report.finished import encoder_label
 from xdm_ft.report.words import listed
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.watchdog import wait_for_everyone
-from xdm_ft.storage import digest
+from xdm_ft.storage import digest, json_digest
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import unverified_facts
@@ -105,6 +105,18 @@ def of_method(recipe: Values, label: str) -> dict[str, Any]:
     kept["search"] = {key: value for key, value in kept["search"].items() if key != "trials"}
     kept["methods"] = [labels_of(recipe)[label]]
     return kept
+
+
+def row_digest(recipe: Recipe, label: str) -> str:
+    """Returns the checksum of what the recipe says of the models of a row, which growing does not change."""
+    return json_digest(of_method(resolved_for(recipe, label), label))
+
+
+def resolved_for(recipe: Recipe, label: str) -> dict[str, Any]:
+    """Returns the resolved recipe with the row's own augmentation: the recipe's becomes null when it gains methods that
+    have another default."""
+    item = next(item for item in recipe.methods if item.label == label)
+    return recipe.with_augmentation(recipe.augmentation_of(item)).resolved()
 
 
 def refused_changes(before: Values, now: Values) -> list[str]:

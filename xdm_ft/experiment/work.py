@@ -25,7 +25,7 @@ import torch
 
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.runtime.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle, held_back
+from xdm_ft.runtime.interrupt import STOPPING, Interrupted, before_exit, deferred, end_with_parent, handle, held_back
 from xdm_ft.runtime.machine import on_cpu_by_request, own_cores
 from xdm_ft.runtime.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
 from xdm_ft.runtime.terminal import print_error, with_bar
@@ -235,7 +235,7 @@ def _raise_fault_of(child: BaseProcess, reader: Connection) -> None:
         raise UserError(
             f"a process that trained heads was killed ({name}, maybe out of memory); run the same command to resume"
         )
-    if child.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+    if child.exitcode in {128 + number for number in STOPPING}:
         raise Interrupted
     if child.exitcode:
         raise RuntimeError(f"a process that trained heads failed with status {child.exitcode}; its traceback is above")

@@ -33,7 +33,7 @@ from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.images import Range
 from xdm_ft.images.loader import DTYPES
-from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.images.transforms import MAX_SIDE, Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
@@ -41,7 +41,6 @@ from xdm_ft.storage.lines import one_line
 
 FORMAT: Literal[1] = 1  # of config.json; raise it when an earlier version could misread the file
 ModelPrecision = Literal["fp32", "bf16", "fp16"]
-MAX_SIDE = 4096  # pixels of an image that an encoder reads
 MAX_NLL = 1e9  # far above that of any model, and its square is finite
 Signed = Annotated[float, Field(ge=-MAX_NLL, le=MAX_NLL)]
 Count = Annotated[int, Field(ge=0)]

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import reference_beside, reference_file
-from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.run_directory import Digests, RunDirectory
 from xdm_ft.storage.tensors import tensors_of
 from xdm_ft.version import __version__
 from xdm_ft.weights.source import refuse_not_finite
@@ -180,7 +180,8 @@ def read_parts(
             "solver has the same head under every seed); run the recipe with more protocol.seeds, or leave it "
             "out"
         )
-    files = {seed: _read_weights(run, file) for seed, file in sorted(addresses.items())}
+    digests = _digests(run, addresses.values(), final_fit)
+    files = {seed: _read_weights(run, file, digests) for seed, file in sorted(addresses.items())}
     (state, description), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
     trains_encoder = bool(description["encoder"]["in_this_file"])
     if ensemble and trains_encoder:
@@ -217,7 +218,9 @@ def read_parts(
             "validation images of training domains, or separates them perfectly; leave --temperature out"
         )
     # an encoder that is a mean of two has other features than those that the reference describes
-    reference = _read_reference(run, description, addresses.values()) if wise_ft is None or not trains_encoder else None
+    reference = None
+    if wise_ft is None or not trains_encoder:
+        reference = _read_reference(run, description, addresses.values(), digests)
     names, results = run.results["recipe"]["data"]["class_names"], description["results"]
     if final_fit is not None:
         results = {key: final_fit[key] for key in ("images", "chosen_by", "estimate")}
@@ -242,18 +245,14 @@ def read_parts(
     return Parts(config, encoder, heads, reference, trained_names=tuple(trained))
 
 
-def _read_weights(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read_weights(run: Run, file: str, digests: Digests) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the metadata of a model. Raises `UserError` if the file is damaged or missing."""
-    try:
-        state, metadata = RunDirectory(run.path).tensors(file)
-        if "class_names" not in metadata:
-            raise Damaged("an earlier version wrote it, without the description of its model")
-        refuse_not_finite(state, str(run.path / file))
-        return state, {key: json.loads(value) for key, value in metadata.items() if key != "file"}
-    except (Damaged, FileNotFoundError) as error:
-        reason = error if isinstance(error, Damaged) else "it does not exist"
-        remedy = "run the run's recipe again to train this model again"
-        raise UserError(f"{run.path / file}: is damaged ({reason}); {remedy}") from error
+    state, metadata = RunDirectory(run.path).require_tensors(file, digests)
+    if "class_names" not in metadata:
+        problem = "an earlier version wrote it, without the description of its model"
+        raise UserError(f"{run.path / file}: {problem}; run the run's recipe again to train this model again")
+    refuse_not_finite(state, str(run.path / file))
+    return state, {key: json.loads(value) for key, value in metadata.items() if key != "file"}
 
 
 def _read_encoder(run: Run, description: Mapping[str, Any], trained: Mapping[str, Tensor]) -> Encoder:
@@ -329,18 +328,28 @@ def _interpolate(
         load_trained(encoder, interpolate(encoder.state_dict(), trained, alpha))
 
 
-def _read_reference(run: Run, description: Mapping[str, Any], addresses: Iterable[str]) -> Reference | None:
+def _digests(run: Run, addresses: Collection[str], final_fit: Mapping[str, Any] | None) -> Digests:
+    """Returns the checksums of all files of the models with weights at these addresses."""
+    if final_fit is not None:
+        return final_fit.get("files", {})
+    files = (record.files for record in run.records if not record.files.keys().isdisjoint(addresses))
+    return {address: digest for of_model in files for address, digest in of_model.items()}
+
+
+def _read_reference(
+    run: Run, description: Mapping[str, Any], addresses: Iterable[str], digests: Digests
+) -> Reference | None:
     """Returns the reference in the run directory; None, with a warning if it is damaged, without one."""
     if description["encoder"]["in_this_file"]:
         file = reference_beside(*addresses)
     else:
         file = reference_file(tuple(description["method"]["test_domains"]), description["encoder"].get("label"))
     try:
-        return reference_from(RunDirectory(run.path).tensors(file)[0], description["encoder"]["width"])
+        return reference_from(RunDirectory(run.path).tensors(file, digests)[0], description["encoder"]["width"])
     except FileNotFoundError:  # an earlier version wrote the run
         return None
     except Damaged as error:
-        logger.warning("%s: is damaged (%s), so distances are not known", run.path / file, error)
+        logger.warning("%s: %s, so distances are not known", run.path / file, error.fault)
         return None
 
 

@@ -158,10 +158,10 @@ def _read_stored(path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _S
     by_seed = {record.seed: record for record in runs.records if record.test_domains == held}
     stored: Arrays = {}
     try:
-        stored = directory.test_images(held)
+        stored = directory.test_images(held, next(iter(by_seed.values())).files)
         images = HeldOutImages.from_arrays(stored)
         for record in (by_seed[seed] for seed in seeds):
-            arrays = directory.predictions(record.folder)
+            arrays = directory.predictions(record.folder, record.files)
             predictions.append(Prediction.from_arrays(arrays, images, record.key, runs.rule))
     except (UserError, KeyError):  # without them the estimate has no intervals, and its notes say so
         predictions = []

@@ -17,6 +17,7 @@ import numpy as np
 
 from xdm_ft.containers.files import (
     counted,
+    expression_of,
     first_pattern,
     group_of,
     groups_of,
@@ -76,9 +77,9 @@ class Sources:
             if path != STDIN and not os.path.lexists(path) and not glob.has_magic(path):
                 raise UserError(f"{path}: does not exist; name a file, a folder, a table or a quoted glob")
         try:
-            self._expression = re.compile(one_form(group_by or ""))
-        except re.error as error:
-            raise UserError(f"{option}: {group_by} is not a regular expression: {error}") from error
+            self._expression = expression_of(group_by)
+        except ValueError as error:
+            raise UserError(f"{option}: {str(group_by)[:80]} is {error}") from error
 
     def __iter__(self) -> Iterator[Item]:
         """Raises `UserError` for a folder or table that cannot be read, and for an image without a group."""
@@ -327,9 +328,9 @@ def read_site(
     if len(whole := {whole_number(name): number for name, number in numbers.items()}) == len(numbers):
         numbers |= whole
     try:
-        re.compile(group or "")
-    except re.error as error:
-        raise UserError(f"--group: {group} is not a regular expression: {error}") from error
+        expression_of(group)
+    except ValueError as error:
+        raise UserError(f"--group: {str(group)[:80]} is {error}") from error
     source = expand_user(path, "SITE")
     unlabelled = 0
     is_table = path.lower().endswith(TABLES) and not source.is_dir()

@@ -534,6 +534,8 @@ class _Index:
             if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
                 problem = f"cannot be written ({error}); allow writing to it"
                 raise UserError(f"{path}: {problem}, or {full} folder") from error
+            if code == sqlite3.SQLITE_IOERR:  # a quota, a faulty disk, or a network disk without locks
+                raise UserError(f"{path}: the disk fails ({error}); make room, check it, or {full} disk") from error
             # SQLITE_ERROR: it has other tables
             if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
                 raise

@@ -31,7 +31,7 @@ class MLP(Head):
         seed: int,
         stream: int,
         *,
-        hidden_width: Annotated[int, Field(ge=1, description="units of the hidden layer")] = 512,
+        hidden_width: Annotated[int, Field(ge=1, le=100_000, description="units of the hidden layer")] = 512,
         activation: Annotated[Literal["gelu", "relu"], Field(description="σ, of the hidden units")] = "gelu",
     ) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Resize = Literal["native", "squash", "pad"]
 Channel = Annotated[float, Field(ge=-1000, le=1000)]  # for pixels in 0…1; whatever a model has, and no infinity
 Colour = tuple[Channel, Channel, Channel]
+MAX_SIDE = 4096  # pixels of an image that an encoder reads
 Deviation = Annotated[float, Field(ge=1e-6)]  # pixels are divided by it
 
 
@@ -51,7 +52,7 @@ class PreprocessingOverrides(Block):
     std: Annotated[
         tuple[Deviation, Deviation, Deviation] | None, Field(description="standard deviation of each RGB channel")
     ] = None
-    size: Annotated[int | None, Field(ge=1, description="side of the square input, px")] = None
+    size: Annotated[int | None, Field(ge=1, le=MAX_SIDE, description="side of the square input, px")] = None
     crop: Annotated[
         float | None,
         Field(ge=0.01, le=1, description="fraction of the resized side that the centre crop keeps; 1.0: all"),

@@ -115,6 +115,9 @@ def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: i
     return (PerDomainSampler if name == "per_domain" else PooledSampler)(pools, batch_size, seed)
 
 
+MAX_STEPS = 1_000_000_000  # a training keeps a number of every step in memory
+
+
 def steps_of(steps: int | None, epochs: float | None, rows: int, batch: int) -> int:
     """Returns the number of training steps: `steps`, or what `epochs` passes over `rows` rows need, rounded up."""
     if (steps is None) == (epochs is None):
@@ -122,4 +125,7 @@ def steps_of(steps: int | None, epochs: float | None, rows: int, batch: int) -> 
     if steps is not None:
         return steps
     # as a decimal fraction: in floating point 2.2 · 25 rows are 55.00000000000001, one batch more than 55
-    return math.ceil(Fraction(str(epochs)) * rows / batch)
+    number = math.ceil(Fraction(str(epochs)) * rows / batch)
+    if number > MAX_STEPS:
+        raise UserError(f"training.epochs: {epochs:g} are {number} steps; at most {MAX_STEPS} are allowed, lower it")
+    return number

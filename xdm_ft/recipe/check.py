@@ -51,6 +51,7 @@ from xdm_ft.weights.blocks import outside_text_space
 logger = logging.getLogger("xdm_ft")
 IN_QUOTES = "write it in quotes, as YAML reads no, 010, 12:30 and dates as other values"
 IN_SHELL = "write it in quotes, and these in quotes for the shell: 'KEY=\"010\"'"
+MAX_UNKNOWN = 50  # keys of the recipe, or faults of a block, that are reported: looking for the key meant takes long
 MAX_SHOWN = 120  # characters of a value that a message shows
 MAX_NAME = 200  # bytes of a recipe's name
 BLOCKS: dict[str, type[Block]] = {
@@ -80,8 +81,11 @@ def check(text: RecipeText) -> Recipe:
     faults = Faults(text)
     items, unknown = items_with_overrides(faults)
     values = text.values | ({} if items is None else {"methods": items})
-    for key in dict.fromkeys([*(key for key in values if key not in KEYS), *unknown]):
+    unknown = [*dict.fromkeys([*(key for key in values if key not in KEYS), *unknown])]
+    for key in unknown[:MAX_UNKNOWN]:
         faults.add((key,), f"unknown key{_keys_meant(key, text.values)}")
+    if more := len(unknown[MAX_UNKNOWN:]):
+        faults.add((unknown[MAX_UNKNOWN],), f"unknown key, as are {more} in all from here; remove them")
     name = values.get("name")
     if "name" not in values:
         faults.add("name", "is missing; it names the run and its directory")
@@ -165,7 +169,7 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        for fault in error.errors():
+        for fault in error.errors()[:MAX_UNKNOWN]:
             # pydantic adds the names of validator functions and the tags of alternatives to a fault's location
             inner = tuple(part for part in fault["loc"] if not str(part).startswith(("function-", "tag-")))
             message = fault["msg"].removeprefix("Value error, ")

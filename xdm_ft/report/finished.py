@@ -19,10 +19,11 @@ from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest
 from xdm_ft.report.charts import Look, looks
 from xdm_ft.report.means import Pools, pooled
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.results_file import read_results
-from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, RunDirectory
+from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, WRITE_AGAIN, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars
 
 logger = logging.getLogger("xdm_ft")
@@ -159,29 +160,25 @@ class Run:
         """In the order of the columns of probabilities; [] if no model was trained. Raises `UserError` if damaged."""
         if not self.records:
             return []
-        file = images_file(self.records[0].test_domains)
-        try:
-            _, about = RunDirectory(self.path).tensors(file)
-        except (Damaged, FileNotFoundError) as error:
-            remedy = "run the same command to write it again"
-            raise UserError(f"{self.path / file}: is damaged ({error}); {remedy}") from error
+        first = self.records[0]
+        _, about = RunDirectory(self.path).require_tensors(images_file(first.test_domains), first.files, WRITE_AGAIN)
         return list(json.loads(about["class_names"]))
 
     def prediction(self, record: Record) -> Prediction:
         """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
-        arrays = RunDirectory(self.path).predictions(record.folder)
+        arrays = RunDirectory(self.path).predictions(record.folder, record.files)
         return Prediction.from_arrays(arrays, self.images(record), record.key, self.own_rule)
 
     def images(self, record: Record) -> HeldOutImages:
         """A model's test images."""
         if record.test_domains not in self._images:
-            arrays = RunDirectory(self.path).test_images(record.test_domains)
+            arrays = RunDirectory(self.path).test_images(record.test_domains, record.files)
             self._images[record.test_domains] = HeldOutImages.from_arrays(arrays)
         return self._images[record.test_domains]
 
     def image_names(self, record: Record) -> list[str]:
         """The names of a model's test images in the data."""
-        names = RunDirectory(self.path).test_images(record.test_domains)["names"]
+        names = RunDirectory(self.path).test_images(record.test_domains, record.files)["names"]
         return names.tobytes().decode().split("\n")
 
     @cached_property
@@ -207,8 +204,12 @@ class Run:
         """Returns the models of analysis.json (for which `part` was measured) in the order of figures; [] without it.
 
         A model that the run's rule does not pick is left out: since the analysis, a search has grown and found a better
-        one, or the file is that of another run. Raises `UserError` if another version wrote the file.
+        one. Raises `UserError` if another version wrote the file.
         """
+        return [model for model in self._measured if not part or model.get(part)]
+
+    @cached_property
+    def _measured(self) -> list[dict[str, Any]]:
         if self.analysis is None:
             return []
         schema = self.analysis.get("schema")
@@ -218,9 +219,13 @@ class Run:
                 "`xdm-ft analyse` again"
             )
         order = {label: position for position, label in enumerate(self.looks)}
-        picked = {record.key for record in self.picked}
-        models = [model for model in self.analysis["models"] if _key(model) in picked and (not part or model.get(part))]
-        return sorted(models, key=lambda model: order[model["method"]])
+        weights = {record.key: record.files.get(record.selected[self.own_rule].weights) for record in self.picked}
+        models = [model for model in self.analysis["models"] if _key(model) in weights]
+        own = [model for model in models if model.get("weights") in (None, weights[_key(model)])]
+        if len(own) < len(models):
+            problem = f"{plural(len(models) - len(own), 'model')} in it {'are' if len(models) - len(own) > 1 else 'is'}"
+            logger.warning("%s: %s of another run; run `xdm-ft analyse` again", self.path / ANALYSIS, problem)
+        return sorted(own, key=lambda model: order[model["method"]])
 
     @property
     def not_measured(self) -> list[str]:
@@ -249,6 +254,8 @@ class Run:
         images = self.results.get("environment", {}).get("data", {}).get("content")
         if not reason and images not in (None, content.get("content", images)):
             reason = "is of other images than the run"
+        if not reason and content.get("of") not in (None, audited_part(self.results["recipe"])):
+            reason = "is of another run"
         if reason:
             logger.warning("%s: %s; run `xdm-ft audit` again", path, reason)
             return None
@@ -270,6 +277,14 @@ class Run:
 
 def _key(model: Mapping[str, Any]) -> ModelKey:
     return ModelKey(model["method"], tuple(model["test_domains"]), model["seed"], model["trial"])
+
+
+def audited_part(recipe: Mapping[str, Any]) -> str:
+    """Returns the checksum of what an audit depends on in a resolved recipe, and what stays when a run grows."""
+    protocol = {key: v for key, v in recipe.get("protocol", {}).items() if key not in ("seeds", "final_fit")}
+    data = {key: v for key, v in recipe.get("data", {}).items() if key != "train_augmentation"}
+    training = {key: v for key, v in recipe.get("training", {}).items() if key != "mixed_precision"}
+    return json_digest([data, protocol, training, recipe.get("encoder"), recipe.get("encoders")])
 
 
 def final_fits_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The reports in a run directory: results.md, results.csv, models.parquet, and report.html with plots/.
 
-reports.json holds the checksum of each one as it was written: a damaged one is written again. report.html is one
+reports.json holds the checksum of each one as it was written, and of what it was made from: a report that is damaged,
+or of another run, is written again. report.html is one
 self-contained page, from the files of the run directory alone. Its template escapes every text, except the SVG of
 figures and the page's own style and script.
 """
@@ -244,12 +245,13 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
     The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
     do not depend on it. Raises `UserError` for faults of the disk.
     """
-    page, sources = run.results["recipe"].get("report", {}).get("page", False), (RESULTS, ANALYSIS, AUDIT)
+    page = run.results["recipe"].get("report", {}).get("page", False)
     try:
         written = read_object(run.path / REPORTS)
-        times = [(run.path / name).stat().st_mtime_ns for name in written]
-        changed = [(run.path / name).stat().st_mtime_ns for name in sources if (run.path / name).exists()]
-        complete = {*_tables_of(run), *([PAGE] if page else [])} <= {*written}
+        sources = _sources_of(run)
+        times = [(run.path / name).stat().st_mtime_ns for name in written if name not in sources]
+        changed = [(run.path / name).stat().st_mtime_ns for name in sources]
+        complete = {*sources, *_tables_of(run), *([PAGE] if page else [])} <= {*written}
         if complete and _digests(run.path, written) == written and max(changed) <= min(times):
             return
     except (Damaged, OSError):
@@ -271,14 +273,15 @@ def _write_tables(directory: RunDirectory, run: Run) -> None:
     directory.write_text(TABLE, csv_text(row for row in csv_rows(run) if row["selection"] in run.published_rules))
     if MODELS in _tables_of(run):
         directory.write_bytes(MODELS, parquet_of(run.records))
-    directory.write_text(REPORTS, json.dumps(_digests(run.path, _tables_of(run)), indent=1) + "\n")
+    digests = _digests(run.path, (*_tables_of(run), *_sources_of(run)))
+    directory.write_text(REPORTS, json.dumps(digests, indent=1) + "\n")
 
 
 def _write_page(directory: RunDirectory, run: Run) -> None:
     """Writes the page, and results.md with the tables of all its sections."""
     directory.write_text(MARKDOWN, markdown(run, write_page(run)))
     plots = [f"{PLOTS}/{path.name}" for path in sorted((run.path / PLOTS).glob("*.svg"))]
-    digests = _digests(run.path, (*_tables_of(run), PAGE, *plots))
+    digests = _digests(run.path, (*_tables_of(run), PAGE, *plots, *_sources_of(run)))
     directory.write_text(REPORTS, json.dumps(digests, indent=1) + "\n")
 
 
@@ -286,6 +289,10 @@ def _tables_of(run: Run) -> tuple[str, ...]:
     return (MARKDOWN, TABLE, MODELS) if len(run.records) >= MANY_MODELS else (MARKDOWN, TABLE)
 
 
+def _sources_of(run: Run) -> list[str]:
+    return [name for name in (RESULTS, ANALYSIS, AUDIT) if (run.path / name).exists()]
+
+
 def _digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Returns {report, relative to the run directory: checksum of its bytes}."""
+    """Returns {file, relative to the run directory: checksum of its bytes}."""
     return {name: digest(np.fromfile(folder / name, np.uint8)) for name in names}

@@ -3,6 +3,8 @@
 import difflib
 import unicodedata
 
+MAX_WORD = 200  # characters of a word whose nearest is looked for: that takes the square of its length
+
 
 class UserError(Exception):
     """A fault in the recipe, the data, the weights or the disk. Each argument is one line, one per fault.
@@ -46,6 +48,6 @@ def did_you_mean(word: str, known: list[str], command: str = "") -> str:
 
     `command`: what lists the names, if they are too many for a message.
     """
-    if close := difflib.get_close_matches(word, known, n=1):
+    if len(word) <= MAX_WORD and (close := difflib.get_close_matches(word, known, n=1)):
         return f'; did you mean "{close[0]}"?'
     return f"; {command} lists them" if command else f"; known: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a training saves its state before it stops; all other work ends at once.
+"""SIGINT, SIGTERM and SIGHUP: a training saves its state before it stops; all other work ends at once.
 
 The handler raises nothing: an exception between any two instructions may appear inside an import or a destructor, where
 it breaks other things or is swallowed. It either requests a stop, or ends the process: files are complete whenever a
@@ -20,7 +20,7 @@ from types import FrameType
 
 ONE_PRESS_SECONDS = 2.0  # a launcher forwards Ctrl-C to processes that have already received it from the terminal
 RESUME = "run the same command to resume"
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -34,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def status(self) -> int:
-        """The exit status by a shell's convention: 130 for SIGINT, 143 for SIGTERM."""
+        """The exit status by a shell's convention: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.signal
 
     def __str__(self) -> str:
@@ -70,21 +70,23 @@ def request_stop(wanted: bool = True) -> None:
 
 
 def handle(resumable: bool = False, prints: bool = True) -> None:
-    """Makes SIGINT and SIGTERM end this process, with one line on standard error if `prints`; see `deferred`.
+    """Makes SIGINT, SIGTERM and SIGHUP end this process, with one line on standard error if `prints`; see `deferred`.
 
-    `resumable`: whether the line says that the same command resumes. A forked process must call this for itself.
+    SIGHUP stays ignored if it is, as `nohup` leaves it. `resumable`: whether the line says that the same command
+    resumes. A forked process must call this for itself.
     """
     global _received
     prints = prints and os.environ.get("RANK", "0") == "0"  # one line of all processes of a run
     _received = _Received(process=os.getpid(), prints=prints, resume=RESUME if resumable else "")
     for number in STOPPING:
-        signal.signal(number, _handle)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _handle)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # `held_back` where this process was forked
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Context in which SIGINT and SIGTERM wait. A process that is forked inside keeps them waiting until `handle`."""
+    """Context in which these signals wait. A process that is forked inside keeps them waiting until `handle`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield

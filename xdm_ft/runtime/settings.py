@@ -5,11 +5,11 @@ Each block is defined in the package that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from datetime import date
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 from xdm_ft.runtime.errors import one_form
 
@@ -19,13 +19,30 @@ SearchRanges = Mapping[str, Mapping[str, tuple[float, ...]]]
 
 Name = Annotated[str, AfterValidator(one_form)]
 """A name of a class, a domain or a row, as names of the data are compared."""
+LARGEST = 2**32 - 1  # of an integer without a bound of its own: the largest seed of NumPy's and others' generators
 
 
 class Block(BaseModel):
-    """Strict and frozen: unknown keys are refused, values must have the declared type, floats must be finite."""
+    """Strict and frozen: unknown keys are refused, values must have the declared type, floats must be finite, integers
+    at most `LARGEST`; true and false are no numbers."""
 
     # protected_namespaces: pydantic reserves names that begin with model_, which a component may give to a setting
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[str(info.field_name)]
+        kinds = set(_leaves(field.annotation))
+        numbers, any_kind = kinds & {int, float}, kinds & {bool, Any, True, False}
+        bounded = any(hasattr(rule, "le") or hasattr(rule, "lt") for rule in field.metadata)
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, bool) and numbers and not any_kind:
+                raise ValueError(f"must be a number, not {str(number).lower()}")
+            is_large = isinstance(number, int | float) and abs(number) > LARGEST
+            if is_large and numbers == {int} and not bounded:
+                raise ValueError(f"must be at most {LARGEST}")
+        return value
 
 
 class Problem(NamedTuple):
@@ -34,6 +51,15 @@ class Problem(NamedTuple):
     key: str  # dotted, in the recipe
     text: str
     causes: tuple[str, ...] = ()  # other dotted keys that the rule depends on
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """Yields the types that an annotation is made of, and the values of literals."""
+    arguments = [part for part in get_args(annotation) if isinstance(part, Hashable)]
+    if not arguments:
+        yield annotation
+    for part in arguments:
+        yield from _leaves(part)
 
 
 def _one_or_many(value: Any) -> Any:

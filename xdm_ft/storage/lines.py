@@ -26,6 +26,17 @@ TOO_DEEP = "its brackets are nested too deeply"
 class Damaged(Exception):
     """A file does not hold what was written to it. The text says what is wrong."""
 
+    @property
+    def fault(self) -> str:
+        """What to say of the file, after its path."""
+        return f"is damaged ({self})"
+
+
+class OtherRun(Damaged):
+    """A file is whole, but its content is not what the records of this run say."""
+
+    fault = "is of another run"
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file. Raises `Damaged`, also if it has a checksum that differs."""

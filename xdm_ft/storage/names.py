@@ -51,6 +51,11 @@ def parts_of(address: str) -> tuple[str, str | None]:
     return file, entry if shared else None
 
 
+def is_of_one_model(address: str) -> bool:
+    """Returns whether no other models of the run read the tensors at an address."""
+    return address.startswith("models/")
+
+
 def method_folder(method: str) -> str:
     return f"models/{file_name(method, safe='+ ')}"
 

@@ -25,11 +25,11 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, replace_bytes
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
-from xdm_ft.storage.lines import Damaged, append_lines, read_lines, read_object, with_checksum
+from xdm_ft.storage.lines import Damaged, OtherRun, append_lines, read_lines, read_object, with_checksum
 from xdm_ft.storage.names import file_name, images_file, parts_of, predictions_in
 from xdm_ft.storage.results_file import read_results, write_results
 from xdm_ft.storage.tensorboard import EventFile, Session, write_session
-from xdm_ft.storage.tensors import Arrays, TensorFiles, read_checked, read_entry, tensors_of, unchecked_entry
+from xdm_ft.storage.tensors import Arrays, TensorFiles, read_with_checksum, tensors_of, unchecked_entry
 
 logger = logging.getLogger("xdm_ft")
 TAKEN = "taken"  # folder of `state/`, with a file per training that a process of this run has taken: its name
@@ -43,6 +43,9 @@ REPORTS = "reports.json"  # checksums of the reports
 COPIES = "copies.csv"  # of a run whose images have copies
 WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, MODELS, PAGE, REPORTS, COPIES)  # files that exist once per run
 FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their address
+Digests = Mapping[str, str]
+"""{address of tensors: their checksum} of a model in results.json. Nothing is compared with {}, of another version."""
+TRAIN_AGAIN, WRITE_AGAIN = "train this model again", "write it again"  # what running the recipe again does
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
 
@@ -219,38 +222,48 @@ class RunDirectory:
         tensors: Mapping[str, Tensor],
         metadata: Mapping[str, str],
         files: TensorFiles | None = None,
-    ) -> None:
-        """Writes tensors now, or adds them to `files`, which replaces its files together."""
-        if files is None:
-            with TensorFiles() as alone:
-                self.write_tensors(address, tensors, metadata, alone)
-                alone.replace()
-        else:
-            files.put(self._checked(), address, tensors, {**metadata, FILE_KEY: address})
+    ) -> str:
+        """Writes tensors now, or adds them to `files`, which replaces its files together. Returns their checksum."""
+        if files is not None:
+            return files.put(self._checked(), address, tensors, {**metadata, FILE_KEY: address})
+        with TensorFiles() as alone:
+            checksum = self.write_tensors(address, tensors, metadata, alone)
+            alone.replace()
+        return checksum
 
-    def write_arrays(
-        self, address: str, arrays: Arrays, metadata: Mapping[str, str], files: TensorFiles | None = None
-    ) -> None:
-        self.write_tensors(address, tensors_of(arrays), metadata, files)
+    def write_arrays(self, address: str, arrays: Arrays, metadata: Mapping[str, str]) -> str:
+        return self.write_tensors(address, tensors_of(arrays), metadata)
 
-    def write_predictions(self, folder: str, arrays: Arrays, files: TensorFiles | None = None) -> None:
-        self.write_arrays(predictions_in(folder), arrays, {}, files)
+    def write_predictions(self, folder: str, arrays: Arrays) -> str:
+        return self.write_arrays(predictions_in(folder), arrays, {})
 
-    def tensors(self, address: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns the checked tensors and metadata at an address.
+    def tensors(self, address: str, files: Digests | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns the checked tensors and metadata at an address. `files`: of its model in results.json.
 
-        Raises `Damaged`, also for those of another model, or `FileNotFoundError`.
+        Raises `Damaged`, also for those of another model or run, or `FileNotFoundError`.
         """
         file, entry = parts_of(address)
-        path = self._checked(file)
-        tensors, metadata = read_checked(path) if entry is None else read_entry(path, entry)
+        tensors, metadata, checksum = read_with_checksum(self._checked(file), entry)
         if metadata.get(FILE_KEY) != address:
             raise Damaged(f"it was written as {metadata.get(FILE_KEY)}")
+        if files and files.get(address) != checksum:
+            raise OtherRun
         return tensors, metadata
 
-    def predictions(self, folder: str) -> Arrays:
-        """Returns a model's predictions. Raises `UserError` if the file is damaged or missing."""
-        return self._arrays(predictions_in(folder), "run the same command to train its model again")
+    def require_tensors(
+        self, address: str, files: Digests | None, does: str = TRAIN_AGAIN
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns what `tensors` does. Raises `UserError` if that raises: running the recipe again `does` help."""
+        pulse.beat()
+        try:
+            return self.tensors(address, files)
+        except (Damaged, FileNotFoundError) as error:
+            fault = error.fault if isinstance(error, Damaged) else "is damaged (it does not exist)"
+            raise UserError(f"{self.path / address}: {fault}; run the run's recipe again to {does}") from error
+
+    def predictions(self, folder: str, files: Digests | None = None) -> Arrays:
+        """Returns a model's predictions. Raises as `require_tensors`."""
+        return arrays_of(self.require_tensors(predictions_in(folder), files)[0])
 
     def predictions_size(self, folder: str) -> int:
         """Returns the bytes of a model's predictions, roughly; 0 if there are none, which reading them reports."""
@@ -262,19 +275,12 @@ class RunDirectory:
         except (OSError, Damaged):
             return 0
 
-    def test_images(self, test_domains: tuple[str, ...]) -> Arrays:
-        """Returns the test images of these domains. Raises `UserError` if the file is damaged or missing."""
-        return self._arrays(images_file(test_domains), "run the same command to write it again")
+    def test_images(self, test_domains: tuple[str, ...], files: Digests | None = None) -> Arrays:
+        """Returns the test images of these domains. Raises as `require_tensors`."""
+        return arrays_of(self.require_tensors(images_file(test_domains), files, WRITE_AGAIN)[0])
 
-    def _arrays(self, relative: str, remedy: str) -> Arrays:
-        pulse.beat()
-        try:
-            return {name: tensor.numpy() for name, tensor in self.tensors(relative)[0].items()}
-        except (Damaged, FileNotFoundError) as error:
-            raise UserError(f"{self.path / relative}: is damaged ({error}); {remedy}") from error
-
-    def verify_or_warn(self, address: str, remedy: str | None = None) -> bool:
-        """Returns whether the tensors at an address exist and are not damaged. Logs damage, with what will be done.
+    def verify_or_warn(self, address: str, files: Digests | None = None, remedy: str | None = None) -> bool:
+        """Returns whether the tensors at an address are those of the run. Logs what is wrong, and what will be done.
 
         Raises `UserError` if there is a folder in the place of the file.
         """
@@ -283,15 +289,15 @@ class RunDirectory:
         file = self.path / name
         _refuse_folder(file)
         try:
-            self.tensors(address)
+            self.tensors(address, files)
         except FileNotFoundError:
             return False
         except Damaged as error:
-            damage = str(file), str(error)
+            damage = str(file), error.fault
             if self.main and damage not in self._reported:  # of a file that many heads share
                 self._reported.add(damage)
                 models = "model" if entry is None or entry in str(error) else "models"
-                logger.warning("%s: is damaged (%s); %s", file, error, remedy or f"its {models} will be trained again")
+                logger.warning("%s: %s; %s", file, error.fault, remedy or f"its {models} will be trained again")
             return False
         return True
 
@@ -351,6 +357,10 @@ class RunDirectory:
     def complete(self) -> None:
         """Ends the run: removes `state/`, as nothing is left to resume."""
         shutil.rmtree(self.path / "state", ignore_errors=True)
+
+
+def arrays_of(tensors: Mapping[str, Tensor]) -> Arrays:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def _refuse_folder(file: Path) -> None:

@@ -101,9 +101,11 @@ def _as_damage(path: Path) -> Iterator[None]:
 
 def write_checked(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
-) -> None:
-    """Writes a safetensors file as `write_tensors` does, with a checksum of its tensors and metadata."""
-    write_tensors(path, tensors, {**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, replace)
+) -> str:
+    """Writes a safetensors file as `write_tensors` does, with a checksum of its tensors and metadata: the result."""
+    checksum = tensors_checksum(tensors, metadata)
+    write_tensors(path, tensors, {**metadata, CHECKSUM: checksum}, replace)
+    return checksum
 
 
 def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -111,6 +113,13 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     Reads all of the file. Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
+    return read_with_checksum(path)[:2]
+
+
+def read_with_checksum(path: Path, entry: str | None = None) -> tuple[dict[str, Tensor], dict[str, str], str]:
+    """Returns what `read_checked` does, of an entry what `read_entry` does, and the checksum. Raises as they do."""
+    if entry is not None:
+        return _entry_with_checksum(path, entry)
     with _as_damage(path), safe_open(path, framework="pt") as file:
         metadata = dict(file.metadata() or {})
         checksum = metadata.pop(CHECKSUM, None)
@@ -119,7 +128,7 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     if checksum != tensors_checksum(tensors, metadata):
         raise Damaged("its checksum differs")
-    return tensors, metadata
+    return tensors, metadata, checksum
 
 
 def tensors_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
@@ -137,15 +146,20 @@ def read_entry(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str
 
     Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
+    return read_with_checksum(path, entry)[:2]
+
+
+def _entry_with_checksum(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str], str]:
     tensors = unchecked_entry(path, entry)
     try:
         # viewed as bytes, as a file that we did not write may hold anything
         metadata = json_object(tensors.pop(METADATA, torch.empty(0)).flatten().view(torch.uint8).numpy().tobytes())
     except Damaged as error:
         raise Damaged(f"metadata of {entry}: {error}") from error
-    if metadata.pop(CHECKSUM, None) != tensors_checksum(tensors, metadata):
+    checksum = metadata.pop(CHECKSUM, None)
+    if checksum != tensors_checksum(tensors, metadata):
         raise Damaged(f"the checksum of {entry} differs")
-    return tensors, metadata
+    return tensors, metadata, checksum
 
 
 def unchecked_entry(path: Path, entry: str) -> dict[str, Tensor]:
@@ -195,17 +209,18 @@ class TensorFiles(Together):
         entries = (tensors for of_file in self._shared.values() for tensors in of_file.values())
         return sum(tensor.nbytes for tensors in entries for tensor in tensors.values())
 
-    def put(self, folder: Path, address: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Adds the tensors at an address below `folder`. Errors as for `add`."""
+    def put(self, folder: Path, address: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+        """Adds the tensors at an address below `folder`, and returns their checksum. Errors as for `add`."""
         file, entry = parts_of(address)
         if entry is None:
-            write_checked(folder / file, tensors, metadata, self.add)
-            return
-        header = json.dumps({**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, sort_keys=True).encode()
+            return write_checked(folder / file, tensors, metadata, self.add)
+        checksum = tensors_checksum(tensors, metadata)
+        header = json.dumps({**metadata, CHECKSUM: checksum}, sort_keys=True).encode()
         # copies, as heads that train together may share memory, which the tensors of a file cannot
         kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         kept[METADATA] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._shared.setdefault(folder / file, {})[entry] = kept
+        return checksum
 
     def replace(self) -> None:
         """Replaces the files that were added; a shared file keeps its other entries, as they are."""

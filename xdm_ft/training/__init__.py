@@ -16,7 +16,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
 from xdm_ft.evaluation import ModelKey, OfModel
-from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
+from xdm_ft.protocol.samplers import MAX_STEPS, BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block, Problem
@@ -64,7 +64,9 @@ def _default_decay(value: float | None, info: ValidationInfo) -> float:
 class Training(Block):
     """How models are trained, by either engine."""
 
-    batch_size: Annotated[int, Field(ge=1, description="images per training domain; in total if pooled")] = 32
+    batch_size: Annotated[
+        int, Field(ge=1, le=1_000_000, description="images per training domain; in total if pooled")
+    ] = 32
     sampler: Annotated[
         SamplerName,
         Field(
@@ -72,8 +74,10 @@ class Training(Block):
             "equal numbers per class in a domain; pooled: batch_size images from all domains together"
         ),
     ] = "per_domain"
-    steps: Annotated[int | None, Field(ge=1, description="training steps; null: from epochs")] = None
-    epochs: Annotated[float | None, Field(gt=0, description="passes over the training images (pooled only)")] = None
+    steps: Annotated[int | None, Field(ge=1, le=MAX_STEPS, description="training steps; null: from epochs")] = None
+    epochs: Annotated[
+        float | None, Field(gt=0, le=1_000_000, description="passes over the training images (pooled only)")
+    ] = None
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Field(description="as in torch.optim")] = "adam"
     amsgrad: Annotated[bool, Field(description="adam and adamw: use the largest second moment so far")] = False
     lr: Annotated[float, Field(gt=0, description="learning rate of heads")] = 1e-3
@@ -100,7 +104,7 @@ class Training(Block):
     clip_norm: Annotated[
         float | None, Field(gt=0, description="largest gradient norm of encoder and class head; null: no clipping")
     ] = None
-    accumulation: Annotated[int, Field(ge=1, description="micro-batches per step (end to end only)")] = 1
+    accumulation: Annotated[int, Field(ge=1, le=1_000_000, description="micro-batches per step (end to end only)")] = 1
     mixed_precision: Annotated[
         Precision | None,
         Field(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
@@ -99,9 +100,13 @@ class Adam(Optimizer):
     ) -> None:
         super().__init__(lr, weight_decay)
         self.decoupled, (self.beta1, self.beta2) = decoupled, betas
-        # 1 / √(1 − β2^t) and −1 / (1 − β1^t) after t steps, float32 [2, 1 + steps]: in float64, as in torch.optim
-        corrections = [((1 - self.beta2**t) ** -0.5, -1 / (1 - self.beta1**t)) for t in range(1, steps + 1)]
-        table = torch.tensor([(1.0, 1.0), *corrections], dtype=torch.float64)
+        # 1 / √(1 − β2^t) and −1 / (1 − β1^t) after t steps, float32 [2, 1 + t]: in float64, as in torch.optim; up to
+        # the first t from which on they are 1 and −1 in float32
+        corrections = [(1.0, 1.0)]
+        while len(corrections) <= steps and np.asarray(corrections[-1], np.float32).tolist() != [1.0, -1.0]:
+            t = len(corrections)
+            corrections.append(((1 - self.beta2**t) ** -0.5, -1 / (1 - self.beta1**t)))
+        table = torch.tensor(corrections, dtype=torch.float64)
         self.corrections = table.float().T.contiguous().to(lr.device)
         self.taken = torch.zeros(1, dtype=torch.int64, device=lr.device)
         self.mean, self.square = ({name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(2))
@@ -112,7 +117,8 @@ class Adam(Optimizer):
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: Tensor) -> None:
         self.taken += 1
-        self.scale, self.minus = self.corrections.index_select(1, self.taken).unbind()  # float32 [1] each
+        known = self.taken.clamp(max=self.corrections.shape[1] - 1)
+        self.scale, self.minus = self.corrections.index_select(1, known).unbind()  # float32 [1] each
         super().step(parameters, gradients, factor)
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
@@ -170,8 +176,9 @@ class Bank:
             name: torch.tensor([getattr(job.sharpness, name) for job in jobs], device=device) for name in numbers
         }
 
-        factors = [training.schedule.factor(number, setup.steps) for number in range(setup.steps)]
-        self.factors = torch.tensor(factors, device=device)  # of the learning rates at every step, float32 [steps]
+        factors = (training.schedule.factor(number, setup.steps) for number in range(setup.steps))
+        # of the learning rates at every step, float32 [steps]; a list of a billion would fill the memory
+        self.factors = torch.from_numpy(np.fromiter(factors, np.float32, setup.steps)).to(device)
         self.clip_norm = training.clip_norm
         lr = torch.tensor([job.training.lr for job in jobs], device=device)
         weight_decay = torch.tensor([job.training.weight_decay for job in jobs])
