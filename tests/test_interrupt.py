@@ -1,5 +1,6 @@
-"""SIGINT and SIGTERM, each sent to a process of its own."""
+"""SIGINT, SIGTERM and SIGHUP, each sent to a process of its own."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -42,10 +43,16 @@ except Interrupted as stop:
 """
 
 
+STATUSES = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
 @contextmanager
-def started(kind, seconds=0.0):
+def started(kind, seconds=0.0, hangup=signal.SIG_DFL):
+    """`hangup`: what becomes of SIGHUP as the process starts, SIG_IGN as nohup has it."""
     command = [sys.executable, "-c", WORK, kind, str(seconds)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    prepare = functools.partial(signal.signal, signal.SIGHUP, hangup)
+    with subprocess.Popen(command, text=True, preexec_fn=prepare, **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         try:
             yield process
@@ -53,7 +60,7 @@ def started(kind, seconds=0.0):
             process.kill()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), STATUSES)
 def test_work_that_checks_for_a_stop_saves_first(number, status):
     with started("patient") as process:
         process.send_signal(number)
@@ -62,13 +69,24 @@ def test_work_that_checks_for_a_stop_saves_first(number, status):
     assert (process.returncode, errors) == (status, "")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), STATUSES)
 def test_other_work_stops_at_once(number, status):
     with started("impatient") as process:
         process.send_signal(number)
         output, errors = process.communicate(timeout=120)
     assert errors == "xdm-ft: interrupted; finished work is kept; run the same command to resume\n"
     assert (process.returncode, output) == (status, "")
+
+
+@pytest.mark.parametrize("kind", ["patient", "impatient"])
+def test_a_hangup_is_ignored_where_it_was_when_the_process_started(kind):
+    with started(kind, hangup=signal.SIG_IGN) as process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    assert process.returncode == 143
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

@@ -86,6 +86,19 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([("steps: 10", "steps: 10, lr: fast")], "r.yaml:5: training.lr: input should be a valid number, unable to"),
     ([("model: resnet10t", "modell: a")], '…r.yaml:3: encoder.modell: unknown key; did you mean "model"?'),
     ([("model: resnet10t", "modell: a")], "…r.yaml:3: encoder.model: is needed"),
+    (["training.steps=true"], "command line: training.steps: must be a number, not true"),
+    (["training.lr=true"], "command line: training.lr: must be a number, not true"),
+    (["protocol.seeds=[0, true]"], "command line: protocol.seeds: must be a number, not true"),
+    (["methods=[{name: xdomainmix, p_discard: false}]"], "command line: methods.0.p_discard: must be a number, not "),
+    (["protocol.seeds=[0, 4294967296]"], "command line: protocol.seeds: must be at most 4294967295"),
+    (["training.steps=1e23"], "command line: training.steps: "),
+    (["training.steps=1e12"], "command line: training.steps: input should be less than or equal to 1000000000"),
+    (["training.epochs=1e23", "training.sampler=pooled"], "command line: training.epochs: input should be less than"),
+    *([([f"training.{key}=1e23"], f"command line: training.{key}: ") for key in ("evaluate_every", "batch_size")]),
+    (["training.schedule.warmup_steps=1e23"], "command line: training.schedule.warmup_steps: must be at most 42949"),
+    (["methods=[{name: xdomainmix, quantile_steps: 1e23}]"], "command line: methods.0.quantile_steps: must be at most"),
+    (["encoder.trainable={lora: {rank: 1000000000000}}"], "command line: encoder.trainable.lora.rank: input should be"),
+    (["features.views=1e23"], "command line: features.views: "),
     ([("{steps: 10}", "[1]")], "r.yaml:5: training: must be a block of keys, not list"),
     ([("{steps: 10}", "{steps: 10}\nanalyse: maybe")], "r.yaml:6: analyse: must be true or false, given 'maybe'"),
     ([("{steps: 10}", "{steps: 10}\nlabel_curve: 1")], "r.yaml:6: label_curve: must be true or false, given 1"),
@@ -294,6 +307,18 @@ def test_yaml_that_is_refused_in_one_line(text: str, words: str) -> None:
     with pytest.raises(UserError) as fault:
         parse(text, "r.yaml")
     assert words in str(fault.value) and "\n" not in str(fault.value) and not Path("exploded").exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("block", ["", "training"])
+def test_thousands_of_unknown_keys_are_refused_soon(block: str) -> None:
+    keys = "\n".join(f"{'  ' if block else ''}stepps{number}: 1" for number in range(20_000))
+    text = f"name: good\ndata: {{name: digits}}\nmethods: [erm]\n{f'{block}:' if block else ''}\n{keys}\n"
+    with pytest.raises(UserError) as fault:
+        check(parse(text, "r.yaml"))
+    lines = str(fault.value).split("\n")
+    assert len(lines) < 100 and sum("unknown key; did you mean" in line for line in lines) == 50
+    assert any("19950" in line for line in lines)
 
 
 def test_the_place_of_a_key() -> None:

@@ -431,9 +431,7 @@ def test_files_of_another_run_are_found_wherever_they_are_read(finished, other, 
         f"{run / name}: is of another run; {trained if name.startswith('models') else written}" for name in names
     )
     assert numbers(run) == expected
-    assert [(run / name).read_bytes() for name in REPORTS[:2]] == [
-        (finished / "out/small" / name).read_bytes() for name in REPORTS[:2]
-    ]
+    assert "84 images" in (run / "results.md").read_text() and "80 images" in (other / "results.md").read_text()
     shutil.copy2(other / predictions, run / predictions)
     assert main(["report", str(run)]) == 2 and str(run / predictions) in one_line(capsys.readouterr().err)
 

@@ -174,13 +174,11 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     if not run.rows:  # it is written without a summary as long as models train
         raise UserError(f"{run.path}: the run is not finished; run its recipe again, or name a model by --held-out")
     text = written_recipe(run.path, run.results)
-    name = str(text.values["name"])
-    if name != run.path.resolve().name:
-        problem = f"the final fit trains in a directory with the run's name, {name}; rename it"
-        raise UserError(f"{run.path}: {problem}, or {by_held_out}")
+    name = run.path.resolve().name  # the directory may have been renamed
     # as the user named it: the run's page repeats it, and is given to others
     parent = run.path.parent if run.path.name == name else run.path.resolve().parent
-    apply_override(text, f"output.dir={json.dumps(str(parent))}")
+    for key, value in (("name", name), ("output.dir", str(parent))):
+        apply_override(text, f"{key}={json.dumps(value)}")
     recipe = check(text)
     seeds = len(recipe.protocol.seeds) if ensemble else 1
     if ensemble and next(item for item in recipe.methods if item.label == method).is_solver:

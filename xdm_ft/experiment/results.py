@@ -179,6 +179,7 @@ class RunResults:
         self.records: dict[ModelKey, Record] = {}
         self.final_fits: dict[str, dict[str, Any]] = {}  # {method: final fit}
         self.label_curve: dict[str, Any] | None = None
+        self.known_files = dict[str, str]()  # {address of a file that models share: checksum} of earlier runs here
         self.common: dict[Held, dict[str, str]] = {}  # {test domains: files that models of all methods share}
         self.summary = Summary([], [], [])
         self.environment: dict[str, Any] = {}
@@ -205,6 +206,11 @@ class RunResults:
                 method: fit
                 for method, fit in final_fits_of(before).items()
                 if "weights" in fit and directory.verify_or_warn(fit["weights"], fit.get("files"))
+            }
+            entries = (record.files for record in before["runs"])
+            files = (*entries, *(fit.get("files", {}) for fit in final_fits_of(before).values()))
+            results.known_files = {
+                address: digest for of in files for address, digest in of.items() if not is_of_one_model(address)
             }
             if any(record.status == "ok" and not record.files for record in before["runs"]):
                 logger.warning(
@@ -273,13 +279,6 @@ class RunResults:
         if record.status != "ok" or record.test_domains not in self.common:
             return record
         return dataclasses.replace(record, files=record.files | self.common[record.test_domains])
-
-    @property
-    def known_files(self) -> dict[str, str]:
-        """{address of a file that models share: its checksum}, as earlier runs in the directory wrote it."""
-        of_models = (record.files for record in self.records.values())
-        files = (*of_models, *(fit.get("files", {}) for fit in self.final_fits.values()))
-        return {address: digest for of in files for address, digest in of.items() if not is_of_one_model(address)}
 
     def write(self) -> Results:
         """Returns the results; the main process writes them."""

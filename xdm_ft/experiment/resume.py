@@ -100,7 +100,7 @@ def comparable(recipe: Values) -> dict[str, Any]:
 
 def of_method(recipe: Values, label: str) -> dict[str, Any]:
     """Returns the part of a resolved recipe that models of one method depend on, which growing does not change."""
-    kept = comparable(recipe)
+    kept = comparable(recipe) | {"name": None}  # the directory may have been renamed
     kept["protocol"] = {key: value for key, value in kept["protocol"].items() if key not in ("seeds", "final_fit")}
     kept["search"] = {key: value for key, value in kept["search"].items() if key != "trials"}
     kept["methods"] = [labels_of(recipe)[label]]
@@ -139,6 +139,8 @@ def refused_changes(before: Values, now: Values) -> list[str]:
 
 def _refused_values(key: str, old: Any, new: Any) -> list[str]:
     """Returns the reasons to refuse a change of one key, of which few may grow; [] if there is none."""
+    if key == "name" and isinstance(old, str) and isinstance(new, str):
+        return []  # the directory was renamed
     if key == "data.train_augmentation" and new is None:
         return []  # each method has its default, which is that of the run's methods (`keep_choices_of_run`)
     if key == "methods":

@@ -169,7 +169,10 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        for fault in error.errors()[:MAX_UNKNOWN]:
+        errors = error.errors()
+        if len(errors) > MAX_UNKNOWN:
+            faults.add(key, f"{len(errors) - MAX_UNKNOWN} more faults beside those listed")
+        for fault in errors[:MAX_UNKNOWN]:
             # pydantic adds the names of validator functions and the tags of alternatives to a fault's location
             inner = tuple(part for part in fault["loc"] if not str(part).startswith(("function-", "tag-")))
             message = fault["msg"].removeprefix("Value error, ")

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.names import images_file
-from xdm_ft.storage.results_file import read_results
+from xdm_ft.storage.results_file import read_results, refuse_other_types
 from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, WRITE_AGAIN, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars
 
@@ -305,10 +305,21 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{path}: does not exist; name a run directory")
     try:
         results = read_results(file, record_in(file))
+        refuse_other_types(results)
     except Damaged as error:
         raise UserError(f"{file}: cannot be read as the results of a run ({error}); name a run directory") from error
-    rows = [SummaryRow.from_json(row) for row in results["summary"]]
-    return Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
+    run = Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], [])
+    try:
+        rows = [SummaryRow.from_json(row) for row in results["summary"]]
+        order = items(run.results).keys()
+        others = {record.method for record in run.every} - order if rows else set()
+        _ = run.own_rule, run.metric  # which all readers need
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{file}: was edited, or another version wrote it ({what}); run the recipe again") from error
+    if others:
+        raise UserError(f"{file}: was edited: its recipe has no method {min(others)}; run the recipe again")
+    return replace(run, rows=rows)
 
 
 # ---------------------------------------------------------------------------------- rows of results.json, by its recipe

@@ -133,7 +133,7 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     # the page's Content-Security-Policy allows the script with this checksum and no other, such as one in a name
     script = _packaged("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    models = f"{plural(len(run.records), 'trained model')} in {_shareable(run.path) / 'models'}, one folder each."
+    models = f"{plural(len(run.records), 'trained model')} in models/ of the run directory, one folder each."
     return _rendered(
         "page.html.j2",
         name=str(run.results["recipe"]["name"]),

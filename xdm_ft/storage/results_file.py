@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,13 @@ _RUNS = "\0runs"  # stands for the models: no text of results.json has this char
 # one space and a raw line break: a key of the whole, neither of a part nor inside a text
 _EMPTY, _BEGIN, _END = b' "runs": []', b' "runs": [\n', b" ]"
 Json = dict[str, Any]
+SCHEMA: Json = json.loads(files("xdm_ft").joinpath("report/results.schema.json").read_text(encoding="utf-8"))
+COMPLETE = ("summary", "comparisons", "looks", "final_fit", "final_fits", "label_curve", "grown_from")
+"""Keys below which each key that the schema needs is read; a recipe is compared with recipe.yaml."""
+TYPES: dict[str, Any] = {
+    "object": dict, "array": list, "string": str, "number": int | float, "integer": int, "boolean": bool,
+    "null": type(None),
+}  # fmt: skip
 
 
 class _Digest:
@@ -91,11 +99,12 @@ def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> 
         try:
             digest = _Digest(results)
             # in another layout, as an editor saves it, `_rest` has read the models already
-            for run in results["runs"] or _models(file):
+            for number, run in enumerate(results["runs"] or _models(file)):
                 digest.add(run)
                 try:
+                    _refuse_other_types(_scalars(run), SCHEMA["$defs"]["run"], f"runs.{number}", complete=False)
                     made.append(entry(run))
-                except UserError as error:
+                except (UserError, Damaged) as error:
                     fault = fault or error
             is_complete = results["checksum"] == digest.value()
         except (KeyError, TypeError, AttributeError) as error:
@@ -107,6 +116,47 @@ def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> 
     if fault is not None:
         raise fault
     return results | {"runs": made}
+
+
+def refuse_other_types(results: Json) -> None:
+    """Raises `Damaged` if a value of results.json has a type that the schema does not have, as an edit may leave it."""
+    for key, value in results.items():
+        if key != "runs":  # which are records
+            _refuse_other_types({key: value}, SCHEMA, "", complete=key in COMPLETE)
+
+
+def _scalars(run: Json) -> Json:
+    """Returns a model without the metrics of classes and domains, of which there may be thousands."""
+
+    def kept(value: Any, depth: int) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: kept(inner, depth - 1) for key, inner in value.items() if depth or not isinstance(inner, dict)}
+
+    return {**run, "selected": kept(run["selected"], 3)} if "selected" in run else run  # rule, pick, metrics, split
+
+
+def _refuse_other_types(value: Any, schema: Json, where: str, complete: bool) -> None:
+    """Raises `Damaged` if a value has another type than the schema says, or, if it is `complete`, lacks a key."""
+    if "$ref" in schema:
+        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(
+        isinstance(value, TYPES[kind]) and (kind == "boolean") >= isinstance(value, bool) for kind in kinds
+    ):
+        raise Damaged(f"{where} must be {' or '.join(kinds)}, not {json.dumps(value)[:40]}")
+    if isinstance(value, dict):
+        lacking = [key for key in schema.get("required", ()) if key not in value] if complete and where else []
+        if lacking:
+            raise Damaged(f"{where} lacks {lacking[0]}")
+        for key, inner in value.items():
+            of_key = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+            if isinstance(of_key, dict):
+                _refuse_other_types(inner, of_key, f"{where}.{key}".lstrip("."), complete)
+    elif isinstance(value, list) and "items" in schema:
+        for number, inner in enumerate(value):
+            _refuse_other_types(inner, schema["items"], f"{where}.{number}", complete)
 
 
 def unverified_facts(path: Path) -> Json:

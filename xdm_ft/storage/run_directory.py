@@ -27,7 +27,7 @@ from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, re
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.lines import Damaged, OtherRun, append_lines, read_lines, read_object, with_checksum
 from xdm_ft.storage.names import file_name, images_file, parts_of, predictions_in
-from xdm_ft.storage.results_file import read_results, write_results
+from xdm_ft.storage.results_file import read_results, refuse_other_types, write_results
 from xdm_ft.storage.tensorboard import EventFile, Session, write_session
 from xdm_ft.storage.tensors import Arrays, TensorFiles, read_with_checksum, tensors_of, unchecked_entry
 
@@ -320,7 +320,9 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            return read_results(path, entry)
+            results = read_results(path, entry)
+            refuse_other_types(results)
+            return results
         except Damaged as error:
             raise UserError(f"{path}: is damaged ({error}); delete it to train its models again") from error
 
