@@ -538,7 +538,7 @@ def test_the_keys_that_the_tab_key_offers() -> None:
 
 
 def test_faults_outside_the_recipe(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
+    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.root to a folder"):
         load("clip_camelyon", [f"data.root={tmp_path}"]).data.build()
     with pytest.raises(UserError, match=r"^encoders\.1\.model: timm .* has no model"):
         build_encoders(recipe(LINES, "encoders.1.model=nosuch"))

@@ -53,8 +53,8 @@ class LinearProbe(Solver):
             Field(
                 gt=0,
                 description="largest gradient entry at which L-BFGS stops, at a curvature of about 1. At 1e-4 "
-                "selection may pick another of two nearly equal strengths than at the optimum; 3e-5 takes 1.5 times as "
-                "many iterations, 1e-6 four times",
+                "selection may pick another of two nearly equal strengths than at the optimum; 3e-5 takes 1.5 × the "
+                "iterations, 1e-6 4 ×",
             ),
         ] = 1e-4,
     ) -> None:

@@ -276,7 +276,7 @@ def apply_override(recipe: RecipeText, override: str) -> None:
     """
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
-        key = name if "." in name or name in KEYS else "key.sub"
+        key = name if all(name.split(".")) and ("." in name or name in KEYS) else "key.sub"
         raise UserError(f'command line: "{override}" is not an override; write {key}=value, without spaces')
     origin = f'command line: "{override}"'
     _override(recipe, name, _read_yaml(text, RecipeText(origin, {})), origin)
