@@ -49,7 +49,8 @@ SPLIT_NAMES = frozenset(["train", "val", "valid", "validation", "test", "full", 
 
 
 MAX_PATTERN = 1000  # characters
-MATCH_SECONDS = 2.0  # of this process's computing time, for the pattern and one path
+MATCH_SECONDS = 2.0  # of this process's computing time, for the pattern and up to `MATCHED` paths
+MATCHED = 10_000
 
 
 def expression_of(pattern: str | None) -> re.Pattern[str]:
@@ -137,7 +138,10 @@ def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarr
     Raises `UserError` if a path does not match.
     """
     expression = re.compile(one_form(pattern))
-    groups = [group_of(path, expression) for path in paths]
+    groups = list[str | None]()
+    with _in_time(expression, len(paths), lambda: paths[len(groups)]):
+        for path in paths:
+            groups.append(_group_of(path, expression))
     without = [path for path, group in zip(paths, groups, strict=True) if group is None]
     if without:
         raise UserError(
@@ -152,8 +156,12 @@ def group_of(path: str, expression: re.Pattern[str]) -> str | None:
 
     Raises `UserError` if matching takes too long, as that of (.*)*x doubles with each character.
     """
-    with _in_time(path, expression):
-        match = expression.search(one_form(path))
+    with _in_time(expression, 1, lambda: path):
+        return _group_of(path, expression)
+
+
+def _group_of(path: str, expression: re.Pattern[str]) -> str | None:
+    match = expression.search(one_form(path))
     if match is None:
         return None
     # \0 is in no path, so that ("a", "bc") and ("ab", "c") stay two groups
@@ -161,18 +169,22 @@ def group_of(path: str, expression: re.Pattern[str]) -> str | None:
 
 
 @contextmanager
-def _in_time(path: str, expression: re.Pattern[str]) -> Iterator[None]:
-    """Context for matching, which Python interrupts for signals alone: outside the main thread it has no limit."""
+def _in_time(expression: re.Pattern[str], count: int, path_now: Callable[[], str]) -> Iterator[None]:
+    """Context for matching that many paths. `path_now` returns the one that is matched now, for the message.
+
+    Python interrupts matching for signals alone: outside the main thread it has no limit.
+    """
+    seconds = MATCH_SECONDS * max(1, count / MATCHED)
 
     def stop(*_: object) -> None:
-        problem = f"takes more than {MATCH_SECONDS:g} s at {path}; write it without a repetition inside a repetition"
+        problem = f"takes more than {seconds:g} s at {path_now()}; write it without a repetition inside a repetition"
         raise UserError(f"data.group: {expression.pattern}: {problem}")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, MATCH_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
