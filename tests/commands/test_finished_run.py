@@ -20,7 +20,7 @@ from xdm_ft.cli import analyse
 from xdm_ft.cli.cache import referenced_by
 from xdm_ft.cli.parser import main
 from xdm_ft.report.finished import Run, read_run
-from xdm_ft.storage.results_file import COSTS, read_results
+from xdm_ft.storage.results_file import COSTS, read_results, write_results
 from xdm_ft.storage.run_directory import LOCK, RunDirectory
 
 RECIPE = """\
@@ -278,7 +278,11 @@ def test_without_keep_nothing_is_kept_and_other_bits_are_named(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     directory, address = RunDirectory(run), f"{FOLDER}/train_val.safetensors"
     tensors, metadata = directory.tensors(address)
-    directory.write_tensors(address, {name: tensor + 1 for name, tensor in tensors.items()}, metadata)
+    digest = directory.write_tensors(address, {name: tensor + 1 for name, tensor in tensors.items()}, metadata)
+    document = json.loads((run / "results.json").read_text())
+    for entry in document["runs"]:
+        entry["files"] |= {address: digest} if address in entry["files"] else {}
+    write_results(run / "results.json", document)
     before = files(run)
     assert main(["retrain", str(run), *MODEL, "--json"]) == 0
     rules = json.loads(capsys.readouterr().out)["rules"]

@@ -25,7 +25,7 @@ _RUNS = "\0runs"  # stands for the models: no text of results.json has this char
 _EMPTY, _BEGIN, _END = b' "runs": []', b' "runs": [\n', b" ]"
 Json = dict[str, Any]
 SCHEMA: Json = json.loads(files("xdm_ft").joinpath("report/results.schema.json").read_text(encoding="utf-8"))
-COMPLETE = ("summary", "comparisons", "looks", "final_fit", "final_fits", "label_curve", "grown_from")
+COMPLETE = ("data", "summary", "comparisons", "looks", "final_fit", "final_fits", "label_curve", "grown_from")
 """Keys below which each key that the schema needs is read; a recipe is compared with recipe.yaml."""
 TYPES: dict[str, Any] = {
     "object": dict, "array": list, "string": str, "number": int | float, "integer": int, "boolean": bool,
