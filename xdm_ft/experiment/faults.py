@@ -17,7 +17,7 @@ from xdm_ft.experiment.plan import Plan, index_folder
 from xdm_ft.features.hashes import FileHashes, hash_files, pixels_of
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
-from xdm_ft.images.facts import BRIGHT_SHARE, DARK, Pixels, sample_of_domains
+from xdm_ft.images.facts import BRIGHT_SHARE, DARK, Pixels, range_of, sample_of_domains
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.settings import Recipe
@@ -147,7 +147,8 @@ def _darkness(dataset: ImageDataset, images: Sequence[Pixels], share: float) -> 
         widest, others = max(wide, key=lambda extremes: extremes.largest), len(images) - len(wide)
         used = f"pixels wider than 8 bits reach {widest.largest:g} of {widest.top(intensity):g}"
         # `auto` has seen the largest value of all domains
-        own = f"{{low: {min(0.0, *(extremes.least for extremes in wide)):g}, high: {widest.largest:g}}}"
+        low, high = range_of(wide)
+        own = f"{{low: {min(0.0, low):g}, high: {high:g}}}"
         remedy = f"set data.intensity: {own}" + ("" if intensity else ", or auto")
         if intensity or others:
             remedy += ", or give the images of all domains one scale"

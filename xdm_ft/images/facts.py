@@ -208,13 +208,18 @@ def automatic(found: Iterable[Extremes]) -> Range | None:
     if len({image.is_float for image in images}) == 2:
         problem = "some images hold integers and others floats, whose scales differ"
         raise UserError(f"data.intensity: auto: {problem}; convert one kind, or set {{low, high}}")
-    low, high = min(image.least for image in images), max(image.largest for image in images)
-    fitting = [2**bits - 1 for bits in BITS if low >= 0 and high <= 2**bits - 1]
-    if not images[0].is_float and fitting:
-        return Range(low=0, high=fitting[0])
+    low, high = range_of(images)
     if low == high:
         raise UserError(f"data.intensity: auto: all pixels wider than 8 bits are {low:g}; set {{low, high}}")
     return Range(low=low, high=high)
+
+
+def range_of(images: Sequence[Extremes]) -> tuple[float, float]:
+    """Returns the range that holds all values of one or more images, as `automatic` takes it."""
+    low, high = min(image.least for image in images), max(image.largest for image in images)
+    if any(image.is_float for image in images) or low < 0:
+        return low, high
+    return next(((0.0, 2.0**bits - 1) for bits in BITS if high <= 2**bits - 1), (low, high))
 
 
 def pixels(dataset: ImageDataset, row: int) -> Pixels | None:
