@@ -134,7 +134,7 @@ class Code:
         (lambda path: path.write_bytes(b"nothing"), "is damaged or has another format"),
         (lambda path: torch.save([torch.zeros(2)], path), "holds a list, not a state dict"),
         (lambda path: torch.save({"1.weight": Code()}, path), "holds pickled code"),
-        (lambda path: torch.save({"1.weight": torch.tensor(torch.nan)}, path), "holds NaN"),
+        (lambda path: torch.save({"1.weight": torch.full((2,), torch.nan)}, path), "holds NaN"),
         (lambda path: torch.save({}, path), "holds no tensors"),
         (lambda path: path.mkdir(), "is a folder"),
         (lambda path: torch.save(vgg_encoder().state_dict(), path), "is not AdaIN's decoder (1.weight is missing"),

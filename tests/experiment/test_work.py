@@ -329,6 +329,7 @@ def lost_tasks(progress):
     tasks.ray = SimpleNamespace(wait=lambda running, **_: (running, []), get=lose, exceptions=exceptions)
     tasks.submit, tasks.running, tasks.losses, tasks.next_look = submit, {}, Counter(), 0.0
     tasks.progress, tasks.folder, tasks.logged = None, Path("no logs"), {}
+    tasks.look_at_nodes = lambda: None
     return tasks
 
 

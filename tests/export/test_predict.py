@@ -197,7 +197,7 @@ def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
     with monkeypatch.context() as patch:
         to_rgb = decode_module.to_rgb
         patch.setattr(inputs, "worker_count", lambda accelerator: 0)  # what other processes decode is not seen
-        patch.setattr(decode_module, "to_rgb", lambda image: sizes.add(image.size) or to_rgb(image))
+        patch.setattr(decode_module, "to_rgb", lambda image, *how: sizes.add(image.size) or to_rgb(image, *how))
         assert not run(made).failed
     assert sizes == ({(400, 300), (100, 75)} if trainable else {(100, 75)})  # all are decoded whole once, as a check
     model, sources = library.load(Path(made.output.dir) / made.name, held_out="sketch"), Sources(["data"])

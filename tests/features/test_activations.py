@@ -91,11 +91,13 @@ def test_a_change_of_what_determines_activations_changes_the_key(tmp_path: Path)
 
 
 def test_activations_beyond_float16_are_refused(tmp_path: Path) -> None:
-    large = 1e5
+    large = 1e4  # of weights up to 34,000; the first block makes 400,000 of them
     assert every_row(activations_of(tmp_path, factor=large)).abs().max() > torch.finfo(torch.float16).max
     activations_of(tmp_path, factor=large, precision="bf16")
     with pytest.raises(UserError, match=r"^pixels 0: .* not finite; .* or set features\.precision: fp32$"):
         activations_of(tmp_path, factor=large, precision="fp16")
+    with pytest.raises(UserError, match=r"fp16: weights are too large for it .*; use bf16 or fp32"):
+        activations_of(tmp_path, factor=1e7, precision="fp16")
 
 
 def test_the_list_names_the_cut(tmp_path: Path) -> None:

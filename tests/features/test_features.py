@@ -27,7 +27,7 @@ from xdm_ft.features import FeatureSettings, cache
 from xdm_ft.features import key as key_module
 from xdm_ft.features.cache import Features, cache_folder, cache_path
 from xdm_ft.features.key import View
-from xdm_ft.images.decode import EncodedImages
+from xdm_ft.images.decode import decoder_of
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError
@@ -227,7 +227,7 @@ def test_keys_stay_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.fill_(0.5)
-    decoder = Pixels(3).decoder if model == "tiny" else EncodedImages.decoder
+    decoder = Pixels(3).decoder if model == "tiny" else decoder_of(None)
     parts = key_module.key_parts(encoder, decoder, "fp32", CPU)
     if "versions" in parts["encoder"]:
         parts["encoder"] = {**parts["encoder"], "versions": "1.0"}

@@ -151,7 +151,7 @@ def test_a_run_directory_that_is_deleted_during_the_run(replaced, here, tmp_path
     save, run = pieces.save, tmp_path / "small"
     other, saves = '{"run": "of another"}', list[object]()
 
-    def deleting(outcomes, directory, writes):
+    def deleting(outcomes, directory, **how):
         saves.append(outcomes)
         if len(saves) == (1 if replaced else 2):
             shutil.rmtree(run)
@@ -159,7 +159,7 @@ def test_a_run_directory_that_is_deleted_during_the_run(replaced, here, tmp_path
                 run.mkdir()
                 (run / "run.lock").touch()
                 (run / "results.json").write_text(other)
-        return save(outcomes, directory, writes)
+        return save(outcomes, directory, **how)
 
     command = ["run", "small.yaml", f"output.dir={tmp_path}", METHODS]
     with monkeypatch.context() as patch:

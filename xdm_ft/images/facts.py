@@ -61,6 +61,7 @@ BITS = (8, 10, 12, 14, 16)  # of `auto`
 DARK = 26  # of 255: grey values below it are dark
 BRIGHT_SHARE = 0.001  # of a domain's pixels that are not dark, at least
 SAMPLE, SAMPLE_OF_ALL = 200, 4000  # images of a domain, and of all domains, at which a check looks
+DRAFT = 64  # px: sides that are enough to see whether an image is dark
 SEED = 0
 MISSING = -1.0  # of a number that the file lacks, such as the tables of a PNG; all numbers are at least 0
 
@@ -226,7 +227,7 @@ def pixels(dataset: ImageDataset, row: int) -> Pixels | None:
     """Returns what the pixels of an image use, which is decoded; None if it does not decode."""
     try:
         with memory_of(dataset.name(row)):
-            histogram = dataset.image(row).convert("L").histogram()
+            histogram = dataset.draft(row, DRAFT).convert("L").histogram()
     except UnreadableImage:
         return None
     return Pixels(sum(histogram[DARK:]) / sum(histogram), extremes(dataset, row))
