@@ -16,6 +16,7 @@ from PIL.PngImagePlugin import PngImageFile
 from xdm_ft.containers.files import group_of
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.imagefolder import ImageFolder
+from xdm_ft.export.sources import Sources
 from xdm_ft.images.decode import UnreadableImage, decode, extensions, formats
 from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
@@ -152,6 +153,22 @@ def test_groups(tmp_path: Path, pattern: str, groups: list[int]) -> None:
     assert Folder(root=tmp_path, group=pattern).groups.tolist() == groups
     two = re.compile(r"(\d+)/(\d+)")
     assert group_of("1/12", two) != group_of("11/2", two), "what is captured is not run together"
+
+
+def test_expressions_that_take_for_ever_or_are_too_deep_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xdm_ft.containers.files.MATCH_SECONDS", 0.1)
+    name, deep = f"a/c/{'p' * 60}.png", "(" * 2000 + ")" * 2000
+    put(tmp_path, name, "b/c/1.png")
+    with pytest.raises(UserError, match=r"data\.group: \(\.\*\)\*x: takes more than 0\.1 s at .*without a repetition"):
+        print(Folder(root=tmp_path, group="(.*)*x").groups)
+    with pytest.raises(UserError, match=r"--group: \(\.\*\)\*x: takes more than 0\.1 s at"):
+        list(Sources([str(tmp_path / name)], "(.*)*x", "--group"))
+    with pytest.raises(ValueError, match="not a regular expression"):
+        settings_model(find("data", "folder")).model_validate({"root": "x", "group": deep})
+    with pytest.raises(UserError, match=r"--group: \(+ is not a regular expression"):
+        Sources([str(tmp_path / name)], deep, "--group")
 
 
 def test_names_in_either_encoding_are_one(tmp_path: Path) -> None:

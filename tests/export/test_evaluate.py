@@ -154,7 +154,7 @@ def test_results_that_are_missing_are_named(four):
     expected = expected_performance(four.path, four.results, four.records, RULE, METHOD)
     assert [one.interval is None for one in expected.held_out] == [False, True, False, False]
     assert expected.new_site == four.expected.new_site and expected.calibrated is None
-    assert any("missing or damaged" in note for note in expected.notes)
+    assert any("missing, damaged or of another run" in note for note in expected.notes)
 
 
 def test_it_is_part_of_a_models_config_and_of_results_of_earlier_versions(small_model, tmp_path):

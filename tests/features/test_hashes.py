@@ -217,6 +217,17 @@ def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.Monk
         with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
             hashes_of(images)
     path = images.parent / "index.sqlite"
+    for code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_LOCK):  # as a quota ends
+
+        def fails(*_: object, code: int = code) -> None:
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = code
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module._Index, "_transaction", fails)
+            with pytest.raises(UserError, match=r"index\.sqlite: the disk fails \(disk I/O error\); make room, check"):
+                hashes_of(images)
     assert path.stat().st_mode & 0o777 == 0o600
     path.unlink()
     path.mkdir()

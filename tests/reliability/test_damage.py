@@ -554,6 +554,71 @@ def test_edited_files_are_refused(finished, run, capsys):
     assert f"{path}: is damaged (its checksum differs)" in one_line(capsys.readouterr().err)
 
 
+def edits(document, depth=3):
+    """Yields (dotted key, change): each value down to this depth removed, of another type, and empty."""
+
+    def keys(value, at=()):
+        items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+        for key, inner in items if len(at) < depth else ():
+            yield (*at, key), inner
+            yield from keys(inner, (*at, key))
+
+    for key, value in keys({name: value for name, value in document.items() if name != "checksum"}):
+        others = [{"a": 1} if isinstance(value, str | list) else [1], *([type(value)()] if value else [])]
+        yield from ((".".join(map(str, key)), with_value(*key, value=other)) for other in others)
+        yield ".".join(map(str, key)), without(*key)
+
+
+def assert_one_line(run, text, key, change, capfd, command, named):
+    """An edit whose checksum fits: a command reads the results, or refuses them in one line that names file and key."""
+    values = json.loads(text)
+    change(values)
+    try:
+        write_results(run / "results.json", values)
+    except (KeyError, TypeError, AttributeError, AssertionError, ValueError):
+        return  # has no checksum
+    capfd.readouterr()
+    status = main(command)
+    errors = capfd.readouterr().err
+    assert status in ((2,) if named else (0, 2)) and "Traceback" not in errors, (key, errors)
+    if status:
+        line = one_line(errors)
+        assert ("results.json" in line or "recipe.yaml" in line) and (not named or key.split(".")[-1] in line), line
+
+
+NEEDED = ("recipe.data", "recipe.data.name", "recipe.protocol", "recipe.protocol.metric", "recipe.methods.0",
+          "environment", "environment.data", "data.classes", "summary.0", "runs")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_edited_results_with_a_checksum_are_one_line(run, capfd, monkeypatch):
+    """Readers of results.json, with what they need emptied."""
+    monkeypatch.setattr("xdm_ft.report.charts.Figure.svg", lambda _: "<svg></svg>")
+    text, target = (run / "results.json").read_text(), str(run.parent / "model")
+    export = ["export", str(run), target, "--no-site"]
+    for command in (
+        ["report", str(run)], export, [*export, "--held-out", "sketch"], ["analyse", str(run)], ["audit", str(run)],
+        ["retrain", str(run), *MODEL],
+    ):  # fmt: skip
+        for key in NEEDED:
+            *before, last = [int(part) if part.isdigit() else part for part in key.split(".")]
+            empty = [] if key == "runs" else {}
+            assert_one_line(run, text, key, with_value(*before, last, value=empty), capfd, command, named=True)
+    assert not Path(target).exists()
+    changes = list(edits(json.loads(text)))
+    assert len(changes) > 500
+    for key, change in random.Random(0).sample(changes, 60):
+        assert_one_line(run, text, key, change, capfd, ["report", str(run)], named=False)
+
+
+def test_a_damaged_file_of_events_is_named(run, capfd):
+    [path] = run.glob("events/erm/sketch/seed0/events*.0")
+    path.write_bytes(b"")
+    assert main(["report", str(run)]) == 0
+    assert f"{path}: is damaged, so learning curves lack points; replace it" in capfd.readouterr().err
+    assert f"{path.relative_to(run)} is damaged: curves lack points." in (run / "report.html").read_text()
+
+
 # ---- Heads that share a file
 
 SEEDS = "protocol.seeds=3"  # of 2 held-out domains: 6 heads
@@ -629,6 +694,46 @@ def test_a_damaged_shared_file(kind, finished, large, caplog, capsys):
     else:
         assert len(lines) == (0 if kind == "remove" else 1), "not once per model"
         assert all(line.startswith(str(path)) and "its models will be trained again" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_shared_file_of_another_run(finished, large, tmp_path, caplog, capsys):
+    """And two runs of one recipe have the same checksums wherever they write."""
+    content = contents(large)
+    assert run_large(finished, tmp_path / "same/small") == run_large(finished, tmp_path / "x/small", OTHER[0]) == 0
+    digests = [[record.files for record in read_run(path).records] for path in (large, tmp_path / "same/small")]
+    assert digests[0] == digests[1] and any("#" in address for address in digests[0][0])
+    [path] = (large / "models/erm").iterdir()
+    shutil.copy2(tmp_path / "x/small" / path.relative_to(large), path)
+    assert main(["export", str(large), str(tmp_path / "model"), "--held-out", "sketch"]) == 2
+    assert f"{path}#" in (line := one_line(capsys.readouterr().err)) and "is of another run" in line
+    assert run_large(finished, large) == 0 and f"{path}: is of another run" in caplog.text
+    assert contents(large) == content
+
+
+@pytest.mark.slow
+def test_a_run_that_was_moved_is_whole(finished, interrupted, tmp_path, capsys):
+    """Renamed and moved, it reports, exports, is analysed and audited, and one that was killed goes on."""
+    run = (tmp_path / "elsewhere/renamed").resolve()
+    run.parent.mkdir()
+    copied(finished, tmp_path).rename(run)
+    for command in (["report"], ["analyse"], ["audit"], ["retrain", *MODEL]):
+        assert main([command[0], str(run), *command[1:]]) == 0, capsys.readouterr().err
+    for options in ([], ["--held-out", "photo"]):
+        assert main(["export", str(run), str(tmp_path / f"model{len(options)}"), *options]) == 0
+    text = (interrupted / "small.yaml").read_text().replace("name: small", "name: going on")
+    (tmp_path / "again.yaml").write_text(text)
+    stopped = copied(interrupted, tmp_path / "b").rename(tmp_path / "elsewhere/going on")
+    capsys.readouterr()
+    assert run_here(tmp_path / "again.yaml", f"output.dir={stopped.parent}") == 0
+    assert " 0 models to train" in capsys.readouterr().err
+    files = [path for path in (*run.rglob("*"), *stopped.rglob("*")) if path.is_file()]
+    typed = {"recipe.yaml", "results.json"}  # which hold output.dir and data.root, as they were typed
+    assert len(files) > 40
+    for path in files:
+        content = path.read_bytes()
+        assert all(str(old).encode() not in content for old in (run, stopped)), path
+        assert path.name in typed or b"/out/small" not in content, path
 
 
 @pytest.mark.parametrize("later", ["0", "0.1"])

@@ -69,7 +69,7 @@ def write_run(
     or of results.json.
     """
     dataset, seeds = dataset or Named(), list(seeds)
-    protocol = {"name": "leave_one_domain_out", "selection": RULE, "metric": "accuracy"}
+    protocol = {"name": "leave_one_domain_out", "selection": RULE, "metric": "accuracy", "seeds": [0, 1]}
     protocol |= {key: changes.pop(key) for key in ("metric", "selection") if key in changes}
     records, predictions = [], []
     with RunDirectory(path) as directory:
@@ -126,12 +126,18 @@ def write_run(
             "schema": 1,
             "recipe": {
                 "name": "made_up",
-                "data": {"name": "folder", "root": "nowhere", "group": None, "on_bad_image": "error"},
+                "data": {
+                    "name": "folder",
+                    "root": "nowhere",
+                    "class_names": {},
+                    "group": None,
+                    "on_bad_image": "error",
+                },
                 "protocol": protocol,
                 "encoder": {"name": "timm", "model": "test_vit"},
                 "methods": [{"name": method} for method in methods],
             },
-            "environment": {"python": "3.11.7", "data": {"images": len(dataset)}},
+            "environment": {"python": "3.11.7", "data": {"images": len(dataset), "annotations": "a"}},
             "data": {"classes": list(dataset.class_names), "images": counts},
             "tested_on": "domains never trained on",
             "findings": [],

@@ -19,6 +19,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 
 TABLES = {"results.md", "results.csv"}
+DATA = {"data": {"name": "pets", "class_names": {}}}
 ALL = {*TABLES, "report.html"}
 
 
@@ -42,7 +43,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path)
-    directory.write_results(results_of(two_sets(), report={"page": True, "images": False}))
+    directory.write_results(results_of(two_sets(), report={"page": True}, **DATA))
     return directory
 
 
@@ -65,9 +66,9 @@ def test_what_is_missing_or_old_is_written_anew(directory: RunDirectory, pages: 
     (directory.path / "analysis.json").write_text("{}")
     assert {"report.html", "results.md"} <= refresh(directory) and refresh(directory) == set()
     before = (directory.path / "results.json").stat().st_mtime_ns
-    directory.write_results(results_of(two_sets(), report={"page": True, "images": False}))
+    directory.write_results(results_of(two_sets(), report={"page": True}, **DATA))
     assert (directory.path / "results.json").stat().st_mtime_ns == before and refresh(directory) == set()
-    directory.write_results(results_of(two_sets()[:4], report={"page": True}))
+    directory.write_results(results_of(two_sets()[:4], report={"page": True}, **DATA))
     assert refresh(directory) == ALL
     assert "xdomainmix" not in (directory.path / "results.md").read_text()
 
@@ -102,7 +103,9 @@ def test_a_damaged_report_is_restored(
 @pytest.mark.parametrize("report", [{}, {"report": {"page": False}}])
 def test_no_page_where_none_is_wanted(report: dict[str, Any], tmp_path: Path, pages: list[Path]) -> None:
     directory = RunDirectory(tmp_path)
-    directory.write_results(results_of(two_sets(), **report))  # a recipe of an earlier version has no such block
+    directory.write_results(
+        results_of(two_sets(), **report, **DATA)
+    )  # a recipe of an earlier version has no such block
     for name in TABLES:
         (tmp_path / name).symlink_to(tmp_path / "gone" / name)
     assert refresh(directory) == TABLES and pages == []

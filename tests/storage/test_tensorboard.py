@@ -41,18 +41,24 @@ def test_a_resumed_training_leaves_no_double_points(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 5, 30, -1, -20])
-def test_a_file_that_was_cut_off_or_damaged_keeps_what_came_before(left: int, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_off_or_damaged_keeps_what_came_before(
+    left: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """`left`: bytes that are left of the file."""
     file = train(tmp_path / "a", range(2, 10, 2))
     whole = file.path.read_bytes()
     file.path.write_bytes(whole[:left])
-    before = read_scalars(tmp_path)["a"].get("train/loss", [])
+    damaged = list[Path]()
+    before = read_scalars(tmp_path, damaged)["a"].get("train/loss", [])
+    assert damaged == [file.path] and f"{file.path}: is damaged, so learning curves lack points" in caplog.text
     assert before == [(2, 2.0), (4, 4.0), (6, 6.0)][: None if left < 0 else 0]
     middle = len(whole) * 2 // 3
     file.path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :])
     assert read_scalars(tmp_path)["a"]["train/loss"] == [(2, 2.0), (4, 4.0)]
     train(tmp_path / "a", range(4, 10, 2))
+    caplog.clear()
     assert [step for step, _ in read_scalars(tmp_path)["a"]["train/loss"]] == [2, 4, 6, 8]
+    assert not caplog.messages  # killed, and resumed
 
 
 def test_other_things_in_the_folder_are_no_curves(tmp_path: Path) -> None:

@@ -151,12 +151,14 @@ def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarr
     return numbered([group for group in groups if group is not None])
 
 
-def group_of(path: str, expression: re.Pattern[str]) -> str | None:
+def group_of(path: str, expression: re.Pattern[str], key: str = "data.group") -> str | None:
     """Returns the text that identifies the group of a path, None if the expression matches nothing in it.
+
+    `key`: where the user has written the expression, for messages.
 
     Raises `UserError` if matching takes too long, as that of (.*)*x doubles with each character.
     """
-    with _in_time(expression, 1, lambda: path):
+    with _in_time(expression, 1, lambda: path, key):
         return _group_of(path, expression)
 
 
@@ -169,7 +171,9 @@ def _group_of(path: str, expression: re.Pattern[str]) -> str | None:
 
 
 @contextmanager
-def _in_time(expression: re.Pattern[str], count: int, path_now: Callable[[], str]) -> Iterator[None]:
+def _in_time(
+    expression: re.Pattern[str], count: int, path_now: Callable[[], str], key: str = "data.group"
+) -> Iterator[None]:
     """Context for matching that many paths. `path_now` returns the one that is matched now, for the message.
 
     Python interrupts matching for signals alone: outside the main thread it has no limit.
@@ -178,7 +182,7 @@ def _in_time(expression: re.Pattern[str], count: int, path_now: Callable[[], str
 
     def stop(*_: object) -> None:
         problem = f"takes more than {seconds:g} s at {path_now()}; write it without a repetition inside a repetition"
-        raise UserError(f"data.group: {expression.pattern}: {problem}")
+        raise UserError(f"{key}: {expression.pattern}: {problem}")
 
     if threading.current_thread() is not threading.main_thread():
         yield

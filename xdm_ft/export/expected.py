@@ -108,7 +108,7 @@ def expected_performance(
     if lacking := [", ".join(held) for held in planned if held not in tested]:
         notes.append(f"no result with {'; '.join(lacking)} held out")
     if not all(part.predictions for part in stored):
-        notes.append("stored predictions are missing or damaged, so that some intervals are unknown")
+        notes.append("stored predictions are missing, damaged or of another run, so that some intervals are unknown")
     if any(site.groups is None for site in at):
         earlier = " (the run is from an earlier version, which did not store them)"
         of_earlier = earlier if any(part.of_earlier_version for part in stored) else ""

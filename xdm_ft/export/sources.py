@@ -114,7 +114,7 @@ class Sources:
         else:
             items = (Item(file, file) for file in self._image_files(path))
         for item in items:
-            group = item.group or ("" if self.group_by is None else group_of(item.path, self._expression))
+            group = item.group or ("" if self.group_by is None else group_of(item.path, self._expression, self.option))
             if not group and self.group_by is not None:
                 column = f"is not a column of {printable(path)} and " if _is_table(path) else ""
                 raise UserError(

@@ -18,7 +18,7 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
 from xdm_ft.report.charts import Look, looks
 from xdm_ft.report.means import Pools, pooled
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.names import images_file
@@ -30,6 +30,7 @@ logger = logging.getLogger("xdm_ft")
 MAX_SETS = 12  # held-out sets with figures of their own
 ANALYSIS_SCHEMA = 1
 AUDIT_VERSION = 1
+RUN_AGAIN = "run the recipe again"
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,12 @@ class Run:
     @cached_property
     def scalars(self) -> dict[str, Scalars]:
         """{sub-run of `events/`: its scalars}, as TensorBoard shows them."""
-        return read_scalars(self.path / "events")
+        return read_scalars(self.path / "events", self.damaged_curves)
+
+    @cached_property
+    def damaged_curves(self) -> list[Path]:
+        """The damaged files of `scalars`, once these are read."""
+        return []
 
     @cached_property
     def analysis(self) -> dict[str, Any] | None:
@@ -316,9 +322,14 @@ def read_run(path: Path) -> Run:
         _ = run.own_rule, run.metric  # which all readers need
     except (KeyError, TypeError, AttributeError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{file}: was edited, or another version wrote it ({what}); run the recipe again") from error
+        raise UserError(f"{file}: was edited, or another version wrote it ({what}); {RUN_AGAIN}") from error
     if others:
-        raise UserError(f"{file}: was edited: its recipe has no method {min(others)}; run the recipe again")
+        raise UserError(f"{file}: was edited: its recipe has no method {min(others)}; {RUN_AGAIN}")
+    counts = {name: len(images) for name, images in results.get("data", {}).get("images", {}).items()}
+    if odd := [name for name, count in counts.items() if count != len(results["data"]["classes"])]:
+        raise UserError(f"{file}: was edited: data.images.{printable(odd[0])} has not a number per class; {RUN_AGAIN}")
+    if lacking := {row.method for row in rows} - {record.method for record in run.every}:
+        raise UserError(f"{file}: was edited: runs has no model of {min(lacking)}; {RUN_AGAIN}")
     return replace(run, rows=rows)
 
 

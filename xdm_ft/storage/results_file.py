@@ -25,8 +25,11 @@ _RUNS = "\0runs"  # stands for the models: no text of results.json has this char
 _EMPTY, _BEGIN, _END = b' "runs": []', b' "runs": [\n', b" ]"
 Json = dict[str, Any]
 SCHEMA: Json = json.loads(files("xdm_ft").joinpath("report/results.schema.json").read_text(encoding="utf-8"))
-COMPLETE = ("data", "summary", "comparisons", "looks", "final_fit", "final_fits", "label_curve", "grown_from")
-"""Keys below which each key that the schema needs is read; a recipe is compared with recipe.yaml."""
+COMPLETE = (
+    "recipe", "environment", "data", "summary", "comparisons", "looks", "final_fit", "final_fits", "label_curve",
+    "grown_from",
+)  # fmt: skip
+"""Keys below which each key that the schema needs is read."""
 TYPES: dict[str, Any] = {
     "object": dict, "array": list, "string": str, "number": int | float, "integer": int, "boolean": bool,
     "null": type(None),
@@ -146,6 +149,13 @@ def _refuse_other_types(value: Any, schema: Json, where: str, complete: bool) ->
         isinstance(value, TYPES[kind]) and (kind == "boolean") >= isinstance(value, bool) for kind in kinds
     ):
         raise Damaged(f"{where} must be {' or '.join(kinds)}, not {json.dumps(value)[:40]}")
+    known = schema.get("enum", [schema["const"]] if "const" in schema else ())
+    if known and not any(value == one and type(value) is type(one) for one in known):
+        raise Damaged(f"{where} must be {' or '.join(map(json.dumps, known))}, not {json.dumps(value)[:40]}")
+    if not value and (schema.get("minItems") or schema.get("minProperties")):
+        raise Damaged(f"{where} is empty")
+    if "anyOf" in schema:
+        _refuse_all_of(value, schema["anyOf"], where, complete)
     if isinstance(value, dict):
         lacking = [key for key in schema.get("required", ()) if key not in value] if complete and where else []
         if lacking:
@@ -157,6 +167,18 @@ def _refuse_other_types(value: Any, schema: Json, where: str, complete: bool) ->
     elif isinstance(value, list) and "items" in schema:
         for number, inner in enumerate(value):
             _refuse_other_types(inner, schema["items"], f"{where}.{number}", complete)
+
+
+def _refuse_all_of(value: Any, schemas: list[Json], where: str, complete: bool) -> None:
+    """Raises `Damaged` if a value has none of these types."""
+    faults = list[Damaged]()
+    for schema in schemas:
+        try:
+            _refuse_other_types(value, schema, where, complete)
+        except Damaged as fault:
+            faults.append(fault)
+    if len(faults) == len(schemas):
+        raise faults[0]
 
 
 def unverified_facts(path: Path) -> Json:

@@ -29,6 +29,7 @@ A metric that is undefined has no point. Older runs have one sub-run, `events/` 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,9 +42,11 @@ from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import disk_errors, replace_file
 from xdm_ft.storage.names import file_name
 
+logger = logging.getLogger("xdm_ft")
 Scalars = dict[str, list[tuple[int, float]]]  # {tag: [(step, value), …] by rising step}
 BEGINNING = "events.out.tfevents."  # of the names by which TensorBoard finds its files
 ENDING = ".hparams"
+FRAME = 16  # bytes of a record besides its event: length and two checksums
 LAST = "9999999999"  # in place of the time in a session's file name: what training writes again does not replace it
 
 
@@ -62,26 +65,37 @@ def trial_sub_run(method: str, trial: int) -> str:
     return f"{file_name(method, safe='+ ')}/+trials/trial{trial}"
 
 
-def read_scalars(folder: Path) -> dict[str, Scalars]:
+def read_scalars(folder: Path, damaged: list[Path] | None = None) -> dict[str, Scalars]:
     """Returns {sub-run: its scalars}. A sub-run is a folder below `folder` with event files, "" is `folder` itself.
 
     A file that a resumed training began replaces all values of its sub-run from its first step on, as in TensorBoard;
     of several values of one step the last one counts. A damaged record, or one that was cut off by a kill, ends its
-    file. Without a folder there is nothing. Raises `UserError` if a file cannot be read.
+    file: a warning names it, unless a later file of its sub-run goes on from there, and adds it to `damaged`. Without a
+    folder there is nothing. Raises `UserError` if a file cannot be read.
     """
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
     points_of: dict[str, dict[str, dict[int, float]]] = {}
+    cut_off: dict[str, Path] = {}  # {sub-run: its last file, if that lacks records}
     for path in sorted(path for path in folder.rglob(f"{BEGINNING}*") if path.is_file()):
         name = path.parent.relative_to(folder).as_posix()
-        values = points_of.setdefault("" if name == "." else name, {})
+        values, size = points_of.setdefault("" if name == "." else name, {}), 0
         for event in _read_events(path):
+            size += event.ByteSize() + FRAME
             if event.session_log.status == SessionLog.START:
                 for tag, points in values.items():
                     values[tag] = {step: value for step, value in points.items() if step < event.step}
             for scalar in event.summary.value:
                 if scalar.HasField("simple_value"):
                     values.setdefault(scalar.tag, {})[event.step] = scalar.simple_value
+        if not path.name.endswith(ENDING):  # which a run writes again
+            cut_off.pop(name, None)
+            if not 0 < size == path.stat().st_size:
+                cut_off[name] = path
+    for path in cut_off.values():
+        logger.warning("%s: is damaged, so learning curves lack points; replace it by the file of a copy", path)
+    if damaged is not None:
+        damaged += cut_off.values()
     return {
         name: {tag: sorted(points.items()) for tag, points in values.items() if points}
         for name, values in points_of.items()
