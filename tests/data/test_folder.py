@@ -234,6 +234,7 @@ PARTS_ARE = {
     "a/train/0.png b/test/0.png": "found <domain>/<test|train>/<image>, expected",
     "a/Full/cat/x/0.png a/CROSSVAL/cat/0.png": "found <domain>/<CROSSVAL|Full>/<class>/<image>, expected",
     "a/train/cat/0.png a/val/cat/0.png a/extra/cow/0.png": "train, val are parts of a split, not classes",
+    "a/training/cat/0.png a/Dev/cat/0.png": "Dev, training are parts of a split, not classes",
     "a/cat/0.png b/valid/cat/0.png": "valid are parts of a split, not classes",
     "train/cat/0.png validation/cat/0.png": "validation are parts of a split, not domains; "
     "found <train|validation>/<class>/<image>, expected",
@@ -250,6 +251,11 @@ def test_parts_of_a_split_are_neither_classes_nor_domains(tmp_path: Path, paths:
     with pytest.raises(UserError) as caught:
         reader(root=tmp_path)
     assert "\n" not in str(caught.value) and PARTS_ARE[paths] in str(caught.value)
+
+
+def test_folders_that_systems_make_hold_no_images(tmp_path: Path) -> None:
+    put(tmp_path, "a/cat/0.png", "b/cat/@eaDir/0.png/SYNOPHOTO_THUMB_M.jpg", "b/cat/0.png", "__MACOSX/a/cat/0.png")
+    assert [*Folder(root=tmp_path).shown] == [str(tmp_path / name) for name in ("a/cat/0.png", "b/cat/0.png")]
 
 
 def test_one_such_name_among_others_is_a_class_or_a_domain(tmp_path: Path) -> None:

@@ -227,7 +227,9 @@ def test_final_fits_are_trained_once_and_lie_side_by_side(copied: Enter, caplog:
     assert exported(Choice("erm"), "members", ensemble=True).config.members == (0, 1)
     found = results()
     both = {str(seed): f"models/final_fit/erm/{name}.safetensors" for seed, name in enumerate(("model", "seed1"))}
-    assert found["final_fits"]["erm"] == before["final_fits"]["erm"] | {"seeds": both}
+    files = found["final_fits"]["erm"]["files"]
+    assert before["final_fits"]["erm"]["files"].items() <= files.items() and {*both.values()} <= files.keys()
+    assert found["final_fits"]["erm"] == before["final_fits"]["erm"] | {"seeds": both, "files": files}
     assert found["final_fit"] == found["final_fits"][found["final_fit"]["method"]]
     best = found["final_fit"]
     assert best["chosen_by"]["by_name_only"] == ["knn"] and chosen.startswith("final fit: ")

@@ -123,6 +123,10 @@ def test_predictions_are_no_labels(inside, capsys, tmp_path, kept, suffix):
     with pytest.raises(UserError, match=remedy):
         Table(file=made)
     frame = pandas.read_csv(made) if suffix == "csv" else pandas.read_parquet(made)
+    shouted = made.with_name(f"shouted.{suffix}")
+    getattr(frame.rename(columns={"probability": " Probability"}), f"to_{suffix}")(shouted, index=False)
+    with pytest.raises(UserError, match=remedy):
+        Table(file=shouted)
     frame = frame.rename(columns={"label": "predicted"})
     frame = frame.assign(label=frame["path"].map(lambda path: Path(path).parent.name), domain="photo")
     frame["path"] = [str(inside.folder / path) for path in frame["path"]]

@@ -45,7 +45,9 @@ MOVE = (
     "move the class folders up, list the images in a table (data.name: table), or name the loader of a published set "
     "(data.name: vlcs, officehome, …), which reads its layouts"
 )
-SPLIT_NAMES = frozenset(["train", "val", "valid", "validation", "test", "full", "crossval"])
+SPLIT_NAMES = frozenset(
+    ["train", "training", "val", "valid", "validation", "dev", "eval", "test", "testing", "holdout", "full", "crossval"]
+)
 
 
 MAX_PATTERN = 1000  # characters
@@ -283,11 +285,7 @@ def left_out(
         count = plural(len(notes), "file")
         logger.warning("%s: ignored %s without an image, the first: %s", root, count, notes[0])
     parts = [one_form(path).split("/")[:-1] for path in tree.folders]
-    parts = [
-        part
-        for part in parts
-        if OF_SYSTEMS.isdisjoint(part) and (only is None or {*part[:1]} <= {*map(one_form, only)})
-    ]
+    parts = [part for part in parts if only is None or {*part[:1]} <= {*map(one_form, only)}]
     lines = [line for level, what in enumerate(levels) for line in _empty(tree, level, what, parts, others, {*data})]
     if only is None and (higher := [path for path in files if path in of_any_depth and path not in deep]):
         where = f"outside a {'/'.join(f'<{level}>' for level in levels)} folder"
@@ -349,12 +347,13 @@ def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[t
 def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], set[str]]:
     """Returns the status of a folder, the sorted names in it that are not hidden, and those of them that are folders.
 
-    Raises `UserError`, which names `key`, if the folder cannot be read.
+    Folders that systems make, such as the thumbnails of a disk station, count as hidden. Raises `UserError`, which
+    names `key`, if the folder cannot be read.
     """
     try:
         status = os.stat(folder)
         with os.scandir(folder) as scan:
-            entries = [entry for entry in scan if entry.name[0] != "."]
+            entries = [entry for entry in scan if entry.name[0] != "." and entry.name not in OF_SYSTEMS]
         others = [entry for entry in entries if not entry.is_file(follow_symlinks=False)]
         # os.path.isdir: for a link that points to itself `entry.is_dir` raises
         folders = {entry.name for entry in others if entry.is_dir(follow_symlinks=False) or os.path.isdir(entry.path)}

@@ -143,7 +143,8 @@ def _read_cells(
         header = next(rows)[1]
     else:
         header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
-    if called["label"] == "label" and {"label", "probability"} <= set(header) and "predicted" not in header:
+    names = {str(name).strip().casefold() for name in header}
+    if called["label"].casefold() == "label" and {"label", "probability"} <= names and "predicted" not in names:
         raise UserError(
             f"{file}: the column probability shows that label holds predictions; rename label to predicted, and write "
             "the true classes into a new column label"

@@ -56,7 +56,7 @@ from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.checkpoint import differences
-from xdm_ft.storage.names import is_of_one_model, predictions_in
+from xdm_ft.storage.names import images_file, is_of_one_model, predictions_in
 from xdm_ft.storage.results_file import INPUTS
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import TensorFiles
@@ -278,7 +278,10 @@ class RunResults:
         """Returns the record with the checksums of the files that its model shares with others, too."""
         if record.status != "ok" or record.test_domains not in self.common:
             return record
-        return dataclasses.replace(record, files=record.files | self.common[record.test_domains])
+        common = self.common[record.test_domains]
+        if record.trainable is not False:  # a model that has trained its encoder has a reference of its own
+            common = {file: common[file] for file in common if file == images_file(record.test_domains)}
+        return dataclasses.replace(record, files=record.files | common)
 
     def write(self) -> Results:
         """Returns the results; the main process writes them."""
