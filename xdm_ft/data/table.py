@@ -143,8 +143,8 @@ def _read_cells(
         header = next(rows)[1]
     else:
         header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
-    names = {str(name).strip().casefold() for name in header}
-    if called["label"].casefold() == "label" and {"label", "probability"} <= names and "predicted" not in names:
+    folded = {str(name).strip().casefold() for name in header}
+    if called["label"].casefold() == "label" and {"label", "probability"} <= folded and "predicted" not in folded:
         raise UserError(
             f"{file}: the column probability shows that label holds predictions; rename label to predicted, and write "
             "the true classes into a new column label"
