@@ -17,6 +17,7 @@ IMAGE = {
 }  # fmt: skip
 WORDS = (
     "<pad>", "</s>", "<unk>", "a", "photo", "sketch", "of", "dog", "polar", "bear", "elephant", "giraffe", "guitar",
+    "horse", "house", "person",
 )  # fmt: skip
 TEXT = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,

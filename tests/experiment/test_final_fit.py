@@ -347,6 +347,8 @@ def changed(before):
 @pytest.mark.slow
 def test_one_model_for_each_seed_of_the_recipe_is_added_to_a_fit_of_one(final):
     alone = json.loads(Path("alone/small/results.json").read_text())["final_fit"]
+    files = final.pop("files")
+    assert alone.pop("files").items() <= files.items() and {*FILES.values()} <= files.keys()
     assert final.pop("seeds") == FILES and final == alone and "seeds" not in alone
     assert (RUN / FILES["4"]).read_bytes() == (Path("alone/small") / FILES["4"]).read_bytes()
     weights = {seed: load_file(RUN / file)["head.weight"] for seed, file in FILES.items()}
