@@ -15,6 +15,7 @@ from xdm_ft.evaluation.summary import DOMAINBED, WILDS
 from xdm_ft.export.choose import Choice
 from xdm_ft.report.finished import read_run
 from xdm_ft.report.sections.results import averaged_log_probabilities
+from xdm_ft.runtime.errors import signed
 
 RUN = Path("output/small")
 SHORT = ("methods=[linear_probe, erm, sam, {name: fish, label: peixe}]", "training={steps: 10, batch_size: 4}")
@@ -131,7 +132,7 @@ def test_the_row_of_averaged_seeds_is_the_exported_ensemble(small_pacs):
         labels = [Path(path).parent.name for path in held_out()]
         right = np.mean([p == label for p, label in zip(model.predict(held_out()), labels, strict=True)])
         single = np.mean([record["selected"]["train_val"]["metrics"]["test"]["accuracy"] for record in records])
-        shown = [f"{100 * right:.1f}", f"{100 * single:.1f}", f"{100 * (right - single):+z.1f}"]
+        shown = [f"{100 * right:.1f}", f"{100 * single:.1f}", signed(100 * (right - single))]
         assert rows[f"{method}, seeds averaged"] == ["3", *shown]
 
 
