@@ -126,7 +126,13 @@ def results_of(
     methods = list(dict.fromkeys(run["method"] for run in runs))
     protocol = {"name": "leave_one_domain_out", "split_rule": "stratified", "val_fraction": 0.2, "seeds": [0, 1],
                 "selection": "train_val", "metric": "accuracy"}  # fmt: skip
-    own = {"name": name, "protocol": protocol, "encoder": {"model": "tiny", "trainable": False}, "methods": methods}
+    own = {
+        "name": name,
+        "data": {"name": "pets", "class_names": {}},
+        "protocol": protocol,
+        "encoder": {"model": "tiny", "trainable": False},
+        "methods": methods,
+    }
     if encoders:
         own |= {"methods": list(dict.fromkeys(split_label(method, encoders)[0] for method in methods))}
         own |= {"encoder": None, "encoders": [{"label": one, "model": f"vit_{one}"} for one in encoders]}
