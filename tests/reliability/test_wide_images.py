@@ -19,6 +19,7 @@ from xdm_ft.export.directory import CONFIG
 from xdm_ft.features import hashes as hashing
 from xdm_ft.images import Range
 from xdm_ft.images.decode import UnreadableImage, decode
+from xdm_ft.images.facts import sample_of_domains
 from xdm_ft.recipe.check import load
 
 RECIPE = f"""\
@@ -194,6 +195,24 @@ def test_a_large_domain_is_sampled(root, monkeypatch):
     monkeypatch.setattr("xdm_ft.images.facts.SAMPLE", 5)
     [line] = findings()
     assert "in a sample of 5 of its 8 images" in line and findings() == [line]
+
+
+@pytest.mark.parametrize("how", ["features.workers=0", "features.workers=2", "encoder.trainable=true"])
+def test_a_run_counts_what_it_decodes(root, monkeypatch, caplog, how):
+    wide(root)
+    for path in root.glob("b/*/*.png"):
+        save(path, grey(4).astype(np.uint8))
+    monkeypatch.setattr("xdm_ft.images.facts.SAMPLE", 1)
+    dataset = read_data(load("small.yaml"))
+    sampled = {dataset.name(row) for row in sample_of_domains(dataset)}
+    bright = next(path for path in sorted(root.glob("b/*/*.png")) if not any(path.match(name) for name in sampled))
+    save(bright, grey().astype(np.uint8))
+    assert [line[:30] for line in findings()] == ["intensity: b is nearly black: ", "intensity: c is nearly black: "]
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        assert main(["run", "small.yaml", how]) == 0
+    [line] = [line for line in json.loads(Path("out/small/results.json").read_text())["findings"] if "black" in line]
+    assert "c is nearly black: in its 8 images, pixels wider than 8 bits reach 4095" in line
+    assert f"finding: {line}" in caplog.messages, "the sample's line was another"
 
 
 @pytest.mark.parametrize(

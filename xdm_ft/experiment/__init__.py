@@ -28,7 +28,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster import check_cluster
     from xdm_ft.experiment.estimate import encoder_costs, first_lines
-    from xdm_ft.experiment.faults import faults, keep_copies, log_findings, log_left_out
+    from xdm_ft.experiment.faults import faults, keep_copies, log_findings, log_left_out, recounted
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.label_curve import label_curve
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
@@ -47,6 +47,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.experiment.work import as_launched, launched
+    from xdm_ft.images.facts import counting_pixels
     from xdm_ft.report.written import refresh_reports
     from xdm_ft.runtime.progress import pulse
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone
@@ -79,7 +80,9 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             findings = faults(plan, True, hashes) if main else []
             copies = f" (all: {directory.path / COPIES})" if main and keep_copies(plan, hashes, directory) else ""
             log_findings(findings, copies)
-            prepared = prepare(recipe, dataset, encoders, accelerator, before, hashes)
+            with counting_pixels(dataset) as counts:
+                prepared = prepare(recipe, dataset, encoders, accelerator, before, hashes)
+            findings = recounted(findings, plan, hashes, counts, accelerator)
             plan = plan.without(prepared.unreadable)
 
             trained_on = inputs(dataset, prepared)
@@ -104,7 +107,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 logger.info("seeds: not every row is settled; goes on to %d seeds", len(more.protocol.seeds))
                 wait_for_everyone(accelerator)  # all processes read what the main one wrote
                 recipe, plan = more, make_plan(more, dataset, prepared.unreadable)
-                findings = faults(plan, True, hashes) if main else []
+                findings = recounted(faults(plan, True, hashes) if main else [], plan, hashes, counts, accelerator)
                 # as after a restart, so that chunks of heads are those of a run that was interrupted here
                 results = RunResults.resume(directory, recipe, accelerator)
             if main:

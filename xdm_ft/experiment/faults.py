@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,13 +18,17 @@ from xdm_ft.experiment.plan import Plan, index_folder
 from xdm_ft.features.hashes import FileHashes, hash_files, pixels_of
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
-from xdm_ft.images.facts import BRIGHT_SHARE, DARK, Pixels, range_of, sample_of_domains
+from xdm_ft.images.facts import BRIGHT_SHARE, DARK, PixelCounts, Pixels, range_of, sample_of_domains
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.watchdog import gather
 from xdm_ft.storage.lines import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 logger = logging.getLogger("xdm_ft")
 
@@ -117,11 +122,17 @@ def left_out(dataset: ImageDataset) -> Iterator[Finding]:
 
 
 def intensity_faults(
-    recipe: Recipe, dataset: ImageDataset, hashes: FileHashes, index: Path | None, show: bool
+    recipe: Recipe,
+    dataset: ImageDataset,
+    hashes: FileHashes,
+    index: Path | None,
+    show: bool,
+    counted: Mapping[int, Pixels] | None = None,
 ) -> Iterator[Finding]:
     """Yields the domains that are nearly black to an encoder, by a sample of their images: no image wider than 8 bits
     uses the upper half of what becomes 0…255, or nearly all grey values are low.
 
+    `counted`: {row: what the pixels of a decoded image use}; its copies count too, and the sample beside it.
     `data.intensity: auto` has ranges of which the largest value may use little more than a quarter.
     """
     share = 0.25 if recipe.data_common.intensity == "auto" else 0.5
@@ -129,13 +140,32 @@ def intensity_faults(
         return
     rows = sample_of_domains(dataset)
     found = pixels_of(dataset, hashes, index, rows, show)
-    for domain, name in enumerate(dataset.domain_names):
-        images = [found[row] for row in rows.tolist() if dataset.domains[row] == domain and row in found]
+    if counted:
+        distinct = hashes.images
+        number = {int(distinct.number_of[row]): pixels for row, pixels in counted.items()}
+        found |= {row: number[of] for row, of in enumerate(distinct.number_of.tolist()) if of in number and of >= 0}
+    by_domain = [list[Pixels]() for _ in dataset.domain_names]
+    for row in sorted(found):
+        by_domain[dataset.domains[row]].append(found[row])
+    for domain, (name, images) in enumerate(zip(dataset.domain_names, by_domain, strict=True)):
         if images and (problem := _darkness(dataset, images, share)):
             total = int(np.count_nonzero(dataset.domains == domain))
             seen = f"in a sample of {len(images)} of its {plural(total, 'image')}"
             seen = f"in its {plural(total, 'image')}" if len(images) == total else seen
             yield Finding(INTENSITY, f"{name} is nearly black: {seen}, {problem[0]}", problem[1])
+
+
+def recounted(
+    findings: Sequence[Finding], plan: Plan, hashes: FileHashes, counts: PixelCounts, accelerator: Accelerator
+) -> list[Finding]:
+    """Returns the findings with those on intensities by all images that the processes have decoded; logs new ones."""
+    counted = {row: pixels for found in gather(accelerator, [counts.found()]) for row, pixels in found.items()}
+    if not counted or not accelerator.is_main_process:
+        return [*findings]
+    recipe, dataset = plan.recipe, plan.dataset
+    new = [*intensity_faults(recipe, dataset, hashes, index_folder(recipe), False, counted)]
+    log_findings([finding for finding in new if finding not in findings], "")
+    return [*(finding for finding in findings if finding.what != INTENSITY), *new]
 
 
 def _darkness(dataset: ImageDataset, images: Sequence[Pixels], share: float) -> tuple[str, str] | None:

@@ -35,6 +35,7 @@ EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a progra
 HEIC = (".heic", ".heif", ".hif")
 HEIC_REMEDY = "pip install pillow-heif, which reads HEIC"
 TYPE_LIMITS = {"integer": 65535.0, "float": 1.0}  # of pixels wider than 8 bits: what becomes 255
+IS_WIDE = "wider than 8 bits"  # key of `Image.info`
 OTHER_BYTE = {"16L": "16B", "16B": "16L", "16N": f"16{'B' if sys.byteorder == 'little' else 'L'}"}
 OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
 
@@ -231,15 +232,19 @@ def decode(
     shorter than this many pixels (Pillow's draft mode). Raises and logs as `open_image` does.
     """
 
-    def rgb(image: Image.Image) -> Image.Image:
+    def read(image: Image.Image) -> Image.Image:
         if least_side is not None:
             image.draft(None, (least_side, least_side))
+        is_wide = is_wide_grey(image) or _other_mode(image) is not None  # before `load`, which forgets the modes
         colour = None if intensity is None else wide_colour(image, source)
         # while it is open: `Image.open` reads the header alone, and damage shows here
         image.load()
-        return to_rgb(image, intensity, colour)
+        rgb = to_rgb(image, intensity, colour)
+        if is_wide:
+            rgb.info[IS_WIDE] = True
+        return rgb
 
-    return read_image(source, name, rgb)
+    return read_image(source, name, read)
 
 
 def decoder_of(intensity: Range | None) -> str:
@@ -249,6 +254,9 @@ def decoder_of(intensity: Range | None) -> str:
 
 class EncodedImages(ImageDataset):
     """Images whose content is an encoded image file, on the disk or as bytes. All such data sets decode alike."""
+
+    on_decoded: Callable[[EncodedImages, int, Image.Image], None] | None = None
+    """Called with every row that is decoded, and its image."""
 
     @property
     def decoder(self) -> str:
@@ -260,7 +268,10 @@ class EncodedImages(ImageDataset):
         return content if isinstance(content, bytes) else Path(content)
 
     def image(self, row: int, least_side: int | None = None) -> Image.Image:
-        return decode(self.source(row), self.name(row), least_side, self.intensity)
+        image = decode(self.source(row), self.name(row), least_side, self.intensity)
+        if self.on_decoded is not None:
+            self.on_decoded(self, row, image)
+        return image
 
     def draft(self, row: int, least_side: int | None) -> Image.Image:
         return (
@@ -274,7 +285,7 @@ def to_rgb(image: Image.Image, intensity: Range | None = None, colour: np.ndarra
     Raises `UnreadableImage` for grey values of unknown scale.
     """
     image = upright(image)
-    if image.mode.startswith("I") or image.mode == "F":
+    if is_wide_grey(image):
         # Pillow's own conversion to 8 bits clips at 255 instead of scaling
         return Image.fromarray(to_8_bits(np.asarray(image), intensity)).convert("RGB")
     if colour is not None:
@@ -320,15 +331,10 @@ def wide_colour(image: Image.Image, source: Path | bytes) -> np.ndarray | None:
 
     Premultiplied colours and CMYK are not read so: they stay as Pillow has them.
     """
-    if image.mode not in ("RGB", "RGBA") or not isinstance(image, PngImageFile | TiffImageFile) or not image.tile:
+    modes = _other_mode(image)
+    if modes is None or not isinstance(image, PngImageFile | TiffImageFile):
         return None
-
-    arguments: Any = image.tile[0].args
-    mode = str(arguments if isinstance(arguments, str) else arguments[0])
-    if mode[-3:] not in OTHER_BYTE or mode.startswith("RGBa"):
-        return None
-    # the lower bytes are the higher ones in the other order; grey and alpha have no such mode: four bytes of a pixel
-    other = "RGBA" if mode.startswith("LA") else f"{mode[:-3]}{OTHER_BYTE[mode[-3:]]}"
+    mode, other = modes
     with type(image)(io.BytesIO(source) if isinstance(source, bytes) else source) as again:
         again.tile = [
             tile._replace(args=other if isinstance(tile.args, str) else (other, *(tile.args or ())[1:]))
@@ -338,6 +344,22 @@ def wide_colour(image: Image.Image, source: Path | bytes) -> np.ndarray | None:
     high = low[..., :1] if mode.startswith("LA") else np.asarray(upright(image), np.uint16)
     low = low[..., 1:2] if mode.startswith("LA") else low
     return np.broadcast_to(high[..., :3] << 8 | low[..., :3], (*low.shape[:2], 3))
+
+
+def is_wide_grey(image: Image.Image) -> bool:
+    return image.mode.startswith("I") or image.mode == "F"
+
+
+def _other_mode(image: Image.Image) -> tuple[str, str] | None:
+    """Returns the raw mode of an opened image of `wide_colour`, and the one that reads the lower bytes; else None."""
+    if not isinstance(image, PngImageFile | TiffImageFile) or image.mode not in ("RGB", "RGBA") or not image.tile:
+        return None
+    arguments: Any = image.tile[0].args
+    mode = str(arguments if isinstance(arguments, str) else arguments[0])
+    if mode[-3:] not in OTHER_BYTE or mode.startswith("RGBa"):
+        return None
+    # the lower bytes are the higher ones in the other order; grey and alpha have no such mode: four bytes of a pixel
+    return mode, "RGBA" if mode.startswith("LA") else f"{mode[:-3]}{OTHER_BYTE[mode[-3:]]}"
 
 
 def scan(

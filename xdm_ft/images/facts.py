@@ -6,8 +6,11 @@ values that pixels use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +19,13 @@ from PIL import ExifTags, Image, ImageStat, JpegImagePlugin
 
 from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.decode import (
+    IS_WIDE,
     ROWS_AT_ONCE,
     TYPE_LIMITS,
     EncodedImages,
     UnreadableImage,
     exif_of,
+    is_wide_grey,
     memory_of,
     read_image,
     to_rgb,
@@ -175,6 +180,48 @@ class Pixels(NamedTuple):
     wide: Extremes | None  # None: the image has 8 bits
 
 
+class PixelCounts:
+    """What the pixels of the images of a data set use that were decoded since, here or by workers forked later.
+
+    It is the `on_decoded` of the data set.
+    """
+
+    def __init__(self, images: int) -> None:
+        memory = mmap.mmap(-1, max(1, images) * 4 * np.dtype(np.float64).itemsize)  # forked processes share it
+        self.values = np.frombuffer(memory).reshape(-1, 4)  # 1 + bright, or 0: not decoded; then `Extremes`, or NaN
+
+    def __call__(self, dataset: EncodedImages, row: int, image: Image.Image) -> None:
+        if not self.values[row, 0]:
+            bright, wide = _pixels(dataset, row, image)
+            self.values[row] = 1 + bright, *(wide or (np.nan,) * 3)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # on another machine nobody would see what is counted
+
+    def found(self) -> dict[int, Pixels]:
+        """Returns {row: what its pixels use}."""
+        rows = np.flatnonzero(self.values[:, 0])
+        values = zip(rows.tolist(), self.values[rows].tolist(), strict=True)
+        return {
+            row: Pixels(seen - 1, None if math.isnan(is_float) else Extremes(bool(is_float), least, largest))
+            for row, (seen, is_float, least, largest) in values
+        }
+
+
+@contextmanager
+def counting_pixels(dataset: ImageDataset) -> Iterator[PixelCounts]:
+    """Context in which the pixels of images are counted as they are decoded; of encoded images alone."""
+    counts = PixelCounts(len(dataset))
+    if not isinstance(dataset, EncodedImages):
+        yield counts
+        return
+    dataset.on_decoded = counts
+    try:
+        yield counts
+    finally:
+        dataset.on_decoded = None
+
+
 def extremes(dataset: ImageDataset, row: int) -> Extremes | None:
     """Returns the extremes of an image's values; None if it has 8 bits, does not decode, or is not finite.
 
@@ -185,8 +232,7 @@ def extremes(dataset: ImageDataset, row: int) -> Extremes | None:
     source = dataset.source(row)
 
     def values(image: Image.Image) -> np.ndarray | None:
-        is_grey = image.mode.startswith("I") or image.mode == "F"
-        return np.asarray(image) if is_grey else wide_colour(image, source)
+        return np.asarray(image) if is_wide_grey(image) else wide_colour(image, source)
 
     try:
         of_image = read_image(source, dataset.name(row), values)
@@ -227,10 +273,15 @@ def pixels(dataset: ImageDataset, row: int) -> Pixels | None:
     """Returns what the pixels of an image use, which is decoded; None if it does not decode."""
     try:
         with memory_of(dataset.name(row)):
-            histogram = dataset.draft(row, DRAFT).convert("L").histogram()
+            return _pixels(dataset, row, dataset.draft(row, DRAFT))
     except UnreadableImage:
         return None
-    return Pixels(sum(histogram[DARK:]) / sum(histogram), extremes(dataset, row))
+
+
+def _pixels(dataset: ImageDataset, row: int, image: Image.Image) -> Pixels:
+    width, height = (min(side, 2 * DRAFT) for side in image.size)  # points of a grid are enough
+    histogram = image.resize((width, height), Image.Resampling.NEAREST).convert("L").histogram()
+    return Pixels(sum(histogram[DARK:]) / sum(histogram), extremes(dataset, row) if image.info.get(IS_WIDE) else None)
 
 
 def sample_of_domains(dataset: ImageDataset) -> np.ndarray:
