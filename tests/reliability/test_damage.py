@@ -619,6 +619,16 @@ def test_a_damaged_file_of_events_is_named(run, capfd):
     assert f"{path.relative_to(run)} is damaged: curves lack points." in (run / "report.html").read_text()
 
 
+def test_events_of_another_run_are_named(run, capfd):
+    """Each model's last step is that of the others, its values are not."""
+    own, other = run / "events/erm/sketch/seed0", run / "events/erm/photo/seed0"
+    shutil.rmtree(own)
+    shutil.copytree(other, own)
+    assert main(["report", str(run)]) == 0
+    assert f"{own}: is of another run, so its curves are left out; use" in capfd.readouterr().err
+    assert f"{own.relative_to(run)} is of another run: its curves are left out." in (run / "report.html").read_text()
+
+
 # ---- Heads that share a file
 
 SEEDS = "protocol.seeds=3"  # of 2 held-out domains: 6 heads

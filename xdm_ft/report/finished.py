@@ -24,7 +24,7 @@ from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.results_file import read_results, refuse_other_types
 from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, WRITE_AGAIN, RunDirectory
-from xdm_ft.storage.tensorboard import Scalars, read_scalars
+from xdm_ft.storage.tensorboard import Scalars, read_scalars, sub_run
 
 logger = logging.getLogger("xdm_ft")
 MAX_SETS = 12  # held-out sets with figures of their own
@@ -189,8 +189,36 @@ class Run:
 
     @cached_property
     def scalars(self) -> dict[str, Scalars]:
-        """{sub-run of `events/`: its scalars}, as TensorBoard shows them."""
-        return read_scalars(self.path / "events", self.damaged_curves)
+        """{sub-run of `events/`: its scalars}, as TensorBoard shows them; without those of another run.
+
+        A folder whose curve lacks the value by which the weights of its model were picked is of another run.
+        """
+        scalars = read_scalars(self.path / "events", self.damaged_curves)
+        damaged = {path.parent for path in self.damaged_curves}
+        for record in self.picked:
+            folder, pick = self.path / "events" / sub_run(*record.key), record.selected.get(self.own_rule)
+            points = dict(scalars.get(sub_run(*record.key), {}).get(self.selection_tag, ()))
+            # of averaged weights no step has the value
+            if not points or folder in damaged or pick is None or pick.value is None or pick.hparams:
+                continue
+            point = points.get(pick.step, math.nan)
+            if not math.isclose(point, pick.value, rel_tol=1e-6, abs_tol=1e-30):  # float32
+                logger.warning(
+                    "%s: is of another run, so its curves are left out; replace it by that of a copy", folder
+                )
+                self.foreign_curves.append(folder)
+                del scalars[sub_run(*record.key)]
+        return scalars
+
+    @property
+    def selection_tag(self) -> str:
+        """The tag of the values by which the recipe's rule selects."""
+        return f"{'oracle' if self.own_rule == ORACLE else 'val'}/{self.metric}"
+
+    @cached_property
+    def foreign_curves(self) -> list[Path]:
+        """The folders of events of another run, once `scalars` are read."""
+        return []
 
     @cached_property
     def damaged_curves(self) -> list[Path]:

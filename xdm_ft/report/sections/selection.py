@@ -241,7 +241,7 @@ def learning_curves(run: Run) -> Section | None:
     recorded.sort(key=lambda curve: order.index(curve.method))
     by_set = grouped(recorded, lambda curve: curve.where)
 
-    tag = f"{'oracle' if run.own_rule == ORACLE else 'val'}/{run.metric}"
+    tag = run.selection_tag
     every = [scalars for curve in recorded for scalars in (*(scalars for _, scalars in curve.models), *curve.heads)]
     figures: list[Figure] = []
     for i, (where, on_set) in enumerate(list(by_set.items())[:MAX_SETS]):
@@ -257,7 +257,7 @@ def learning_curves(run: Run) -> Section | None:
     for i, part in enumerate(parts[:MAX_PARTS]):
         words = part.removeprefix("train/").replace("_", " ")
         figures += _curves_figure(run, f"curve-part-{i}", recorded, part, words, "", _spans_decades(every, part))
-    if not figures and not run.damaged_curves:
+    if not figures and not run.damaged_curves and not run.foreign_curves:
         return None
 
     rows, shown = [], {(curve.method, curve.where) for curve in recorded}
@@ -274,6 +274,7 @@ def learning_curves(run: Run) -> Section | None:
     band = " Heads that trained together are summarised: a line is their mean, a band goes from lowest to highest."
     more = f" {MAX_SETS} of {len(by_set)} held-out sets are shown."
     lost = [f"{path.relative_to(run.path)} is damaged: curves lack points." for path in run.damaged_curves]
+    lost += [f"{path.relative_to(run.path)} is of another run: its curves are left out." for path in run.foreign_curves]
     return make_section(
         "curves",
         figures,
