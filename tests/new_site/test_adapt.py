@@ -15,6 +15,7 @@ from PIL import Image
 
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
+from xdm_ft.containers.tables import TableColumns
 from xdm_ft.data.table import Table
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.directory import read_config
@@ -127,6 +128,8 @@ def test_predictions_are_no_labels(inside, capsys, tmp_path, kept, suffix):
     getattr(frame.rename(columns={"probability": " Probability"}), f"to_{suffix}")(shouted, index=False)
     with pytest.raises(UserError, match=remedy):
         Table(file=shouted)
+    with pytest.raises(UserError, match="column probability_1 shows that label_1 holds predictions"):
+        Table(file=made, columns=TableColumns(label="label_1"))
     frame = frame.rename(columns={"label": "predicted"})
     frame = frame.assign(label=frame["path"].map(lambda path: Path(path).parent.name), domain="photo")
     frame["path"] = [str(inside.folder / path) for path in frame["path"]]

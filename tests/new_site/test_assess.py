@@ -128,7 +128,8 @@ FOREIGN = [
     (lambda tensors: tensors.update(mean=tensors["mean"] * torch.inf), "mean holds values that are not finite"),
     (lambda tensors: tensors.update(shares=tensors["shares"].int()), "a tensor has another type"),
     (lambda tensors: tensors.update(mean=tensors["mean"][None]), "mean has the shape"),
-    (lambda tensors: with_risks(tensors, lambda risks: risks[1].clear()), "domains: risks must be numbers"),
+    (lambda tensors: tensors.update(agreements=-tensors["agreements"]), "accuracies, agreements: must be from 0 to 1"),
+    (lambda tensors: with_risks(tensors, lambda risks: risks[1].clear()), "(domains: risks must be numbers"),
     (lambda tensors: with_risks(tensors, lambda risks: [of.update(x=of["0.1"]) for of in risks]), "risks must be numb"),
 ]
 

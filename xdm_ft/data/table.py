@@ -144,10 +144,12 @@ def _read_cells(
     else:
         header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
     folded = {str(name).strip().casefold() for name in header}
-    if called["label"].casefold() == "label" and {"label", "probability"} <= folded and "predicted" not in folded:
+    label = called["label"].casefold()
+    probability = label.replace("label", "probability")  # predict --top-k writes label_1 and probability_1 too
+    if {label, probability} <= folded and probability != label and "predicted" not in folded:
         raise UserError(
-            f"{file}: the column probability shows that label holds predictions; rename label to predicted, and write "
-            "the true classes into a new column label"
+            f"{file}: the column {probability} shows that {label} holds predictions; rename {label} to predicted, and "
+            "write the true classes into a new column label"
         )
     missing = [column for column in needed if called[column] not in header]
     if missing:

@@ -421,7 +421,8 @@ def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str,
 def first_fault(error: ValidationError) -> str:
     """Returns where a value is wrong, and why, on one line."""
     fault = error.errors()[0]
-    return " ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".split())
+    where, problem = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+    return " ".join(": ".join(filter(None, (where, problem))).split())
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

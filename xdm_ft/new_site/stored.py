@@ -222,4 +222,6 @@ def _stored(tensors: Mapping[str, Tensor]) -> Stored:
         raise Damaged("deviations must be above 0, and class shares must have the sum 1")
     weights, mean, deviation, means = (tensors[name].float() for name in SINGLE)
     shares, accuracies, agreements = (tensors[name].double().numpy() for name in DOUBLE)
+    if any(values.min() < 0 or values.max() > 1 for values in (shares, accuracies, agreements)):
+        raise Damaged(f"{', '.join(DOUBLE)}: must be from 0 to 1")
     return Stored(document, Heads(weights, mean, deviation), means, shares, accuracies, agreements)
