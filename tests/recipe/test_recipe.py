@@ -257,6 +257,11 @@ def test_a_change_and_its_message(changes: list[Change], expected: str) -> None:
         assert len(found) == 1 and found[0].startswith(expected), found
 
 
+def test_a_missing_value_needs_no_quotes() -> None:
+    with pytest.raises(UserError, match="must be text, given None$"):
+        check(recipe_of("clip_folder", {"encoder.weights": None}))
+
+
 def test_all_faults_at_once_each_with_its_place() -> None:
     found = faults(("steps: 10", "stepps: 10, lr: fast"), ("model: resnet10t", "modell: a"), "xdomainmix.p_discard=2")
     assert [fault.partition(": ")[0] for fault in found] == ["r.yaml:3"] * 2 + ["r.yaml:5"] * 2 + ["command line"]

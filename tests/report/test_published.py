@@ -168,6 +168,11 @@ def test_a_published_mean_stands_only_beside_a_mean_over_all_its_domains(results
     assert not beside(results)
 
 
+def test_an_edited_number_of_images_is_that_of_no_benchmark() -> None:
+    edited = {"a": 5, "b": {}, "c": {"n": 3}}
+    assert images_tested([{"selected": {"oracle": {"metrics": {"test": {"per_domain": edited}}}}}]) == {("c", 3)}
+
+
 def test_other_data_and_methods_have_no_such_table(results: dict[str, Any]) -> None:
     whole = results["summary"]
     results["summary"] = [row("erm", None, failed=3)]

@@ -187,7 +187,7 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
                 problem = "is needed"
             elif fault["type"] in ("string_type", "path_type"):
                 problem = f"must be text, given {_shown(fault['input'])}"
-                if not isinstance(fault["input"], list | dict):
+                if not isinstance(fault["input"], list | dict | None):
                     at = (*key, *(part for part in inner if isinstance(part, int | str)))
                     problem += f"; {IN_SHELL if faults.text.is_overridden(at) else IN_QUOTES}"
             elif fault["type"] == "model_type":

@@ -110,6 +110,7 @@ def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
         for run in runs
         for selected in run.get("selected", {}).values()
         for domain, score in selected["metrics"]["test"]["per_domain"].items()
+        if isinstance(score, dict) and "n" in score  # not checked as the file is read: there may be thousands
     }
 
 
