@@ -258,7 +258,7 @@ def test_a_change_and_its_message(changes: list[Change], expected: str) -> None:
 
 
 def test_a_missing_value_needs_no_quotes() -> None:
-    with pytest.raises(UserError, match="must be text, given None$"):
+    with pytest.raises(UserError, match=r"must be text, given None$"):
         check(recipe_of("clip_folder", {"encoder.weights": None}))
 
 
