@@ -279,3 +279,21 @@ def test_values_that_are_not_finite_are_refused(values, tmp_path):
         decode(tmp_path / "x.tif", "x", intensity=Range(low=0, high=1))
     with pytest.raises(UnreadableImage, match=r"so that their scale is unknown: set data\.intensity"):
         decode(tmp_path / "x.tif", "x")
+
+
+@pytest.mark.parametrize(
+    ("values", "photometric", "problem"),
+    [
+        (np.array([[-128, 127]], np.int8), 1, "signed 8-bit pixels"),
+        (np.array([[0, 4095]], np.uint16), 0, "whose 0 is white"),
+        (np.array([[0, 2**32 - 1]], np.uint32), 1, "unsigned 32-bit pixels above"),
+    ],
+)
+@pytest.mark.parametrize("intensity", [None, Range(low=0, high=4095)])
+def test_tiffs_whose_values_would_be_read_as_others_are_refused(values, photometric, problem, intensity):
+    kind, bits = {"u": 1, "i": 2}[values.dtype.kind], 8 * values.itemsize
+    tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 122, 277: 1, 279: values.nbytes, 339: kind}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    content = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + values.tobytes()
+    with pytest.raises(UnreadableImage, match=problem):
+        decode(content, "x.tif", intensity=intensity)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngImageFile
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 
 from xdm_ft.images import ImageDataset, Range
 from xdm_ft.runtime.errors import UserError, printable
@@ -210,6 +210,7 @@ def read_image(source: Path | bytes, name: str, read: Callable[[Image.Image], T]
     """
     try:
         with open_image(source, name) as image:
+            _refuse_misread(image)
             return read(image)
     except UnreadableImage as error:
         try:
@@ -217,9 +218,24 @@ def read_image(source: Path | bytes, name: str, read: Callable[[Image.Image], T]
             if pixels is None or pixels == source:
                 raise error
             with open_image(pixels, name) as image:
+                _refuse_misread(image)
                 return read(image)
         except (UnreadableImage, OSError, ValueError):  # ValueError: a null byte in the path
             raise error from None
+
+
+def _refuse_misread(image: Image.Image) -> None:
+    """Raises `UnreadableImage` for a TIFF whose values Pillow returns as others: signed, inverted, or above 2³¹."""
+    if not isinstance(image, TiffImageFile):
+        return
+    signed = 2 in image.tag_v2.get(SAMPLEFORMAT, ())
+    if signed and 8 in image.tag_v2.get(BITSPERSAMPLE, ()):
+        raise UnreadableImage("", "signed 8-bit pixels, which Pillow reads as unsigned: write them as 16-bit integers")
+    if is_wide_grey(image):
+        if image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0:
+            raise UnreadableImage("", "a TIFF wider than 8 bits whose 0 is white: write it with 0 as black")
+        if image.mode == "I" and not signed and np.asarray(image).min() < 0:
+            raise UnreadableImage("", "unsigned 32-bit pixels above 2³¹ − 1: write them as 16-bit integers or floats")
 
 
 def decode(
