@@ -170,7 +170,7 @@ class Pools:
         """Returns a sentence on what the counts hold."""
         if self.left_out:
             return f"Counted over {self.read} of {self.read + self.left_out} models, those of the first seeds."
-        return "The seeds are pooled."
+        return "All seeds are counted."
 
 
 def pooled(
