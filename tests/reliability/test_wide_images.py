@@ -1,5 +1,6 @@
 """Images whose integers do not fill their type: a stated rule for them, the same in every verb, and a finding."""
 
+import io
 import json
 import logging
 import struct
@@ -18,7 +19,7 @@ from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.directory import CONFIG
 from xdm_ft.features import hashes as hashing
 from xdm_ft.images import Range
-from xdm_ft.images.decode import UnreadableImage, decode
+from xdm_ft.images.decode import UnreadableImage, decode, to_rgb
 from xdm_ft.images.facts import sample_of_domains
 from xdm_ft.recipe.check import load
 
@@ -297,3 +298,12 @@ def test_tiffs_whose_values_would_be_read_as_others_are_refused(values, photomet
     content = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + values.tobytes()
     with pytest.raises(UnreadableImage, match=problem):
         decode(content, "x.tif", intensity=intensity)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_a_tiff_on_its_side_is_turned_upright_once(tmp_path, kind):
+    values = grey().astype(kind) * (257 if kind is np.uint16 else 1)
+    Image.fromarray(values).save(tmp_path / "x.tif", tiffinfo={274: 6})
+    images = [decode(tmp_path / "x.tif", "x"), to_rgb(Image.open(io.BytesIO((tmp_path / "x.tif").read_bytes())))]
+    for image in images:
+        assert np.array_equal(np.asarray(image)[..., 0], np.rot90(values >> 8 if kind is np.uint16 else values, -1))

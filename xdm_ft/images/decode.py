@@ -182,6 +182,8 @@ def open_image(source: Path | bytes, name: str) -> Iterator[Image.Image]:
             if limit is not None and image.width * image.height > limit:
                 size = f"{image.width} × {image.height} pixels"
                 raise UnreadableImage(name, f"{size}, more than the limit of {limit}: cut it into tiles")
+            if isinstance(image, TiffImageFile):
+                image.filename = ""  # else Pillow maps the stored rows of an image to its size when turned upright
             yield image
     except UnreadableImage as error:
         raise UnreadableImage(name, error.reason) from None
@@ -252,10 +254,7 @@ def decode(
         if least_side is not None:
             image.draft(None, (least_side, least_side))
         is_wide = is_wide_grey(image) or _other_mode(image) is not None  # before `load`, which forgets the modes
-        colour = None if intensity is None else wide_colour(image, source)
-        # while it is open: `Image.open` reads the header alone, and damage shows here
-        image.load()
-        rgb = to_rgb(image, intensity, colour)
+        rgb = to_rgb(image, intensity, None if intensity is None else wide_colour(image, source))
         if is_wide:
             rgb.info[IS_WIDE] = True
         return rgb
@@ -300,6 +299,7 @@ def to_rgb(image: Image.Image, intensity: Range | None = None, colour: np.ndarra
 
     Raises `UnreadableImage` for grey values of unknown scale.
     """
+    image.load()  # `Image.open` reads the header alone, and damage shows here; a TIFF is upright only then
     image = upright(image)
     if is_wide_grey(image):
         # Pillow's own conversion to 8 bits clips at 255 instead of scaling

@@ -119,7 +119,6 @@ def facts_of_row(dataset: ImageDataset, row: int) -> dict[str, float | str]:
         facts = _size(image) | _file(image, num_bytes)  # before `draft`, which changes the size
         image.draft(None, (LEAST_SIDE, LEAST_SIDE))
         colour = None if dataset.intensity is None else wide_colour(image, source)
-        image.load()
         return facts | _colour(to_rgb(image, dataset.intensity, colour))
 
     return read_image(source, dataset.name(row), facts)
