@@ -18,6 +18,7 @@ from xdm_ft.data.folder import Folder
 from xdm_ft.data.imagefolder import ImageFolder
 from xdm_ft.export.sources import Sources
 from xdm_ft.images.decode import UnreadableImage, decode, extensions, formats
+from xdm_ft.protocol.splits import Protocol, leave_one_domain_out
 from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
 
@@ -66,14 +67,15 @@ def test_what_yields_no_image_is_counted_and_named(tmp_path: Path, caplog: pytes
     assert caplog.messages == [f"{tmp_path}: ignored 5 files without an image, the first: README.txt"]
     folders = "add images that can be read, or remove the folders"
     assert dataset.left_out == (
-        '2 domains without any image: "empty" (its folder is empty), "scans" (its folder holds 2 other files: 1 .gz, '
-        f"1 without an extension); {folders}",
+        '2 domains without any image: "empty" (its folder is empty), "scans" (its folder holds 2 other files: '
+        f"1 .nii.gz, 1 without an extension); {folders}",
         '2 classes without any image: "mole" (its folder is empty), "nevus" (its folder holds 2 other files: 1 .heic, '
         f"1 .txt (pip install pillow-heif, which reads HEIC)); {folders}",
         "1 image outside a <domain>/<class> folder, the first: d/loose.png; move them into one, or remove them",
-        "2 files without an extension not read, the first: d/c/photo; give them the extension of their format",
+        "2 files without an extension not read, the first: d/c/photo; give them the extension of their format, or "
+        "convert them (DICOM) to PNG or TIFF",
         "2 .heic files not read, the first: d/c/a.heic; pip install pillow-heif, which reads HEIC",
-        "1 .gz file not read, the first: scans/c/x.nii.gz; convert them to PNG or TIFF, or remove them",
+        "1 .nii.gz file not read, the first: scans/c/x.nii.gz; convert them to PNG or TIFF, or remove them",
         "1 .png_original file not read, the first: d/c/photo.png_original; convert them to PNG or TIFF, or remove them",
     )
 
@@ -226,6 +228,8 @@ def test_a_root_that_is_one_domain_names_the_folder_of_all(tmp_path: Path, monke
         assert fault(root) == f"data.root: {root} contains no images in <domain>/<class>/ folders; {end}"
         assert len(Folder(root=shown)) == 3
     assert "move them into class folders" in fault(whole / "b" / "dog")
+    with pytest.raises(UserError, match=r"if a, b are domains, add /images to data\.root"):
+        leave_one_domain_out(Folder(root=tmp_path), Protocol(), "images", 0)
 
 
 PARTS_ARE = {

@@ -354,7 +354,7 @@ def test_a_member_with_a_second_dot_is_an_image_and_others_are_named(tmp_path: P
             "1 .cls file not read, the first: c.cls",
             "1 .heic file not read, the first: d.heic",
             "1 .png file not read, the first: a.mask.png",
-            "1 .gz file not read, the first: scan/2.tar.gz",
+            "1 .tar.gz file not read, the first: scan/2.tar.gz",
         ]
     two = of_members(tmp_path / "2.tar", **{"x.left.png": png(0), "x.right.png": png(1), "x.cls": b"cat"})
     assert "x.left.png and x.right.png are two images of one key" in line(lambda: WebDataset(file=two))

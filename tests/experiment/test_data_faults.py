@@ -324,6 +324,7 @@ def test_groups_that_a_given_split_divides_are_a_fault(reported, monkeypatch, ca
     about = section_about(read_run(RUN)).about
     assert "9 groups (patients, slides or sequences), of which the split divides 3 in training and train_val" in about
     assert "1 fault" in about
+    assert "groups: 3 are in training and train_val" in section_about(read_run(RUN)).notes
     capsys.readouterr()
     assert main(["export", str(RUN), str(tmp_path / "model"), "--method", "erm"]) == 0
     card = (tmp_path / "model/README.md").read_text()

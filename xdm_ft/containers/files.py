@@ -380,7 +380,8 @@ def _begin(file: str) -> bytes:
 
 def kind_of(name: str) -> str:
     """Returns the extension in lower case with the dot; "" without one."""
-    extension = os.path.splitext(name)[1].lower()
+    stem, extension = os.path.splitext(name.lower())
+    extension = os.path.splitext(stem)[1] + extension if extension == ".gz" else extension
     # DICOM's names may be numbers with dots
     return "" if extension[1:].isdigit() else extension
 
@@ -400,7 +401,7 @@ def not_read(kinds: Kinds, otherwise: str = "convert them to PNG or TIFF, or rem
     `otherwise`: the remedy of a kind that has none of its own.
     """
     remedies = dict.fromkeys(HEIC, HEIC_REMEDY) | {
-        "": "give them the extension of their format",
+        "": "give them the extension of their format, or convert them (DICOM) to PNG or TIFF",
         ".cls": "add the image",
     }
     remedies |= dict.fromkeys(extensions(), "give each image a label of its own, or remove them")

@@ -218,10 +218,12 @@ def leave_one_domain_out(
     test_domains = protocol.held_out_with(test_domain, dataset.domain_names)
     train_domains = tuple(name for name in dataset.domain_names if name not in test_domains)
     if not train_domains:
-        what = f'data: "{test_domain}" is the only domain'
+        what, remedy = f'data: "{test_domain}" is the only domain', ""
         if len(test_domains) > 1:
             what = f"protocol.together: {', '.join(test_domains)} are all domains of the data"
-        raise UserError(f"{what}; leave_one_domain_out needs another domain to train on")
+        elif dataset.folder_order:
+            remedy = f"; if {', '.join(dataset.class_names[:3])} are domains, add /{test_domain} to data.root"
+        raise UserError(f"{what}; leave_one_domain_out needs another domain to train on{remedy}")
     held_out = in_domains(dataset, test_domains)
     readable = np.ones(len(dataset), dtype=bool)
     readable[list(unreadable)] = False

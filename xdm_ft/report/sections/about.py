@@ -128,6 +128,8 @@ def data(run: Run) -> Section | None:
         faults = [
             line.partition(", the first: ")[0]
             if line.startswith(("left out:", "intensity:"))
+            else ": ".join(line.split(": ", 2)[:2])
+            if line.startswith("groups:")
             else line.partition(":")[0] + ": details are in results.json"
             for line in faults
         ]
