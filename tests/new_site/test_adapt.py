@@ -131,6 +131,9 @@ def test_predictions_are_no_labels(inside, capsys, tmp_path, kept, suffix):
     with pytest.raises(UserError, match="column probability_1 shows that label_1 holds predictions"):
         Table(file=made, columns=TableColumns(label="label_1"))
     frame = frame.rename(columns={"label": "predicted"})
+    getattr(frame, f"to_{suffix}")(shouted, index=False)
+    with pytest.raises(UserError, match="column probability_1 shows that label_1 holds predictions"):
+        Table(file=shouted, columns=TableColumns(label="label_1"))
     frame = frame.assign(label=frame["path"].map(lambda path: Path(path).parent.name), domain="photo")
     frame["path"] = [str(inside.folder / path) for path in frame["path"]]
     frame.to_csv(made, index=False) if suffix == "csv" else frame.to_parquet(made)

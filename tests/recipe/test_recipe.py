@@ -91,6 +91,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     (["protocol.seeds=[0, true]"], "command line: protocol.seeds: must be a number, not true"),
     (["methods=[{name: xdomainmix, p_discard: false}]"], "command line: methods.0.p_discard: must be a number, not "),
     (["protocol.seeds=[0, 4294967296]"], "command line: protocol.seeds: must be at most 4294967295"),
+    (["protocol.seeds=[0, -1]"], "command line: protocol.seeds.1: input should be greater than or equal to 0"),
     (["training.steps=1e23"], "command line: training.steps: "),
     (["training.steps=1e12"], "command line: training.steps: input should be less than or equal to 1000000000"),
     (["training.epochs=1e23", "training.sampler=pooled"], "command line: training.epochs: input should be less than"),

@@ -146,7 +146,8 @@ def _read_cells(
     folded = {str(name).strip().casefold() for name in header}
     label = called["label"].casefold()
     probability = label.replace("label", "probability")  # predict --top-k writes label_1 and probability_1 too
-    if {label, probability} <= folded and probability != label and "predicted" not in folded:
+    predicted = label.replace("label", "predicted")  # which the table that `label` writes has
+    if {label, probability} <= folded and probability != label and predicted not in folded:
         raise UserError(
             f"{file}: the column {probability} shows that {label} holds predictions; rename {label} to predicted, and "
             "write the true classes into a new column label"

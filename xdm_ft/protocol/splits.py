@@ -76,7 +76,7 @@ class Protocol(Block):
         "accuracy"
     )
     seeds: Annotated[
-        tuple[int, ...],
+        tuple[Annotated[int, Field(ge=0)], ...],
         Field(
             min_length=1,
             description="a number n (seeds 0…n−1), a list, or auto: 5 seeds, then 10 and 20 until every row is settled "
