@@ -82,6 +82,7 @@ def test_the_interval_and_the_verdicts_by_hand() -> None:
 @pytest.mark.parametrize(
     ("parts", "errors", "n", "reason"),
     [
+        ((0.7, 0.7, 0.7), (0.01,), 400, "1 held-out domain; 3"),
         ((0.7, 0.7, 0.7), (0.01, 0.01), 400, "2 held-out domains; 3"),
         ((0.7, 0.7, 0.7), (0.01, 0.01, 0.01), 49, "49 images are too few"),
         ((0.5, 0.6, 0.71), (0.01, 0.01, 0.01), 400, "differ by 21 points"),

@@ -24,6 +24,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp, ndtr, ndtri, softmax, stdtrit
 
 from xdm_ft.evaluation.verdicts import ALPHA
+from xdm_ft.runtime.errors import plural
 
 SMOOTHING = 0.01  # ε of COT's dual, in units of probability
 BELOW, NEARLY = 0.10, 0.05  # less than the card's mean: surely worse, and still as promised
@@ -183,7 +184,7 @@ def past_skill(errors: np.ndarray, values: np.ndarray) -> float:
 
 def _refusal(parts: Parts, errors: np.ndarray, values: np.ndarray, n: int) -> str | None:
     if len(errors) < MIN_DOMAINS:
-        return f"past errors are known of {len(errors)} held-out domains; {MIN_DOMAINS} are needed"
+        return f"past errors are known of {plural(len(errors), 'held-out domain')}; {MIN_DOMAINS} are needed"
     if n < MIN_IMAGES:
         return f"{n} images are too few; {MIN_IMAGES} are needed"
     if parts.spread > MAX_SPREAD:
