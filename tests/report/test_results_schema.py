@@ -61,6 +61,7 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
         (("runs", 0, "selected"), None),
         (("runs", -1, "reason"), None),
         (("runs", 0, "selected", "train_val", "metrics", "test", "accuracy"), 61.0),
+        (("runs", 0, "selected", "train_val", "flags"), [["last step picked"]]),
         (("summary", 0, "medain"), 0.5),
         (("summary", 0, "versus_erm", "verdict"), "significant"),
         (("summary", 0, "protocol"), None),
