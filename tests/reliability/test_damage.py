@@ -625,7 +625,7 @@ def test_events_of_another_run_are_named(run, capfd):
     shutil.rmtree(own)
     shutil.copytree(other, own)
     assert main(["report", str(run)]) == 0
-    assert f"{own}: is of another run, so its curves are left out; replace it by that" in capfd.readouterr().err
+    assert f"{own}: is of another run, so its curves are left out; take that" in capfd.readouterr().err
     assert f"{own.relative_to(run)} is of another run: its curves are left out." in (run / "report.html").read_text()
 
 

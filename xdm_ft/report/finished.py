@@ -191,23 +191,22 @@ class Run:
     def scalars(self) -> dict[str, Scalars]:
         """{sub-run of `events/`: its scalars}, as TensorBoard shows them; without those of another run.
 
-        A folder whose curve lacks the value by which the weights of its model were picked is of another run.
+        A sub-run that lacks the value by which the weights of its model were picked is of another run.
         """
-        scalars = read_scalars(self.path / "events", self.damaged_curves)
-        damaged = {path.parent for path in self.damaged_curves}
+        damaged = list[Path]()
+        scalars = read_scalars(self.path / "events", damaged)
+        self.lost_curves.update(dict.fromkeys(damaged, "is damaged: curves lack points"))
         for record in self.picked:
-            folder, pick = self.path / "events" / sub_run(*record.key), record.selected.get(self.own_rule)
-            points = dict(scalars.get(sub_run(*record.key), {}).get(self.selection_tag, ()))
+            name, pick = sub_run(*record.key), record.selected[self.own_rule]
+            folder, points = self.path / "events" / name, dict(scalars.get(name, {}).get(self.selection_tag, ()))
             # of averaged weights no step has the value
-            if not points or folder in damaged or pick is None or pick.value is None or pick.hparams:
+            if not points or pick.value is None or pick.hparams or folder in {path.parent for path in damaged}:
                 continue
-            point = points.get(pick.step, math.nan)
-            if not math.isclose(point, pick.value, rel_tol=1e-6, abs_tol=1e-30):  # float32
-                logger.warning(
-                    "%s: is of another run, so its curves are left out; replace it by that of a copy", folder
-                )
-                self.foreign_curves.append(folder)
-                del scalars[sub_run(*record.key)]
+            # in float32
+            if not math.isclose(points.get(pick.step, math.nan), pick.value, rel_tol=1e-6, abs_tol=1e-30):
+                logger.warning("%s: is of another run, so its curves are left out; take that of a copy", folder)
+                self.lost_curves[folder] = "is of another run: its curves are left out"
+                del scalars[name]
         return scalars
 
     @property
@@ -216,14 +215,9 @@ class Run:
         return f"{'oracle' if self.own_rule == ORACLE else 'val'}/{self.metric}"
 
     @cached_property
-    def foreign_curves(self) -> list[Path]:
-        """The folders of events of another run, once `scalars` are read."""
-        return []
-
-    @cached_property
-    def damaged_curves(self) -> list[Path]:
-        """The damaged files of `scalars`, once these are read."""
-        return []
+    def lost_curves(self) -> dict[Path, str]:
+        """{file or folder of events: what is wrong with it}, once `scalars` are read."""
+        return {}
 
     @cached_property
     def analysis(self) -> dict[str, Any] | None:

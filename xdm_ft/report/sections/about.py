@@ -125,16 +125,17 @@ def data(run: Run) -> Section | None:
     number = plural(len(faults), "fault") if faults else "No fault"
     # a fault names image files, and a page may be handed on to others
     if not run.shows_images:
-        faults = [
-            line.partition(", the first: ")[0]
-            if line.startswith(("left out:", "intensity:"))
-            else ": ".join(line.split(": ", 2)[:2])
-            if line.startswith("groups:")
-            else line.partition(":")[0] + ": details are in results.json"
-            for line in faults
-        ]
+        faults = list(map(_without_files, faults))
     tables = [Table(caption, header, rows)] if rows else []
     return make_section("data", tables=tables, notes=faults, data=words, faults=number, only=only)
+
+
+def _without_files(fault: str) -> str:
+    """Returns a fault without the names of image files."""
+    what, _, found = fault.partition(": ")
+    if what in ("left out", "intensity"):
+        return fault.partition(", the first: ")[0]
+    return f"{what}: {found.partition(': ')[0] if what == 'groups' else 'details are in results.json'}"
 
 
 def environment(run: Run) -> Section:

@@ -257,7 +257,7 @@ def learning_curves(run: Run) -> Section | None:
     for i, part in enumerate(parts[:MAX_PARTS]):
         words = part.removeprefix("train/").replace("_", " ")
         figures += _curves_figure(run, f"curve-part-{i}", recorded, part, words, "", _spans_decades(every, part))
-    if not figures and not run.damaged_curves and not run.foreign_curves:
+    if not figures and not run.lost_curves:
         return None
 
     rows, shown = [], {(curve.method, curve.where) for curve in recorded}
@@ -273,8 +273,7 @@ def learning_curves(run: Run) -> Section | None:
     ring = " A ring is the picked step, whose weights are the model."
     band = " Heads that trained together are summarised: a line is their mean, a band goes from lowest to highest."
     more = f" {MAX_SETS} of {len(by_set)} held-out sets are shown."
-    lost = [f"{path.relative_to(run.path)} is damaged: curves lack points." for path in run.damaged_curves]
-    lost += [f"{path.relative_to(run.path)} is of another run: its curves are left out." for path in run.foreign_curves]
+    lost = [f"{path.relative_to(run.path)} {problem}." for path, problem in run.lost_curves.items()]
     return make_section(
         "curves",
         figures,
