@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -82,6 +83,14 @@ def tiff16(values, order):
         made += struct.pack(f"{order}HHI", tag, kind, count)
         made += struct.pack(f"{order}HH", value, 0) if kind == 3 and count == 1 else struct.pack(f"{order}I", value)
     return made + bytes(4) + struct.pack(f"{order}HHH", 16, 16, 16) + content
+
+
+def tiff_of(values, photometric=1):
+    """A grey TIFF of one row of two values."""
+    kind, bits = {"u": 1, "i": 2}[values.dtype.kind], 8 * values.itemsize
+    tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 122, 277: 1, 279: values.nbytes, 339: kind}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + values.tobytes()
 
 
 def wide(root, bits=12, kind=np.uint16, ending="png", scale=1):
@@ -191,6 +200,16 @@ def test_dark_images_of_eight_bits(root):
     assert "b is nearly black: in its 8 images, 99.9% of the grey values are below 26 of 255 → stretch" in line
 
 
+def test_auto_is_advised_where_it_has_a_range(root):
+    wide(root)
+    assert findings()[0].endswith(", or auto")
+    for path in sorted(root.glob("b/*/*.png")):
+        path.unlink()
+        save(path.with_suffix(".tif"), (grey() / 2000).astype(np.float32))
+    assert [line.partition("set data.intensity: ")[2][:8] for line in findings()] == ["{low: 0,"] * 2
+    assert not any("auto" in line for line in findings()), "it would refuse integers beside floats"
+
+
 def test_a_large_domain_is_sampled(root, monkeypatch):
     wide(root)
     monkeypatch.setattr("xdm_ft.images.facts.SAMPLE", 5)
@@ -208,11 +227,12 @@ def test_a_run_counts_what_it_decodes(root, monkeypatch, caplog, how):
     sampled = {dataset.name(row) for row in sample_of_domains(dataset)}
     bright = next(path for path in sorted(root.glob("b/*/*.png")) if not any(path.match(name) for name in sampled))
     save(bright, grey().astype(np.uint8))
+    shutil.copy(root / "c/cat/0.png", root / "c/cat/copy.png")
     assert [line[:30] for line in findings()] == ["intensity: b is nearly black: ", "intensity: c is nearly black: "]
     with caplog.at_level(logging.INFO, "xdm_ft"):
         assert main(["run", "small.yaml", how]) == 0
     [line] = [line for line in json.loads(Path("out/small/results.json").read_text())["findings"] if "black" in line]
-    assert "c is nearly black: in its 8 images, pixels wider than 8 bits reach 4095" in line
+    assert "c is nearly black: in its 9 images, pixels wider than 8 bits reach 4095" in line, "a copy counts"
     assert f"finding: {line}" in caplog.messages, "the sample's line was another"
 
 
@@ -251,6 +271,10 @@ def test_an_exported_model_reads_new_images_by_the_rule_of_its_run(root, tmp_pat
         given = ["deep.png", Path("deep.png").read_bytes(), deep.astype(np.uint16), deep.astype(np.int32)]
         np.testing.assert_allclose(model.encode(given), np.repeat(expected, len(given), 0), rtol=1e-4, atol=1e-5)
         assert not np.allclose(model.encode("eight.png"), model.encode(Image.fromarray((deep // 257).astype(np.uint8))))
+        with pytest.raises(xdm_ft.UserError, match="half of its 16-bit colours: give its path or bytes"):
+            model.encode(Image.open(io.BytesIO(png16(NOISE.integers(0, 4096, (24, 20, 3))))))
+        with pytest.raises(xdm_ft.UserError, match="signed 8-bit pixels"):
+            model.encode(Image.open(io.BytesIO(tiff_of(np.array([[-128, 127]], np.int8)))))
     # the run's features of c are read by `predict`, as the key says the same
     assert main(["predict", "model", "data/c", "--out", "rows.csv"]) == 0
     capsys.readouterr()
@@ -292,12 +316,8 @@ def test_values_that_are_not_finite_are_refused(values, tmp_path):
 )
 @pytest.mark.parametrize("intensity", [None, Range(low=0, high=4095)])
 def test_tiffs_whose_values_would_be_read_as_others_are_refused(values, photometric, problem, intensity):
-    kind, bits = {"u": 1, "i": 2}[values.dtype.kind], 8 * values.itemsize
-    tags = {256: 2, 257: 1, 258: bits, 259: 1, 262: photometric, 273: 122, 277: 1, 279: values.nbytes, 339: kind}
-    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    content = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + values.tobytes()
     with pytest.raises(UnreadableImage, match=problem):
-        decode(content, "x.tif", intensity=intensity)
+        decode(tiff_of(values, photometric), "x.tif", intensity=intensity)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])

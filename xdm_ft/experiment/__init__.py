@@ -28,7 +28,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster import check_cluster
     from xdm_ft.experiment.estimate import encoder_costs, first_lines
-    from xdm_ft.experiment.faults import faults, keep_copies, log_findings, log_left_out, recounted
+    from xdm_ft.experiment.faults import faults, keep_copies, log_findings, log_left_out
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.label_curve import label_curve
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
@@ -82,7 +82,9 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             log_findings(findings, copies)
             with counting_pixels(dataset) as counts:
                 prepared = prepare(recipe, dataset, encoders, accelerator, before, hashes)
-            findings = recounted(findings, plan, hashes, counts, accelerator)
+            if counts.add_others(accelerator) and main:
+                sampled, findings = findings, faults(plan, True, hashes, counts)
+                log_findings([finding for finding in findings if finding not in sampled], "")
             plan = plan.without(prepared.unreadable)
 
             trained_on = inputs(dataset, prepared)
@@ -107,7 +109,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 logger.info("seeds: not every row is settled; goes on to %d seeds", len(more.protocol.seeds))
                 wait_for_everyone(accelerator)  # all processes read what the main one wrote
                 recipe, plan = more, make_plan(more, dataset, prepared.unreadable)
-                findings = recounted(faults(plan, True, hashes) if main else [], plan, hashes, counts, accelerator)
+                findings = faults(plan, True, hashes, counts) if main else []
                 # as after a restart, so that chunks of heads are those of a run that was interrupted here
                 results = RunResults.resume(directory, recipe, accelerator)
             if main:

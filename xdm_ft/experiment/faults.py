@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,19 +15,15 @@ from xdm_ft.containers.tables import alike, whole_number
 from xdm_ft.evaluation import set_name
 from xdm_ft.experiment.plan import Plan, index_folder
 from xdm_ft.features.hashes import FileHashes, hash_files, pixels_of
-from xdm_ft.images import ImageDataset
+from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.decode import NAMED_AT_MOST
-from xdm_ft.images.facts import BRIGHT_SHARE, DARK, PixelCounts, Pixels, range_of, sample_of_domains
+from xdm_ft.images.facts import BRIGHT_SHARE, DARK, PixelCounts, PixelUse, range_of, sample_of_domains
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.runtime.watchdog import gather
 from xdm_ft.storage.lines import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 logger = logging.getLogger("xdm_ft")
 
@@ -69,17 +64,19 @@ PARTS += [(part, "test") for part in ("val_domain", "train_val")]
 """Two parts of a split that must share no group: what trains, what selects, what tests."""
 
 
-def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Finding]:
+def faults(
+    plan: Plan, show: bool, hashes: FileHashes | None = None, counts: PixelCounts | None = None
+) -> list[Finding]:
     """Returns all faults and notes. Hashes only image files of equal size, unless all `hashes` are known; decodes a
     sample.
 
-    `show`: whether to show progress.
+    `show`: whether to show progress. `counts`: of images that were decoded, which count beside the sample.
     """
     index = index_folder(plan.recipe)
     if hashes is None:  # files of different sizes cannot be copies of each other
         hashes = hash_files(plan.dataset, index, show, equal_sizes_only=True)
     of_data = data_faults(plan.dataset, hashes, plan.splits_of_all_seeds)
-    return [*of_data, *intensity_faults(plan.recipe, plan.dataset, hashes, index, show), *plan_faults(plan)]
+    return [*of_data, *intensity_faults(plan.recipe, plan.dataset, hashes, index, show, counts), *plan_faults(plan)]
 
 
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
@@ -127,64 +124,55 @@ def intensity_faults(
     hashes: FileHashes,
     index: Path | None,
     show: bool,
-    counted: Mapping[int, Pixels] | None = None,
+    counts: PixelCounts | None = None,
 ) -> Iterator[Finding]:
-    """Yields the domains that are nearly black to an encoder, by a sample of their images: no image wider than 8 bits
-    uses the upper half of what becomes 0…255, or nearly all grey values are low.
+    """Yields the domains that are nearly black to an encoder: no image wider than 8 bits uses the upper half of what
+    becomes 0…255, or nearly all grey values are low. It looks at a sample, and at the images in `counts`.
 
-    `counted`: {row: what the pixels of a decoded image use}; its copies count too, and the sample beside it.
     `data.intensity: auto` has ranges of which the largest value may use little more than a quarter.
     """
     share = 0.25 if recipe.data_common.intensity == "auto" else 0.5
     if not dataset.has_images:
         return
-    rows = sample_of_domains(dataset)
-    found = pixels_of(dataset, hashes, index, rows, show)
-    if counted:
-        distinct = hashes.images
-        number = {int(distinct.number_of[row]): pixels for row, pixels in counted.items()}
-        found |= {row: number[of] for row, of in enumerate(distinct.number_of.tolist()) if of in number and of >= 0}
-    by_domain = [list[Pixels]() for _ in dataset.domain_names]
-    for row in sorted(found):
-        by_domain[dataset.domains[row]].append(found[row])
-    for domain, (name, images) in enumerate(zip(dataset.domain_names, by_domain, strict=True)):
-        if images and (problem := _darkness(dataset, images, share)):
-            total = int(np.count_nonzero(dataset.domains == domain))
-            seen = f"in a sample of {len(images)} of its {plural(total, 'image')}"
-            seen = f"in its {plural(total, 'image')}" if len(images) == total else seen
+    sample = pixels_of(dataset, hashes, index, sample_of_domains(dataset), show)
+    if counts is None:
+        counts = PixelCounts(len(dataset))
+    else:
+        images = hashes.images
+        counts.add_copies(np.where(images.number_of < 0, -1, images.rows[images.number_of]))
+    for row, pixels in sample.items():
+        counts.add(row, pixels)
+    every = counts.of(np.ones(len(dataset), bool))
+    fits_auto = every is not None and len(every.extremes) == 1
+    for domain, name in enumerate(dataset.domain_names):
+        of_domain = dataset.domains == domain
+        used = counts.of(of_domain)
+        if used is not None and (problem := _darkness(used, dataset.intensity, share, fits_auto)):
+            total = int(np.count_nonzero(of_domain))
+            seen = f"in a sample of {used.images} of its {plural(total, 'image')}"
+            seen = f"in its {plural(total, 'image')}" if used.images == total else seen
             yield Finding(INTENSITY, f"{name} is nearly black: {seen}, {problem[0]}", problem[1])
 
 
-def recounted(
-    findings: Sequence[Finding], plan: Plan, hashes: FileHashes, counts: PixelCounts, accelerator: Accelerator
-) -> list[Finding]:
-    """Returns the findings with those on intensities by all images that the processes have decoded; logs new ones."""
-    counted = {row: pixels for found in gather(accelerator, [counts.found()]) for row, pixels in found.items()}
-    if not counted or not accelerator.is_main_process:
-        return [*findings]
-    recipe, dataset = plan.recipe, plan.dataset
-    new = [*intensity_faults(recipe, dataset, hashes, index_folder(recipe), False, counted)]
-    log_findings([finding for finding in new if finding not in findings], "")
-    return [*(finding for finding in findings if finding.what != INTENSITY), *new]
+def _darkness(of: PixelUse, intensity: Range | None, share: float, fits_auto: bool) -> tuple[str, str] | None:
+    """Returns what the pixels of a domain use, and what to do, if they are nearly black.
 
-
-def _darkness(dataset: ImageDataset, images: Sequence[Pixels], share: float) -> tuple[str, str] | None:
-    """Returns what the pixels of a domain use, and what to do, if they are nearly black."""
-    intensity, wide = dataset.intensity, [image.wide for image in images if image.wide is not None]
+    `fits_auto`: whether `data.intensity: auto` has a range for the images of all domains.
+    """
     remedy = "stretch their values in the files if they do not fill 0…255 (data.intensity leaves 8-bit images alone)"
     used = ""
-    if wide:
-        widest, others = max(wide, key=lambda extremes: extremes.largest), len(images) - len(wide)
+    if of.extremes:
+        widest = max(of.extremes, key=lambda extremes: extremes.largest)
         used = f"pixels wider than 8 bits reach {widest.largest:g} of {widest.top(intensity):g}"
         # `auto` has seen the largest value of all domains
-        low, high = range_of(wide)
+        low, high = range_of(of.extremes)
         own = f"{{low: {min(0.0, low):g}, high: {high:g}}}"
-        remedy = f"set data.intensity: {own}" + ("" if intensity else ", or auto")
-        if intensity or others:
+        remedy = f"set data.intensity: {own}" + (", or auto" if fits_auto and not intensity else "")
+        if intensity or of.wide < of.images:
             remedy += ", or give the images of all domains one scale"
-        if not any(extremes.uses_more_than(share, intensity) for extremes in wide):
+        if not any(extremes.uses_more_than(share, intensity) for extremes in of.extremes):
             return used, remedy
-    if np.mean([image.bright for image in images]) < BRIGHT_SHARE:
+    if of.bright < BRIGHT_SHARE:
         dark = f"{100 * (1 - BRIGHT_SHARE):g}% of the grey values are below {DARK} of 255"
         return f"{dark}{f'; {used}' if used else ''}", remedy
     return None

@@ -34,8 +34,10 @@ from xdm_ft.images.decode import (
     decode,
     decoder_of,
     memory_of,
+    refuse_misread,
     to_8_bits,
     to_rgb,
+    wide_colour_modes,
 )
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_transform
@@ -224,7 +226,10 @@ class Model:
         if isinstance(image, str | os.PathLike):
             return decode(expand_user(name, "image"), name, least_side, intensity)
         if isinstance(image, Image.Image):
+            if intensity is not None and wide_colour_modes(image) is not None:
+                raise UnreadableImage(name, "an opened image has half of its 16-bit colours: give its path or bytes")
             try:
+                refuse_misread(image)
                 return to_rgb(image, intensity)
             except (UnreadableImage, MemoryError):
                 raise

@@ -212,7 +212,7 @@ def read_image(source: Path | bytes, name: str, read: Callable[[Image.Image], T]
     """
     try:
         with open_image(source, name) as image:
-            _refuse_misread(image)
+            refuse_misread(image)
             return read(image)
     except UnreadableImage as error:
         try:
@@ -220,13 +220,13 @@ def read_image(source: Path | bytes, name: str, read: Callable[[Image.Image], T]
             if pixels is None or pixels == source:
                 raise error
             with open_image(pixels, name) as image:
-                _refuse_misread(image)
+                refuse_misread(image)
                 return read(image)
         except (UnreadableImage, OSError, ValueError):  # ValueError: a null byte in the path
             raise error from None
 
 
-def _refuse_misread(image: Image.Image) -> None:
+def refuse_misread(image: Image.Image) -> None:
     """Raises `UnreadableImage` for a TIFF whose values Pillow returns as others: signed, inverted, or above 2³¹."""
     if not isinstance(image, TiffImageFile):
         return
@@ -253,7 +253,7 @@ def decode(
     def read(image: Image.Image) -> Image.Image:
         if least_side is not None:
             image.draft(None, (least_side, least_side))
-        is_wide = is_wide_grey(image) or _other_mode(image) is not None  # before `load`, which forgets the modes
+        is_wide = is_wide_grey(image) or wide_colour_modes(image) is not None  # before `load`, which forgets the modes
         rgb = to_rgb(image, intensity, None if intensity is None else wide_colour(image, source))
         if is_wide:
             rgb.info[IS_WIDE] = True
@@ -347,7 +347,7 @@ def wide_colour(image: Image.Image, source: Path | bytes) -> np.ndarray | None:
 
     Premultiplied colours and CMYK are not read so: they stay as Pillow has them.
     """
-    modes = _other_mode(image)
+    modes = wide_colour_modes(image)
     if modes is None or not isinstance(image, PngImageFile | TiffImageFile):
         return None
     mode, other = modes
@@ -363,11 +363,15 @@ def wide_colour(image: Image.Image, source: Path | bytes) -> np.ndarray | None:
 
 
 def is_wide_grey(image: Image.Image) -> bool:
+    """Whether its pixels are single numbers wider than 8 bits."""
     return image.mode.startswith("I") or image.mode == "F"
 
 
-def _other_mode(image: Image.Image) -> tuple[str, str] | None:
-    """Returns the raw mode of an opened image of `wide_colour`, and the one that reads the lower bytes; else None."""
+def wide_colour_modes(image: Image.Image) -> tuple[str, str] | None:
+    """Returns the raw mode of an image with 16 bits per colour, and the one that reads their lower bytes; else None.
+
+    None too once the image is loaded, as Pillow then forgets how it was stored.
+    """
     if not isinstance(image, PngImageFile | TiffImageFile) or image.mode not in ("RGB", "RGBA") or not image.tile:
         return None
     arguments: Any = image.tile[0].args

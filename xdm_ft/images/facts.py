@@ -6,13 +6,12 @@ values that pixels use.
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageStat, JpegImagePlugin
@@ -34,6 +33,10 @@ from xdm_ft.images.decode import (
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
+from xdm_ft.runtime.watchdog import gather
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 LEAST_SIDE = 64  # px, of the decoded image whose colours are measured
 FACTS = {
@@ -179,32 +182,55 @@ class Pixels(NamedTuple):
     wide: Extremes | None  # None: the image has 8 bits
 
 
-class PixelCounts:
-    """What the pixels of the images of a data set use that were decoded since, here or by workers forked later.
+class PixelUse(NamedTuple):
+    """What the pixels of several images use."""
 
-    It is the `on_decoded` of the data set.
-    """
+    images: int
+    bright: float  # share of the pixels that are not dark
+    wide: int  # images wider than 8 bits
+    extremes: list[Extremes]  # of these: of integers, of floats
+
+
+class PixelCounts:
+    """What the pixels of N images use, of those that were looked at. It is the `on_decoded` of a data set."""
 
     def __init__(self, images: int) -> None:
-        memory = mmap.mmap(-1, max(1, images) * 4 * np.dtype(np.float64).itemsize)  # forked processes share it
-        self.values = np.frombuffer(memory).reshape(-1, 4)  # 1 + bright, or 0: not decoded; then `Extremes`, or NaN
+        # shared with processes that are forked later, such as the workers of a loader
+        memory = mmap.mmap(-1, max(1, images) * 4 * np.dtype(np.float64).itemsize)
+        self.values = np.frombuffer(memory).reshape(-1, 4)[:images]  # [N,4]
+        """1 + `Pixels.bright`, or 0: nobody looked; then `Pixels.wide`, or NaN: 8 bits."""
 
     def __call__(self, dataset: EncodedImages, row: int, image: Image.Image) -> None:
         if not self.values[row, 0]:
-            bright, wide = _pixels(dataset, row, image)
-            self.values[row] = 1 + bright, *(wide or (np.nan,) * 3)
+            self.add(row, _pixels(dataset, row, image))
+
+    def add(self, row: int, pixels: Pixels) -> None:
+        self.values[row] = 1 + pixels.bright, *(pixels.wide or (np.nan,) * 3)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # on another machine nobody would see what is counted
 
-    def found(self) -> dict[int, Pixels]:
-        """Returns {row: what its pixels use}."""
+    def add_copies(self, first: np.ndarray) -> None:
+        """Counts the copies of images too. first: the first row of each row's image, int64 [N]; −1: unknown."""
+        copies = (self.values[:, 0] == 0) & (first >= 0)
+        self.values[copies] = self.values[first[copies]]
+
+    def of(self, rows: np.ndarray) -> PixelUse | None:
+        """Returns what these images use, bool [N]; None if nobody looked at any."""
+        values = self.values[rows & (self.values[:, 0] > 0)]
+        if not len(values):
+            return None
+        wide = values[~np.isnan(values[:, 1])]
+        kinds = [wide[wide[:, 1] == is_float] for is_float in np.unique(wide[:, 1])]
+        extremes = [Extremes(bool(of[0, 1]), float(of[:, 2].min()), float(of[:, 3].max())) for of in kinds]
+        return PixelUse(len(values), float(values[:, 0].mean()) - 1, len(wide), extremes)
+
+    def add_others(self, accelerator: Accelerator) -> bool:
+        """Adds what the other processes of a run have counted. Returns whether there is anything."""
         rows = np.flatnonzero(self.values[:, 0])
-        values = zip(rows.tolist(), self.values[rows].tolist(), strict=True)
-        return {
-            row: Pixels(seen - 1, None if math.isnan(is_float) else Extremes(bool(is_float), least, largest))
-            for row, (seen, is_float, least, largest) in values
-        }
+        for of_process, values in gather(accelerator, [(rows, self.values[rows])]):
+            self.values[of_process] = values
+        return bool(self.values[:, 0].any())
 
 
 @contextmanager
