@@ -9,6 +9,7 @@ import pytest
 
 from xdm_ft.evaluation import ModelKey, Pick, Record, Status, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials, selection_values
+from xdm_ft.runtime.tensors import Score
 
 
 def record(
@@ -143,3 +144,48 @@ def test_a_method_with_fewer_seeds_is_paired_where_both_have_a_model() -> None:
     more = [replace(one, key=one.key._replace(seed=1)) for one in models("irm", *IRM, nll=0.5)]
     found = chosen_of([*models("irm", *IRM, nll=0.5), *more, *models("zero_shot", *ERM, nll=0.4)])
     assert found.method == "zero_shot" and found.within_reach == ("irm", "zero_shot")
+
+
+def with_tests(method: str, *values: float, nll: float = 1.0, seeds: int = 1, **about: Any) -> list[Record]:
+    """Models of each held-out set and seed with a test value; validation has the same value for all methods."""
+    runs = []
+    for held, value in zip("abcdefgh", values, strict=False):
+        for seed in range(seeds):
+            made = record(method, seed, 0.9, held=held)
+            accuracy = value + (seed - (seeds - 1) / 2) * 0.1
+            score = Score(accuracy, 0, 0, None, None, nll, 0, n=100, per_class_recall={}, per_domain={})
+            pick = replace(made.selected["train_val"], metrics={"test": score})
+            runs.append(replace(made, selected={"train_val": pick}, **about))
+    return runs
+
+
+def test_several_held_out_sets_choose_the_method() -> None:
+    """By hand: a − b is 0.10, 0.02, −0.03, 0.03: mean 0.03, s = 0.05354, s/√4 = 0.02677."""
+    a, b = with_tests("a", 0.60, 0.50, 0.40, 0.30, seeds=3), with_tests("b", 0.50, 0.48, 0.43, 0.27, nll=0.5, seeds=3)
+    chosen = chosen_of(a + b)
+    assert (chosen.method, chosen.within_reach) == ("a", ("a",))
+    assert chosen.values == {"a": pytest.approx(0.45), "b": pytest.approx(0.42)}
+    # without the first set: 0.02, −0.03, 0.03: mean 0.00667, s/√3 = 0.01856, so b's NLL decides
+    assert chosen.at == {("a",): "b", ("b",): "b", ("c",): "a", ("d",): "b"}
+    assert str(chosen) == (
+        "a is chosen of 2 methods by the best accuracy of held-out results (a 45.0); the quoted value is from choices "
+        "that did not see the domain"
+    )
+    assert chosen.to_json()["at"][2] == {"test_domains": ["c"], "method": "a"}
+    near = chosen_of(a + with_tests("b", 0.53, 0.51, 0.46, 0.30, nll=0.5))  # the means are equal
+    assert (near.method, near.reason) == ("b", "the lowest held-out NLL (a 1, b 0.5)")
+
+
+def test_one_held_out_set_or_oracle_is_chosen_by_validation() -> None:
+    runs = with_tests("a", 0.9) + with_tests("b", 0.1, nll=0.1)
+    assert chosen_of(runs).at == {} and chosen_of(runs).method == "a", "the first place: validation has no NLL here"
+    two = chosen_of(with_tests("a", 0.9, 0.2) + with_tests("b", 0.1, 0.8))
+    assert two.at == {("a",): "b", ("b",): "a"}, "each by the other one"
+
+
+def test_heads_with_training_features_are_chosen_by_name_only_in_every_set() -> None:
+    held = with_tests("knn", 0.9, 0.9, 0.9, training_features=True)
+    chosen = chosen_of(held + with_tests("erm", 0.5, 0.5, 0.5))
+    assert (chosen.method, {*chosen.at.values()}, chosen.by_name_only) == ("erm", {"erm"}, ("knn",))
+    incomplete = with_tests("mix", 0.9, 0.9)
+    assert chosen_of(with_tests("erm", 0.5, 0.5, 0.5) + incomplete).method == "erm", "it lacks a set"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-from xdm_ft.evaluation import Record, SummaryRow
+from xdm_ft.evaluation import Held, Record, Score, SummaryRow
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 
 ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
@@ -72,23 +72,57 @@ def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule
     return means
 
 
+class Candidate(NamedTuple):
+    """What a choice among methods reads of one."""
+
+    values: dict[Any, float]  # {held-out set, or held-out set and seed: value of the metric}
+    nll: dict[Any, float | None]
+    settings: int  # how many were compared on the validation images of one held-out set and seed
+    parameters: int  # that were trained
+    holds_training_features: bool  # such a head hands features of every training image to all who get the model
+
+    @property
+    def value(self) -> float:
+        return math.fsum(self.values.values()) / len(self.values)  # exact in any order of the records
+
+    def without(self, key: Any) -> Candidate:
+        values, nll = ({k: v for k, v in of.items() if k != key} for of in (self.values, self.nll))
+        return self._replace(values=values, nll=nll)
+
+
+class Preferred(NamedTuple):
+    """One of several candidates, and why."""
+
+    method: str
+    best: str  # of the methods that could be chosen, the one with the best value
+    within_reach: tuple[str, ...]  # methods within one standard error of the best one, `method` among them
+    reason: str  # what decided among those within reach
+    by_name_only: tuple[str, ...]  # methods whose heads hold training features
+
+
 @dataclass(frozen=True)
 class MethodChoice:
-    """The method that validation prefers, and why. No test result enters."""
+    """The method to use, and why.
+
+    With several held-out sets it is chosen by what methods do there; else by validation, and no test result enters.
+    """
 
     method: str
     selection: str  # the selection rule
     metric: str
-    values: dict[str, float]  # {method: mean selection value over held-out sets and seeds}, in the recipe's order
-    within_reach: tuple[str, ...]  # methods within one standard error of the best one, `method` among them
-    best: str  # of the methods that could be chosen, the one with the best value
-    reason: str  # what decided among those within reach
-    by_name_only: tuple[str, ...]  # methods whose heads hold training features
+    values: dict[str, float]  # {method: mean over held-out sets (seeds averaged), or of selection values}
+    within_reach: tuple[str, ...]
+    best: str
+    reason: str
+    by_name_only: tuple[str, ...]
+    at: dict[Held, str] = field(default_factory=dict)
+    """{held-out set: the method that the other sets choose}; empty: chosen by validation."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns `chosen_by` of results.json."""
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         del values["method"]
+        values["at"] = [{"test_domains": list(held), "method": method} for held, method in self.at.items()]
         return values
 
     def __str__(self) -> str:
@@ -96,10 +130,10 @@ class MethodChoice:
 
         is_nll = self.metric == "nll"
         shown = {name: f"{value:.3f}" if is_nll else f"{100 * value:.1f}" for name, value in self.values.items()}
-        own = shown[self.method]
+        own, of = shown[self.method], "held-out results" if self.at else self.selection
         if len(shown) == 1:
-            return f"{self.method} is the only method with a value of {self.selection} ({self.method} {own})"
-        rule = f"the best {self.metric} of {self.selection} ({self.best} {shown[self.best]})"
+            return f"{self.method} is the only method with a value of {of} ({self.method} {own})"
+        rule = f"the best {self.metric} of {of} ({self.best} {shown[self.best]})"
         if len(self.within_reach) > 1:
             criterion, count = self.reason.partition(" (")[0], len(self.within_reach)
             rule = f"{criterion} among the {count} within one standard error of {rule}"
@@ -109,63 +143,116 @@ class MethodChoice:
         if self.by_name_only:
             held = ", ".join(f"{name} {shown[name]}" for name in self.by_name_only)
             parts.append(f"chosen by name only, as the head holds features of training images: {held}")
-        return "; ".join([*parts, "no test result was read for this choice"])
+        quoted = "the quoted value is from choices that did not see the domain"
+        return "; ".join([*parts, quoted if self.at else "no test result was read for this choice"])
 
 
 def choose_method(records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str) -> MethodChoice | None:
-    """Returns the method to use; None if no method has a selection value.
+    """Returns the method to use; None if no method can be chosen.
 
-    Candidates are the methods within one standard error of the best selection value: s/√n of the differences to the
-    best method, paired by held-out set and seed (n pairs, s with ddof 1; 0 for n = 1). Of these it is the one with the
-    lowest mean validation NLL (skipped if a candidate has none), then the fewest tuned settings, then the fewest
-    trained parameters, then the first in the recipe. Methods whose heads hold training features are left out, unless
-    there are no others. `rows`: the summary under this rule.
+    Candidates are the methods within one standard error of the best value: s/√n of the differences to the best method
+    (s with ddof 1; 0 for n = 1). Of these it is the one with the lowest mean NLL (skipped if a candidate has none),
+    then the fewest tuned settings, then the fewest trained parameters, then the first in the recipe. Methods whose
+    heads hold training features are left out, unless there are no others. `rows`: the summary under this rule.
+
+    Values and NLL are those of the n ≥ 2 held-out sets, seeds averaged: validation images of known domains prefer what
+    fits these. With one set, official splits among them, and for oracle, they are those of validation, paired by
+    held-out set and seed.
     """
-    values = selection_values(records, rows, rule, metric)
+    values, at = selection_values(records, rows, rule, metric), dict[Held, str]()
     if not values:
         return None
     picked = {method: list[Record]() for method in values}
     for record in picked_trials(records, rule, metric):
         if record.method in picked:
             picked[record.method].append(record)
-    # such a head hands features of every training image to all who get the model
-    holding = [method for method in values if any(record.training_features for record in picked[method])]
-    by_name_only = tuple(holding) if len(holding) < len(values) else ()
-    eligible = [method for method in values if method not in by_name_only]
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    best = max(eligible, key=lambda method: sign * values[method])
-
-    of_best = {record.key[1:3]: selection_value(record, rule) for record in picked[best]}
-    within = []
-    for method in eligible:
-        pairs = [(of_best.get(record.key[1:3]), selection_value(record, rule)) for record in picked[method]]
-        differences = [a - b for a, b in pairs if a is not None and b is not None]
-        error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-        if sign * (values[best] - values[method]) <= error:
-            within.append(method)
-    chosen, reason = _preferred(records, {method: picked[method] for method in within}, rule)
-    return MethodChoice(chosen, rule, metric, values, tuple(within), best, reason, by_name_only)
+    sets = list(dict.fromkeys(record.test_domains for of in picked.values() for record in of))
+    candidates = {method: _candidate(records, picks, _held_out_results(picks, rule, metric))
+                  for method, picks in picked.items()}  # fmt: skip
+    candidates = {method: candidate for method, candidate in candidates.items() if len(candidate.values) == len(sets)}
+    if len(sets) > 1 and rule != ORACLE and candidates:
+        of_the_others = {held: {m: c.without(held) for m, c in candidates.items()} for held in sets}
+        at = {held: prefer(others, metric, "held-out").method for held, others in of_the_others.items()}
+    else:
+        candidates = {method: _candidate(records, picks, _validation_results(picks, rule))
+                      for method, picks in picked.items()}  # fmt: skip
+    preferred = prefer(candidates, metric, "held-out" if at else "validation")
+    values = {method: candidate.value for method, candidate in candidates.items()} if at else values
+    return MethodChoice(selection=rule, metric=metric, values=values, at=at, **preferred._asdict())
 
 
-def _preferred(records: Sequence[Record], picked: Mapping[str, Sequence[Record]], rule: str) -> tuple[str, str]:
-    """Returns one of the methods within reach, and what it has that the others have not, with the numbers of all."""
-    nll = {method: [record.selected[rule].validation_nll for record in picks] for method, picks in picked.items()}
-    # how many settings were compared on the validation images of one held-out set and seed
-    tuned = {method: Counter[tuple[Any, ...]]() for method in picked}
+Results = dict[Any, tuple[float, float | None]]  # {held-out set, or held-out set and seed: (value, NLL)}
+
+
+def _held_out_results(picks: Sequence[Record], rule: str, metric: str) -> Results:
+    """Returns the results on each held-out set of which every seed has a value, the means over the seeds."""
+    by_set: dict[Held, list[Score | None]] = {}
+    for record in picks:
+        pick = record.selected.get(rule) if record.status == "ok" else None
+        by_set.setdefault(record.test_domains, []).append(None if pick is None else pick.metrics.get("test"))
+    means: Results = {}
+    for held, scores in by_set.items():
+        values = [None if score is None else getattr(score, metric) for score in scores]
+        nll = [score.nll for score in scores if score is not None]
+        known = [value for value in values if value is not None]
+        if len(known) == len(scores):
+            means[held] = fmean(known), fmean(nll)
+    return means
+
+
+def _validation_results(picks: Sequence[Record], rule: str) -> Results:
+    results: Results = {}
+    for record in picks:
+        if (value := selection_value(record, rule)) is not None:
+            results[record.key[1:3]] = value, record.selected[rule].validation_nll
+    return results
+
+
+def _candidate(records: Sequence[Record], picks: Sequence[Record], results: Results) -> Candidate:
+    """Returns the candidate of one method. `records`: of all methods and trials; `picks`: the picked ones of this."""
+    tuned = Counter[tuple[Any, ...]]()
     for record in records:
-        if record.method in tuned:
-            tuned[record.method][record.key[1:3]] += record.tuned_settings or 1
+        if record.method == picks[0].method:
+            tuned[record.key[1:3]] += record.tuned_settings or 1
+    return Candidate(
+        {key: value for key, (value, _) in results.items()},
+        {key: nll for key, (_, nll) in results.items()},
+        max(tuned.values()),
+        max(record.trained_parameters or 0 for record in picks),
+        any(record.training_features for record in picks),
+    )
+
+
+def prefer(candidates: Mapping[str, Candidate], metric: str, images: str) -> Preferred:
+    """Returns one of the candidates, as `choose_method` describes it. `images`: on which they were measured."""
+    holding = [method for method, candidate in candidates.items() if candidate.holds_training_features]
+    by_name_only = tuple(holding) if len(holding) < len(candidates) else ()
+    eligible = {method: candidate for method, candidate in candidates.items() if method not in by_name_only}
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    best = max(eligible, key=lambda method: sign * eligible[method].value)
+    within = dict[str, Candidate]()
+    for method, candidate in eligible.items():
+        of_best = eligible[best].values
+        differences = [of_best[key] - value for key, value in candidate.values.items() if key in of_best]
+        error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+        if sign * (eligible[best].value - candidate.value) <= error:
+            within[method] = candidate
+    method, reason = _among(within, images)
+    return Preferred(method, best, tuple(within), reason, by_name_only)
+
+
+def _among(within: Mapping[str, Candidate], images: str) -> tuple[str, str]:
+    """Returns one of the methods within reach, and what it has that the others have not, with the numbers of all."""
     criteria: dict[str, dict[str, float]] = {
-        "the fewest tuned settings": {method: max(counts.values()) for method, counts in tuned.items()},
-        "the fewest trained parameters": {
-            method: max(record.trained_parameters or 0 for record in picks) for method, picks in picked.items()
-        },
+        "the fewest tuned settings": {method: candidate.settings for method, candidate in within.items()},
+        "the fewest trained parameters": {method: candidate.parameters for method, candidate in within.items()},
     }
+    nll = {method: [*candidate.nll.values()] for method, candidate in within.items()}
     if all(value is not None for values in nll.values() for value in values):
         means = {method: fmean(value for value in values if value is not None) for method, values in nll.items()}
-        criteria = {"the lowest validation NLL": means} | criteria
+        criteria = {f"the lowest {images} NLL": means} | criteria
 
-    left, reason = list(picked), "the first place in the recipe"
+    left, reason = list(within), "the first place in the recipe"
     for name, measured in criteria.items():
         least = min(measured[method] for method in left)
         lowest = [method for method in left if measured[method] == least]

@@ -108,12 +108,13 @@ class ProtocolConfig(TypedDict):
 
 
 class ChosenByConfig(TypedDict):
-    """Why a final fit is of its method: the values of all methods by the selection rule."""
+    """Why a final fit is of its method: the values of all methods on held-out sets, or by the selection rule."""
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     selection: str
     metric: str
     values: dict[str, float]
+    at: NotRequired[list[dict[str, Any]]]  # the method that the other held-out sets choose for each; []: by validation
 
 
 class ResultsConfig(TypedDict):
@@ -163,6 +164,7 @@ class AtHeldOut(Block):
     """The results on one held-out set: a domain, or all test domains of an official split. Means over seeds."""
 
     domains: Annotated[tuple[str, ...], Field(min_length=1)]
+    method: str | None = None  # that the other held-out sets choose; None: the one that was named, or validation chose
     value: float  # of the metric
     interval: tuple[float, float] | None  # 95%, over seeds and groups of images; None: cannot be estimated
     seeds: Count  # with one seed the interval is over images alone

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -196,8 +197,9 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
     yield f"* How this model was chosen: {escaped(config.chosen)}."
     by = config.results.get("chosen_by")
     if by is not None and len(by["values"]) > 1:
+        rule = "results on held-out domains" if by.get("at") else escaped(by["selection"])
         values = ", ".join(f"{escaped(name)} {shown(by['metric'], value)}" for name, value in by["values"].items())
-        yield f"* Values of all methods by {escaped(by['selection'])}: {values}."
+        yield f"* Values of all methods by {rule}: {values}."
     if config.adapted is not None:
         labels = plural(config.adapted.labels, "labelled image")
         yield f"* Adapted to one site by {labels}: {_gain(config.adapted)}."
@@ -227,6 +229,10 @@ def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[st
     seeds = f"{plural(expected.seeds, 'seed')}" if expected.seeds else "incomplete seeds"
     kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
     yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}.\n"
+    if counts := Counter(site.method for site in held_out if site.method is not None):
+        by = ", ".join(f"{escaped(name)} by {count} of {len(held_out)}" for name, count in counts.most_common())
+        yield f"For each of these {noun} the value is that of the method which the others choose ({by}), so that no"
+        yield "choice has seen its domain; the method of this model is chosen by all of them.\n"
     if at_new_site is not None:
         likely, nearly_all = (interval(metric, at_new_site.between(metric, level)) for level in LEVELS)
         scale = "" if at_new_site.scale == "plain" else f", on the {at_new_site.scale} scale"

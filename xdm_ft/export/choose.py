@@ -18,7 +18,7 @@ from torch import Tensor
 from xdm_ft.algorithms.wise_ft import interpolate
 from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.evaluation import Record
+from xdm_ft.evaluation import Held, Record
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
@@ -66,7 +66,7 @@ COPIED = ("class_names", "preprocessing", "normalize", "head", "method", "prompt
 
 @dataclass(frozen=True)
 class Choice:
-    """Which model of a run: by default the final fit of the method that validation prefers."""
+    """Which model of a run: by default the final fit of the method that does best on held-out domains."""
 
     method: str | None = None
     held_out: tuple[str, ...] | None = None  # a model that was trained without these domains, instead of a final fit
@@ -107,7 +107,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
     results.json if it is a final fit. An ensemble has several seeds.
 
     With `held_out` it is a model of the estimate; else the final fit of the method, and on an official split without
-    one the method's first seed. No test result is read. Raises `UserError` if the run has no such model.
+    one the method's first seed. Raises `UserError` if the run has no such model.
     """
     sets = dict.fromkeys(",".join(record.test_domains) for record in run.records)
     held_out_options = " or ".join(f"--held-out {shlex.quote(name)}" for name in sets)
@@ -221,6 +221,10 @@ def read_parts(
     reference = None
     if wise_ft is None or not trains_encoder:
         reference = _read_reference(run, description, addresses.values(), digests)
+    label, at = description["method"]["label"], dict[Held, str]()
+    if choice.method is None and run.choice is not None:
+        at = run.choice.at
+    quoted = run.runs_of(label, at)
     names, results = run.results["recipe"]["data"]["class_names"], description["results"]
     if final_fit is not None:
         results = {key: final_fit[key] for key in ("images", "chosen_by", "estimate")}
@@ -239,7 +243,7 @@ def read_parts(
         class_means=description.get("class_means", False),
         intensity=description.get("intensity"),  # absent where it is `type`
         renamed={name: words for name, words in names.items() if name != words},
-        expected=expected_performance(run.path, run.results, run.records, run.rule, description["method"]["label"]),
+        expected=expected_performance(run.path, run.results, quoted, at),
         **{key: description[key] for key in COPIED},
     )
     return Parts(config, encoder, heads, reference, trained_names=tuple(trained))

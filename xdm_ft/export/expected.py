@@ -1,8 +1,9 @@
 """What to expect of a run's method at a new site, from the run's test results; and whether a site keeps that promise.
 
-All numbers of the promise are of the trials that the selection rule picked by validation; no test value chooses
-anything here. They are of models that were trained and tested in the run, not of the final fit, an ensemble or
-interpolated weights. `evaluation.intervals` derives the interval for a new site.
+All numbers of the promise are of the trials that the selection rule picked by validation. Which method is quoted for a
+held-out set is chosen by the other sets, so that no test value chooses its own. They are of models that were trained
+and tested in the run, not of the final fit, an ensemble or interpolated weights. `evaluation.intervals` derives the
+interval for a new site.
 
 The promise is the distribution m + spread · t(D − 1) of a metric at one more site, over D held-out sets. At the site it
 is measured on some images, with standard error SE (jackknife over their groups; on the logit scale SE/(p(1 − p)), the
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from xdm_ft.evaluation import Held, Record, Runs, sets_noun
+from xdm_ft.evaluation import Held, Runs, sets_noun
 from xdm_ft.evaluation.few_labels import FEWEST_EXACT, clopper_pearson
 from xdm_ft.evaluation.intervals import (
     Bounds,
@@ -59,7 +60,7 @@ from xdm_ft.evaluation.predictions import (
     jackknife_variance,
     without_each_group,
 )
-from xdm_ft.evaluation.trials import ORACLE, picked_trials
+from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.sources import Item, Site
@@ -75,29 +76,31 @@ WITHIN = "within what the card promises"
 
 
 def expected_performance(
-    path: Path, results: Mapping[str, Any], records: Sequence[Record], rule: str, method: str
+    path: Path, results: Mapping[str, Any], runs: Runs, chosen_at: Mapping[Held, str]
 ) -> ExpectedPerformance | None:
     """Returns what to expect of a method at a new site; None if no model of it has a test result.
 
     Args:
         path: the run directory, whose stored predictions give the intervals over images.
-        results: its results.json. `records`: of its trained models.
-        rule: the selection rule whose picks count.
+        results: its results.json.
+        runs: `Run.quoted`, or the models of a method that was named.
+        chosen_at: {held-out set: the method that the other sets choose, of which its models are}.
     """
-    protocol = results["recipe"]["protocol"]
-    metric = str(protocol["metric"])
-    picked = tuple(record for record in picked_trials(records, rule, metric) if record.method == method)
+    protocol, metric = results["recipe"]["protocol"], runs.metric
     planned = tuple(dict.fromkeys(tuple(run["test_domains"]) for run in results["runs"]))
-    tested = {held for held, _ in Runs(method, rule, metric, planned, picked).values}
+    tested = {held for held, _ in runs.values}
     if not tested:
         return None
-    runs = Runs(method, rule, metric, tuple(held for held in planned if held in tested), picked)
+    runs = replace(runs, held_out=tuple(held for held in planned if held in tested))
     seeds, values, by_set = runs.complete_seeds, runs.values, values_by_set(runs)
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     at_new_site = new_site_of(runs)
     stored = [_read_stored(path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
-    at = [_at_held_out(runs, held, by_set[held], part.predictions) for held, part in zip(by_set, stored, strict=True)]
+    at = [
+        _at_held_out(runs, held, by_set[held], part.predictions, chosen_at.get(held))
+        for held, part in zip(by_set, stored, strict=True)
+    ]
     if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
         worst = min(at[0].accuracies.items(), key=lambda item: item[1])
     else:
@@ -127,10 +130,10 @@ def expected_performance(
     return ExpectedPerformance(
         source="official test" if protocol["name"] == "official" else "leave one domain out",
         data=str(results["recipe"]["data"]["name"]),
-        method=method,
-        selection=rule,
+        method=runs.method,
+        selection=runs.rule,
         metric=metric,
-        mean=float(np.mean(means or [values.mean() for values in by_set.values()])),
+        mean=float(np.mean([values.mean() for values in by_set.values()])),
         std=std,
         stderr=None if std is None else std / len(means) ** 0.5,
         seeds=len(means),
@@ -169,7 +172,9 @@ def _read_stored(path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _S
     return _Stored(predictions, temperatures, bool(stored) and "worst_of" not in stored)
 
 
-def _at_held_out(runs: Runs, held: Held, by_seed: np.ndarray, predictions: Sequence[Prediction]) -> AtHeldOut:
+def _at_held_out(
+    runs: Runs, held: Held, by_seed: np.ndarray, predictions: Sequence[Prediction], method: str | None
+) -> AtHeldOut:
     records = (record for record in runs.records if record.test_domains == held)
     scores = [score for record in records if (score := runs.score(record)) is not None]
     interval, groups = None, None
@@ -183,6 +188,7 @@ def _at_held_out(runs: Runs, held: Held, by_seed: np.ndarray, predictions: Seque
     }
     return AtHeldOut(
         domains=held,
+        method=method,
         value=float(by_seed.mean()),
         interval=interval,
         seeds=len(by_seed),

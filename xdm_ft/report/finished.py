@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, record_in, split_label, with_encoder
+from xdm_ft.evaluation import Entries, Held, ModelKey, Record, Runs, SummaryRow, record_in, split_label, with_encoder
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
@@ -103,13 +103,27 @@ class Run:
 
     @cached_property
     def choice(self) -> MethodChoice | None:
-        """The method that validation prefers under `rule`; None if no method has a value, and for oracle."""
+        """The method to use under `rule`; None if no method has a value, and for oracle."""
         rows = [row for row in self.rows if row.selection == self.rule]
         return None if self.rule == ORACLE else choose_method(self.records, rows, self.rule, self.metric)
 
     @property
     def chosen(self) -> str | None:
         return None if self.choice is None else self.choice.method
+
+    def runs_of(self, method: str, at: Mapping[Held, str] | None = None) -> Runs:
+        """Returns the models of a method that `rule` picked. `at`: {held-out set: another method there}."""
+        of = dict.fromkeys(self.held_out_sets, method) | {**(at or {})}
+        picked = picked_trials(self.records, self.rule, self.metric)
+        records = tuple(record for record in picked if record.method == of[record.test_domains])
+        return Runs(method, self.rule, self.metric, tuple(self.held_out_sets), records)
+
+    @cached_property
+    def quoted(self) -> Runs:
+        """The models whose results are quoted for new data: on each held-out set those of the method that the other
+        sets choose, so that no choice has seen the set; of one set those of the chosen method."""
+        assert self.choice is not None, "nothing is quoted then"
+        return self.runs_of(self.choice.method, self.choice.at)
 
     @property
     def final_fits(self) -> dict[str, dict[str, Any]]:

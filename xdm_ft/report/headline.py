@@ -12,12 +12,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xdm_ft.evaluation import Runs, SummaryRow
+from xdm_ft.evaluation import SummaryRow
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.trials import MethodChoice
 from xdm_ft.evaluation.verdicts import BETTER, EQUAL, NO_VERDICT, UNDECLARED, UNKNOWN, WORSE, Comparison
 from xdm_ft.report import comparisons, words
 from xdm_ft.report.finished import ORACLE, Run, split_row
@@ -44,7 +45,7 @@ def sentence(run: Run) -> str:
     """Returns in plain sentences what to expect on new data, with which method, and its verdict.
 
     It is one line of plain text, with escapes for control characters in names, and never claims more than the verdicts
-    of the summary. `choose_method` says which method; test results choose nothing. `details` has the rest.
+    of the summary. `choose_method` says which method. `details` has the rest.
     """
     if not run.records:
         statuses = Counter(entry["status"] for entry in run.results["runs"])
@@ -76,7 +77,7 @@ def details(run: Run) -> str:
     chosen, metric = _chosen(run), run.metric
     parts = []
     if run.results.get("tested_on", UNSEEN) == UNSEEN:
-        runs = _runs_of(run, chosen)
+        runs = run.quoted
         means = [float(values.mean()) for values in values_by_set(runs).values()]
         ranks = rank_words(metric, runs.held_out, means, partial(with_unit, metric))
         parts.append(f"{ranks[0].upper()}{ranks[1:]}")
@@ -89,7 +90,7 @@ def details(run: Run) -> str:
             words_of_gain = gain_words(metric, gain)
             parts.append(f"{words_of_gain[0].upper()}{words_of_gain[1:]}")
     if len(run.choice.values) > 1:
-        parts.append(f"Validation images chose {printable(chosen.method)}")
+        parts.append(_who_chose(run.choice))
     parts.append(_versus(run, chosen, [*run.choice.values]))
     missing = [
         printable(row.method) for row in run.rows if row.selection == run.rule and row.method not in run.choice.values
@@ -104,10 +105,19 @@ def _chosen(run: Run) -> SummaryRow:
     return next(row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule))
 
 
-def _runs_of(run: Run, row: SummaryRow) -> Runs:
-    picked = picked_trials(run.records, run.rule, run.metric)
-    records = tuple(record for record in picked if record.method == row.method)
-    return Runs(row.method, run.rule, run.metric, tuple(run.held_out_sets), records)
+def _who_chose(choice: MethodChoice) -> str:
+    if not choice.at:
+        return f"Validation images chose {printable(choice.method)}"
+    counts = Counter(choice.at.values()).most_common()
+    by = ", ".join(
+        f"{printable(name)} by {count}{f' of {len(choice.at)}' * (not number)}"
+        for number, (name, count) in enumerate(counts)
+    )
+    few = "; one other domain alone is thin ground for a choice" if len(choice.at) == 2 else ""
+    return (
+        f"{printable(choice.method)} is chosen by its results on domains held out; the quoted value is from choices "
+        f"that did not see the domain ({by}){few}"
+    )
 
 
 def _interval(metric: str, ends: tuple[float, float]) -> str:
@@ -118,25 +128,25 @@ def _interval(metric: str, ends: tuple[float, float]) -> str:
 
 def _expected(run: Run, chosen: SummaryRow) -> str:
     """The number, the interval where one new site lies in 95 of 100 cases, and the method."""
-    assert chosen.mean is not None, "`selection_values` leaves out methods without a mean"
+    by_set = [float(values.mean()) for values in values_by_set(run.quoted).values()]
+    mean = fmean(by_set)
     metric, who, sets = run.metric, printable(chosen.method), run.held_out_sets
     of_metric = "" if metric == "accuracy" else f" {words.metric_words(metric)}"
-    value = f"{with_unit(metric, chosen.mean)}{of_metric}"
+    value = f"{with_unit(metric, mean)}{of_metric}"
     if run.results.get("tested_on", UNSEEN) != UNSEEN:
         return f"On test images of {printable(run.results['tested_on'])}, {who} reaches {value}."
     if len(sets) == 1:
         on, noun = words.listed([printable(name) for name in sets[0]]), plural(len(sets[0]), "domain").split()[1]
         what = f"a {noun}" if len(sets[0]) == 1 else noun
         return f"On {on}, {what} that no model was trained on, {who} reaches {value}."
-    site = new_site_of(_runs_of(run, chosen))
+    site = new_site_of(run.quoted)
     if site is None:
         return f"On a new domain expect about {value}; {len(sets)} held-out domains give no interval. Method: {who}."
     ends = site.between(metric, LEVELS[-1])
     if metric not in words.IN_PERCENT or ends[1] - ends[0] <= MAX_WIDTH:
-        about = f"{100 * chosen.mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
+        about = f"{100 * mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
         return f"On a new domain expect about {about} ({_interval(metric, ends)}). Method: {who}."
-    means = [mean for of in chosen.per_test_domain.values() if (mean := of["mean"]) is not None]
-    reached = _interval(metric, (min(means), max(means)))
+    reached = _interval(metric, (min(by_set), max(by_set)))
     return (
         f"On {len(sets)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to "
         f"say what a new one will give ({_interval(metric, ends)})."
