@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
 from xdm_ft.evaluation import set_name, sets_noun
+from xdm_ft.evaluation.intervals import values_by_set
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import PARTS, SIDE, Section, Thumbnail
 from xdm_ft.report.comparisons import beside_rows, here_words
@@ -192,12 +194,17 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
         )
         sets = run.held_out_sets
         on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
-        yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
+        means = {set_name(held): float(values.mean()) for held, values in values_by_set(run.quoted).items()}
+        if run.choice is not None and run.choice.at:
+            own = f"{with_unit(metric, row.mean)} of {row.method}, its row in the table, is of results that chose it"
+            quoted = with_unit(metric, fmean(means.values()))
+            yield f"test {words}, {on}, each of the method that the others choose", quoted, own
+        else:
+            yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
         versus = beside_rows(run.results, row.selection).get(row.method)
         if versus is not None:
             difference = scaled(versus.difference, metric, True)
             yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric)
-        means = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
         if len(means) > 1:
             worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
             yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
