@@ -65,7 +65,7 @@ def load(
 
     The model has `predict(images)`, `predict_proba(images)`, `encode(images)`, `distance(images)`, `class_names`, and
     `module`, a torch module from preprocessed pixels to logits. Of a run directory it is the final fit of `method`
-    (None: the one that validation prefers), or with `held_out` (domains joined by commas) a model that was trained
+    (None: the one that held-out domains prefer), or with `held_out` (domains joined by commas) a model that was trained
     without these, of `seed` (None: the first) and `trial`; the logger "xdm_ft" says which. An official split without a
     final fit gives the method's first seed. From the hub, only data are read; no code there is run.
 

@@ -99,7 +99,7 @@ def add_audit(verb: Parser) -> None:
 
 def add_choice(verb: Parser) -> None:
     option = verb.add_argument
-    option("--method", help="name of the method in results.json (default: the one that validation prefers)")
+    option("--method", help="name of the method in results.json (default: the one that held-out domains prefer)")
     held_out = "a model that was trained without this domain, instead of the final fit; several joined by commas"
     option("--held-out", metavar="DOMAIN", help=held_out)
     option("--seed", type=int, help="with --held-out: the seed (default: the first)")

@@ -96,7 +96,7 @@ class Results:
 
     @property
     def final_fit(self) -> dict[str, Any] | None:
-        """The method that validation prefers, trained on all images."""
+        """The method that held-out domains prefer, trained on all images."""
         return self.streamed.get("final_fit")
 
     @property
@@ -269,7 +269,7 @@ class RunResults:
 
     @property
     def choice(self) -> MethodChoice | None:
-        """The method that validation prefers; None if no method has a value, as long as models train."""
+        """The method that held-out domains prefer; None if no method has a value, as long as models train."""
         protocol = self.recipe.protocol
         rows = [row for row in self.summary.rows if row.selection == protocol.selection]
         return choose_method([*self.records.values()], rows, protocol.selection, protocol.metric)

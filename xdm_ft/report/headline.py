@@ -415,7 +415,7 @@ def _domains(run: Run, rows: Sequence[SummaryRow], room: int | None) -> list[Col
 def _most_important(run: Run, lines: int) -> list[SummaryRow]:
     """The rows that fit in so many lines, in the recipe's order.
 
-    First come the method that validation prefers, the references, and methods with a verdict; then the others.
+    First come the method that held-out domains prefer, the references, and methods with a verdict; then the others.
     """
     if len(run.own_rows) <= lines:
         return run.own_rows

@@ -372,7 +372,7 @@ def label_curve(run: Run) -> Section | None:
         height=2.6,
     )
     other = run.chosen not in (None, curve["method"])
-    prefers = f"validation prefers {run.chosen}, whose models cannot be adapted" if other else ""
+    prefers = f"{run.chosen} is chosen, whose models cannot be adapted" if other else ""
     fewer = any(len(point["past_gains"]) < len(domains) for point in measured)
     return make_section(
         "label-curve",
