@@ -3,11 +3,13 @@
 import numpy as np
 import torch
 
-from xdm_ft.evaluation import ModelKey, Pick, Record
+from xdm_ft.evaluation import ModelKey, Pick, Record, Runs
 from xdm_ft.evaluation.intervals import new_site
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
+from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
+from xdm_ft.export.expected import expected_performance
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -42,6 +44,13 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
     recipe = {"protocol": {"name": protocol, "metric": metric}, "data": {"name": "folder"}}
     results = {"recipe": recipe, "runs": [{"test_domains": list(held)} for held in held_out]}
     return results, records, logits_of, images_of
+
+
+def promise(path, results, records, rule, method):
+    """What to expect of one method."""
+    metric, held_out = results["recipe"]["protocol"]["metric"], tuple(dict.fromkeys(r.test_domains for r in records))
+    picked = tuple(record for record in picked_trials(records, rule, metric) if record.method == method)
+    return expected_performance(path, results, Runs(method, rule, metric, held_out, picked), {})
 
 
 def expected_of(values, metric="accuracy", **changes):

@@ -8,13 +8,12 @@ import yaml
 from huggingface_hub import ModelCardData
 from huggingface_hub.repocard import metadata_load
 from markdown_it import MarkdownIt
-from promised import DOMAINS, METHOD, RULE, made_run
+from promised import DOMAINS, METHOD, RULE, made_run, promise
 
 from tests.report.audit_examples import rich
 from xdm_ft.export.card import card, escaped, metadata
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import read_config
-from xdm_ft.export.expected import expected_performance
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.lines import with_checksum
 
@@ -30,7 +29,7 @@ def rendered(text):
 def config(small_model, tmp_path):
     results, records, *_ = made_run(tmp_path, [(name,) for name in DOMAINS])
     found, _ = read_config(small_model.model)
-    return found.model_copy(update={"expected": expected_performance(tmp_path, results, records, RULE, METHOD)})
+    return found.model_copy(update={"expected": promise(tmp_path, results, records, RULE, METHOD)})
 
 
 def test_the_front_matter_is_what_the_hub_reads(config, tmp_path):

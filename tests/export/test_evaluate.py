@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from promised import CLASSES, DOMAINS, IMAGES, METHOD, RULE, SEEDS, expected_of, made_run
+from promised import CLASSES, DOMAINS, IMAGES, METHOD, RULE, SEEDS, expected_of, made_run, promise
 from safetensors.numpy import load_file
 from scipy.stats import t
 
@@ -36,7 +36,7 @@ from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export import ExpectedPerformance
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import TRAINING_IMAGES
-from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, expected_performance, first_of_each, judged
+from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, first_of_each, judged
 from xdm_ft.export.sources import Item, Site, read_site
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError
@@ -57,7 +57,7 @@ T_3 = {0.8: 1.637744, 0.95: 3.182446}  # quantiles of t with 3 degrees of freedo
 def four(tmp_path):
     """A run with four held-out domains and what it promises; `right`: {(held-out set, seed): bool [n]}."""
     results, records, logits, images = made_run(tmp_path, [(name,) for name in DOMAINS])
-    expected = expected_performance(tmp_path, results, records, RULE, METHOD)
+    expected = promise(tmp_path, results, records, RULE, METHOD)
     right = {key: (logits[key].argmax(1).numpy() == images[key[0]][0]) for key in logits}
     return SimpleNamespace(path=tmp_path, results=results, records=records, logits=logits, images=images,
                            expected=expected, right=right)  # fmt: skip
@@ -105,7 +105,7 @@ def test_the_interval_of_a_new_site_by_hand(four, tmp_path):
     logits = np.log((right + 0.5) / (IMAGES - right + 0.5))  # logit of (x + ½)/(n + 1)
     results, records, *_ = made_run(tmp_path / "plain", [(name,) for name in DOMAINS], metric="balanced_accuracy")
     plain = np.array([one.selected[RULE].metrics["test"].balanced_accuracy for one in records]).reshape(4, 3)
-    of_plain = expected_performance(tmp_path / "plain", results, records, RULE, METHOD)
+    of_plain = promise(tmp_path / "plain", results, records, RULE, METHOD)
     for expected, scale, values in ((four.expected, "logit", logits), (of_plain, "plain", plain)):
         between, within = values.mean(1).var(ddof=1), values.var(1, ddof=1).mean()
         spread = math.sqrt(between * (1 + 1 / 4) + (1 - 1 / 3) * within)
@@ -132,7 +132,7 @@ def test_the_interval_of_a_new_site_by_hand(four, tmp_path):
 )
 def test_what_limits_the_promise_is_named(tmp_path, held_out, settings, note):
     results, records, *_ = made_run(tmp_path, held_out, **settings)
-    expected = expected_performance(tmp_path, results, records, RULE, METHOD)
+    expected = promise(tmp_path, results, records, RULE, METHOD)
     (said,) = expected.notes
     assert said.startswith(note) and "earlier version" not in said
     assert (expected.new_site is None) == (expected.spread is None) == (len(held_out) < 3)
@@ -147,11 +147,11 @@ def test_what_limits_the_promise_is_named(tmp_path, held_out, settings, note):
 
 def test_results_that_are_missing_are_named(four):
     records = [one for one in four.records if one.test_domains != ("d",)]
-    expected = expected_performance(four.path, four.results, records, RULE, METHOD)
+    expected = promise(four.path, four.results, records, RULE, METHOD)
     assert expected.freedom == 2 and "no result with d held out" in expected.notes
-    assert expected_performance(four.path, four.results, records, RULE, "coral") is None
+    assert promise(four.path, four.results, records, RULE, "coral") is None
     shutil.rmtree(four.path / "models" / METHOD / "b")
-    expected = expected_performance(four.path, four.results, four.records, RULE, METHOD)
+    expected = promise(four.path, four.results, four.records, RULE, METHOD)
     assert [one.interval is None for one in expected.held_out] == [False, True, False, False]
     assert expected.new_site == four.expected.new_site and expected.calibrated is None
     assert any("missing, damaged or of another run" in note for note in expected.notes)
@@ -220,7 +220,7 @@ def test_what_one_more_domain_brings(four):
     records = crossed(four.records, np.linspace(0.3, 0.52, 12))
     results = four.results | {"data": {"images": {key: [24] for key in DOMAINS}}}
     by_hand = np.mean([right.mean() for right in four.right.values()]) - 0.41
-    expected = expected_performance(four.path, results, records, "cross_domain", METHOD)
+    expected = promise(four.path, results, records, "cross_domain", METHOD)
     assert expected.one_more_domain == pytest.approx(by_hand)
     assert gain_words("accuracy", 0.051) == "one more training domain brought +5.1 points"
     assert gain_words("nll", -0.05) == "one more training domain brought -0.050 (lower is better)"
@@ -361,13 +361,13 @@ def test_what_can_not_be_compared_is_not():
     oracle = expected.model_copy(update={"selection": "oracle"})
     one_group = dataclasses.replace(images, site=images.site._replace(groups=np.zeros(60, np.int64)))
     seen = dataclasses.replace(images, trained=np.arange(60) < 2)
-    for site, promise, temperature, reason in (
+    for site, promised, temperature, reason in (
         (one_group, expected, 1.0, "too few images or groups"),
         (images, oracle, 1.0, "picked by labels of the held-out"),
         (images, nll, 2.0, "the promise is for probabilities without a temperature"),
         (seen, expected, 1.0, "2 of these images trained the model"),
     ):
-        assert reason in at_site(site, SITE_CLASSES, promise, temperature).versus.verdict
+        assert reason in at_site(site, SITE_CLASSES, promised, temperature).versus.verdict
     assert at_site(images, SITE_CLASSES, nll).versus.verdict in (WITHIN, "below", "above")
 
 

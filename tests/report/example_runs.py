@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from xdm_ft.evaluation import ModelKey, Pick, Record, SummaryRow, split_label
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue
@@ -216,7 +218,7 @@ def made_run(
 ) -> Run:
     """A run with given {method: {held-out domain: value of the metric}}, and verdicts.
 
-    The first method is ERM. `chosen_by`: {method: selection value}, by default its mean test value.
+    The first method is ERM. `chosen_by`: {method: selection value}, by default its mean test value; the best is chosen.
 
     With several `encoders`, methods are called METHOD @ ENCODER, and the first one of each encoder is ERM. `verdicts`:
     here and elsewhere, as in "better, unknown"; by default there is no clear difference. `further`: comparisons that
@@ -266,4 +268,9 @@ def made_run(
         recipe["encoders"] = [{"label": one} for one in encoders]
     results = {"recipe": recipe, "environment": {}, "runs": runs, "summary": [row.to_json() for row in rows]}
     results |= {"tested_on": tested_on}
-    return Run(path, with_comparisons(results, *compared, *further), records, rows)
+    run = Run(path, with_comparisons(results, *compared, *further), records, rows)
+    if chosen_by and run.choice is not None:
+        chosen = (max if HIGHER_IS_BETTER[metric] else min)(chosen_by, key=lambda method: chosen_by[method])
+        at = dict.fromkeys(run.choice.at, chosen)
+        run.__dict__["choice"] = dataclasses.replace(run.choice, method=chosen, at=at)  # cached, whatever the tests say
+    return run

@@ -38,7 +38,7 @@ Adapted = tuple[str | None, int]
 
 
 def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | None:
-    """Returns `label_curve` of results.json, of the method that held-out domains prefer among those that can be adapted.
+    """Returns `label_curve` of results.json, of the method to use among those that can be adapted.
 
     That of an earlier run stays if nothing that it depends on has changed. The main process computes it. Returns None,
     and says why, if there is no such method, or if the domains have too few images.

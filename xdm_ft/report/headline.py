@@ -129,7 +129,8 @@ def _interval(metric: str, ends: tuple[float, float]) -> str:
 def _expected(run: Run, chosen: SummaryRow) -> str:
     """The number, the interval where one new site lies in 95 of 100 cases, and the method."""
     by_set = [float(values.mean()) for values in values_by_set(run.quoted).values()]
-    mean = fmean(by_set)
+    assert run.choice is not None and chosen.mean is not None, "a method without a mean is not chosen"
+    mean = fmean(by_set) if run.choice.at else chosen.mean
     metric, who, sets = run.metric, printable(chosen.method), run.held_out_sets
     of_metric = "" if metric == "accuracy" else f" {words.metric_words(metric)}"
     value = f"{with_unit(metric, mean)}{of_metric}"
