@@ -86,8 +86,8 @@ class Protocol(Block):
     final_fit: Annotated[
         Literal[False, True, "all_seeds"],
         Field(
-            description="true: at the end, train the method that held-out domains prefer on all labelled images, to the "
-            "median selected step: the model to ship. all_seeds: one such model per seed, for an ensemble"
+            description="true: at the end, train the method that held-out domains prefer on all labelled images, up to "
+            "the median selected step: the model to ship. all_seeds: one such model per seed, for an ensemble"
         ),
     ] = False
 
