@@ -86,8 +86,8 @@ class Candidate(NamedTuple):
         return math.fsum(self.values.values()) / len(self.values)  # exact in any order of the records
 
     def without(self, key: Any) -> Candidate:
-        values, nll = ({k: v for k, v in of.items() if k != key} for of in (self.values, self.nll))
-        return self._replace(values=values, nll=nll)
+        values = {other: value for other, value in self.values.items() if other != key}
+        return self._replace(values=values, nll={other: nll for other, nll in self.nll.items() if other != key})
 
 
 class Preferred(NamedTuple):
@@ -159,25 +159,47 @@ def choose_method(records: Sequence[Record], rows: Sequence[SummaryRow], rule: s
     fits these. With one set, official splits among them, and for oracle, they are those of validation, paired by
     held-out set and seed.
     """
-    values, at = selection_values(records, rows, rule, metric), dict[Held, str]()
-    if not values:
-        return None
-    picked = {method: list[Record]() for method in values}
+    picked = _picked_of_methods(records, rows, rule, metric)
+    sets = list(dict.fromkeys(record.test_domains for picks in picked.values() for record in picks))
+    if len(sets) < 2 or rule == ORACLE:
+        return choose_by_validation(records, rows, rule, metric)
+    candidates = {
+        method: candidate
+        for method, picks in picked.items()
+        if len((candidate := _candidate(records, picks, _held_out_results(picks, rule, metric))).values) == len(sets)
+    }
+    if not candidates:  # the metric is not defined on the test images
+        return choose_by_validation(records, rows, rule, metric)
+    of_others = {held: {method: of.without(held) for method, of in candidates.items()} for held in sets}
+    at = {held: prefer(others, metric, "held-out").method for held, others in of_others.items()}
+    return _choice(candidates, rule, metric, at)
+
+
+def choose_by_validation(
+    records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str
+) -> MethodChoice | None:
+    """Returns the method that `choose_method` takes of one held-out set."""
+    picked = _picked_of_methods(records, rows, rule, metric)
+    candidates = {
+        method: _candidate(records, picks, _validation_results(picks, rule)) for method, picks in picked.items()
+    }
+    return _choice(candidates, rule, metric, {}) if candidates else None
+
+
+def _picked_of_methods(
+    records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str
+) -> dict[str, list[Record]]:
+    """Returns the picked trials of each method with a selection value."""
+    picked: dict[str, list[Record]] = {method: [] for method in selection_values(records, rows, rule, metric)}
     for record in picked_trials(records, rule, metric):
         if record.method in picked:
             picked[record.method].append(record)
-    sets = list(dict.fromkeys(record.test_domains for of in picked.values() for record in of))
-    candidates = {method: _candidate(records, picks, _held_out_results(picks, rule, metric))
-                  for method, picks in picked.items()}  # fmt: skip
-    candidates = {method: candidate for method, candidate in candidates.items() if len(candidate.values) == len(sets)}
-    if len(sets) > 1 and rule != ORACLE and candidates:
-        of_the_others = {held: {m: c.without(held) for m, c in candidates.items()} for held in sets}
-        at = {held: prefer(others, metric, "held-out").method for held, others in of_the_others.items()}
-    else:
-        candidates = {method: _candidate(records, picks, _validation_results(picks, rule))
-                      for method, picks in picked.items()}  # fmt: skip
+    return picked
+
+
+def _choice(candidates: Mapping[str, Candidate], rule: str, metric: str, at: dict[Held, str]) -> MethodChoice:
     preferred = prefer(candidates, metric, "held-out" if at else "validation")
-    values = {method: candidate.value for method, candidate in candidates.items()} if at else values
+    values = {method: candidate.value for method, candidate in candidates.items()}
     return MethodChoice(selection=rule, metric=metric, values=values, at=at, **preferred._asdict())
 
 
