@@ -16,6 +16,7 @@ from xdm_ft.new_site.stored import refuse_run
 from xdm_ft.report.finished import is_run
 from xdm_ft.runtime.errors import UserError, plural, signed
 from xdm_ft.storage.names import expand_user
+from xdm_ft.training.adaptation import DOUBT
 
 
 def main(arguments: argparse.Namespace) -> Answer:
@@ -51,9 +52,9 @@ def lines(found: Adaptation) -> Iterator[str]:
     yield f"{plural(found.labels, 'labelled image')}, {groups}"
     gain = found.after - found.before
     counts = f"{found.after} of {found.labels} correct, {found.before} by the shipped model"
-    yield f"cross-validation: {counts}: {signed(gain, 0)}; it must gain more than {found.needed:.1f}"
+    yield f"cross-validation, for this decision alone: {counts}: {signed(gain, 0)}, p {found.p:.2g} (at most {DOUBT:g})"
     if found.kept:
-        yield f"wrote {found.out}: a model for this site alone, {signed(100 * gain / found.labels)} points"
+        yield f"wrote {found.out}: a model for this site alone"
         command = f"xdm-ft evaluate {shlex.quote(str(found.out))} SITE"
         yield f"To learn how good it is at this site, evaluate it on other labelled images: {command}"
     else:

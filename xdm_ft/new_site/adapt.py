@@ -30,7 +30,7 @@ from xdm_ft.new_site.stored import Stored, read_stored, without_site
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.tensors import tensors_of
-from xdm_ft.training.adaptation import FOLDS, NoHarm, adapted_head, correct, do_no_harm
+from xdm_ft.training.adaptation import FOLDS, NoHarm, adapted_head, do_no_harm
 
 FEWEST, ADVISED = 10, 20  # labelled images
 
@@ -45,7 +45,7 @@ class Adaptation:
     groups: int | None  # of them; None: images assumed independent
     before: int  # images that the model classifies correctly
     after: int  # the same in cross-validation for the adapted head
-    needed: float  # `after` must exceed `before` by more than this
+    p: float  # of the sign test against no gain
     recentred: bool
     absent_classes: tuple[str, ...]  # without a label
     unlabelled: int  # rows without a label: left out
@@ -77,7 +77,7 @@ class _Labelled:
     def adaptation(self, name: str, path: str, out: Path, shown: NoHarm, config: AdaptedConfig) -> Adaptation:
         return Adaptation(
             model=name, site=path, out=out, kept=shown.kept, labels=shown.labels, groups=config.groups,
-            before=shown.before, after=shown.after, needed=shown.needed, recentred=config.recentred, **self.about,
+            before=shown.before, after=shown.after, p=shown.p, recentred=config.recentred, **self.about,
         )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def adapt(
         unreadable = labelled.about["unreadable"]
         shift = _shift(model, name, images, stored, labels, prevalence, unreadable, batch_size)
     about = weight, bias, z - shift, labels, stored.heads.mean, stored.heads.deviation
-    shown = do_no_harm(*about, labelled.site.groups)._replace(before=correct(weight, bias, z, labels))
+    shown = do_no_harm(*about, labelled.site.groups, z)
     before = f"the model whose config.json has the checksum {model.checksum}"
     adapted = labelled.config(before, shown, images is not None)
     if shown.kept:

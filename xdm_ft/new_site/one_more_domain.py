@@ -22,7 +22,7 @@ from xdm_ft.protocol.splits import split_of_rows, usable
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
-from xdm_ft.training.adaptation import FOLDS, NoHarm, folds_of
+from xdm_ft.training.adaptation import FOLDS, NoHarm, compared, folds_of
 from xdm_ft.training.bank.data import CachedPredictor
 
 
@@ -89,16 +89,17 @@ def with_one_more_domain(run: Run, parts: Parts, site: Site, name: str) -> tuple
             job = replace(fit, model=replace(fit.model, split=split)).job(plan, prepared, seed)
             return CachedPredictor(job, features), dict(trained_head(job, features, plan.annotations))
 
-        def right(made: tuple[CachedPredictor, dict[str, Tensor]], rows: np.ndarray) -> int:
+        def right(made: tuple[CachedPredictor, dict[str, Tensor]], rows: np.ndarray) -> Tensor:
             predicted = made[0].logits(made[1], torch.from_numpy(rows)).argmax(1)
-            return int((predicted == labels[torch.from_numpy(rows - len(dataset))]).sum())
+            return predicted == labels[torch.from_numpy(rows - len(dataset))]
 
         with progress("training with the site", 2 + FOLDS, "heads") as bar:
             before = right(trained(of_site[:0]), of_site)
             bar.advance()
-            after = 0
+            after = torch.zeros_like(before)
             for number in range(FOLDS):
-                after += right(trained(of_site[fold != number]), of_site[fold == number])
+                out = fold == number
+                after[torch.from_numpy(out)] = right(trained(of_site[~out]), of_site[out])
                 bar.advance()
             state = trained(of_site)[1]
-        return NoHarm(len(of_site), before, after), state, fit
+        return compared(before, after, site.groups), state, fit

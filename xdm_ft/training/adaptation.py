@@ -1,7 +1,8 @@
 """A linear head for one site: a few labelled images there move the shipped head, and only as far as they pay.
 
 The head W_src stays near: the mean cross-entropy of the labelled images + λ/2 ‖W − W_src‖², weights and biases, on
-standardised features. It is kept only if cross-validation shows that it classifies more of them correctly.
+standardised features. The softmax runs over the classes that have a label: else those without one lose images to them.
+The head is kept only if cross-validation shows that it classifies more of them correctly.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.stats import binom
 from torch import Tensor
 
 STEPS, LR, AVERAGED = 80, 3e-3, 40  # of Adam on all images; the last 40 weights are averaged
 STRONG, WEAK = (50, 1.0), (100, 0.1)  # number of labels, λ: up to the first, and from the second on
 FOLDS = 4
-HARM = 0.15  # squared gain that a head must exceed, in images, for each label
+DOUBT = 0.3  # largest p-value of a gain
 
 
 class NoHarm(NamedTuple):
@@ -26,15 +28,24 @@ class NoHarm(NamedTuple):
     labels: int  # images
     before: int  # of them that the shipped head classifies correctly
     after: int  # the same for the heads that the other folds have adapted
+    better: int  # groups of images, or images, of which more are classified correctly then
+    worse: int  # of which fewer are
 
     @property
-    def needed(self) -> float:
-        """The gain, in images, that it must exceed."""
-        return math.sqrt(HARM * self.labels)
+    def p(self) -> float:
+        """One-sided p-value of the sign test against no gain."""
+        return float(binom.sf(self.better - 1, self.better + self.worse, 0.5))
 
     @property
     def kept(self) -> bool:
-        return self.after - self.before > self.needed
+        return self.after > self.before and self.p <= DOUBT
+
+
+def compared(before: Tensor, after: Tensor, groups: np.ndarray | None) -> NoHarm:
+    """Returns what two heads show. before, after: whether each classifies an image correctly, bool [n]; groups: [n]."""
+    gain = after.numpy().astype(int) - before.numpy().astype(int)
+    sums = gain if groups is None else np.bincount(np.unique(groups, return_inverse=True)[1], gain)
+    return NoHarm(len(gain), int(before.sum()), int(after.sum()), int((sums > 0).sum()), int((sums < 0).sum()))
 
 
 def ridge_strength(labels: int) -> float:
@@ -56,10 +67,12 @@ def adapted_head(
     x, mean = (z.float() - mean) / scale, mean.float()
     # on standardised features, with the same logits
     source = torch.cat([weight.float() * scale, (bias.float() + weight.float() @ mean)[:, None]], 1)
+    labelled, number = labels.unique(return_inverse=True)
     head, strength, total = source.clone().requires_grad_(), ridge_strength(len(z)), torch.zeros_like(source)
     optimizer = torch.optim.Adam([head], lr=LR)
     for step in range(STEPS):
-        loss = F.cross_entropy(x @ head[:, :-1].T + head[:, -1], labels)
+        of_labelled = head[labelled]
+        loss = F.cross_entropy(x @ of_labelled[:, :-1].T + of_labelled[:, -1], number)
         loss = loss + strength / 2 * (head - source).square().sum()
         optimizer.zero_grad()
         loss.backward()
@@ -79,23 +92,26 @@ def do_no_harm(
     mean: Tensor,
     deviation: Tensor,
     groups: np.ndarray | None = None,
+    as_shipped: Tensor | None = None,
 ) -> NoHarm:
     """Returns what 4-fold cross-validation shows; arguments as `adapted_head`, `groups` int64 [n]: in one fold each.
 
-    Raises `ValueError` for fewer than 4 groups.
+    `as_shipped`: the features [n,K] that the shipped head reads, if they are not z. Raises `ValueError` for fewer than
+    4 groups.
     """
-    fold, before = folds_of(np.arange(len(z)) if groups is None else groups), correct(weight, bias, z, labels)
-    after = 0
+    fold = folds_of(np.arange(len(z)) if groups is None else groups)
+    before = correct(weight, bias, z if as_shipped is None else as_shipped, labels)
+    after = torch.zeros(len(z), dtype=torch.bool)
     for number in range(FOLDS):
         out = torch.from_numpy(fold == number)
         adapted = adapted_head(weight, bias, z[~out], labels[~out], mean, deviation)
-        after += correct(*adapted, z[out], labels[out])
-    return NoHarm(len(z), before, after)
+        after[out] = correct(*adapted, z[out], labels[out])
+    return compared(before, after, groups)
 
 
-def correct(weight: Tensor, bias: Tensor, z: Tensor, labels: Tensor) -> int:
-    """Returns the number of images that a head classifies correctly."""
-    return int(((z.float() @ weight.float().T + bias.float()).argmax(1) == labels).sum())
+def correct(weight: Tensor, bias: Tensor, z: Tensor, labels: Tensor) -> Tensor:
+    """Returns whether a head classifies each image correctly, bool [n]."""
+    return (z.float() @ weight.float().T + bias.float()).argmax(1) == labels
 
 
 def folds_of(groups: np.ndarray) -> np.ndarray:
