@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.optimize import linprog
 from scipy.stats import binom, norm, t
 
@@ -23,6 +25,7 @@ from xdm_ft.evaluation.few_labels import (
     clopper_pearson,
     difference_estimate,
     fewest_answered,
+    images_of_groups,
     spread_rows,
     threshold_for,
 )
@@ -85,14 +88,23 @@ def test_the_interval_and_the_verdicts_by_hand() -> None:
         ((0.7, 0.7, 0.7), (0.01,), 400, "1 held-out domain; 3"),
         ((0.7, 0.7, 0.7), (0.01, 0.01), 400, "2 held-out domains; 3"),
         ((0.7, 0.7, 0.7), (0.01, 0.01, 0.01), 49, "49 images are too few"),
-        ((0.5, 0.6, 0.71), (0.01, 0.01, 0.01), 400, "differ by 21 points"),
-        ((0.7, 0.7, 0.7), (0.2, 0.2, 0.2), 400, "as good an estimate"),
     ],
 )
 def test_refusals(parts: tuple[float, ...], errors: tuple[float, ...], n: int, reason: str) -> None:
     past = dict(zip("abc", errors, strict=False))
     found = expect(Parts(*parts), past, {name: 0.7 + 0.1 * k for k, name in enumerate(past)}, n, n=n)
     assert found.refused is not None and reason in found.refused
+
+
+def test_estimates_that_disagree_or_had_no_use_warn() -> None:
+    values, small, large = {"a": 0.7, "b": 0.8, "c": 0.9}, dict.fromkeys("abc", 0.01), dict.fromkeys("abc", 0.2)
+    apart, useless = (
+        expect(Parts(0.4, 0.5, 0.61), small, values, 400, n=400),
+        expect(Parts(0.7, 0.7, 0.7), large, values, 400, n=400),
+    )
+    assert apart.refused is useless.refused is None and apart.verdict == "below", "all three are"
+    assert "differ by 21 points" in apart.warnings[0] and "as good an estimate" in useless.warnings[0]
+    assert expect(Parts(0.7, 0.7, 0.7), small, values, 400, n=400).warnings == ()
 
 
 def test_labels_are_chosen_once_and_a_quarter_is_random() -> None:
@@ -118,28 +130,35 @@ def test_labels_are_chosen_once_and_a_quarter_is_random() -> None:
     assert (len(everything.evaluate), len(everything.adapt)) == (75, 225)
 
 
-def test_groups_are_chosen_whole_and_those_that_measure_at_random() -> None:
-    """Also where images of large groups are harder."""
-    rng = np.random.default_rng(0)
-    groups = np.repeat(np.arange(80), rng.integers(1, 12, 80))
-    sizes = np.bincount(groups)
-    order = rng.permutation(len(groups))
-    groups = groups[order]
-    z, p, right = rng.normal(size=(len(groups), 8)), rng.dirichlet(np.ones(3), len(groups)), sizes[groups] < 7
-    rates = []
-    for seed in range(300):
-        chosen = choose_images(z, p, 100, np.random.default_rng(seed), groups)
-        rows = np.concatenate(chosen)
-        assert 95 <= len(rows) == len({*rows.tolist()}) <= 100
-        for part in chosen:
-            taken = np.unique(groups[part])
-            assert np.array_equal(np.bincount(groups[part], minlength=80)[taken], sizes[taken])
-        rates.append((right[chosen.evaluate].sum(), len(chosen.evaluate)))
-    assert np.divide(*np.sum(rates, axis=0)) == pytest.approx(right.mean(), abs=0.02)
-    assert np.mean([n for _, n in rates]) == pytest.approx(25, abs=7)
-    assert {len(np.unique(sizes[groups[rows]])) for rows in choose_images(z, p, 1, rng, groups)} <= {0, 1}
-    none = choose_images(z, p, 2, rng, np.zeros(len(groups), int))
-    assert len(none.evaluate) == len(none.adapt) == 0, "the one group has more than two images"
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 400), st.integers(0, 5))
+def test_each_part_has_images_of_several_groups_and_few_of_each(sizes: list[int], budget: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    z, p = rng.normal(size=(len(groups), 4)), rng.dirichlet(np.ones(3), len(groups))
+    chosen = choose_images(z, p, budget, np.random.default_rng(seed), groups)
+    rows, fewest, budget = np.concatenate(chosen), max(1, min(len(sizes) // 2, 5)), min(budget, len(groups))
+    assert 0 < len(rows) == len({*rows.tolist()}) <= budget
+    assert not {*groups[chosen.evaluate]} & {*groups[chosen.adapt]}
+    for part, of_part in ((chosen.evaluate, math.ceil(budget / 4)), (chosen.adapt, budget - len(chosen.evaluate))):
+        counts = np.unique_counts(groups[part]).counts
+        assert len(counts) >= min(fewest, of_part) or len(sizes) == 1
+        assert not len(counts) or counts.max() <= math.ceil(of_part / fewest)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "budget"),
+    [([10] * 10, 100), ([*range(1, 13)] * 7, 100), ([1] * 100 + [30] * 10, 200), ([2] * 20 + [100] * 6, 100)],
+)
+def test_the_mean_over_the_random_part_is_the_accuracy_of_the_site(sizes: list[int], budget: int) -> None:
+    """Also where images of large groups are harder; and the part has about a quarter of the budget."""
+    n_g, number = np.array(sizes), math.ceil(budget / 4)
+    right = (n_g < n_g.mean()) | (np.arange(len(sizes)) % 3 == 0)
+    draws = [images_of_groups(n_g, number, 5, budget - number, np.random.default_rng(seed)) for seed in range(1000)]
+    means = [float(drawn @ right / drawn.sum()) for drawn in draws]
+    assert np.mean(means) == pytest.approx(n_g @ right / n_g.sum(), abs=max(3 * np.std(means) / 1000**0.5, 1e-9))
+    numbers = [drawn.sum() for drawn in draws]
+    assert np.mean(numbers) == pytest.approx(number, rel=0.05) and max(numbers) < 1.2 * number
 
 
 def test_k_means_finds_the_clusters() -> None:

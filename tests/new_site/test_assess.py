@@ -183,7 +183,7 @@ def found(**changes):
     at = AtDomain(accuracy=0.8, images=100, parts=(0.7, 0.8, 0.9), error=0.0, distance=3.0, risks={})
     plain = Assessment(
         model="m", estimate=0.7, low=0.6, high=0.8, verdict="unknown", heads="linear ERM", card=0.8, parts=None,
-        past_errors={}, domains={"a": at}, refused=None, prevalence=None, images=60, groups=None, copies=0,
+        past_errors={}, domains={"a": at}, refused=None, warnings=(), prevalence=None, images=60, groups=None, copies=0,
         training_images=0, unreadable={}, distance=2.0, is_far=False, half_widths={25: 0.2, 50: 0.14}, risks={},
     )  # fmt: skip
     return "\n".join(lines(replace(plain, **changes)))
@@ -198,6 +198,7 @@ def test_each_verdict_has_its_words():
     assert "below the card" in found(verdict="below") and "as promised" in found(verdict="as_promised")
     assert "Assumes" not in found(prevalence={"a": 0.5, "b": 0.5})
     assert "farther from the training images than any held-out domain" in found(is_far=True)
+    assert "\nWarning: they differ.\n" in found(warnings=("they differ",))
     assert "No expected accuracy: because" in found(estimate=None, low=None, high=None, refused="because")
 
 

@@ -240,6 +240,7 @@ def add_label(verb: Parser) -> None:
     option("--budget", type=int, metavar="N", required=True, help=most)
     option("--out", metavar="FILE.csv", required=True, help="a new table, with an empty column label to fill in")
     option("--sheet", metavar="FILE.html", help="also write a page with the images, made small")
+    option("--allow-few-groups", action="store_true", help="also for a site of fewer than 8 groups")
 
 
 def add_adapt(verb: Parser) -> None:

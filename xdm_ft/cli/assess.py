@@ -56,6 +56,7 @@ def lines(found: Assessment) -> Iterator[str]:
             table.append((name, _rate(of.accuracy), *cells))
         yield from (*columns(table), "")
     yield judgement(found)
+    yield from (f"Warning: {warning}." for warning in found.warnings)
     yield from _reservations(found)
 
 

@@ -29,7 +29,10 @@ def main(arguments: argparse.Namespace) -> Answer:
         raise UserError(f"--sheet: {out} is the table; name another file")
     refuse_taken(out, html)  # before the model is loaded
     model, images = load_model(arguments), arguments.images
-    made = label(model, arguments.model, images, arguments.budget, out, html, arguments.group, arguments.batch_size)
+    made = label(
+        model, arguments.model, images, arguments.budget, out, html, arguments.group, arguments.batch_size,
+        allow_few_groups=arguments.allow_few_groups,
+    )  # fmt: skip
     return Answer(made, list(lines(made, model.class_names)))
 
 
@@ -47,9 +50,6 @@ def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
     yield f"From {plural(made.evaluate, 'image')} {known}; ±{100 * WANTED:.0f} takes {takes}"
     if made.sheet is not None:
         yield f"wrote {made.sheet}: the images of its rows"
-    if made.in_large_groups:
-        text = plural(made.in_large_groups, "image")
-        yield f"{text} could not be chosen (groups larger than --budget): results do not hold for them"
     yield from left_out(made.unreadable, made.copies, 0, made.training_images)
     yield f"Fill in its column label ({', '.join(class_names)}), from the first row on, then run"
     command = f"{shlex.quote(made.model)} {shlex.quote(str(made.out))}"

@@ -28,7 +28,7 @@ from xdm_ft.runtime.errors import plural
 
 SMOOTHING = 0.01  # ε of COT's dual, in units of probability
 BELOW, NEARLY = 0.10, 0.05  # less than the card's mean: surely worse, and still as promised
-MAX_SPREAD = 0.20  # of the three estimates: farther apart they say nothing
+MAX_SPREAD = 0.20  # of the three estimates: a warning where they are farther apart
 MIN_DOMAINS, MIN_IMAGES = 3, 50
 LABELS = (25, 50, 100, 200)  # numbers of labels whose half width is printed
 MAX_VALUES = 20_000_000  # probabilities of a transport plan; of more images, a sample that depends on n and C only
@@ -148,6 +148,7 @@ class ExpectedAccuracy(NamedTuple):
     parts: Parts
     verdict: str  # below, as_promised or unknown
     refused: str | None  # the reason why no number should be shown
+    warnings: tuple[str, ...]  # why to trust the estimate less
 
 
 def expect(
@@ -167,7 +168,9 @@ def expect(
         half = float(stdtrit(len(errors), 1 - ALPHA / 2)) * variance**0.5
         low, high = max(0.0, estimate - half), min(1.0, estimate + half)
     verdict = "below" if estimate < card - BELOW else "as_promised" if low >= card - NEARLY else "unknown"
-    return ExpectedAccuracy(estimate, low, high, parts, verdict, _refusal(parts, errors, values, n))
+    return ExpectedAccuracy(
+        estimate, low, high, parts, verdict, _refusal(len(errors), n), _warnings(parts, errors, values)
+    )
 
 
 def card_mean(past_values: Mapping[str, float]) -> float:
@@ -182,13 +185,17 @@ def past_skill(errors: np.ndarray, values: np.ndarray) -> float:
     return 1 - float(np.abs(errors).mean()) / naive if naive > 0 else -math.inf
 
 
-def _refusal(parts: Parts, errors: np.ndarray, values: np.ndarray, n: int) -> str | None:
-    if len(errors) < MIN_DOMAINS:
-        return f"past errors are known of {plural(len(errors), 'held-out domain')}; {MIN_DOMAINS} are needed"
-    if n < MIN_IMAGES:
-        return f"{n} images are too few; {MIN_IMAGES} are needed"
+def _refusal(domains: int, n: int) -> str | None:
+    if domains < MIN_DOMAINS:
+        return f"past errors are known of {plural(domains, 'held-out domain')}; {MIN_DOMAINS} are needed"
+    return f"{n} images are too few; {MIN_IMAGES} are needed" if n < MIN_IMAGES else None
+
+
+def _warnings(parts: Parts, errors: np.ndarray, values: np.ndarray) -> tuple[str, ...]:
+    warnings = []
     if parts.spread > MAX_SPREAD:
-        return f"the three estimates differ by {100 * parts.spread:.0f} points, more than {100 * MAX_SPREAD:.0f}"
-    if past_skill(errors, values) <= 0:
-        return "at the held-out domains, the mean of the other domains was as good an estimate"
-    return None
+        differ = f"the three estimates differ by {100 * parts.spread:.0f} points"
+        warnings.append(f"{differ}, more than {100 * MAX_SPREAD:.0f}: trust this less")
+    if len(errors) > 1 and past_skill(errors, values) <= 0:
+        warnings.append("at the held-out domains, the mean of the other domains was as good an estimate")
+    return tuple(warnings)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.optimize import brentq
 from scipy.special import stdtrit
 from scipy.stats import beta
 from torch import Tensor
@@ -19,6 +19,7 @@ from xdm_ft.evaluation.verdicts import ALPHA, Estimate
 ROUNDS = 8  # of k-means
 ROWS_AT_ONCE = 2048  # that are float32 in memory
 CENTRES_AT_ONCE = 64  # whose similarities to all images are in memory
+FEWEST_GROUPS = 5  # in each part, where the site has twice as many
 SMALL_BUDGET = 20  # images for adapting; all of so few cover the site
 MARGIN_POOL = 3  # times as many images of small margins as are chosen among them
 FEWEST_EXACT = 200  # labels; an accuracy of fewer has Clopper and Pearson's interval
@@ -29,7 +30,7 @@ DELTA = 0.1  # probability that a threshold breaks its risk
 class Chosen(NamedTuple):
     """Rows of the images to label, each part in random order: who stops early has labelled a random part of it."""
 
-    evaluate: np.ndarray  # int64; groups drawn at random: what measures a model must be a random sample of the site
+    evaluate: np.ndarray  # int64; drawn at random: what measures a model must be a random sample of the site
     adapt: np.ndarray
 
 
@@ -47,40 +48,59 @@ def choose_images(
     are spread over all images by k-means on L2-normalised features; of more, a third so, and the others over those with
     the smallest margins.
 
-    groups: int64 [n] from 0, chosen whole; None: every image is a group. Those of more than `budget` images are left
-    out. To evaluate, their number is fixed before they are drawn, the share of images on average: drawing until the
-    images suffice would prefer some sizes. To adapt, the rule chooses among one image of each group, drawn at random,
-    and groups that are drawn fill what is left.
+    groups: int64 [n] from 0; None: every image is a group. No group is in both parts, and each part has images of
+    m = min(⌊G/2⌋, `FEWEST_GROUPS`) or more of the G groups: of none more than its budget / m, of each a random sample.
     """
-    groups = np.arange(len(z)) if groups is None else groups
-    sizes, budget = np.bincount(groups), min(budget, len(z))
-    order = rng.permutation(np.flatnonzero(sizes <= budget))
-    if not len(order):
-        return Chosen(order, order)
-    evaluate = order[: math.ceil(math.ceil(budget * measures) / sizes[order].mean())]
-    evaluate = evaluate[np.cumsum(sizes[evaluate]) <= budget]
-    rest, left = np.sort(order[len(evaluate) :]), budget - int(sizes[evaluate].sum())
+    groups, budget = np.arange(len(z)) if groups is None else groups, min(budget, len(z))
+    rank, sizes = _places(groups, rng), np.bincount(groups)
+    fewest = max(1, min(len(sizes) // 2, FEWEST_GROUPS))
+    number = math.ceil(budget * measures)
+    drawn = images_of_groups(sizes, number, fewest, budget - number, rng)
+    evaluate = rng.permutation(np.flatnonzero(rank < drawn[groups]))
+    left = max(0, budget - len(evaluate))
+    rows = np.flatnonzero((drawn[groups] == 0) & (rank < max(1, left // fewest)))
+    number = min(left, len(rows))
+    first = number if number <= SMALL_BUDGET else math.ceil(number / 3)
+    return Chosen(evaluate, rng.permutation(_spread_and_near(z, p, rows, first, number, rng)))
 
-    drawn, shuffled = np.empty(len(sizes), np.int64), rng.permutation(len(z))
-    drawn[groups[shuffled]] = shuffled  # the last one of each group stays
-    wanted = min(left, int(sizes[rest].sum()))
-    number = int(wanted / sizes[rest].mean()) if wanted else 0
-    first = number if wanted <= SMALL_BUDGET else math.ceil(number / 3)
-    chosen = groups[_spread_and_near(z, p, drawn[rest], first, number, rng)]
-    adapt = list[int]()
-    for group in np.concatenate([rng.permutation(chosen), rng.permutation(np.setdiff1d(rest, chosen))]):
-        if sizes[group] <= left:
-            adapt.append(group)
-            left -= int(sizes[group])
 
-    def members(of: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns the images of these groups, in their order."""
-        rank = np.full(len(sizes), -1)
-        rank[of] = np.arange(len(of))
-        rows = np.flatnonzero(rank[groups] >= 0)
-        return rows[np.argsort(rank[groups[rows]], kind="stable")]
+def _places(groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns the place of each image in a random order of its group, int64 [n] from 0."""
+    order = rng.permutation(len(groups))
+    order, sizes = order[np.argsort(groups[order], kind="stable")], np.bincount(groups)
+    places = np.empty(len(groups), np.int64)
+    places[order] = np.arange(len(groups)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return places
 
-    return Chosen(members(evaluate), members(np.array(adapt, np.int64)))
+
+def images_of_groups(sizes: np.ndarray, number: int, fewest: int, others: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns how many images to draw from each group, int64 [G], so that each image has the same probability.
+
+    Of groups of N_g images, about `number` in all, from at least `fewest` groups and at most half of them. Each of K
+    groups gives min(t, N_g) images and is drawn with probability K s_g / Σ s, s_g = max(N_g, t), by systematic sampling
+    in order of size: each image has then K t / Σ s. K is as large as leaves `others` images in other groups and as the
+    largest group allows: one of more than 1/`fewest` of the images is drawn for certain, and its images too rarely.
+    """
+    drawn, images, most = np.zeros(len(sizes), np.int64), sizes.sum(), max(1, len(sizes) // 2)
+    if number == 0:
+        return drawn
+    limit = max(1.0, number / fewest)
+    needed = math.ceil(number * np.maximum(sizes, limit).sum() / (limit * images))
+    k = min(number, most, max(fewest, needed, (images - others) // sizes.max()))
+
+    def lacking(t: float) -> float:
+        return float(number * np.maximum(sizes, t).sum() - k * t * images)
+
+    t = limit if lacking(limit) >= 0 else float(brentq(lacking, 0, limit))
+    s = np.maximum(sizes, t)
+    certain = np.zeros(len(s), bool)
+    while (over := ~certain & ((k - certain.sum()) * s > s[~certain].sum())).any():
+        certain |= over
+    probability = np.where(certain, 1, (k - certain.sum()) * s / s[~certain].sum())
+    order = np.lexsort((rng.random(len(s)), sizes))
+    hit = np.searchsorted(np.cumsum(probability[order])[:-1], rng.random() + np.arange(k), side="right")
+    drawn[order[hit]] = np.diff(np.floor(t * np.arange(k + 1) + rng.random()))
+    return np.minimum(drawn, sizes)
 
 
 def _spread_and_near(

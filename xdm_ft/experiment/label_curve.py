@@ -98,10 +98,8 @@ def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, flo
     p = (torch.addmm(bias, z, weight.T).double() / temperature).softmax(1).numpy()
     of_offered, every = z[offered].numpy(), np.random.default_rng(seed).permutation(len(offered))
     groups = None
-    if plan.dataset.groups is not None:  # whole, as a user labels a patient
+    if plan.dataset.groups is not None:
         groups = np.unique(plan.dataset.groups[rows][offered], return_inverse=True)[1]
-        first = np.unique(groups[every], return_index=True)[1]  # [G]: place of each group's first image
-        every = every[np.argsort(first[groups[every]], kind="stable")]
     accuracies: dict[Adapted, float] = {(None, 0): accuracy(weight, bias)}
     for number in (number for number in LABELS if number <= len(offered)):
         # the other half measures

@@ -57,6 +57,7 @@ class Assessment:
     past_errors: dict[str, float]  # {held-out domain: the same estimate there minus the accuracy}
     domains: dict[str, AtDomain]
     refused: str | None  # why there is no number
+    warnings: tuple[str, ...]  # why to trust the number less
     prevalence: dict[str, float] | None  # class shares that were given; None: those of the training images
     images: int
     groups: int | None
@@ -119,6 +120,7 @@ def assess(
         past_errors=stored.past_errors,
         domains=stored.about.domains,
         refused=refused,
+        warnings=() if known is None else known.warnings,
         prevalence=None if prevalence is None else dict(zip(model.class_names, map(float, prevalence), strict=True)),
         images=len(items),
         groups=None if groups is None else len(sizes),

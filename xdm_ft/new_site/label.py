@@ -28,6 +28,7 @@ from xdm_ft.storage.lines import csv_line
 
 SEED = 0  # of all draws: the same images, model and budget give the same table
 COLUMNS = ("path", "group", FOR, "predicted", "probability", "label")
+FEW_GROUPS = 8  # that half of them are enough to adapt: 4 folds
 FIRST_ROW = 2  # of the table, as a spreadsheet numbers it
 
 
@@ -51,7 +52,6 @@ class Labelling:
     adapt: int  # chosen to adapt it
     half_width: float  # of the 95% interval of an accuracy of 50%, the widest, that `evaluate` will give
     groups: int | None  # that were chosen; None: images assumed independent
-    in_large_groups: int  # images that could not be chosen, as their groups have more images than the budget
     seed: int
     copies: int  # of other images here: left out
     training_images: int | None  # images here that trained the model: left out; None: unknown
@@ -67,17 +67,21 @@ def label(
     html: Path | None,
     group: str | None,
     batch_size: int | None,
+    *,
+    allow_few_groups: bool = False,
 ) -> Labelling:
     """Chooses at most `budget` of the images of `paths`, see `Sources`, and writes their table.
 
-    Groups, which are chosen whole, are the column `group` of a table, or what `group` says. `html`: the page of small
-    images to write. Raises `UserError` for images that cannot be listed or have no group, if no group is small enough,
-    and for a file that exists.
+    Groups are the column `group` of a table, or what `group` says. `html`: the page of small images to write. Raises
+    `UserError` for images that cannot be listed or have no group, for few groups, and for a file that exists.
     """
     refuse_taken(out, html)
     sources = Sources(paths, group, option="--group", column="group")
     listed = unlabelled_images(model, name, sources)
     _refuse_names(listed.items)
+    if (groups := group_numbers(listed.items)) is not None and groups.max() + 1 < FEW_GROUPS and not allow_few_groups:
+        few = f"{plural(int(groups.max()) + 1, 'group')} are too few to evaluate and adapt"
+        raise UserError(f"--group: {few}; add images of {FEW_GROUPS} or more, or --allow-few-groups")
     # halves of unit features: 100,000 images of 1,024 take 0.2 GB
     z = np.empty((len(listed.items), model.config.encoder.width), np.float16)
     largest, classes = np.empty((len(z), 2), np.float32), np.empty(len(z), np.int64)
@@ -93,10 +97,6 @@ def label(
         items += batch.items
     n, groups = len(items), group_numbers(items)
     chosen = choose_images(z[:n], largest[:n], budget, np.random.default_rng(SEED), groups)
-    if not len(chosen.evaluate):
-        raise UserError(
-            f"--budget: every group has more than {plural(budget, 'image')}, and groups are labelled whole; raise it"
-        )
     purposes: dict[Purpose, np.ndarray] = {"evaluate": chosen.evaluate, "adapt": chosen.adapt}
     pairs = [(purpose, row) for purpose, rows_of in purposes.items() for row in rows_of]
     values = decimals(largest[[row for _, row in pairs], 0])
@@ -105,7 +105,6 @@ def label(
         for (purpose, row), value in zip(pairs, values, strict=True)
     ]
     write(rows_to_label, out, html, model.config.intensity)
-    sizes = None if groups is None else np.bincount(groups)
     drawn = (
         len(chosen.evaluate) if groups is None else effective_number(np.unique_counts(groups[chosen.evaluate]).counts)
     )
@@ -118,7 +117,6 @@ def label(
         adapt=len(chosen.adapt),
         half_width=widest_half_width(drawn, groups is not None),
         groups=None if groups is None else len(np.unique(groups[np.concatenate(chosen)])),
-        in_large_groups=0 if sizes is None else int(sizes[sizes > budget].sum()),
         seed=SEED,
         copies=listed.copies,
         training_images=listed.training_images,
