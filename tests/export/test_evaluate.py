@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -355,6 +356,25 @@ def test_the_verdict(values, verdict):
         assert found.interval == pytest.approx((low, high))
 
 
+@pytest.mark.parametrize(
+    ("values", "among"),
+    [
+        ((0.1, 0.2, 0.3), "above all 3 held-out domains"),
+        ((0.99, 0.995), "below all 2 held-out domains"),
+        ((0.1,), "above the held-out one"),
+        ((0.2, 0.99, 0.1), "between the held-out 0 and 1"),
+        ((None,), "as at the held-out 0"),
+    ],
+)
+def test_what_is_known_is_said_first(values, among):
+    images = random_site(240)
+    value = at_site(images, SITE_CLASSES).metrics["accuracy"].value
+    expected = expected_of([value if of is None else of for of in values])
+    names = {of.domains[0]: str(number) for number, of in enumerate(expected.held_out)}
+    said = at_site(images, SITE_CLASSES, expected).versus.among
+    assert " ".join(names.get(word, word) for word in said.split()) == among
+
+
 def test_what_can_not_be_compared_is_not():
     expected, images = expected_of((0.6, 0.7, 0.8, 0.9)), random_site()
     nll = expected_of((0.6, 0.7, 0.8, 0.9), "nll")
@@ -624,6 +644,7 @@ def test_several_domains_as_text(small_model, evaluate, monkeypatch):
     trained = "no copies; 28 of 56 images trained the model: results on them do not hold for new images"
     assert last == trained, "those of photo, also without a model directory"
     assert "cannot be said (28 of these images trained the model)" in told
+    assert re.search(r"accuracy [\d.]+% is (above|below|as at) the held-out \w+; whether as promised", told)
     evaluate(site, "--batch-size", "0", status=2)
     said = evaluate(site, "--domain", "skech", status=2).err
     assert said.endswith('xdm-ft: --domain: no domain skech; did you mean "sketch"?\n')
@@ -675,7 +696,9 @@ def test_the_verdict_is_a_short_sentence_with_the_next_command(
     assert lines[-1] == f"next: xdm-ft {command.format(model=small_model.model, site=site)}"
     (verdict,) = [line for line in lines if "promise" in line]
     sentence = (
-        f"% is {where} what the card promises for such a sample: " if where else ": if it is as promised cannot be"
+        f"% is {where} what the card promises for such a sample: "
+        if where
+        else "; whether as promised (mean 50.0%) cannot be"
     )
     assert sentence in verdict and len(verdict) <= 110
 

@@ -1,6 +1,7 @@
 """What `xdm-ft assess` says, and refuses to say."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from xdm_ft.export import directory
 from xdm_ft.export.directory import SITE, digest_of, read_config
 from xdm_ft.export.predictor import load
 from xdm_ft.new_site.assess import Assessment, WorstThreshold, assess, worst_thresholds
-from xdm_ft.new_site.stored import AtDomain, RiskAt, read_stored
+from xdm_ft.new_site.stored import AtDomain, Bought, RiskAt, read_stored
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.tensors import write_checked
 
@@ -46,6 +47,22 @@ def test_numbers_are_those_of_the_stored_heads(inside, capsys):
         assert found["low"] <= found["estimate"] <= found["high"]
     else:
         assert found["estimate"] is found["low"] is found["high"] is None and found["verdict"] == "unknown"
+
+
+def test_budgets_are_those_of_the_file_and_an_earlier_file_has_none(inside, model, capsys):
+    stored = read_stored(model, read_config(model)[0]).about.budgets
+    assert [of.budget for of in stored] == [100, 200, 400, 800]
+    assert json.loads(answer(capsys, model, "data/PACS/photo", "--json")[1])["budgets"] == [
+        of.model_dump() for of in stored
+    ]
+    tensors = {name: tensor.clone() for name, tensor in load_file(model / SITE).items()}
+    about = json.loads(tensors["about"].numpy().tobytes())
+    del about["budgets"]
+    tensors["about"] = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
+    write_checked(model / SITE, tensors, {})
+    write_config(model, config_of(model) | {"site_xxh3": digest_of(tensors)})
+    status, out, err = answer(capsys, model, "data/PACS/photo")
+    assert status == 0 and "--budget of xdm-ft label bought" not in out, err
 
 
 def test_shares_of_classes_change_the_estimate(inside):
@@ -179,19 +196,24 @@ def test_a_model_picked_by_test_labels_gets_no_number(inside):
 # the words
 
 
+BOUGHT = Bought(budget=100, images=25, half_width=0.16, threshold=0.62, gain=0.031)
+
+
 def found(**changes):
     at = AtDomain(accuracy=0.8, images=100, parts=(0.7, 0.8, 0.9), error=0.0, distance=3.0, risks={})
     plain = Assessment(
         model="m", estimate=0.7, low=0.6, high=0.8, verdict="unknown", heads="linear ERM", card=0.8, parts=None,
         past_errors={}, domains={"a": at}, refused=None, warnings=(), prevalence=None, images=60, groups=None, copies=0,
-        training_images=0, unreadable={}, distance=2.0, is_far=False, half_widths={25: 0.2, 50: 0.14}, risks={},
+        training_images=0, unreadable={}, distance=2.0, is_far=False, budgets=(BOUGHT,), risks={},
     )  # fmt: skip
     return "\n".join(lines(replace(plain, **changes)))
 
 
 def test_each_verdict_has_its_words():
     text = found()
-    assert "unknown: label images to know" in text and "25 labels ± 20, 50 labels ± 14" in text
+    assert "unknown: label images to know" in text
+    assert re.search(r"\n100 +25 +±16 points +62% of draws +\+3\.1 points\n", text)
+    assert "of draws" not in found(verdict="as_promised") and "of draws" in found(verdict="below")
     assert "for the reference head: linear ERM" in text
     assert "for this site, without labels; the model card has other numbers, those of the run's own models on" in text
     assert "60.0% to 80.0%" in text and "Assumes class shares as in training" in text

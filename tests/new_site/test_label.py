@@ -23,6 +23,7 @@ from xdm_ft.export.expected import checksums
 from xdm_ft.export.sources import Item, read_site
 from xdm_ft.new_site import label as driver
 from xdm_ft.new_site.label import COLUMNS, Labelling
+from xdm_ft.new_site.stored import Bought
 from xdm_ft.storage.tensors import tensors_of
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -102,10 +103,13 @@ def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
 
 
 def test_a_budget_for_five_points_is_named_where_the_site_has_the_images():
-    made = Labelling("m", Path("t.csv"), None, 1552, 25, 75, 0.2045, None, 0, 0, 0, {})
+    made = Labelling("m", Path("t.csv"), None, 1552, 25, 75, 0.2045, None, None, 0, 0, 0, {})
     line = "From 25 images the accuracy is then known to ±20 points or better; ±5 takes 388 images"
     assert f"{line} (--budget 1552)" in lines(made, ["cat"])
     assert line in lines(dataclasses.replace(made, images=1551), ["cat"])
+    bought = Bought(budget=100, images=25, half_width=0.16, threshold=0.62, gain=None)
+    told = "\n".join(lines(dataclasses.replace(made, bought=bought), ["cat"]))
+    assert re.search(r"\n100 +25 +±16 points +62% of draws +–\n", told)
 
 
 def test_the_same_images_are_chosen_again_and_a_document_says_how_many(site, label):

@@ -65,7 +65,9 @@ def test_the_threshold_on_the_screen_is_short_and_answers_the_same_images():
 
 def test_why_there_is_no_threshold():
     few = at_risk(labelled(np.linspace(0.6, 0.9, 21), np.ones(21, bool)), 0.1)
-    assert few.threshold is None and "too few labels: 21 labels; 22 or more can show it" in few.refused
+    assert (
+        few.threshold is None and "too few labels: 21 labels; 22 or more can show it (label --budget 88)" in few.refused
+    )
     wrong = at_risk(labelled(np.linspace(0.6, 0.9, 60), np.zeros(60, bool)), 0.1)
     assert wrong.threshold is None and "with 22 of the 22 most certain answers wrong" in wrong.refused
     alike = at_risk(labelled(np.full(60, 0.9), np.arange(60) < 22), 0.1)
@@ -98,8 +100,8 @@ def test_the_help_of_other_images_by_hand(inside):
     half = t.ppf(0.975, n - 1) * error
     assert found.value == pytest.approx(value, abs=1e-5) and found.images == 56
     assert found.interval == pytest.approx((value - half, min(1, value + half)), abs=1e-5)
-    few = with_images(model, "model", Sources([PHOTO]), labelled(np.full(99, 0.8), np.ones(99, bool)), None)
-    assert few.value is None and "too few labels: 99; 100 are needed" in few.refused
+    few = with_images(model, "model", Sources([PHOTO]), labelled(np.full(49, 0.8), np.ones(49, bool)), None)
+    assert few.value is None and few.refused == "too few labels: 49; 50 are needed (label --budget 200)"
 
 
 def test_few_labels_have_an_exact_interval(inside, capsys):

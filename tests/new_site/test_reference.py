@@ -20,7 +20,7 @@ from xdm_ft.export.directory import SITE, read_config
 from xdm_ft.export.predictor import load
 from xdm_ft.features.cache import Features, standard
 from xdm_ft.new_site import reference
-from xdm_ft.new_site.reference import atc_threshold, pairs_of, risk_at, site_of
+from xdm_ft.new_site.reference import atc_threshold, budgets_of, pairs_of, risk_at, site_of
 from xdm_ft.new_site.stored import Heads, read_stored
 from xdm_ft.protocol.splits import splits
 from xdm_ft.recipe.check import load as load_recipe
@@ -196,3 +196,19 @@ def test_no_threshold_without_held_out_images():
     assert atc_threshold([(np.array([0.2, 0.9]), np.array([False, True]))]) == 0.9
     assert atc_threshold([(np.array([0.2, 0.9]), np.array([False, False]))]) is None
     assert math.isclose(atc_threshold([(np.array([0.2, 0.9]), np.array([True, True]))]), 0.2)
+
+
+def test_a_budget_buys_what_draws_of_the_held_out_domains_show():
+    """At one domain all answers are right and sure, at the other half of them."""
+    confidence = np.linspace(0.5, 1, 400)
+    seen = [(confidence, np.ones(400, bool)), (confidence, np.arange(400) % 2 == 0)]
+    rows = budgets_of(seen, {50: 0.02, 100: 0.04, 200: 0.06})
+    assert [(of.budget, of.images) for of in rows] == [(100, 25), (200, 50), (400, 100), (800, 200)]
+    assert all(of.threshold == 0.5 for of in rows), "25 sure answers show it"
+    assert [of.gain for of in rows[2:]] == [None, None], "of 300 labels the curve says nothing"
+    assert rows[0].gain == pytest.approx(0.02 + 0.02 * math.log2(1.5)) and rows[1].gain == pytest.approx(
+        0.04 + 0.02 * math.log2(1.5)
+    )
+    # Clopper and Pearson's of 25 right answers of 25 is 1 − 0.025^(1/25) wide, of 12 of 25 about 41 points
+    assert rows[0].half_width == pytest.approx((0.0686 + 0.204) / 2, abs=0.005)
+    assert budgets_of([], {}) == () and budgets_of(seen, {})[0].gain is None

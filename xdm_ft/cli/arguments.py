@@ -272,7 +272,7 @@ def add_evaluate(verb: Parser) -> None:
     option("site", metavar="SITE", help=f"{site}optional: domain, group")
     option("--group", metavar="REGEX", help="expression for paths; the text that it matches is the image's group")
     option("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
-    every = "all images of the site, without labels (as PATH of `xdm-ft predict`); from 100 labels on they narrow the"
+    every = "all images of the site, without labels (as PATH of `xdm-ft predict`); from 50 labels on they narrow the"
     option("--images", metavar="IMAGES", nargs="+", help=f"{every} accuracy's interval")
     wrong = "find the probability above which at most this share of answers is wrong, such as 0.1 or 10%%"
     option("--risk", type=share, metavar="SHARE", help=wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from xdm_ft.cli import Answer, columns, left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
@@ -12,7 +12,7 @@ from xdm_ft.evaluation.expected_site import BELOW, NEARLY
 from xdm_ft.export.card import shown
 from xdm_ft.new_site.assess import Assessment, assess
 from xdm_ft.new_site.images import prevalence_of
-from xdm_ft.new_site.stored import refuse_run
+from xdm_ft.new_site.stored import Bought, refuse_run
 from xdm_ft.runtime.errors import plural, signed
 
 OF_CARD = (
@@ -30,7 +30,8 @@ def main(arguments: argparse.Namespace) -> Answer:
     shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
     assessment = assess(model, arguments.model, arguments.images, shares, arguments.group, arguments.batch_size)
     domains = {name: of.model_dump(mode="json") for name, of in assessment.domains.items()}
-    return Answer({**vars(assessment), "domains": domains}, list(lines(assessment)))
+    budgets = [of.model_dump(mode="json") for of in assessment.budgets]
+    return Answer({**vars(assessment), "domains": domains, "budgets": budgets}, list(lines(assessment)))
 
 
 def lines(found: Assessment) -> Iterator[str]:
@@ -56,6 +57,8 @@ def lines(found: Assessment) -> Iterator[str]:
             table.append((name, _rate(of.accuracy), *cells))
         yield from (*columns(table), "")
     yield judgement(found)
+    if found.verdict != "as_promised":
+        yield from budget_table(found.budgets)
     yield from (f"Warning: {warning}." for warning in found.warnings)
     yield from _reservations(found)
 
@@ -70,10 +73,20 @@ def judgement(found: Assessment) -> str:
         return f"below the card: more than {100 * BELOW:.0f} points under the mean over held-out domains"
     if found.verdict == "as_promised":
         return f"as promised: not more than {100 * NEARLY:.0f} points under the mean over held-out domains"
-    widths = ", ".join(f"{n} labels ± {100 * half:.0f}" for n, half in found.half_widths.items())
-    expected = f"; expected to give, in points: {widths}" if widths else ""
     command = f"xdm-ft label {shlex.quote(found.model)} IMAGES --budget 100 --out to_label.csv"
-    return f"unknown: label images to know: {command}{expected}"
+    return f"unknown: label images to know: {command}"
+
+
+def budget_table(budgets: Sequence[Bought]) -> Iterator[str]:
+    """Yields what budgets of `xdm-ft label` buy."""
+    if budgets:
+        yield "At the held-out domains, --budget of xdm-ft label bought (independent images):"
+        rows = [("--budget", "random images", "accuracy to", "threshold for 10% risk", "gain of adapt")]
+        for of in budgets:
+            gain = "–" if of.gain is None else f"{signed(100 * of.gain)} points"
+            found = f"{100 * of.threshold:.0f}% of draws"
+            rows.append((str(of.budget), str(of.images), f"±{100 * of.half_width:.0f} points", found, gain))
+        yield from columns(rows)
 
 
 def _reservations(found: Assessment) -> Iterator[str]:

@@ -78,7 +78,8 @@ class Evaluation:
                 where, ends = versus.verdict.removesuffix(WITHIN) or "within", interval(metric, versus.interval)
                 yield f"{at}{WORDS[metric]} {value} is {where} what the card promises for such a sample: {ends}"
             else:
-                yield f"{at}{WORDS[metric]} {value}, the card's mean {promised}: if it is as promised {versus.verdict}"
+                known = f"{at}{WORDS[metric]} {value} is {versus.among}"
+                yield f"{known}; whether as promised (mean {promised}) {versus.verdict}"
         if not promises:
             yield "The model's card promises nothing about these images."
         if self.with_images is not None:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from xdm_ft.cli import Answer, left_out
+from xdm_ft.cli.assess import budget_table
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.few_labels import enough_for
 from xdm_ft.new_site.label import Labelling, label, refuse_taken
@@ -33,7 +34,8 @@ def main(arguments: argparse.Namespace) -> Answer:
         model, arguments.model, images, arguments.budget, out, html, arguments.group, arguments.batch_size,
         allow_few_groups=arguments.allow_few_groups,
     )  # fmt: skip
-    return Answer(made, list(lines(made, model.class_names)))
+    bought = None if made.bought is None else made.bought.model_dump(mode="json")
+    return Answer({**vars(made), "bought": bought}, list(lines(made, model.class_names)))
 
 
 def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
@@ -48,6 +50,7 @@ def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
         takes += f" (--budget {4 * enough})"
     known = f"the accuracy is then known to ±{100 * made.half_width:.0f} points or better"
     yield f"From {plural(made.evaluate, 'image')} {known}; ±{100 * WANTED:.0f} takes {takes}"
+    yield from budget_table([] if made.bought is None else [made.bought])
     if made.sheet is not None:
         yield f"wrote {made.sheet}: the images of its rows"
     yield from left_out(made.unreadable, made.copies, 0, made.training_images)

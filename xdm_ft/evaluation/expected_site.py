@@ -30,7 +30,6 @@ SMOOTHING = 0.01  # ε of COT's dual, in units of probability
 BELOW, NEARLY = 0.10, 0.05  # less than the card's mean: surely worse, and still as promised
 MAX_SPREAD = 0.20  # of the three estimates: a warning where they are farther apart
 MIN_DOMAINS, MIN_IMAGES = 3, 50
-LABELS = (25, 50, 100, 200)  # numbers of labels whose half width is printed
 MAX_VALUES = 20_000_000  # probabilities of a transport plan; of more images, a sample that depends on n and C only
 
 

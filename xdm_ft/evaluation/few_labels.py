@@ -10,8 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.optimize import brentq
-from scipy.special import stdtrit
-from scipy.stats import beta
+from scipy.special import betaincinv, stdtrit
 from torch import Tensor
 
 from xdm_ft.evaluation.verdicts import ALPHA, Estimate
@@ -166,8 +165,8 @@ def spread_rows(z: np.ndarray, rows: np.ndarray, number: int, rng: np.random.Gen
 def clopper_pearson(right: int, n: int, level: float = 1 - ALPHA) -> tuple[float, float]:
     """Returns the exact interval of a share of which `right` of n were seen (Clopper & Pearson 1934)."""
     tail = (1 - level) / 2
-    low = float(beta.ppf(tail, right, n - right + 1)) if right else 0.0
-    high = float(beta.ppf(1 - tail, right + 1, n - right)) if right < n else 1.0
+    low = float(betaincinv(right, n - right + 1, tail)) if right else 0.0
+    high = float(betaincinv(right + 1, n - right, 1 - tail)) if right < n else 1.0
     return low, high
 
 
@@ -246,7 +245,7 @@ def threshold_for(
         n, wrong = int(answered.sum()), int((~right[answered]).sum())
         if n * weight < fewest_answered(risk, delta):
             continue
-        upper = float(beta.ppf(1 - delta, wrong * weight + 1, (n - wrong) * weight)) if wrong < n else 1.0
+        upper = float(betaincinv(wrong * weight + 1, (n - wrong) * weight, 1 - delta)) if wrong < n else 1.0
         if upper > risk:
             break
         passed = Threshold(float(value), risk, n, wrong, len(right))

@@ -285,6 +285,7 @@ class Versus:
     interval: tuple[float, float] | None  # 95%, for a value that is measured on this many images; None: unknown
     worst: tuple[str, float]  # the held-out domain with the worst value, and that value
     verdict: str  # `WITHIN` | below | above | cannot be said (why)
+    among: str  # where the value lies among those of the held-out domains, in words
 
 
 @dataclass(frozen=True)
@@ -364,7 +365,17 @@ def _versus(
             reason = f"of such a sample it expects {ends}, which hardly any site would miss"
     if reason:
         verdict = f"cannot be said ({reason})"
-    return Versus(expected.metric, value, expected.mean, interval, expected.worst, verdict)
+    return Versus(expected.metric, value, expected.mean, interval, expected.worst, verdict, _among(value, expected))
+
+
+def _among(value: float, expected: ExpectedPerformance) -> str:
+    sites = sorted(expected.held_out, key=lambda of: of.value)
+    n, lower, higher = len(sites), sum(of.value < value for of in sites), sum(of.value > value for of in sites)
+    if n in (lower, higher):
+        every = f"all {n} {sets_noun([of.domains for of in sites])}" if n > 1 else "the held-out one"
+        return f"{'above' if lower else 'below'} {every}"
+    first, last = (", ".join(of.domains) for of in (sites[max(0, lower - 1)], sites[min(n - 1, n - higher)]))
+    return f"as at the held-out {first}" if first == last else f"between the held-out {first} and {last}"
 
 
 def judged(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, str]:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xdm_ft.evaluation.expected_site import LABELS, card_mean
-from xdm_ft.evaluation.few_labels import expected_half_width
+from xdm_ft.evaluation.expected_site import card_mean
 from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
-from xdm_ft.new_site.stored import AtDomain, Seen, Stored, read_stored
+from xdm_ft.new_site.stored import AtDomain, Bought, Seen, Stored, read_stored
 
 AGREE = "the heads agree everywhere"
 
@@ -66,7 +65,7 @@ class Assessment:
     unreadable: dict[str, str]
     distance: float | None  # median distance of the images from the training images; None: unknown
     is_far: bool  # farther than every held-out domain
-    half_widths: dict[int, float]  # {labels: half of the interval that they are expected to give}
+    budgets: tuple[Bought, ...]  # what labels buy at the held-out domains
     risks: dict[str, WorstThreshold]  # {risk: threshold of the worst held-out domain}
 
 
@@ -129,6 +128,6 @@ def assess(
         unreadable=unreadable,
         distance=distance,
         is_far=distance is not None and bool(far) and distance > max(far),
-        half_widths={} if known is None else {n: expected_half_width(known.estimate, n) for n in LABELS},
+        budgets=stored.about.budgets,
         risks=worst_thresholds(stored),
     )

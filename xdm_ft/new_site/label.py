@@ -20,6 +20,7 @@ from xdm_ft.export.sources import FOR, Item, Purpose, Sources
 from xdm_ft.images import Range
 from xdm_ft.images.decode import UnreadableImage, decode
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
+from xdm_ft.new_site.stored import Bought, read_stored
 from xdm_ft.report import SIDE, Thumbnail
 from xdm_ft.report.written import sheet
 from xdm_ft.runtime.errors import UserError, plural, printable
@@ -51,6 +52,7 @@ class Labelling:
     evaluate: int  # chosen at random, to measure the model
     adapt: int  # chosen to adapt it
     half_width: float  # of the 95% interval of an accuracy of 50%, the widest, that `evaluate` will give
+    bought: Bought | None  # what the nearest budget buys at the held-out domains; None: no file tells
     groups: int | None  # that were chosen; None: images assumed independent
     seed: int
     copies: int  # of other images here: left out
@@ -76,6 +78,7 @@ def label(
     `UserError` for images that cannot be listed or have no group, for few groups, and for a file that exists.
     """
     refuse_taken(out, html)
+    budgets = () if model.config.site_xxh3 is None else read_stored(model.folder, model.config).about.budgets
     sources = Sources(paths, group, option="--group", column="group")
     listed = unlabelled_images(model, name, sources)
     _refuse_names(listed.items)
@@ -116,6 +119,7 @@ def label(
         evaluate=len(chosen.evaluate),
         adapt=len(chosen.adapt),
         half_width=widest_half_width(drawn, groups is not None),
+        bought=min(budgets, key=lambda of: abs(of.budget - budget), default=None),
         groups=None if groups is None else len(np.unique(groups[np.concatenate(chosen)])),
         seed=SEED,
         copies=listed.copies,

@@ -21,7 +21,7 @@ from xdm_ft.export.sources import Sources
 from xdm_ft.new_site.images import readable, unlabelled_images
 from xdm_ft.runtime.errors import plural
 
-FEWEST_LABELS = 100  # for the difference estimate: with fewer, its t interval is too narrow
+FEWEST_LABELS = 50  # for the difference estimate: of so many its interval covers 94 to 96%
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ def at_risk(images: Labelled, risk: float) -> AtRisk:
     threshold = None if refused else threshold_for(risk, confidence, right, weight=effective / n)
     if threshold is None and refused is None:
         if effective < fewest:
-            here = plural(n, "label") if groups is None else f"{plural(n, 'label')} in {len(np.unique(groups))} groups"
-            refused = f"too few labels: {here}; {fewest} or more{'' if groups is None else ' groups'} can show it"
+            here, more = plural(n, "label"), f"can show it (label --budget {4 * fewest})"
+            if groups is not None:
+                here, more = f"{here} in {len(np.unique(groups))} groups", "groups can show it"
+            refused = f"too few labels: {here}; {fewest} or more {more}"
         else:
             most = confidence >= np.sort(confidence)[-int(np.ceil(fewest * n / effective))]  # with those that tie
             among = f"{(~right[most]).sum()} of the {most.sum()} most certain answers wrong"
@@ -85,7 +87,7 @@ def with_images(model: Model, name: str, sources: Sources, images: Labelled, bat
     """
     n, refused = len(images.logits), _trained(images)
     if refused is None and n < FEWEST_LABELS:
-        refused = f"too few labels: {n}; {FEWEST_LABELS} are needed"
+        refused = f"too few labels: {n}; {FEWEST_LABELS} are needed (label --budget {4 * FEWEST_LABELS})"
     if refused is not None:
         return WithImages(None, None, None, 0, refused)
     listed, confidence = unlabelled_images(model, name, sources), list[np.ndarray]()

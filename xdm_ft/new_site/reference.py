@@ -22,7 +22,7 @@ from xdm_ft.algorithms import Solver
 from xdm_ft.evaluation import ModelKey, set_name
 from xdm_ft.evaluation.distance import class_means, fit
 from xdm_ft.evaluation.expected_site import MIN_DOMAINS, Validated, agreement, confidence_threshold, parts_at
-from xdm_ft.evaluation.few_labels import threshold_for
+from xdm_ft.evaluation.few_labels import expected_half_width, threshold_for
 from xdm_ft.evaluation.metrics import temperature
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import Fit, fit_of_runs
@@ -35,7 +35,7 @@ from xdm_ft.export.directory import digest_of
 from xdm_ft.features.cache import ROWS_AT_ONCE, Features, standard
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images import ImageDataset
-from xdm_ft.new_site.stored import About, AtDomain, Heads, RiskAt, Seen, Stored, without_site
+from xdm_ft.new_site.stored import About, AtDomain, Bought, Heads, RiskAt, Seen, Stored, without_site
 from xdm_ft.protocol.splits import Split, check_classes, in_domains, split_of_rows, with_groups, with_validation
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.components import Component, find
@@ -51,6 +51,7 @@ from xdm_ft.training.selection import FINAL_FIT
 
 logger = logging.getLogger("xdm_ft")
 RISKS = (0.05, 0.1, 0.2)
+RANDOM_IMAGES, DRAWS = (25, 50, 100, 200), 200  # of the table of budgets: of each held-out domain
 STARTS, SNAPSHOTS = 4, (5, 20, 80, 300)  # of the bank: random initialisations, numbers of steps
 BANK = Training(optimizer="adamw", lr=1e-3, batch_size=96, sampler="pooled", steps=300, evaluate_every=5)
 ALL_PAIRS, MAX_PAIRS = 12, 66  # up to so many domains each pair of them is left out once; else so many pairs
@@ -89,7 +90,9 @@ def site_of(run: Run, config: ModelConfig) -> Stored:
         fit = fit_of_runs(plan, picked, prepared.unreadable)
         split = plan.by_key[picked[0].key].split if held_out else fit.model.split
         split = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, seed)
-        return _Study(plan, prepared, fit, split, seed).stored()
+        curve = run.results.get("label_curve") or {"method": None, "points": []}
+        gains = {of["labels"]: of["gain"] for of in curve["points"] if of["chosen"] == "label"}
+        return _Study(plan, prepared, fit, split, seed).stored(gains if curve["method"] == label else {})
 
 
 @contextmanager
@@ -145,7 +148,7 @@ class _Study:
         assert encoder.features is not None, "the encoder is frozen"
         return encoder.features.normalized() if self.item.reads_normalized else encoder.features
 
-    def stored(self) -> Stored:
+    def stored(self, gains: Mapping[int, float]) -> Stored:
         # what is held out as one is one site: heads that saw its other half would know it
         sets = {set_name(held): held for held in self.plan.recipe.protocol.sets_of(self.split.train_domains)}
         names = list(sets)
@@ -185,6 +188,7 @@ class _Study:
             threshold=threshold,
             images=of_all.known.images,
             domains=at,
+            budgets=budgets_of([*answers.values()], gains),
         )
         shares = self._shares(self._of_model)
         return Stored(
@@ -380,6 +384,26 @@ def risk_at(risk: float, name: str, seen: Mapping[str, _Answers]) -> RiskAt:
         risk=float((~right[answered]).mean()) if answered.any() else None,
         answered=float(answered.mean()),
     )
+
+
+def budgets_of(seen: Sequence[_Answers], gains: Mapping[int, float]) -> tuple[Bought, ...]:
+    """Returns what budgets of `label` buy at held-out domains. `gains`: {labels: gain of adapting with so many}."""
+    rng, bought = np.random.default_rng(0), list[Bought]()
+    for n in RANDOM_IMAGES if seen else ():
+        draws = [(*of, rng.integers(len(of[0]), size=n)) for of in seen for _ in range(DRAWS)]
+        widths = [expected_half_width(float(right[rows].mean()), n) for _, right, rows in draws]
+        found = [threshold_for(0.1, confidence[rows], right[rows]) is not None for confidence, right, rows in draws]
+        gain = (
+            float(np.interp(math.log(3 * n), np.log([*gains]), [*gains.values()]))
+            if 3 * n <= max(gains, default=0)
+            else None
+        )
+        bought.append(
+            Bought(
+                budget=4 * n, images=n, half_width=float(np.mean(widths)), threshold=float(np.mean(found)), gain=gain
+            )
+        )
+    return tuple(bought)
 
 
 def _erm(item: MethodItem) -> MethodItem:

@@ -56,6 +56,16 @@ class AtDomain(Block):
     risks: dict[str, RiskAt]  # by the risk: "0.05"
 
 
+class Bought(Block):
+    """What a budget of `label` buys at the held-out domains, on average over draws of their images."""
+
+    budget: Annotated[int, Field(ge=1)]
+    images: Annotated[int, Field(ge=1)]  # of them that are random
+    half_width: Share  # of the 95% interval of the accuracy
+    threshold: Share  # share of draws in which a threshold for at most 10% wrong answers is found
+    gain: Annotated[float, Field(ge=-1, le=1)] | None  # of adapting with the other images; None: no label curve says
+
+
 class About(Block):
     """The numbers of the file."""
 
@@ -66,6 +76,7 @@ class About(Block):
     threshold: Share | None  # ATC's; None: above every confidence
     images: Annotated[int, Field(ge=1)]  # validation images
     domains: dict[str, AtDomain]
+    budgets: tuple[Bought, ...] = ()  # files of earlier versions have none
 
     @model_validator(mode="after")
     def _of_same_risks(self) -> About:
