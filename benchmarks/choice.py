@@ -20,6 +20,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import yaml
 
 import xdm_ft
 from xdm_ft.evaluation import trials
@@ -85,7 +88,7 @@ def _methods(run: Run) -> list[str]:
     return [method for method in run.choice.values if method not in run.choice.by_name_only]
 
 
-def data_without(images: Path, domain: str | None, folder: Path) -> dict[str, str]:
+def data_without(images: Path, domain: str | None, folder: Path) -> dict[str, Any]:
     """Returns the overrides of a recipe for the images of the other domains; None: of all."""
     folder.mkdir(parents=True, exist_ok=True)
     table = images / "images.csv"
@@ -93,20 +96,20 @@ def data_without(images: Path, domain: str | None, folder: Path) -> dict[str, st
         for path in sorted(path for path in images.iterdir() if path.is_dir() and path.name != domain):
             if not (link := folder / path.name).exists():
                 link.symlink_to(path.resolve(), target_is_directory=True)
-        return {"data": f"{{name: folder, root: {folder}}}"}
+        return {"data.name": "folder", "data.root": str(folder)}
     with table.open(newline="") as lines, (folder / "images.csv").open("w", newline="") as written:
         rows = csv.DictReader(lines)
         assert rows.fieldnames is not None
         writer = csv.DictWriter(written, rows.fieldnames)
         writer.writeheader()
         writer.writerows(row for row in rows if row["domain"] != domain)
-    return {"data": f"{{name: table, file: {folder / 'images.csv'}, root: {images}}}"}
+    return {"data.name": "table", "data.file": str(folder / "images.csv"), "data.root": str(images)}
 
 
-def run_without(images: Path, domain: str | None, runs: Path, recipe: str, changes: Mapping[str, str]) -> Run:
+def run_without(images: Path, domain: str | None, runs: Path, recipe: str, changes: Mapping[str, Any]) -> Run:
     name = f"without {domain}" if domain else "all"
     data = data_without(images, domain, runs / "data" / name)
-    xdm_ft.run(recipe, {**data, **changes, "name": name, "output.dir": str(runs)})
+    xdm_ft.run(recipe, **{**data, **changes, "name": name, "output.dir": str(runs)})
     return read_run(runs / name)
 
 
@@ -117,7 +120,7 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE")
     given = parser.parse_args()
-    changes = dict(change.split("=", 1) for change in given.changes)
+    changes = {key: yaml.safe_load(value) for key, value in (change.split("=", 1) for change in given.changes)}
     everything = run_without(given.images, None, given.runs, given.recipe, changes)
     reached = {method: means_of(everything, method) for method in _methods(everything)}
     sites = list(next(iter(reached.values())))

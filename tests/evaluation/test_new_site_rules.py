@@ -26,6 +26,7 @@ from xdm_ft.evaluation.few_labels import (
     difference_estimate,
     fewest_answered,
     images_of_groups,
+    paired_interval,
     spread_rows,
     threshold_for,
 )
@@ -192,6 +193,22 @@ def test_the_difference_estimate_has_the_naive_mean_and_saves_labels() -> None:
     twice = difference_estimate(c, np.repeat(c[rows], 2), np.repeat(right[rows], 2), np.repeat(np.arange(200), 2))
     assert twice == pytest.approx(found), "images that are the same twice are one"
     assert difference_estimate(c, c[rows], right[rows], np.zeros(200)) is None
+
+
+def test_intervals_of_what_two_heads_differ_by() -> None:
+    """By hand: 3 of 10 become right and 1 wrong, so that (3 − 1)/12 ± t₁₁ s/√12 of the values with one more of each."""
+    change = np.array([1, 1, 1, -1, 0, 0, 0, 0, 0, 0])
+    spread = (6 / 12 - (2 / 12) ** 2) / 11
+    half = float(t.ppf(0.975, 11)) * spread**0.5
+    assert paired_interval(change) == pytest.approx((2 / 12 - half, 2 / 12 + half))
+    low, high = paired_interval(np.zeros(25, int))
+    assert -high == pytest.approx(low) and low < -0.05, "nothing changed is not nothing can change"
+    assert paired_interval(np.repeat(change, 2), np.repeat(np.arange(10), 2)).low < low + half
+    rng, covered = np.random.default_rng(0), 0
+    for _ in range(400):
+        low, high = paired_interval(rng.choice([1, 0, -1], 25, p=[0.2, 0.72, 0.08]))
+        covered += low <= 0.12 <= high
+    assert covered >= 370
 
 
 def test_thresholds_keep_their_risk() -> None:

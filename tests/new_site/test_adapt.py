@@ -25,7 +25,7 @@ from xdm_ft.new_site import one_more_domain
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import read_stored
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.training.adaptation import NoHarm, adapted_head, do_no_harm
+from xdm_ft.training.adaptation import adapted_head, compared, do_no_harm
 
 SITE = "data/PACS/photo"
 
@@ -41,8 +41,7 @@ def kept(monkeypatch):
     """Cross-validation that finds every head better: whether it does is another test's matter."""
 
     def better(*arguments):
-        shown = do_no_harm(*arguments)
-        return NoHarm(shown.labels, shown.before, shown.labels + 99)
+        return do_no_harm(*arguments)._replace(after=999, better=99)
 
     monkeypatch.setattr(driver, "do_no_harm", better)
 
@@ -148,6 +147,7 @@ def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsy
     rows.append((inside.folder / "data/PACS/sketch/dog/000.png", "adapt", "dog"))
     shutil.copy(files[1], tmp_path / "copy.png")
     rows.append((tmp_path / "copy.png", "adapt", "horse"))
+    rows.append((tmp_path / "copy.png", "evaluate", files[1].parent.name))  # it adapts, so it judges nothing
     with (tmp_path / "site.csv").open("w") as file:
         csv.writer(file).writerows([("path", "for", "label"), *rows])
     found = json.loads(answer(capsys, "model", tmp_path / "site.csv", "--out", tmp_path / "new", "--json")[1])
@@ -155,6 +155,31 @@ def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsy
     assert found["labels"] == len(wanted) and found["training_images"] == 1
     assert found["unlabelled"] == sum(row[1] == "adapt" and not row[2] for row in rows)
     assert (found["copies"], found["copies_with_another_label"]) == (1, 1)
+    random, after = [(row[0], row[2]) for row in rows[:56] if row[1] == "evaluate" and row[2]], load(tmp_path / "new")
+    for model, accuracy in ((load("model"), "before"), (after, "after")):
+        right = model.predict([file for file, _ in random]) == np.array([label for _, label in random])
+        assert found["at_random"][accuracy] == pytest.approx(right.mean())
+    gain = found["at_random"]["after"] - found["at_random"]["before"]
+    low, high = found["at_random"]["interval"]
+    assert found["at_random"]["images"] == len(random) and low <= gain <= high
+    text = after.config.adapted.at_random.to_text()
+    assert f"points ({100 * low:+z.1f} to " in text and f"on {len(random)} images chosen at random" in text
+    assert text in (tmp_path / "new/README.md").read_text().replace("\n", " ")
+
+
+def test_wrong_labels_are_warned_of(inside, capsys, tmp_path, monkeypatch):
+    """Of the labels that the reference head is sure of, more than a fifth are others."""
+    clean = answer(capsys, "model", SITE, "--out", tmp_path / "clean", "--json")[1]
+    assert json.loads(clean)["warnings"] == []
+    monkeypatch.setattr(driver, "SURE", 0.2)
+    for file in sorted(inside.site.glob("dog/*")):
+        target = tmp_path / "site" / "horse" / f"dog{file.name}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    for file in sorted(inside.site.glob("horse/*")):
+        shutil.copytree(file.parent, tmp_path / "site" / "dog", dirs_exist_ok=True)
+    text = answer(capsys, "model", tmp_path / "site", "--out", tmp_path / "new")[1]
+    assert "have another label: look at some of them" in text
 
 
 def test_ten_labels_do_and_unreadable_images_do_not_count(inside, capsys, tmp_path, kept):
@@ -274,8 +299,8 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
     sizes = [sum(map(len, job.split.train)) for job, _ in heads]
     assert sizes == [4 * 56, *[5 * 56 - 14] * 4, 5 * 56]  # the baseline, four folds, all
     assert heads[-1][0].split.train_domains == ("art_painting", "cartoon", "photo", "sketch", "site")
-    assert found["kept"] == out.exists() == (found["after"] - found["before"] > found["needed"])
-    monkeypatch.setattr(one_more_domain, "NoHarm", lambda labels, before, after: NoHarm(labels, before, before + 99))
+    assert found["kept"] == out.exists() == (found["after"] > found["before"] and found["p"] <= 0.3)
+    monkeypatch.setattr(one_more_domain, "compared", lambda *of: compared(*of)._replace(after=999, better=99))
     if not out.exists():
         answer(capsys, *argv)
     model = load(out)

@@ -45,7 +45,7 @@ class Answer:
 def as_json(document: Any) -> str:
     """Returns the text of a JSON document that ends with a newline. NaN and ±∞, which JSON lacks, become null.
 
-    Dataclasses become objects, and paths texts. Everything but ASCII is escaped, so that also a path that is not UTF-8
+    Dataclasses and blocks become objects, and paths texts. Everything but ASCII is escaped, so that also a path that is not UTF-8
     can be read back (`os.fsencode`), and the text is the same in every locale.
     """
     return json.dumps(_plain(document), indent=2, allow_nan=False) + "\n"
@@ -58,6 +58,8 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if hasattr(value, "model_dump"):  # of pydantic, which is not imported here
+        return _plain(value.model_dump())
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

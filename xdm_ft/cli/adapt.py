@@ -14,6 +14,7 @@ from xdm_ft.new_site.adapt import ADVISED, Adaptation, adapt, adapt_run
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import refuse_run
 from xdm_ft.report.finished import is_run
+from xdm_ft.report.words import listed
 from xdm_ft.runtime.errors import UserError, plural, signed
 from xdm_ft.storage.names import expand_user
 from xdm_ft.training.adaptation import DOUBT
@@ -50,20 +51,25 @@ def lines(found: Adaptation) -> Iterator[str]:
     """Yields the text of an adaptation."""
     groups = "images assumed independent" if found.groups is None else plural(found.groups, "group")
     yield f"{plural(found.labels, 'labelled image')}, {groups}"
+    if found.at_random is not None:
+        yield f"gain at this site, on images that adapted nothing: {found.at_random.to_text()}"
     gain = found.after - found.before
     counts = f"{found.after} of {found.labels} correct, {found.before} by the shipped model"
     yield f"cross-validation, for this decision alone: {counts}: {signed(gain, 0)}, p {found.p:.2g} (at most {DOUBT:g})"
     if found.kept:
         yield f"wrote {found.out}: a model for this site alone"
-        command = f"xdm-ft evaluate {shlex.quote(str(found.out))} SITE"
-        yield f"To learn how good it is at this site, evaluate it on other labelled images: {command}"
+        if found.at_random is None:
+            command = f"xdm-ft evaluate {shlex.quote(str(found.out))} SITE"
+            yield f"To learn how good it is at this site, evaluate it on other labelled images: {command}"
     else:
         yield "keep the shipped model: the adapted one is not clearly better here, but could be with more labels"
     if found.labels < ADVISED:
         yield f"{ADVISED} labels or more are advised"
     if found.absent_classes:
-        names = ", ".join(found.absent_classes)
-        yield f"No label of {plural(len(found.absent_classes), 'class')} of the model: {names}"
+        absent = plural(len(found.absent_classes), "class")
+        yield f"No label of {absent} of the model, so nothing is learned of it: {listed(found.absent_classes)}"
+    for warning in found.warnings:
+        yield f"warning: {warning}"
     if found.unlabelled:
         yield f"{plural(found.unlabelled, 'row')} without a label left out"
     yield from left_out(found.unreadable, found.copies, found.copies_with_another_label, found.training_images)

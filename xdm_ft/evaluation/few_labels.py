@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from scipy.special import betaincinv, stdtrit
 from torch import Tensor
 
-from xdm_ft.evaluation.verdicts import ALPHA, Estimate
+from xdm_ft.evaluation.verdicts import ALPHA, Estimate, Interval
 
 ROUNDS = 8  # of k-means
 ROWS_AT_ONCE = 2048  # that are float32 in memory
@@ -194,6 +194,20 @@ def enough_for(half_width: float, grouped: bool = False) -> int:
     return next(n for n in count(2) if widest_half_width(n, grouped) <= half_width)
 
 
+def mean_estimate(values: np.ndarray, groups: np.ndarray | None = None) -> Estimate | None:
+    """Returns the mean of values [n] of random images; None for a single group.
+
+    groups: int64 [n]; None: images are independent. The variance is Σ_g (Σ_{i in g} (v_i − v̄))² · G/(G − 1) / n², which
+    is s²/n for groups of one image.
+    """
+    groups = np.arange(len(values)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    sums = np.bincount(groups, values - values.mean())
+    if len(sums) < 2:
+        return None
+    variance = np.square(sums).sum() * len(sums) / (len(sums) - 1) / len(values) ** 2
+    return Estimate(float(values.mean()), float(variance) ** 0.5, len(sums) - 1)
+
+
 def difference_estimate(
     confidence: np.ndarray, labelled: np.ndarray, right: np.ndarray, groups: np.ndarray | None = None
 ) -> Estimate | None:
@@ -201,17 +215,26 @@ def difference_estimate(
     correct − c over the labelled; None for a single group.
 
     confidence: c = max p of the site's images, float64 [N]; labelled: that of the labelled ones, [n]; right: bool [n];
-    groups: int64 [n], of the labelled images; None: they are independent. The variance is s²/n of the n values, and of
-    groups Σ_g (Σ_{i in g} (v_i − v̄))² · G/(G − 1) / n², which is the same for groups of one image.
+    groups: int64 [n], of the labelled images; None: they are independent.
     """
-    errors = right - labelled
-    groups = np.arange(len(errors)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    sums = np.bincount(groups, errors - errors.mean())
-    if len(sums) < 2 or len(confidence) < 2:
+    errors = mean_estimate(right - labelled, groups)
+    if errors is None or len(confidence) < 2:
         return None
-    of_labelled = np.square(sums).sum() * len(sums) / (len(sums) - 1) / len(errors) ** 2
-    variance = confidence.var(ddof=1) / len(confidence) + of_labelled
-    return Estimate(float(confidence.mean() + errors.mean()), float(variance) ** 0.5, len(sums) - 1)
+    variance = confidence.var(ddof=1) / len(confidence) + errors.error**2
+    return Estimate(float(confidence.mean() + errors.value), float(variance) ** 0.5, errors.freedom)
+
+
+def paired_interval(change: np.ndarray, groups: np.ndarray | None = None) -> Interval:
+    """Returns the 95% interval of the mean of values −1, 0 and 1, [n]: what two classifiers differ by on random images.
+
+    Bonett & Price 2012 (Adjusted Wald Confidence Interval for a Difference of Binomial Proportions Based on Paired
+    Data): as with one more image that becomes right, and one that becomes wrong. `groups` as `mean_estimate`.
+    """
+    groups = np.arange(len(change)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    more = mean_estimate(np.append(change, [1, -1]), np.append(groups, groups.max() + np.array([1, 2])))
+    assert more is not None, "two groups at least"
+    low, high = more.interval()
+    return Interval(max(-1.0, low), min(1.0, high))
 
 
 class Threshold(NamedTuple):

@@ -35,7 +35,7 @@ from xdm_ft.images import Range
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import MAX_SIDE, Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, plural, signed
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import one_line
 
@@ -227,6 +227,23 @@ class ExpectedPerformance(Block):
         return self
 
 
+class AtRandom(Block):
+    """Accuracies on random images of a site, which neither adapted the head nor decided whether to keep it."""
+
+    images: Annotated[int, Field(ge=1)]
+    before: Annotated[float, Field(ge=0, le=1)]
+    after: Annotated[float, Field(ge=0, le=1)]
+    interval: tuple[Signed, Signed]  # 95%, of after − before
+
+    def to_text(self) -> str:
+        """The gain in points, as a clause."""
+        low, high = (signed(100 * end) for end in self.interval)
+        return (
+            f"{signed(100 * (self.after - self.before))} points ({low} to {high}) on {plural(self.images, 'image')} "
+            f"chosen at random, from {100 * self.before:.1f} to {100 * self.after:.1f}%"
+        )
+
+
 class AdaptedConfig(Block):
     """How the head was adapted to one site by labelled images there, as `xdm-ft adapt` does."""
 
@@ -236,6 +253,7 @@ class AdaptedConfig(Block):
     before: Count  # images that the model classified correctly
     after: Count  # the same in cross-validation for the adapted head
     recentred: bool  # whether features were shifted by the mean of the site's images
+    at_random: AtRandom | None = None  # None: no such image had a label
 
 
 class ModelConfig(Block):

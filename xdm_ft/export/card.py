@@ -19,7 +19,7 @@ from xdm_ft.evaluation import sets_noun
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.export import AdaptedConfig, ExpectedPerformance, ModelConfig
-from xdm_ft.runtime.errors import plural, printable, signed
+from xdm_ft.runtime.errors import plural, printable
 
 HUB = "hf-hub:"  # begins the name of a model on the hub
 HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "auroc": "roc_auc"}  # ours → id on the hub
@@ -211,9 +211,10 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
 
 
 def _gain(adapted: AdaptedConfig) -> str:
-    gain = 100 * (adapted.after - adapted.before) / adapted.labels
+    if adapted.at_random is not None:
+        return adapted.at_random.to_text()
     correct = f"{adapted.after} of {adapted.labels} correct, {adapted.before} before"
-    return f"in cross-validation {correct}; {signed(gain)} points"
+    return f"in cross-validation {correct}, which is no measure of the gain at the site"
 
 
 def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[str]:

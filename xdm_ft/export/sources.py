@@ -250,6 +250,7 @@ class Site(NamedTuple):
     domains: np.ndarray  # int64 [n]
     groups: np.ndarray | None  # int64 [n]; None: unknown
     unlabelled: int = 0  # rows of the table that have no label yet, and are left out
+    others: int = 0  # labelled rows of the table for another purpose, which are left out too
 
     def only(self, wanted: Sequence[str]) -> Site:
         """Returns the images of these domains. Raises `UserError` for a name that is not one of them."""
@@ -278,7 +279,7 @@ class _SiteTable(Table):
     optional: ClassVar[Sequence[str]] = (*COLUMNS, FOR)
 
     def __init__(self, file: Path, group: str | None, purpose: Purpose) -> None:
-        self.purpose, self.unlabelled = purpose, 0
+        self.purpose, self.unlabelled, self.others = purpose, 0, 0
         super().__init__(file=file, group=group)
 
     def wanted(self, file: Path, cells: dict[str, list[object]], numbers: Sequence[int]) -> Sequence[int]:
@@ -294,6 +295,7 @@ class _SiteTable(Table):
                 raise UserError(f"{printable(file)}: no row is marked {self.purpose} in the column {FOR}")
         labelled = [row for row in rows if not _is_empty(cells["label"][row])]
         self.unlabelled = len(rows) - len(labelled)
+        self.others = sum(not _is_empty(cell) for cell in cells["label"]) - len(labelled)
         if not labelled:
             marked = f" marked {self.purpose}" if len(rows) < len(numbers) else ""
             raise UserError(f"{printable(file)}: no row{marked} has a label; fill in the column label")
@@ -332,12 +334,12 @@ def read_site(
     except ValueError as error:
         raise UserError(f"--group: {str(group)[:80]} is {error}") from error
     source = expand_user(path, "SITE")
-    unlabelled = 0
+    unlabelled = others = 0
     is_table = path.lower().endswith(TABLES) and not source.is_dir()
     try:
         if is_table:
             table = _SiteTable(source, group, purpose)
-            unlabelled = table.unlabelled
+            unlabelled, others = table.unlabelled, table.others
             names, labels, where, hint = table.class_names, table.labels, f"{printable(source)}: column label", ""
             items = [Item(shown, path) for shown, path in zip(table.shown, table.paths, strict=True)]
             domain_names, domains, groups = table.domain_names, table.domains, table.groups
@@ -362,7 +364,7 @@ def read_site(
         meant = did_you_mean(unknown[0], list(class_names))
         raise UserError(f'{where}: the model has no class "{unknown[0]}"{more}{meant}{hint}')
     labels = np.array([numbers[name] for name in names], np.int64)[labels]
-    return Site(items, labels, domain_names, domains, groups, unlabelled)
+    return Site(items, labels, domain_names, domains, groups, unlabelled, others)
 
 
 def _labelled_images(root: Path, numbers: Mapping[str, int]) -> tuple[list[str], list[str], list[str]]:

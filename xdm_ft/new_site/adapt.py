@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xdm_ft.evaluation.few_labels import paired_interval
 from xdm_ft.experiment.plan import hparams
-from xdm_ft.export import SINGLE, AdaptedConfig, HeadConfig, Parts, build_head, with_prefix
+from xdm_ft.export import SINGLE, AdaptedConfig, AtRandom, HeadConfig, Parts, build_head, with_prefix
 from xdm_ft.export.choose import Choice, chosen_method, read_parts, training_images
 from xdm_ft.export.directory import (
     CHECKSUMS,
@@ -30,7 +31,16 @@ from xdm_ft.new_site.stored import Stored, read_stored, without_site
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.tensors import tensors_of
-from xdm_ft.training.adaptation import FOLDS, NoHarm, adapted_head, do_no_harm
+from xdm_ft.training.adaptation import (
+    DOUBTFUL,
+    FEWEST_SURE,
+    FOLDS,
+    SURE,
+    NoHarm,
+    adapted_head,
+    correct,
+    do_no_harm,
+)
 
 FEWEST, ADVISED = 10, 20  # labelled images
 
@@ -46,8 +56,10 @@ class Adaptation:
     before: int  # images that the model classifies correctly
     after: int  # the same in cross-validation for the adapted head
     p: float  # of the sign test against no gain
+    at_random: AtRandom | None  # what the adapted head does on other images of the site; None: none has a label
     recentred: bool
     absent_classes: tuple[str, ...]  # without a label
+    warnings: tuple[str, ...]
     unlabelled: int  # rows without a label: left out
     copies: int  # of other images here: left out
     copies_with_another_label: int
@@ -68,16 +80,20 @@ class _Labelled:
     def labels(self) -> Tensor:
         return torch.from_numpy(self.site.labels)
 
-    def config(self, model: str, shown: NoHarm, recentred: bool) -> AdaptedConfig:
+    def config(self, model: str, shown: NoHarm, recentred: bool, at_random: AtRandom | None) -> AdaptedConfig:
         groups = None if self.site.groups is None else len(np.unique(self.site.groups))
         return AdaptedConfig(
-            model=model, labels=shown.labels, groups=groups, before=shown.before, after=shown.after, recentred=recentred
-        )
+            model=model, labels=shown.labels, groups=groups, before=shown.before, after=shown.after,
+            recentred=recentred, at_random=at_random,
+        )  # fmt: skip
 
-    def adaptation(self, name: str, path: str, out: Path, shown: NoHarm, config: AdaptedConfig) -> Adaptation:
+    def adaptation(
+        self, name: str, path: str, out: Path, shown: NoHarm, config: AdaptedConfig, warnings: Iterable[str] = ()
+    ) -> Adaptation:
         return Adaptation(
             model=name, site=path, out=out, kept=shown.kept, labels=shown.labels, groups=config.groups,
-            before=shown.before, after=shown.after, p=shown.p, recentred=config.recentred, **self.about,
+            before=shown.before, after=shown.after, p=shown.p, at_random=config.at_random,
+            recentred=config.recentred, warnings=tuple(warnings), **self.about,
         )  # fmt: skip
 
 
@@ -101,6 +117,7 @@ def adapt(
     if not isinstance(head, Linear):
         raise UserError(f"{name}: its head is {config.head.name}; only linear heads can be adapted")
     labelled = _labelled(model, name, path, group, known_training_images(model, name), batch_size)
+    others = _at_random(model, name, path, group, labelled, batch_size)
     z, labels = labelled.z, labelled.labels
     # of logits that are divided by a temperature: what the model says now is where it starts
     weight, bias = (tensor.detach().cpu() / config.temperature for tensor in (head.weight, head.bias))
@@ -109,16 +126,18 @@ def adapt(
         unreadable = labelled.about["unreadable"]
         shift = _shift(model, name, images, stored, labels, prevalence, unreadable, batch_size)
     about = weight, bias, z - shift, labels, stored.heads.mean, stored.heads.deviation
-    shown = do_no_harm(*about, labelled.site.groups, z)
-    before = f"the model whose config.json has the checksum {model.checksum}"
-    adapted = labelled.config(before, shown, images is not None)
+    shown, (linear, moved) = do_no_harm(*about, labelled.site.groups, z), adapted_head(*about)
+    before, at_random = f"the model whose config.json has the checksum {model.checksum}", None
+    if others is not None:
+        was = correct(weight, bias, others.z, others.labels)
+        at_random = gain(was, correct(linear, moved, others.z - shift, others.labels), others.site.groups)
+    adapted = labelled.config(before, shown, images is not None, at_random)
     if shown.kept:
         parts = Parts(config, model.module.encoder, {}, model.reference, model.training_images, checksum=model.checksum)
-        linear, moved = adapted_head(*about)
         parts = _adapted(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
         with new_directory(out) as temporary:
             write_changed(model.folder, parts, temporary)
-    return labelled.adaptation(name, path, out, shown, adapted)
+    return labelled.adaptation(name, path, out, shown, adapted, _doubts(stored, z, labelled.site.labels))
 
 
 def adapt_run(
@@ -145,9 +164,12 @@ def adapt_run(
     if known is None:
         raise UserError(f"{folder}: --method needs the images of the run")
     labelled = _labelled(model, folder, path, group, known, batch_size)
-    name = "site" if "site" not in domains else "new site"
-    shown, state, fit = with_one_more_domain(run, parts, labelled.site, name)
-    adapted = labelled.config(f"{method} of the run {run.path.resolve().name}, trained without them", shown, False)
+    others = _at_random(model, folder, path, group, labelled, batch_size)
+    name, random = "site" if "site" not in domains else "new site", None if others is None else others.site
+    made = with_one_more_domain(run, parts, labelled.site, random, name)
+    shown, state, fit, before = made.shown, made.state, made.fit, f"{method} of the run {run.path.resolve().name}"
+    at_random = None if random is None else gain(*made.at_random, random.groups)
+    adapted = labelled.config(f"{before}, trained without them", shown, False, at_random)
     if shown.kept:
         model_of_fit, method_here = fit.model, {key: value for key, value in of_all.items() if key != "trial"}
         settings = hparams(model_of_fit.item, model_of_fit.training)
@@ -171,12 +193,35 @@ def adapt_run(
 def _labelled(
     model: Model, name: str, path: str, group: str | None, known: np.ndarray | None, batch_size: int | None
 ) -> _Labelled:
-    """Reads the labelled images. `known`: checksums of the images that trained the model. Raises `UserError`."""
+    """Reads the images that adapt. `known`: checksums of the images that trained the model. Raises `UserError`."""
     class_names = model.config.class_names
     site = read_site(path, class_names, model.config.renamed, group, "adapt")
     if len(site.domain_names) > 1:
         named = ", ".join(site.domain_names[:8])
         raise UserError(f"{path}: holds {len(site.domain_names)} domains ({named}); a model is adapted to one site")
+    labelled = _that_count(model, name, path, site, known, batch_size)
+    labels, trained = labelled.labels, labelled.about["training_images"]
+    _refuse(path, labels, labelled.site.groups, trained, class_names)
+    labelled.about["absent_classes"] = tuple(n for i, n in enumerate(class_names) if not (labels == i).any())
+    return labelled
+
+
+def _at_random(
+    model: Model, name: str, path: str, group: str | None, adapting: _Labelled, batch_size: int | None
+) -> _Labelled | None:
+    """Reads the images that `label` drew at random, but those that train or adapt; None: no two groups have a label."""
+    if not adapting.site.others:
+        return None
+    site = read_site(path, model.config.class_names, model.config.renamed, group, "evaluate")
+    known = [known for known in (known_training_images(model, name), adapting.content) if known is not None]
+    found = _that_count(model, name, path, site, np.concatenate(known), batch_size)
+    units = found.labels if found.site.groups is None else np.unique(found.site.groups)
+    return found if len(units) > 1 else None
+
+
+def _that_count(
+    model: Model, name: str, path: str, site: Site, known: np.ndarray | None, batch_size: int | None
+) -> _Labelled:
     every = distinct(site.items, known)
     left, unreadable = every.untrained(), dict[str, str]()
     items = [site.items[row] for row in left.rows]
@@ -191,10 +236,27 @@ def _labelled(
         "training_images": every.training_images,
         "unreadable": unreadable,
     }
-    site = site.rows(rows)
-    _refuse(path, torch.from_numpy(site.labels), site.groups, about["training_images"], class_names)
-    about["absent_classes"] = tuple(n for i, n in enumerate(class_names) if not (site.labels == i).any())
-    return _Labelled(site, left.content[read], z, about)
+    return _Labelled(site.rows(rows), left.content[read], z, about)
+
+
+def gain(before: Tensor, after: Tensor, groups: np.ndarray | None) -> AtRandom:
+    """Returns what two heads do on random images. before, after: which are classified correctly, bool [n]."""
+    interval = paired_interval(after.numpy().astype(int) - before.numpy().astype(int), groups)
+    return AtRandom(
+        images=len(before), before=float(before.double().mean()), after=float(after.double().mean()), interval=interval
+    )
+
+
+def _doubts(stored: Stored, z: Tensor, labels: np.ndarray) -> Iterator[str]:
+    """Yields a line if labels contradict the reference head where it is sure: they, or it, may be wrong."""
+    p = stored.seen(z).p
+    sure = p.max(1) >= SURE
+    contrary = int((p.argmax(1) != labels)[sure].sum())
+    if sure.sum() >= FEWEST_SURE and contrary > DOUBTFUL * sure.sum():
+        yield (
+            f"{contrary} of the {sure.sum()} images of which the reference head is sure (p of {SURE:g} or more) have "
+            "another label: look at some of them; wrong labels may be why nothing is gained"
+        )
 
 
 def features_of(model: Model, images: Iterable[Readable]) -> tuple[Tensor, np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,19 +57,30 @@ class WithSite(ImageDataset):
         return content if isinstance(content, bytes) else os.fspath(content)
 
 
-def with_one_more_domain(run: Run, parts: Parts, site: Site, name: str) -> tuple[NoHarm, dict[str, Tensor], Fit]:
+class WithOneMore(NamedTuple):
+    """A head that was trained with a site."""
+
+    shown: NoHarm  # in 4-fold cross-validation over the site's images, against training without any of them
+    at_random: tuple[Tensor, Tensor]  # which random images are classified correctly, before and after, bool [m]
+    state: dict[str, Tensor]  # weights of the head
+    fit: Fit  # settings of the training
+
+
+def with_one_more_domain(run: Run, parts: Parts, site: Site, random: Site | None, name: str) -> WithOneMore:
     """Trains the method of a model of the run with its settings on all images of the run and those of the site.
 
-    Returns what 4-fold cross-validation over the site's images shows, against the same training without any of them,
-    the weights of the head, and the settings of the training. `parts`: a model of the method, whose encoder is frozen.
-    Raises `UserError`.
+    `random`: images there that train nothing. `parts`: a model of the method, whose encoder is frozen. Raises
+    `UserError`.
     """
+    every = site
+    if random is not None:
+        every = Site([*site.items, *random.items], np.concatenate([site.labels, random.labels]), (), site.domains, None)
     label, seed = str(parts.config.method["label"]), int(run.results["recipe"]["protocol"]["seeds"][0])
 
     def with_site(dataset: ImageDataset) -> ImageDataset:
         if dataset.decoder != decoder_of(dataset.intensity):
             raise UserError(f"{run.path}: its images are not files, so a site cannot join their domains")
-        return WithSite(dataset, site, name)
+        return WithSite(dataset, every, name)
 
     with prepared_run(run, label, with_site) as (plan, prepared):
         dataset = plan.dataset
@@ -80,12 +92,12 @@ def with_one_more_domain(run: Run, parts: Parts, site: Site, name: str) -> tuple
         if fit.model.item.reads_normalized:
             features = features.normalized()
         of_run = np.flatnonzero(usable(dataset, unreadable))
-        of_site = np.arange(len(dataset), len(both))
-        labels, fold = torch.from_numpy(site.labels), folds_of(of_site if site.groups is None else site.groups)
+        of_site, at_random = np.split(np.arange(len(dataset), len(both)), [len(site.items)])
+        labels, fold = torch.from_numpy(every.labels), folds_of(of_site if site.groups is None else site.groups)
 
         def trained(rows: np.ndarray) -> tuple[CachedPredictor, dict[str, Tensor]]:
-            every = np.concatenate([of_run, rows])
-            split = split_of_rows(both, (), np.unique(both.domains[every]).tolist(), every, {})
+            rows = np.concatenate([of_run, rows])
+            split = split_of_rows(both, (), np.unique(both.domains[rows]).tolist(), rows, {})
             job = replace(fit, model=replace(fit.model, split=split)).job(plan, prepared, seed)
             return CachedPredictor(job, features), dict(trained_head(job, features, plan.annotations))
 
@@ -94,12 +106,13 @@ def with_one_more_domain(run: Run, parts: Parts, site: Site, name: str) -> tuple
             return predicted == labels[torch.from_numpy(rows - len(dataset))]
 
         with progress("training with the site", 2 + FOLDS, "heads") as bar:
-            before = right(trained(of_site[:0]), of_site)
+            without = trained(of_site[:0])
+            before, after = right(without, of_site), torch.zeros(len(of_site), dtype=torch.bool)
             bar.advance()
-            after = torch.zeros_like(before)
             for number in range(FOLDS):
                 out = fold == number
                 after[torch.from_numpy(out)] = right(trained(of_site[~out]), of_site[out])
                 bar.advance()
-            state = trained(of_site)[1]
-        return compared(before, after, site.groups), state, fit
+            made = trained(of_site)
+        both_right = right(without, at_random), right(made, at_random)
+        return WithOneMore(compared(before, after, site.groups), both_right, made[1], fit)
