@@ -45,8 +45,8 @@ class Answer:
 def as_json(document: Any) -> str:
     """Returns the text of a JSON document that ends with a newline. NaN and ±∞, which JSON lacks, become null.
 
-    Dataclasses and blocks become objects, and paths texts. Everything but ASCII is escaped, so that also a path that is not UTF-8
-    can be read back (`os.fsencode`), and the text is the same in every locale.
+    Dataclasses and blocks become objects, and paths texts. Everything but ASCII is escaped, so that also a path that is
+    not UTF-8 can be read back (`os.fsencode`), and the text is the same in every locale.
     """
     return json.dumps(_plain(document), indent=2, allow_nan=False) + "\n"
 
