@@ -49,13 +49,12 @@ def test_one_run(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
     assert main(["report", "one"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(
-        "On a new domain expect about 55.0%; 2 held-out domains give no interval. Method: erm. "
-        "erm 55.0 → a|<script>\\n\\x1b"
+        "On a new domain expect about 65.0%; 2 held-out domains give no interval. Method: a|<script>\\n\\x1b"
     )
     ranks = (
-        "A new site like these lies below the worst of the 2 held-out ones (40.0%) with probability 1 in 3, between "
+        "A new site like these lies below the worst of the 2 held-out ones (50.0%) with probability 1 in 3, between "
     )
-    assert f"{ranks}worst and best with 1 in 3. Validation images chose erm. " in out
+    assert f"{ranks}worst and best with 1 in 3. a|<script>" in out and "is chosen by its results on domains held" in out
     assert all(word in out for word in ("selection: train_val", "65.0 ± 0.0", "All metrics", "worst domain"))
     assert all(line.isprintable() for line in f"{out}{err}".splitlines())
     assert err == "wrote one/results.md, one/results.csv, one/report.html\n" and pages == [{}]

@@ -33,12 +33,13 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
     notes = each_once((row.method, note) for row in rows for note in (row.reason, *(row.flags or ())))
     means = {row.method: row.mean for row in rows if row.mean is not None}
     best_row = (max if HIGHER_IS_BETTER[rows[0].metric] else min)(means, key=lambda method: means[method], default=None)
-    if len(rows) > 1 and rule != ORACLE and best_row != run.chosen:
+    chosen_by_it = run.choice is not None and bool(run.choice.at)  # the same values have chosen it
+    if len(rows) > 1 and rule != ORACLE and (best_row != run.chosen or chosen_by_it):
         luck = words.scaled(luck_of_the_best([row.stderr for row in rows if row.stderr]), rows[0].metric)
         if float(luck):
             unit = words.unit_of_difference(rows[0].metric)
             best = f"If all rows were equally good, the best by test value would be about {luck} {unit} too good"
-            notes = [f"{best}; the method that validation chose is not.", *notes]
+            notes = [f"{best}; the quoted value is not.", *notes]
     evaluations = {row.method: (row.budget or {}).get("gradient_evaluations") for row in rows}
     in_steps = [row for row in rows if (taken := evaluations[row.method]) and taken["high"] > 0]
     budgets = grouped(in_steps, lambda row: budget_text({"budget": row.budget}))
