@@ -7,17 +7,20 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from bank_problems import CLASSES, WIDTH, digits, head_logits, job_of, split_of, spoiled
+from threadpoolctl import threadpool_info, threadpool_limits
 from torch import Tensor
 
-from xdm_ft.algorithms import LossAverage, Setup, normalised_sample_weight
+from xdm_ft.algorithms import LossAverage, Setup, linear_probe, normalised_sample_weight
 from xdm_ft.algorithms.linear_probe import Candidate, LinearProbe
 from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.runtime.progress import pulse
@@ -88,6 +91,33 @@ def test_other_ways_to_the_same_optimum(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("xdm_ft.algorithms.linear_probe.BLOCK_BYTES", 8 * WIDTH * 50)  # 50 images
     assert len(z) > 100
     assert_near(tuple(LinearProbe(setup, strengths=STRENGTHS, tolerance=1e-6).solve(z, batch)), tolerance=1e-3)
+
+
+def test_weights_are_bit_equal_on_one_thread_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two read blocks of images side by side, while torch and the BLAS of SciPy keep to one each."""
+    setup, z, batch = problem()
+    monkeypatch.setattr(linear_probe, "BLOCK_BYTES", 8 * WIDTH * 50)
+    seen, logits, value = set[tuple[bool, int]](), linear_probe._logits, linear_probe._Problem.value_and_gradient
+
+    def seen_logits(*given: Tensor) -> Tensor:
+        seen.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return logits(*given)
+
+    def value_beside_others(*given: Any) -> Any:
+        assert {of["num_threads"] for of in threadpool_info() if of["user_api"] == "blas"} == {1}
+        return value(*given)
+
+    monkeypatch.setattr(linear_probe, "_logits", seen_logits)
+    monkeypatch.setattr(linear_probe._Problem, "value_and_gradient", value_beside_others)
+    heads = list[list[Tensor]]()
+    for threads in (1, 2):
+        seen.clear()
+        solver = LinearProbe(setup, strengths=STRENGTHS)
+        solver.threads = threads
+        with threadpool_limits(2, "blas"):
+            heads.append([tensor for candidate in solver.solve(z, batch) for tensor in candidate.head.values()])
+        assert seen == {(threads == 1, 1)}
+    assert all(map(torch.equal, *heads)) and len(heads[0]) == 2 * len(STRENGTHS)
 
 
 @pytest.mark.slow

@@ -324,6 +324,7 @@ class Solver(Method):
     inverses: int = 0  # [K,K] matrices that it inverts, roughly
     candidates: int = 1  # number of candidates that `solve` yields
     class_means: bool = False  # whether its head holds means over the training images of a class
+    threads: int = 1  # that `solve` may use on a CPU, each torch operation on one; results do not depend on it
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Setup, Solver
@@ -65,16 +68,17 @@ class LinearProbe(Solver):
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
         dtype = torch.float32 if self.tolerance >= FINEST_IN_FLOAT32 else torch.float64
         y, weight = batch.y.to(z.device), self.image_weight(batch).to(z.device)
-        images = _Images(z, y, weight, self.setup.task.num_classes, dtype)
-        gram = _gram(images)
-        unit = float(gram.diagonal()[:-1].mean())  # the features' mean square
-        path: list[Tensor] = []
-        for index, strength in enumerate(self.strengths):
-            start = self._start(path, gram)
-            path.append(self._minimum(_Problem(images, strength * unit, gram, start), strength))
-            head = path[-1].float().cpu()
-            hparams = {"strength": strength, "l2": strength * unit}
-            yield Candidate.linear(index, head[:, :-1].clone(), head[:, -1].clone(), hparams)
+        with ThreadPoolExecutor(self.threads) as pool:
+            images = _Images(z, y, weight, self.setup.task.num_classes, dtype, self.threads, pool)
+            gram = _gram(images)
+            unit = float(gram.diagonal()[:-1].mean())  # the features' mean square
+            path: list[Tensor] = []
+            for index, strength in enumerate(self.strengths):
+                start = self._start(path, gram)
+                path.append(self._minimum(_Problem(images, strength * unit, gram, start), strength))
+                head = path[-1].float().cpu()
+                hparams = {"strength": strength, "l2": strength * unit}
+                yield Candidate.linear(index, head[:, :-1].clone(), head[:, -1].clone(), hparams)
 
     def _start(self, path: list[Tensor], gram: Tensor) -> Tensor:
         """Returns a guess of the next optimum, [C,K+1]: the last two, extrapolated linearly in log l2."""
@@ -91,14 +95,11 @@ class LinearProbe(Solver):
         """Returns the optimum [C,K+1] by L-BFGS; logs a warning if it stops before the tolerance is reached."""
         from scipy.optimize import minimize
 
-        end = minimize(
-            problem.value_and_gradient,
-            problem.start,
-            jac=True,
-            method="L-BFGS-B",
-            # ftol 0: with a weak penalty scipy would stop at a small decrease of the loss, far from the optimum
-            options={"gtol": self.tolerance, "ftol": 0, "maxiter": MAX_ITERATIONS, "maxcor": MEMORY, "maxls": 50},
-        )
+        # ftol 0: with a weak penalty scipy would stop at a small decrease of the loss, far from the optimum
+        options = {"gtol": self.tolerance, "ftol": 0, "maxiter": MAX_ITERATIONS, "maxcor": MEMORY, "maxls": 50}
+        # scipy's own threads would wait for cores that other processes use; torch's setting does not reach them
+        with threadpool_limits(1, "blas"):
+            end = minimize(problem.value_and_gradient, problem.start, jac=True, method="L-BFGS-B", options=options)
         largest = float(np.abs(end.jac).max())
         if largest > self.tolerance:
             logger.warning(
@@ -110,19 +111,29 @@ class LinearProbe(Solver):
 
 
 class _Images(NamedTuple):
-    """The n training images, of which passes read one block after the other: nothing else has the features' size."""
+    """The n training images, which passes read in blocks: nothing else has the features' size."""
 
     z: Tensor  # [n,K]
     y: Tensor  # int64 [n]
     weight: Tensor  # float64 [n], each image's factor in the mean loss
     classes: int
     dtype: torch.dtype  # of the products with z
+    threads: int  # blocks at a time
+    pool: ThreadPoolExecutor
 
-    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields z [b,K] in `dtype`, y [b] and weight [b] of each block."""
-        rows = max(1, BLOCK_BYTES // (8 * max(self.z.shape[1], self.classes)))
-        for z, y, weight in zip(*(field.split(rows) for field in self[:3]), strict=True):
-            yield z.to(self.dtype), y, weight
+    def sums(self, work: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+        """Returns the sums, in the order of the blocks, of what `work` returns of z [b,K], y [b] and weight [b]."""
+
+        def of_block(block: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return work(block[0].to(self.dtype), block[1], block[2])
+
+        rows, totals = max(1, BLOCK_BYTES // (8 * max(self.z.shape[1], self.classes))), list[Tensor]()
+        blocks = list(zip(*(field.split(rows) for field in (self.z, self.y, self.weight)), strict=True))
+        run = self.pool.map if self.threads > 1 else map
+        for first in range(0, len(blocks), self.threads):  # not all at once: results wait in memory
+            for parts in run(of_block, blocks[first : first + self.threads]):
+                totals = [total.add_(part) for total, part in zip(totals, parts, strict=True)] if totals else [*parts]
+        return totals
 
 
 class _Problem:
@@ -152,23 +163,27 @@ class _Problem:
     def value_and_gradient(self, v: np.ndarray) -> tuple[float, np.ndarray]:
         pulse.beat()  # one candidate may need many of these calls, each of them long
         coefficients = self.coefficients(v)
-        loss = (coefficients.square() @ self.penalty).sum() / 2
-        gradient = coefficients * self.penalty  # [C,K+1]
-        for z, y, weight in self.images.blocks():
-            log_probability = _logits(coefficients, z).log_softmax(0)  # [C,b]
-            true = y[None]  # [1,b]
-            loss -= log_probability.gather(0, true)[0] @ weight
-            residual = log_probability.exp_().scatter_add_(0, true, torch.full_like(weight, -1.0)[None]).mul_(weight)
-            gradient[:, :-1] += (residual.to(z.dtype) @ z).double()
-            gradient[:, -1] += residual.sum(1)
+        loss, product, bias = self.images.sums(partial(self._of_block, coefficients))
+        loss += (coefficients.square() @ self.penalty).sum() / 2
+        gradient = torch.cat([product, bias[:, None]], 1) + coefficients * self.penalty  # [C,K+1]
         return float(loss), _to_numpy(gradient @ self.inverse.T)
+
+    def _of_block(self, coefficients: Tensor, z: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns Σ_i w_i ℓ_i of a block, and its gradient by W [C,K] and b [C], in float64."""
+        log_probability = _logits(coefficients, z).log_softmax(0)  # [C,b]
+        true = y[None]  # [1,b]
+        loss = -(log_probability.gather(0, true)[0] @ weight)
+        residual = log_probability.exp_().scatter_add_(0, true, torch.full_like(weight, -1.0)[None]).mul_(weight)
+        return loss, (residual.to(z.dtype) @ z).double(), residual.sum(1)
 
     def _spread(self, start: Tensor) -> Tensor:
         """Returns p̄: the mean over classes of Σ_i w_i p_i (1 − p_i), in float64."""
-        total = torch.zeros_like(start[:, 0])  # [C]
-        for z, _, weight in self.images.blocks():
+
+        def of_block(z: Tensor, _: Tensor, weight: Tensor) -> tuple[Tensor]:
             probability = _logits(start, z).softmax(0)  # [C,b]
-            total += (probability * (1 - probability)) @ weight
+            return ((probability * (1 - probability)) @ weight,)  # [C]
+
+        [total] = self.images.sums(of_block)
         # if the start separates the classes, p(1 − p) is about 0, and M singular in the bias, which has no penalty
         return total.mean().clamp(min=1e-9)
 
@@ -180,12 +195,12 @@ def _logits(coefficients: Tensor, z: Tensor) -> Tensor:
 
 def _gram(images: _Images) -> Tensor:
     """Returns Σ_i w_i x_i x_iᵀ in float64, [K+1,K+1]."""
-    width = images.z.shape[1]
-    gram = images.weight.new_zeros(width + 1, width + 1)
-    for z, _, weight in images.blocks():
+
+    def of_block(z: Tensor, _: Tensor, weight: Tensor) -> tuple[Tensor]:
         x = F.pad(z.double(), (0, 1), value=1.0)  # [b,K+1], 1 for the bias
-        gram += (x.T * weight) @ x
-    return gram
+        return ((x.T * weight) @ x,)
+
+    return images.sums(of_block)[0]
 
 
 def _to_numpy(values: Tensor) -> np.ndarray:

@@ -169,7 +169,7 @@ def do_pieces(
                 in_process = dataclasses.replace(context, directory=directory)
                 for piece in queue:
                     if directory.take(piece.name):
-                        records = do_piece(in_process, piece, measure, progress)
+                        records = do_piece(in_process, piece, measure, progress, own_cores() // processes)
                         if number == 0:  # a fork's are in the run directory
                             results.add(records)
 
@@ -186,10 +186,13 @@ def do_pieces(
         wait_for_everyone(accelerator)
 
 
-def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunProgress) -> list[Record]:
+def do_piece(
+    context: RunContext, piece: Piece, measure: Measure, progress: RunProgress, threads: int = 1
+) -> list[Record]:
     """Trains a piece, saves the outcome that `measure` returns for each wanted model, then forgets the checkpoint.
 
-    The numbers do not depend on the process that does it. A model that trains end to end is saved by the main process.
+    The numbers do not depend on the process that does it, nor on the `threads` of a solver. A model that trains end to
+    end is saved by the main process.
     """
     plan, accelerator, item, job = context.plan, context.accelerator, piece.item, piece.jobs[0]
     prepared, data = context.prepared.for_method(item), (plan.annotations, piece.criteria)
@@ -229,7 +232,7 @@ def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunP
     ):
         if item.is_solver:
             features = prepared.features_of(job)
-            trained = [solve(job, features, *data, bar)]
+            trained = [solve(job, features, *data, bar, threads)]
             predictor = CachedPredictor(job, features)
         elif not piece.is_end_to_end:
             features = prepared.features_of(job)

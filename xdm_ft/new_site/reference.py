@@ -43,6 +43,7 @@ from xdm_ft.recipe.method import MethodCommon, MethodItem
 from xdm_ft.recipe.settings import Cluster
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Training
@@ -348,7 +349,7 @@ def trained_head(job: Job, features: Features, annotations: Annotations) -> Mapp
     """Trains the head of a final fit and returns its weights. Raises `UserError` if there are none."""
     criteria = Criteria((FINAL_FIT,), "accuracy")
     if isinstance(job.new_method(), Solver):
-        trained = solve(job, features, annotations, criteria)
+        trained = solve(job, features, annotations, criteria, threads=own_cores())
     else:
         [trained] = train_chunk([job], features, annotations.to(features.device), criteria, record=_nothing)
     if trained.failure is not None:

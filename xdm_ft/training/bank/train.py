@@ -244,16 +244,23 @@ class _Chunk(TrainingState):
 
 
 def solve(
-    job: Job, features: Features, annotations: Annotations, criteria: Criteria, bar: Progress | None = None
+    job: Job,
+    features: Features,
+    annotations: Annotations,
+    criteria: Criteria,
+    bar: Progress | None = None,
+    threads: int = 1,
 ) -> Trained:
     """Returns the solver's candidates that the selection rules pick, offered in its order. Deterministic on a CPU.
 
     `features` must be L2-normalised if the solver is `normalized`. `Selected.step` is the candidate's index in the
-    path, `Selected.hparams` the hyper-parameters that the solver varied. `bar` counts the candidates.
+    path, `Selected.hparams` the hyper-parameters that the solver varied. `bar` counts the candidates; the solver may
+    use `threads`, while torch uses one.
     """
     started, bar = time.perf_counter(), bar or unseen()
     solver, classes, selector = job.new_method(), job.setup.task.num_classes, Selector(criteria, 0)
     assert isinstance(solver, Solver)
+    solver.threads = threads if features.device.type == "cpu" else 1
     solver.eval()
     rows_of, predictor = rows_of_rules(job, criteria.rules), CachedPredictor(job, features)
     images = {r: RuleImages(split_of(r), rows, annotations, criteria.metric, classes) for r, rows in rows_of.items()}
