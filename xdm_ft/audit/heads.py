@@ -169,14 +169,17 @@ class Study:
     def _rule_split(self, split: Split) -> str:
         return split_of(self._rule(split))
 
-    def _job(self, split: Split, seed: int, rule: str) -> Job:
+    def model(self, split: Split, seed: int) -> PlannedModel:
         training = self.plan.recipe.training
         rows = sum(map(len, split.train))
         steps = steps_of(training.steps, training.epochs, rows, training.images_per_step(len(split.train)))
-        if rule == FINAL_FIT:
+        if self._rule(split) == FINAL_FIT:
             training = training.model_copy(update={"patience": None})
-        model = PlannedModel(ModelKey(self.item.label, split.test_domains, seed, 0), self.item, training, split, steps)
-        return make_job(self.plan, self.prepared, model, {FINAL_FIT: {steps: 1.0}} if rule == FINAL_FIT else {})
+        return PlannedModel(ModelKey(self.item.label, split.test_domains, seed, 0), self.item, training, split, steps)
+
+    def _job(self, split: Split, seed: int, rule: str) -> Job:
+        model = self.model(split, seed)
+        return make_job(self.plan, self.prepared, model, {FINAL_FIT: {model.steps: 1.0}} if rule == FINAL_FIT else {})
 
 
 def recipe_of_heads(recipe: Recipe) -> Recipe:

@@ -57,10 +57,7 @@ def label_scores(study: Study) -> Labels | None:
     fold_of = folds(stratum, None if dataset.groups is None else dataset.groups[rows], FOLDS)
     if fold_of is None or len(np.unique(labels)) < 2:
         return None
-    seeds, wanted = study.seeds[:MAX_SEEDS], list[Wanted]()
-    steps = max(STEPS, EPOCHS * len(rows) // BATCH)
-    lr = min(HIGHEST_RATE, RATE / study.features.width)
-    study = study.with_heads(Training(sampler="pooled", batch_size=BATCH, steps=steps, lr=lr))
+    seeds, wanted, study = study.seeds[:MAX_SEEDS], list[Wanted](), study.with_heads(training_of(study))
     p, unseen = np.zeros((len(rows), len(dataset.class_names)), np.float32), np.zeros(len(rows), bool)
     for fold in range(FOLDS):
         train, tested = rows[fold_of != fold], torch.from_numpy(rows[fold_of == fold])
@@ -76,6 +73,12 @@ def label_scores(study: Study) -> Labels | None:
     score = np.where(unseen, 0.0, of_label - p[every, suggested])
     p[every, labels], p[every, suggested] = of_label, 0
     return Labels(rows, score, suggested, np.where(unseen, 1.0, of_label + p.sum(1, dtype=np.float64)))
+
+
+def training_of(study: Study) -> Training:
+    steps = max(STEPS, EPOCHS * len(study.readable) // BATCH)
+    lr = min(HIGHEST_RATE, RATE / study.features.width)
+    return Training(sampler="pooled", batch_size=BATCH, steps=steps, lr=lr)
 
 
 def confused(study: Study, labels: Labels) -> list[tuple[str, str, int]]:

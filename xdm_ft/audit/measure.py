@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,18 +18,19 @@ from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.encoder import Aligned, aligned_accuracy, aligned_halves, encoder_facts, prompt_cosines
 from xdm_ft.audit.facts import FactRow, facts_findings
 from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
-from xdm_ft.audit.labels import Labels, confused, label_costs, label_scores
+from xdm_ft.audit.labels import FOLDS, MAX_SEEDS, Labels, confused, label_costs, label_scores, training_of
 from xdm_ft.audit.twins import domain_pairs, units_of
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
+from xdm_ft.experiment.estimate import heads_time
 from xdm_ft.experiment.faults import roles
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, image_hashes, prepare
 from xdm_ft.images.facts import image_facts
 from xdm_ft.protocol.site_class import site_class_of
-from xdm_ft.protocol.splits import Split
+from xdm_ft.protocol.splits import Split, split_of_rows
 from xdm_ft.recipe.method import encoder_label
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import AUDIT_VERSION, Run
@@ -42,6 +44,7 @@ from xdm_ft.storage.lines import csv_line, with_checksum
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+logger = logging.getLogger("xdm_ft")
 Json = dict[str, Any]
 LISTED = 20  # pairs and images in audit.json; the tables have all
 FACTS_OF = 20_000  # images at most whose files are read again
@@ -95,6 +98,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), o
     # those that affect an estimate first
     order = sorted(range(len(pairs)), key=lambda i: not (pairs[i].sure and straddles[i]))
     pairs, straddles = [pairs[i] for i in order], [straddles[i] for i in order]
+    logger.info("audit: %s to train heads", _time(study, len(units)))
     scores = label_scores(study)
     doubtful = [] if scores is None else _doubtful(study, scores)
     twins = domain_pairs(study, units, nearest_shares(near, unit_of[domains], len(units)))
@@ -150,6 +154,16 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), o
         sheet = copies_sheet(both, f"Copies in {document['name']}")
     _write(folder, document, copies, labels_table, sheet)
     return document
+
+
+def _time(study: Study, units: int) -> str:
+    """Returns the time to train the heads: of labels, of pairs of domains, and of three changes of what trains."""
+    rows, of_labels = study.readable, study.with_heads(training_of(study))
+    every = split_of_rows(study.dataset, ("fold",), np.unique(study.dataset.domains[rows]).tolist(), rows, {})
+    folds = [of_labels.model(every, seed) for seed in study.seeds[:MAX_SEEDS]] * FOLDS
+    held_out = [study.model(split, seed) for seed, split in study.heads] * (1 + 2 * (units - 1) + 3)
+    groups = [(models, 1) for models in (folds, held_out) if models]
+    return heads_time(study.plan, study.prepared.for_method(study.item).encoder, study.features.device, groups)
 
 
 def nearest_shares(near: Neighbours, units: np.ndarray, number: int) -> np.ndarray:

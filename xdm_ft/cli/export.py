@@ -7,7 +7,6 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from PIL import Image
@@ -29,7 +28,6 @@ from xdm_ft.new_site.reference import with_site
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import ORACLE, Run, read_run
-from xdm_ft.report.words import seconds_text
 from xdm_ft.runtime.errors import UserError
 
 COMPARED_IMAGES = 8  # that ONNX Runtime and torch are compared on
@@ -184,13 +182,8 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     if ensemble and next(item for item in recipe.methods if item.label == method).is_solver:
         problem = f"on all images, {method} has the same head under every seed; leave it out"
         raise UserError(f"{run.path}: --ensemble: {problem}")
-    seconds = median(record.train_seconds or 0.0 for record in run.records if record.method == method)
-    logger.info(
-        "%s: trains the final fit of %s on all labelled images%s: about %s s after reading the features (one "
-        "model of the run took %s s)",
-        run.path, method, f" under {seeds} seeds" if seeds > 1 else "", seconds_text(seeds * seconds),
-        seconds_text(seconds),
-    )  # fmt: skip
+    of_seeds = f" under {seeds} seeds" if seeds > 1 else ""
+    logger.info("%s: trains the final fit of %s on all labelled images%s", run.path, method, of_seeds)
     run_recipe(recipe, [Wanted(method, ensemble)])
     run = read_run(run.path)
     final = run.final_fits.get(method)

@@ -8,10 +8,9 @@ random numbers of the run stay as they were.
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xdm_ft.algorithms import Solver
 from xdm_ft.cut.cut import Below
 from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation import ModelKey
@@ -38,7 +38,7 @@ from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, own_cores
+from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, on_gpu, own_cores
 from xdm_ft.runtime.progress import duration
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Job
@@ -55,6 +55,7 @@ Encoders = Mapping[str | None, Encoder]
 """By their labels in results, as `build_encoders` returns them."""
 SMALL_SECONDS = 30.0  # a run that surely takes no longer is not measured
 MEASURING_SECONDS = 2.0  # for the heads of all methods together
+BRIEF_SECONDS = 0.3  # for heads of one kind
 SECONDS_PER_MODEL = 0.01  # to test a model and to write its files
 TIMING_SECONDS = 0.1  # of a batch, which is repeated so long
 DECODED_IMAGES = 4  # that are timed
@@ -66,6 +67,10 @@ MAX_NAMED = 5  # methods that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
 # is decoded, operations per second
 STEP, IMAGE, SPEED = 2e-3, 5e-3, 1e10
+
+
+def tens(seconds: float) -> str:
+    return duration(max(10.0, round(seconds, -1)))  # an estimate is not better than that
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,6 @@ class Estimate:
             return f"the time could not be measured ({self.problem})"
         if self.features is None or self.training is None:
             return "less than a minute"
-
-        def tens(seconds: float) -> str:
-            return duration(max(10.0, round(seconds, -1)))  # an estimate is not better than that
-
         total = self.features + self.training
         text = f"about {tens(total)}"
         if total > 100 and min(self.features, self.training) > 0.05 * total:
@@ -176,6 +177,25 @@ def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, trained
         count, of_methods = f"{left.total()} of {count}", f" ({', '.join(named)})"
     time = estimate(plan, encoders, accelerator, trained)
     return f"{time.device}: {count} to train{of_methods}, {time.text()}"
+
+
+def training_time(plan: Plan, encoder: Encoder, accelerator: Accelerator, models: Sequence[PlannedModel]) -> str:
+    """Returns the time to train models of one method, by which features are read from the cache."""
+    try:
+        with torch.random.fork_rng():
+            work = Work(plan, models[0].item.encoder_label, encoder, accelerator, models)
+            return f"about {tens(work.training(BRIEF_SECONDS))}"
+    except Exception as error:  # the training reports what is wrong, if it is wrong there too
+        return f"time not measured ({type(error).__name__})"
+
+
+def heads_time(
+    plan: Plan, encoder: Encoder, device: torch.device, groups: Iterable[tuple[Sequence[PlannedModel], int]]
+) -> str:
+    """Returns the time to train groups of heads on cached features, each so many times, in one process."""
+    with torch.random.fork_rng(), one_thread():
+        seconds = [n * sum(pieces_seconds(plan, encoder, device, models, threads=own_cores())) for models, n in groups]
+    return f"about {tens(sum(seconds))}"
 
 
 class ImageSeconds(NamedTuple):
@@ -304,18 +324,20 @@ class Work:
             seconds += count * image.total(self.accelerator.device)
         return seconds / self.accelerator.num_processes
 
-    def training(self) -> float:
-        """Returns the seconds to train all models."""
+    def training(self, seconds: float = MEASURING_SECONDS) -> float:
+        """Returns the seconds to train all models. The heads are measured for about `seconds`."""
         heads, plan, accelerator = dict[str, list[PlannedModel]](), self.plan, self.accelerator
         for model in self.models:
             if model.item.trainable is False:
                 heads.setdefault(model.item.label, []).append(model)
         # the queue of heads: processes take the longest piece first
         pieces = list[float]()
+        forks = 1 if accelerator.device.type != "cpu" else own_cores()
         with one_thread():  # as in the forks that train them
             for models in heads.values():
-                pieces += self._pieces(models, MEASURING_SECONDS / len(heads))
-        forks = 1 if accelerator.device.type != "cpu" else own_cores()
+                alone = forks if len(self.models) == 1 else 1
+                measured = seconds / len(heads), alone
+                pieces += pieces_seconds(plan, self.encoder, accelerator.device, models, *measured)
         seconds = max(sum(pieces) / (forks * accelerator.num_processes), max(pieces, default=0.0))
 
         groups = [(self.encoder, [model for model in self.models if model.item.trainable is True], False)]
@@ -339,40 +361,57 @@ class Work:
         seconds = trained * image.total(device, gradients=2 if model.item.sharpness else 1)
         return (seconds + predicted * image.total(device)) / self.accelerator.num_processes  # which train it together
 
-    def _pieces(self, models: Sequence[PlannedModel], seconds: float) -> list[float]:
-        """Returns the seconds of each piece of a method on cached features, of which one is measured for `seconds`."""
-        plan, device, encoder = self.plan, self.accelerator.device, self.encoder
-        item, shape = models[0].item, (len(plan.dataset.class_names), encoder.width)
-        if item.is_solver and item.algorithm.cls.needs_text:
-            # its head is the class embeddings, which are computed before training
-            return [0.0] * len(models)
-        x = torch.randn(MADE_UP_ROWS, encoder.width)
-        if item.is_solver:
-            head, matrices, gram, apart = torch.randn(shape), item.algorithm.cls.inverses, 0.0, 0.0
-            one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / MADE_UP_ROWS
-            if matrices:
-                wide, eye = x.double(), torch.eye(encoder.width, dtype=torch.float64)
-                inverse = partial(torch.linalg.solve_triangular, eye, eye, upper=False)
-                gram = seconds_of(lambda: wide.T @ wide, 0.0) / MADE_UP_ROWS
-                apart = matrices * (seconds_of(lambda: torch.linalg.cholesky(eye), 0.0) + seconds_of(inverse, 0.0))
-                apart += 2 * SOLVER_PASSES * seconds_of(lambda: head.double() @ eye, 0.0)  # coordinates, there and back
-            rows = [sum(map(len, model.split.train)) for model in models]
-            return [SOLVER_PASSES * (STEP + n * one_pass) + n * gram + apart for n in rows]
 
-        features = _MadeUp([x], device=device)
-        features.views = plan.recipe.features.views
-        texts = {item.block.prompts: torch.randn(shape)} if item.reads_text else {}
-        made_up = PreparedEncoder(encoder, "", features, texts, activations={})
-        prepared = Prepared({item.encoder_label: made_up}, unreadable={}, content="")
-        jobs = [make_job(plan, prepared, model, {}) for model in models[: max_heads(device)]]
-        largest = max(chunks(jobs, device), key=len)
-        data = CachedData(made_up.features_of(largest[0]), plan.annotations.to(device))
-        step_seconds, evaluation_seconds = head_seconds(largest, data, plan.criteria, seconds)
-        evaluations = len(evaluation_steps(models[0].steps, models[0].training.evaluate_every))
-        mean_steps = sum(model.steps for model in models) / len(models)
-        chunk = mean_steps * step_seconds + evaluations * evaluation_seconds
-        number = -(-len(models) // len(largest))
-        return [chunk * len(models) / (number * len(largest))] * number
+def pieces_seconds(
+    plan: Plan,
+    encoder: Encoder,
+    device: torch.device,
+    models: Sequence[PlannedModel],
+    seconds: float = BRIEF_SECONDS,
+    threads: int = 1,
+) -> list[float]:
+    """Returns the seconds of each piece of models that differ in splits and seeds alone, in one process.
+
+    One piece is measured for about `seconds`, on made-up features, so that none has to be extracted. `threads`: of a
+    solver.
+    """
+    item, shape = models[0].item, (len(plan.dataset.class_names), encoder.width)
+    if item.is_solver:
+        rows = [sum(map(len, model.split.train)) for model in models]
+        return [solver_seconds(item.algorithm.cls, shape, sum(rows) / len(rows) / threads)] * len(rows)
+    x = torch.randn(MADE_UP_ROWS, encoder.width)
+    features = _MadeUp([x], device=device)
+    features.views = plan.recipe.features.views
+    texts = {item.block.prompts: torch.randn(shape)} if item.reads_text else {}
+    made_up = PreparedEncoder(encoder, "", features, texts, activations={})
+    prepared = Prepared({item.encoder_label: made_up}, unreadable={}, content="")
+    # rules that have no images, as in a final fit, read nothing
+    unread = {rule: {} for rule in plan.rules if not len(models[0].split.evaluation.get(split_of(rule), ()))}
+    jobs = [make_job(plan, prepared, model, unread) for model in models[: max_heads(device)]]
+    largest = max(chunks(jobs, device), key=len)
+    data = CachedData(made_up.features_of(largest[0]), plan.annotations.to(device))
+    step_seconds, evaluation_seconds = head_seconds(largest, data, plan.criteria, seconds)
+    evaluations = len(evaluation_steps(models[0].steps, models[0].training.evaluate_every))
+    mean_steps = sum(model.steps for model in models) / len(models)
+    chunk = mean_steps * step_seconds + evaluations * evaluation_seconds
+    number = -(-len(models) // len(largest))
+    return [chunk * len(models) / (number * len(largest))] * number
+
+
+def solver_seconds(solver: type[Solver], shape: tuple[int, int], rows: float) -> float:
+    """Returns the seconds of a solver with a head [C,K] on so many images per thread, of which few are measured."""
+    if solver.needs_text:  # its head is the class embeddings, which are computed before training
+        return 0.0
+    x, head, matrices = torch.randn(MADE_UP_ROWS, shape[1]), torch.randn(shape), solver.inverses
+    one_pass = seconds_of(lambda: (head @ x.T).double().log_softmax(0).exp().float() @ x, 0.0) / MADE_UP_ROWS
+    seconds = SOLVER_PASSES * (STEP + rows * one_pass)
+    if matrices:
+        wide, eye = x.double(), torch.eye(shape[1], dtype=torch.float64)
+        inverse = partial(torch.linalg.solve_triangular, eye, eye, upper=False)
+        seconds += rows / MADE_UP_ROWS * seconds_of(lambda: wide.T @ wide, 0.0)
+        seconds += matrices * (seconds_of(lambda: torch.linalg.cholesky(eye), 0.0) + seconds_of(inverse, 0.0))
+        seconds += 2 * SOLVER_PASSES * seconds_of(lambda: head.double() @ eye, 0.0)  # coordinates, there and back
+    return seconds
 
 
 class _MadeUp(Features):
@@ -392,9 +431,9 @@ def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria, seco
 
     for share in MEASURED_STEPS:
         first = int(share * len(bank.factors))
-        began = time.perf_counter()
+        began = clock()
         batch = next(batches(jobs, data, first))
-        draws = (time.perf_counter() - began) / min(BLOCK_STEPS, len(bank.factors) - first)  # rows of many steps
+        draws = (clock() - began) / min(BLOCK_STEPS, len(bank.factors) - first)  # rows of many steps
         work()  # a first call may compile, or allocate
         means.append(draws + seconds_of(work, 0.1 * seconds))
         if time.perf_counter() - started > seconds:
@@ -404,19 +443,23 @@ def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria, seco
 
 
 def seconds_of(work: Callable[[], object], seconds: float) -> float:
-    """Returns the median time of at least one call of `work`, and of more until `seconds` have passed.
-
-    Not the shortest time: what else the machine does now will slow the run too. Not the mean: a call that waits for a
-    core which another program holds may take many times as long as the others.
-    """
+    """Returns the shortest time by `clock` of at least one call of `work`, and of more until `seconds` have passed."""
     started, times = time.perf_counter(), list[float]()
     while not times or time.perf_counter() - started < seconds:
-        began = time.perf_counter()
+        began = clock()
         work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        times.append(clock() - began)
+    return min(times)
+
+
+def clock() -> float:
+    """Returns seconds: of a GPU by the wall; else the processor's per thread of torch, so that what other programs do
+    while it is measured does not multiply a run of hours.
+    """
+    if on_gpu():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time() / torch.get_num_threads()
 
 
 class CutCost(NamedTuple):

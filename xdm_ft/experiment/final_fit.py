@@ -23,6 +23,7 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
 from xdm_ft.evaluation import ModelKey, Record, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, picked_trials
+from xdm_ft.experiment.estimate import training_time
 from xdm_ft.experiment.models import keep_references, own_reference, restarts, weights_metadata
 from xdm_ft.experiment.pieces import Piece, RunContext, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
@@ -205,7 +206,9 @@ def _final_fit(
     missing = {job.key for seed, job in jobs.items() if seed not in trained}
     if missing:
         refuse_mixed_rows(label for label in results.edited if label == row.method)
-        logger.info("final fit: %s", fit.how)
+        models = [fit.of_seed(seed) for seed in jobs if seed not in trained]
+        time = training_time(plan, context.prepared.for_method(models[0].item).encoder, context.accelerator, models)
+        logger.info("final fit, %s: %s", time, fit.how)
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
         criteria = Criteria((FINAL_FIT,), protocol.metric)
         pieces = pieces_of(context, fit.model.item, [*jobs.values()], criteria, missing)

@@ -25,6 +25,7 @@ from xdm_ft.evaluation.expected_site import MIN_DOMAINS, Validated, agreement, c
 from xdm_ft.evaluation.few_labels import expected_half_width, threshold_for
 from xdm_ft.evaluation.metrics import temperature
 from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.experiment.estimate import heads_time
 from xdm_ft.experiment.final_fit import Fit, fit_of_runs
 from xdm_ft.experiment.plan import Plan, PlannedModel, domains_needed, make_plan, read_data
 from xdm_ft.experiment.prepare import Prepared, build_encoders, make_job, prepare
@@ -157,6 +158,13 @@ class _Study:
         singles = range(len(names)) if pairs else range(0)
         if not len(self.split.evaluation["train_val"]):
             raise UserError("there are no validation images of its training domains")
+        unvalidated = replace(self.split, evaluation={})
+        groups = [
+            ([self._reference(unvalidated).model], 1 + len(singles) + len(pairs)),
+            (self._bank_models(unvalidated), 1 + len(singles)),
+        ]
+        encoder = self.prepared.for_method(self.item).encoder
+        logger.info("heads for new sites: %s", heads_time(self.plan, encoder, self.features.device, groups))
         rows_of = {name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in sets.items()}
         with progress("heads for new sites", 1 + len(singles) + len(pairs), "sets of domains") as bar:
             of_all = self._heads(())
@@ -288,11 +296,7 @@ class _Study:
         # class embeddings fit features as they are
         reads = features if item.reads_text else features.standardized(mean, deviation)
         annotations = self.plan.annotations
-        fit = replace(self.fit, model=replace(self.fit.model, item=item, split=split))
-        if item.head.block is not self.item.head.block:  # another kind of head: all steps of the recipe
-            training = fit.model.training.model_copy(update={"evaluate_every": None, "patience": None})
-            fit = replace(fit, model=replace(fit.model, training=training), step=fit.model.steps, averaged_from=None)
-        state = trained_head(fit.job(self.plan, self.prepared, self.seed), reads, annotations)
+        state = trained_head(self._reference(split).job(self.plan, self.prepared, self.seed), reads, annotations)
         weight, bias = state["head.weight"].float(), state["head.bias"].float()
         if item.reads_text:
             bias, weight = bias + weight @ mean, weight * deviation
@@ -309,6 +313,20 @@ class _Study:
         offset = float(seen.p.max(1).mean() - accuracies[-1])
         return _Trained(heads, fitted, Validated(accuracies, agreement(seen.predicted), len(labels), offset))
 
+    def _reference(self, split: Split) -> Fit:
+        item = self._item(split)
+        fit = replace(self.fit, model=replace(self.fit.model, item=item, split=split))
+        if item.head.block is self.item.head.block:
+            return fit
+        # another kind of head: all steps of the recipe
+        training = fit.model.training.model_copy(update={"evaluate_every": None, "patience": None})
+        return replace(fit, model=replace(fit.model, training=training), step=fit.model.steps, averaged_from=None)
+
+    def _bank_models(self, split: Split) -> list[PlannedModel]:
+        item = linear_erm(self.item)
+        keys = [ModelKey(item.label, split.test_domains, self.seed + start, 0) for start in range(STARTS)]
+        return [PlannedModel(key, item, BANK, split, int(BANK.steps or 0)) for key in keys]
+
     def _bank(self, split: Split, features: Features, annotations: Annotations) -> Tensor:
         """Returns linear ERM heads float32 [M,C,K+1]: several initialisations, each after several numbers of steps."""
         classes, snapshots = len(self.dataset.class_names), list(SNAPSHOTS)
@@ -317,10 +335,8 @@ class _Study:
         rules = {f"step {step}": {step: 1.0} for step in snapshots}
         if not rules:
             raise UserError(f"heads of {classes} classes and {features.width} features are too large to be stored")
-        item, jobs = linear_erm(self.item), list[Job]()
-        for seed in range(self.seed, self.seed + STARTS):
-            key = ModelKey(item.label, split.test_domains, seed, 0)
-            model = PlannedModel(key, item, BANK, split, int(BANK.steps or 0))
+        jobs = list[Job]()
+        for model in self._bank_models(split):
             job = make_job(self.plan, self.prepared, model, rules)
             jobs.append(replace(job, setup=replace(job.setup, loss_average="sample", class_weight=None)))
         trained = train_chunk(

@@ -294,12 +294,26 @@ def _smallest_here(family: Family, metric: str, results: Results) -> str:
     then = family.here(more)
     if family.images_limit and then > 0.9 * now:  # so little gain is none
         return f"{line}; the test images, or their groups, limit it: more seeds would not help"
-    spent = math.fsum(run.get("train_seconds") or 0.0 for run in results["runs"])
-    seconds = (more - seeds) * spent / max(len({run["seed"] for run in results["runs"]}), 1)
+    seconds = (more - seeds) * _wall_seconds(results) / max(len({run["seed"] for run in results["runs"]}), 1)
     duration = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     cost = f" ({duration} more training)" if seconds else ""
     limit = "the test images, or their groups, limit it most" if family.images_limit else "the seeds limit it"
     return f"{line}; {limit}; {more} seeds: {_size(then, metric)}{cost}"
+
+
+def _wall_seconds(results: Results) -> float:
+    """Returns the time of all trainings. Frozen heads are trained side by side, on a CPU by `threads`."""
+    of = results.get("environment", {})
+    workers = of.get("processes", 1) * (of.get("threads", 1) if of.get("device") == "cpu" else 1)
+    frozen, alone = list[tuple[str, float]](), 0.0
+    for run in results["runs"]:
+        seconds = run.get("train_seconds") or 0.0
+        if run.get("trainable") is False:
+            frozen.append((run["method"], seconds))
+        else:
+            alone += seconds
+    pieces = len(set(frozen))  # heads that train together have equal seconds
+    return alone + math.fsum(seconds for _, seconds in frozen) / max(1, min(workers, pieces))
 
 
 # ------------------------------------------------------------------------------------------ results of earlier versions
