@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.audit.studies import clusters, study
+from xdm_ft.audit import measure
 from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.heads import Study, Wanted
 from xdm_ft.audit.labels import confused, label_costs, label_scores
@@ -40,6 +41,13 @@ def test_equal_heads_are_trained_once_and_answer_for_their_own_images():
     alone = dict(whole.answers(wanted[1:], "a test"))
     torch.testing.assert_close(answers[1], alone[0])
     assert len(answers[0]) == len(answers[1]) == 30
+
+
+def test_the_time_of_an_audit_counts_the_heads_of_labels_pairs_and_changes(monkeypatch):
+    counted, measured = [], study(*clusters(images=10), seeds=2)
+    monkeypatch.setattr(measure, "heads_time", lambda plan, encoder, device, groups: counted.extend(groups))
+    measure._time(measured, units=4)
+    assert [(len(models), models[0].steps, times) for models, times in counted] == [(10, 100, 1), (2 * 4 * 10, 40, 1)]
 
 
 def test_a_domain_that_loses_all_images_trains_no_more_and_one_class_is_too_few():

@@ -1,6 +1,7 @@
 """The estimate of a run's time: nothing is changed by it, small runs are not measured, and problems are named."""
 
 import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from xdm_ft.experiment.estimate import Estimate, ImageSeconds, estimate, first_l
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.features.extract import cached_images
+from xdm_ft.report.comparisons import _wall_seconds
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 CPU = SimpleNamespace(device=torch.device("cpu"), num_processes=1, autocast=lambda: torch.enable_grad())
@@ -114,6 +116,22 @@ def test_what_can_not_be_measured_is_named_and_the_run_is_done(measuring, monkey
     assert not run(recipe(*SKETCH)).failed
     expected = "to train, the time could not be measured (RuntimeError: no such kernel)"
     assert first_message(caplog).endswith(expected)
+
+
+def test_waiting_for_a_core_counts_nothing():
+    assert module.seconds_of(lambda: time.sleep(0.2), 0.0) < 0.1
+
+
+def test_pieces_side_by_side_divide_the_time_of_a_table():
+    def seconds(*runs, **environment):
+        keys = "method", "train_seconds", "trainable"
+        return _wall_seconds({"environment": environment, "runs": [dict(zip(keys, run, strict=True)) for run in runs]})
+
+    cpu = {"device": "cpu", "processes": 1, "threads": 2}
+    chunk, other, deep = [("erm", 5.0, False)] * 2, ("linear_probe", 20.0, False), ("erm last", 7.0, True)
+    assert seconds(*chunk, other, deep, **cpu) == 15 + 7
+    assert seconds(*chunk, **cpu) == 10, "heads that train together are one piece"
+    assert seconds(*chunk, other, deep, **cpu | {"device": "cuda"}) == 30 + 7
 
 
 def test_the_parts_of_the_text():

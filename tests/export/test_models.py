@@ -214,7 +214,8 @@ def test_final_fits_are_trained_once_and_lie_side_by_side(copied: Enter, caplog:
     assert "final_fit" not in results()
     with caplog.at_level("INFO", "xdm_ft"):
         named = export_model(str(RUN), "model", Choice(method="erm"), no_site=True)
-    assert "trains the final fit of erm on all labelled images: about" in caplog.text
+    assert "trains the final fit of erm on all labelled images" in caplog.text
+    assert "final fit, about 10 s: settings are those of" in caplog.text
     assert "erm was named (" in named.document["model"] and load("model").config.method["test_domains"] == []
     assert results()["recipe"]["output"] == {"dir": "output"}, "as before"
     before = results()

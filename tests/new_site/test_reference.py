@@ -26,6 +26,7 @@ from xdm_ft.protocol.splits import splits
 from xdm_ft.recipe.check import load as load_recipe
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.training.bank.train import train_chunk
 
 DOMAINS = ("art_painting", "cartoon", "sketch")
 
@@ -63,6 +64,24 @@ def test_numbers_of_the_validation_part_follow_from_the_stored_heads(inside, sto
     assert stored.shares == pytest.approx(np.bincount(dataset.labels[every]) / len(every))
     for of in stored.about.domains.values():
         assert of.error == pytest.approx(sorted(of.parts)[1] - of.accuracy) and of.images == 56
+
+
+def test_the_time_counts_what_is_trained(inside, monkeypatch):
+    """Of three domains: a reference head for all, for each one and each pair less, and a bank but for pairs."""
+    counted, trained = [], Counter()
+
+    def heads_time(plan, encoder, device, groups):
+        counted.extend((len(models), times) for models, times in groups)
+        return "about 40 s"
+
+    def train(jobs, *rest, **options):
+        trained[len(jobs)] += 1
+        return train_chunk(jobs, *rest, **options)
+
+    monkeypatch.setattr(reference, "heads_time", heads_time)
+    monkeypatch.setattr(reference, "train_chunk", train)
+    site("erm")
+    assert counted == [(1, 7), (4, 4)] and dict(counted) == trained
 
 
 def test_labels_of_a_domain_do_not_change_what_is_estimated_there(inside, monkeypatch, stored):
