@@ -1,6 +1,7 @@
 """How long a run takes on this machine, and what its cuts and encoders cost.
 
-A step of one chunk of each method and a batch of each encoder are timed, and multiplied by the plan. Heads are timed
+A step of one chunk of each method and a batch of each encoder are timed, and multiplied by the plan; processes side by
+side divide the time. Heads are timed
 on made-up features of the right width, so that nothing has to be extracted. Nothing is written, no model is kept, and
 random numbers of the run stay as they were.
 """
@@ -70,7 +71,8 @@ STEP, IMAGE, SPEED = 2e-3, 5e-3, 1e10
 
 
 def tens(seconds: float) -> str:
-    return duration(max(10.0, round(seconds, -1)))  # an estimate is not better than that
+    """Returns the time in words, of at least 10 s, as precise as an estimate is."""
+    return duration(max(10.0, round(seconds, -1)))
 
 
 @dataclass(frozen=True)
@@ -336,8 +338,8 @@ class Work:
         with one_thread():  # as in the forks that train them
             for models in heads.values():
                 alone = forks if len(self.models) == 1 else 1
-                measured = seconds / len(heads), alone
-                pieces += pieces_seconds(plan, self.encoder, accelerator.device, models, *measured)
+                measuring = seconds / len(heads)
+                pieces += pieces_seconds(plan, self.encoder, accelerator.device, models, measuring, alone)
         seconds = max(sum(pieces) / (forks * accelerator.num_processes), max(pieces, default=0.0))
 
         groups = [(self.encoder, [model for model in self.models if model.item.trainable is True], False)]
