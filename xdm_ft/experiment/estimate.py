@@ -1,9 +1,8 @@
 """How long a run takes on this machine, and what its cuts and encoders cost.
 
 A step of one chunk of each method and a batch of each encoder are timed, and multiplied by the plan; processes side by
-side divide the time. Heads are timed
-on made-up features of the right width, so that nothing has to be extracted. Nothing is written, no model is kept, and
-random numbers of the run stay as they were.
+side divide the time. Heads are timed on made-up features of the right width, so that nothing has to be extracted.
+Nothing is written, no model is kept, and random numbers of the run stay as they were.
 """
 
 from __future__ import annotations
@@ -387,8 +386,8 @@ def pieces_seconds(
     texts = {item.block.prompts: torch.randn(shape)} if item.reads_text else {}
     made_up = PreparedEncoder(encoder, "", features, texts, activations={})
     prepared = Prepared({item.encoder_label: made_up}, unreadable={}, content="")
-    # rules that have no images, as in a final fit, read nothing
-    unread = {rule: {} for rule in plan.rules if not len(models[0].split.evaluation.get(split_of(rule), ()))}
+    evaluation = models[0].split.evaluation  # rules that have no images, as in a final fit, read nothing
+    unread = {rule: dict[int, float]() for rule in plan.rules if not len(evaluation.get(split_of(rule), ()))}
     jobs = [make_job(plan, prepared, model, unread) for model in models[: max_heads(device)]]
     largest = max(chunks(jobs, device), key=len)
     data = CachedData(made_up.features_of(largest[0]), plan.annotations.to(device))
