@@ -8,6 +8,7 @@ Nothing is written, no model is kept, and random numbers of the run stay as they
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -444,13 +445,13 @@ def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria, seco
 
 
 def seconds_of(work: Callable[[], object], seconds: float) -> float:
-    """Returns the shortest time by `clock` of at least one call of `work`, and of more until `seconds` have passed."""
+    """Returns the median time by `clock` of at least one call of `work`, and of more until `seconds` have passed."""
     started, times = time.perf_counter(), list[float]()
     while not times or time.perf_counter() - started < seconds:
         began = clock()
         work()
         times.append(clock() - began)
-    return min(times)
+    return statistics.median(times)
 
 
 def clock() -> float:
