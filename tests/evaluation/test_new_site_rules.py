@@ -149,7 +149,13 @@ def test_each_part_has_images_of_several_groups_and_few_of_each(sizes: list[int]
 
 @pytest.mark.parametrize(
     ("sizes", "budget"),
-    [([10] * 10, 100), ([*range(1, 13)] * 7, 100), ([1] * 100 + [30] * 10, 200), ([2] * 20 + [100] * 6, 100)],
+    [
+        ([10] * 10, 100),
+        ([*range(1, 13)] * 7, 100),
+        ([1] * 100 + [30] * 10, 200),
+        ([2] * 20 + [100] * 6, 100),
+        ([82, 58, 49, 44, 30, 25, 25, 23, 22, 21, 18, 14, 13, 12] + [5] * 30, 100),
+    ],
 )
 def test_the_mean_over_the_random_part_is_the_accuracy_of_the_site(sizes: list[int], budget: int) -> None:
     """Also where images of large groups are harder; and the part has about a quarter of the budget."""

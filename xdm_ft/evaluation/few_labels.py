@@ -75,31 +75,44 @@ def _places(groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def images_of_groups(sizes: np.ndarray, number: int, fewest: int, others: int, rng: np.random.Generator) -> np.ndarray:
     """Returns how many images to draw from each group, int64 [G], so that each image has the same probability.
 
-    Of groups of N_g images, about `number` in all, from at least `fewest` groups and at most half of them. Each of K
-    groups gives min(t, N_g) images and is drawn with probability K s_g / Σ s, s_g = max(N_g, t), by systematic sampling
-    in order of size: each image has then K t / Σ s. K is as large as leaves `others` images in other groups and as the
-    largest group allows: one of more than 1/`fewest` of the images is drawn for certain, and its images too rarely.
+    About `number` in all, from at least `fewest` groups and at most half of them: from as many as leave `others` images
+    in other groups. A group of more than 1/`fewest` of all images gives too few, that share of `number`.
     """
-    drawn, images, most = np.zeros(len(sizes), np.int64), sizes.sum(), max(1, len(sizes) // 2)
+    drawn, images, top = np.zeros(len(sizes), np.int64), sizes.sum(), min(number, max(1, len(sizes) // 2))
     if number == 0:
         return drawn
     limit = max(1.0, number / fewest)
     needed = math.ceil(number * np.maximum(sizes, limit).sum() / (limit * images))
-    k = min(number, most, max(fewest, needed, (images - others) // sizes.max()))
-
-    def lacking(t: float) -> float:
-        return float(number * np.maximum(sizes, t).sum() - k * t * images)
-
-    t = limit if lacking(limit) >= 0 else float(brentq(lacking, 0, limit))
-    s = np.maximum(sizes, t)
-    certain = np.zeros(len(s), bool)
-    while (over := ~certain & ((k - certain.sum()) * s > s[~certain].sum())).any():
-        certain |= over
-    probability = np.where(certain, 1, (k - certain.sum()) * s / s[~certain].sum())
-    order = np.lexsort((rng.random(len(s)), sizes))
-    hit = np.searchsorted(np.cumsum(probability[order])[:-1], rng.random() + np.arange(k), side="right")
-    drawn[order[hit]] = np.diff(np.floor(t * np.arange(k + 1) + rng.random()))
+    for k in range(top, min(top, max(fewest, needed)) - 1, -1):
+        means, probability = _sampling(sizes, number / images, k, limit)
+        drawn_on_average = probability @ np.minimum(means, sizes)
+        if drawn_on_average < number + 1e-6 and probability @ sizes <= images - others:
+            break
+    order = np.lexsort((rng.random(len(sizes)), sizes))
+    hit = order[np.searchsorted(np.cumsum(probability[order])[:-1], rng.random() + np.arange(k), side="right")]
+    drawn[hit] = np.diff(np.floor(np.cumsum([0, *means[hit]]) + rng.random()))
     return np.minimum(drawn, sizes)
+
+
+def _sampling(sizes: np.ndarray, rate: float, k: int, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean number of images that each group gives if it is drawn, and its probability, whose sum is k.
+
+    A group of N_g images gives min(t, N_g) with probability K s_g / Σ s, s_g = max(N_g, t), so that each image has
+    K t / Σ s, and t makes this the `rate`. Groups whose probability would exceed 1 are drawn for certain, give
+    rate · N_g, and leave K and the sum. All means are from 1 to `limit`.
+    """
+    certain = np.zeros(len(sizes), bool)
+    while True:
+        rest, left = sizes[~certain], int(k - certain.sum())
+
+        def lacking(t: float, rest: np.ndarray = rest, left: int = left) -> float:
+            return float(rate * np.maximum(rest, t).sum() - left * t)
+
+        t = 1.0 if lacking(1) <= 0 else limit if lacking(limit) >= 0 else float(brentq(lacking, 1, limit))
+        probability = np.where(certain, 1.0, left * np.maximum(sizes, t) / np.maximum(rest, t).sum())
+        if not (over := probability > 1 + 1e-9).any():
+            return np.where(certain, (rate * sizes).clip(1, limit), t), probability
+        certain |= over
 
 
 def _spread_and_near(
