@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.audit.studies import clusters, study
+from tests.audit.studies import RECIPE, clusters, study
 from xdm_ft.audit import measure
 from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.heads import Study, Wanted
 from xdm_ft.audit.labels import confused, label_costs, label_scores
 from xdm_ft.audit.twins import _cells, domain_pairs, units_of
+from xdm_ft.protocol.splits import SELECTION_SPLIT
 from xdm_ft.runtime.errors import UserError
 
 
@@ -70,7 +71,7 @@ def test_what_a_change_costs_is_the_difference_of_accuracies():
     """Left out: a domain whose labels are wrong. The others are better without it."""
     z, labels, domains = clusters(images=60, spread=2.0)
     labels = np.where(domains == 3, (labels + 1) % 3, labels)
-    wrong = study(z, labels, domains)
+    wrong = study(z, labels, domains, seeds=5)
     sets = {("d0",), ("d1",), ("d2",)}
     left_out = dict.fromkeys(sets, np.flatnonzero(domains == 3))
     better, nothing, missing = costs(
@@ -82,12 +83,34 @@ def test_what_a_change_costs_is_the_difference_of_accuracies():
         ],
     )
     assert better.difference == pytest.approx(better.after - better.before)
-    assert better.difference > 0.1
+    assert better.excess == pytest.approx(better.after - better.matched) and better.excess > 0.1
     assert better.verdict == "better on these domains"
-    assert better.interval.low < better.difference < better.interval.high
+    assert better.interval.low < better.excess < better.interval.high
     assert better.p < better.p_holm <= 1
     assert (nothing.difference, nothing.verdict) == (0, "no clear difference")
     assert (missing.difference, missing.verdict, missing.note) == (None, "no verdict", "nothing changes")
+
+
+def test_as_many_random_images_of_training_and_validation_are_left_out():
+    z, labels, domains = clusters()
+    whole = study(z, labels, domains)
+    seed, split = whole.heads[0]
+    rows, validation = np.flatnonzero(domains == 1), SELECTION_SPLIT["train_val"]
+    parts = [
+        (torch.cat([*of.train]).numpy(), of.evaluation[validation].numpy())
+        for of in (split, whole.without(split, rows), whole.matched(split, rows, [seed]))
+    ]
+    everything, without, matched = parts
+    assert [*map(len, without)] == [*map(len, matched)] != [*map(len, everything)]
+    assert all(np.isin(some, every).all() for some, every in zip(matched, everything, strict=True))
+    assert (domains[matched[0]] == 1).any()
+
+
+def test_long_training_is_cut_to_300_steps():
+    z, labels, domains = clusters(images=4)
+    for text, steps in (("steps: 40", 40), ("steps: 5000", 300), ("epochs: 90", 300)):
+        shown = study(z, labels, domains, text=RECIPE.replace("steps: 40", text))
+        assert shown.description.startswith(f"linear ERM, {steps} steps"), text
 
 
 def test_images_of_a_group_of_the_domain_that_is_left_out_do_not_train_either():
@@ -107,12 +130,13 @@ def test_images_of_a_group_of_the_domain_that_is_left_out_do_not_train_either():
 # Twin domains
 
 
-def shares(pairs, units):
-    """Nearest shares of which these pairs of units are each other's nearest."""
-    nearest = np.full((units, units), 0.1)
+def shares(pairs, units, foreign=0.8, of_all=0.3):
+    """Nearest shares, foreign and of all, of which these pairs of units hold many of each other's."""
+    nearest, everywhere = np.full((units, units), 0.1), np.full((units, units), 0.05)
     for i, j in pairs:
-        nearest[i, j] = nearest[j, i] = 0.9
-    return nearest
+        nearest[i, j] = nearest[j, i] = foreign
+        everywhere[i, j] = of_all
+    return nearest, everywhere
 
 
 def with_twins(strength, seed=0):
@@ -127,7 +151,7 @@ def with_twins(strength, seed=0):
 @pytest.mark.parametrize("strength", [0.5, 0.7, 1.0])
 def test_twins_that_help_each_other_are_named(strength):
     twins = study(*with_twins(strength))
-    pairs = domain_pairs(twins, units_of(twins), shares([(0, 1), (2, 3)], 5))
+    pairs = domain_pairs(twins, units_of(twins), *shares([(0, 1), (2, 3)], 5))
     assert pairs.twins == [["d0", "d1"]]
     assert len(pairs.left_out) == 20  # every ordered pair
     cell = next(row for row in pairs.left_out if (row.domain, row.without) == ("d0", "d1"))
@@ -137,17 +161,20 @@ def test_twins_that_help_each_other_are_named(strength):
     assert {row.verdict for row in pairs.left_out if {row.domain, row.without} == {"d0", "d4"}} == {"no verdict"}
 
 
-def test_domains_that_are_not_nearest_to_each_other_are_no_twins():
+def test_few_nearest_images_of_all_are_no_twins_and_many_without_a_cost_are_undecided():
     twins = study(*with_twins(1.0))
-    nearest = shares([], 5)
-    nearest[0, 1] = 0.9  # one of the two alone
-    assert domain_pairs(twins, units_of(twins), nearest).twins == []
+    pairs = domain_pairs(twins, units_of(twins), *shares([(0, 1)], 5, foreign=0.95, of_all=0.17))
+    assert (pairs.twins, pairs.undecided) == ([], [])
+    pairs = domain_pairs(twins, units_of(twins), *shares([(2, 3)], 5))
+    assert (pairs.twins, pairs.undecided) == ([], [["d2", "d3"]]), "no cost shows"
+    pairs = domain_pairs(twins, units_of(twins), *shares([(2, 3)], 5, foreign=0.95))
+    assert (pairs.twins, pairs.undecided) == ([["d2", "d3"]], []), "by the shares alone"
 
 
 def test_two_domains_have_no_matrix_and_one_no_head():
     z, labels, domains = clusters(images=10, domains=2)
     two = study(z, labels, domains)
-    pairs = domain_pairs(two, units_of(two), shares([(0, 1)], 2))
+    pairs = domain_pairs(two, units_of(two), *shares([(0, 1)], 2))
     assert (pairs.left_out, pairs.twins) == ([], [])
     assert "needs 3 domains" in pairs.note
     z, labels, domains = clusters(images=10, domains=1)
@@ -158,7 +185,7 @@ def test_two_domains_have_no_matrix_and_one_no_head():
 
 def test_of_fifty_domains_only_pairs_that_may_be_twins_are_left_out():
     many = study(*clusters(images=4, domains=50, classes=2), seeds=3)
-    pairs = domain_pairs(many, units_of(many), shares([(3, 7)], 50))
+    pairs = domain_pairs(many, units_of(many), *shares([(3, 7)], 50))
     assert {(row.domain, row.without) for row in pairs.left_out} == {("d3", "d7"), ("d7", "d3")}
     assert "50 domains" in pairs.note
 

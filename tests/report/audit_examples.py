@@ -15,6 +15,7 @@ def cost(what: str, images: int, before: float | None, after: float | None, p: f
     if p is not None and difference is not None and p < 0.05:
         verdict = "better on these domains" if difference > 0 else "worse on these domains"
     values = {"what": what, "images": images, "before": before, "after": after, "difference": difference}
+    values |= {"matched": None, "excess": None} if difference is None else {"matched": before, "excess": difference}
     return {**values, "interval": ends, "p": p, "p_holm": p, "verdict": verdict, "note": "", **changes}
 
 
@@ -63,7 +64,8 @@ def rich() -> Json:
         "version": 1, "name": "office", "images": 2533, "unreadable": 2, "classes": ["bike", "mug", "mouse"],
         "domains": domains, "content": "of all images", "heads": "linear ERM, 5 seeds, 300 steps", "held_out": names,
         "copies": {
-            "listed": 40, "sure": 14, "across_domains": 14, "straddling": 14, "pairs": pairs,
+            "listed": 40, "sure": 14, "across_domains": 14, "candidates_across_domains": 5, "straddling": 14,
+            "pairs": pairs,
             "costs": [cost("left out of training", 28, 0.931, 0.902, 0.001)],
         },
         "twins": [["dslr", "webcam"]],
@@ -82,7 +84,7 @@ def rich() -> Json:
             "sentences": ["dslr lacks bike"],
             "facts": [fact("size and format", "class", 0.93, True), fact("colour", "class", 0.27, False, "dslr"),
                       fact("size", "domain", 0.99, True)],
-            "costs": [],
+            "marks": [], "costs": [],
         },
         "encoder": {
             "label": "mobilenetv2_100", "robustness_index": 0.62, "same_domain_share": 0.81, "domain_accuracy": 0.97,
@@ -97,7 +99,15 @@ def rich() -> Json:
 def clean() -> Json:
     """Nothing to be found."""
     audit = rich() | {"twins": [], "unreadable": 0, "notes": []}
-    audit["copies"] |= {"listed": 40, "sure": 0, "across_domains": 0, "straddling": 0, "pairs": [], "costs": []}
+    audit["copies"] |= {
+        "listed": 40,
+        "sure": 0,
+        "candidates_across_domains": 7,
+        "across_domains": 0,
+        "straddling": 0,
+        "pairs": [],
+        "costs": [],
+    }
     audit["labels"] |= {"suspects": 0, "images": [], "confused": [], "costs": []}
     audit["site_class"] |= {"lacking": [], "sentences": [], "facts": [fact("size", "class", 0.26, False)]}
     audit["domain_pairs"]["left_out"] = [

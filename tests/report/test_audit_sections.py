@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from audit_examples import clean, cost, rich, undefined, unknown, wide
+from audit_examples import clean, cost, fact, rich, undefined, unknown, wide
 from canned_runs import HOSTILE, write_run
 from PIL import Image
 from test_page import Page, check_structure
@@ -22,6 +22,7 @@ from xdm_ft.report import Section, Table
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.sections import audit as panels
 from xdm_ft.report.sections.audit import (
+    NOTHING,
     PROMISE,
     audit_lines,
     audit_markdown,
@@ -79,31 +80,56 @@ def test_the_schema_accepts_the_examples_and_refuses_what_is_wrong() -> None:
 def test_findings_of_every_kind_are_told_with_their_costs_and_what_to_do() -> None:
     lines = audit_lines(rich())
     assert lines[0] == (
-        "office: 2,533 images, 4 domains, 3 classes. Found: copies, twin domains, site × class, label errors."
+        "office: 2,533 images, 4 domains, 3 classes. Found: twin domains, copies, label errors, site × class."
     )
     text = "\n".join(lines)
     assert (
-        "Copies: 14 pairs of images are copies of each other; 14 of them lie in two domains, 14 in training and test: c"
-        in text
-    )
-    assert "  cost: 28 images left out of training: accuracy 93.1% → 90.2% (95%: -4.0 to -2.0 points), worse on" in text
+        "Copies: 14 pairs of images are copies of each other; 14 of them lie in two domains, 14 in training and test; "
+        "26 more candidates, 5 across domains: copies.csv"
+    ) in text
+    assert (
+        "  cost: 28 images left out of training: accuracy 93.1% → 90.2%; without as many random ones 93.1% (95%: -4.0 "
+        "to -2.0 points), worse on"
+    ) in text
     assert (
         "With webcam left out of training too, dslr falls from 99.9% to 84.3%; with as many other images left out, it "
         "has 98.1%"
     ) in text, "the worse one of the two directions"
     assert "  → if they show the same objects" in text
     assert "or scanner, hold them out together: 'protocol.together=[[dslr, webcam]]'" in text
-    assert "Label errors: 61 labels (2.4%) look wrong, most often bike instead of mug (44 images)" in text
-    assert "the class is predicted with 93.0% by size and format alone (chance: 25.0%)" in text
+    assert "Label errors: the heads contradict 61 labels (2.4%), most often bike instead of mug (44 images)" in text
+    assert "the class is predicted with 93.0% by size and format alone (chance: 25.0%), at no cost that shows" in text
     assert "Cramér's V 0.31 (95%: 0.28 to 0.34)" in text and "a description, no verdict" in text
     assert lines[-1] == "Note: costs are of heads on frozen features" and len(lines) <= 18
-    ranks = [finding.rank for finding in findings(rich())]
-    assert ranks == sorted(ranks, reverse=True) and ranks[0] == PROMISE
+    kinds = [finding.kind for finding in findings(rich())]
+    assert kinds == ["domain_pairs", "copies", "labels", "site_class", "encoder"], (
+        "by cost: 13.8, 2.9, 1.1 points, none"
+    )
+
+
+def test_facts_that_cost_nothing_are_no_finding_and_a_mark_is_one() -> None:
+    audit = rich()
+    audit["site_class"] |= {"lacking": [], "facts": [fact("lightest colour", "class", 0.28, True, "dslr")]}
+    [found] = [finding for finding in findings(audit) if finding.kind == "site_class"]
+    assert found.rank == NOTHING and found.remedy == "" and "at no cost that shows" in found.what
+    harm = cost("dslr left out of training", 157, 0.9, 0.95, 0.001)
+    audit["site_class"]["costs"] = [harm]
+    [found] = [finding for finding in findings(audit) if finding.kind == "site_class"]
+    assert found.rank == PROMISE and "make all files alike" in found.remedy
+    mark = {"kind": "tint", "domain": "webcam", "class": "mug", "share": 0.97, "low": 0.9, "elsewhere": 0.01}
+    for is_found, rank in ((True, PROMISE), (False, NOTHING)):
+        audit["site_class"] |= {"costs": [], "marks": [{**mark, "found": is_found}]}
+        jsonschema.validate(audit, SCHEMA)
+        [found] = [finding for finding in findings(audit) if finding.kind == "site_class"]
+        assert found.rank == rank and ("a tint gives away 97.0% of mug in webcam" in found.what) == is_found
+        assert texts(table(list(audit_sections(audit, files=True)), "audit-site-class", "Images of a class"))[0][
+            :3
+        ] == ["tint", "webcam", "mug"]
 
 
 def test_what_is_not_wrong_and_what_could_not_be_looked_for_is_said() -> None:
     assert headline(findings(clean())) == "Nothing was found."
-    assert "Copies: none; the most similar pairs (40) are in copies.csv" in audit_lines(clean())
+    assert "Copies: none; 40 more candidates, 7 across domains: copies.csv" in audit_lines(clean())
     lines = audit_lines(unknown())
     assert lines[0].endswith("Nothing was found. Not looked for: copies, twin domains, label errors, site × class.")
     assert "Note: no image decodes" in lines
@@ -165,7 +191,7 @@ def test_numbers_of_the_tables() -> None:
     facts = texts(table(sections, "audit-site-class", "What facts"))
     assert facts[1] == ["size and format", "class", "all domains", "93.0", "25.0", "0.004", "yes"]
     costs = texts(table(sections, "audit", "What the findings cost"))
-    assert costs[0][3:] == ["93.1", "90.2", "-2.9", "0.001", "worse on these domains"]
+    assert costs[0][3:] == ["93.1", "90.2", "93.1", "-2.9", "0.001", "worse on these domains"]
     assert "1,270 images" in texts(table(sections, "audit-encoder", "Features"))[3][2]
     [figure] = [figure for section in sections for figure in section.figures]
     assert "of dslr 97.0% in webcam" in figure.alt and "97" in figure.svg() and "lies in" in figure.svg()

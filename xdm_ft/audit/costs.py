@@ -1,4 +1,5 @@
-"""What a finding costs: held-out accuracy of heads trained without the affected images, less that of all images.
+"""What a finding costs: held-out accuracy of heads trained without the affected images, less that of heads trained
+without as many random ones.
 
 A difference is judged as two rows of a table are (`evaluation/verdicts.py`): over seeds and test images, with Holm's
 correction over the findings of a kind.
@@ -77,41 +78,49 @@ class Cost:
 
     what: str
     images: int
-    before: float | None
-    after: float | None
-    difference: float | None  # after − before
-    interval: Interval | None  # 95%
-    p: float | None
-    p_holm: float | None
-    verdict: str
-    note: str
+    before: float | None = None
+    after: float | None = None
+    matched: float | None = None  # as `after`, with as many random images left out
+    difference: float | None = None  # after − before
+    excess: float | None = None  # after − matched, which the verdict is on
+    interval: Interval | None = None  # of the excess, 95%
+    p: float | None = None
+    p_holm: float | None = None
+    verdict: str = NO_VERDICT
+    note: str = ""
 
 
 def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ()) -> list[Cost]:
-    """Trains heads with and without each change, and returns what it costs, in the same order.
+    """Trains heads with and without each change, and without as many random images; returns its costs, in this order.
 
     `untested`: rows that are left out of the test images, since their own labels are in doubt.
     """
-    heads = list[tuple[int, bool, Wanted]]()  # number of the change, whether it is made
+    heads = list[tuple[int, Held, tuple[Wanted, Wanted, Wanted]]]()  # number of the change; before, after, matched
+    lacking = set[tuple[int, Held]]()
     for number, change in enumerate(changes):
-        pairs, lacking = list[tuple[Wanted, Wanted]](), set[Held]()
-        for seed, split in study.heads:
-            rows = split.evaluation["test"]
+        for cell, (seed, split) in enumerate(study.heads):
+            held, rows = split.test_domains, split.evaluation["test"]
             rows = rows[~torch.isin(rows, torch.tensor(untested, dtype=torch.int64))]
-            without = change.left_out.get(split.test_domains)
-            changed = study.without(split, without) if without is not None and len(rows) else None
-            if changed is None:
-                lacking.add(split.test_domains)  # under one seed: the others alone would be another mean
-            else:
-                pairs.append((Wanted(split, rows, seed), Wanted(changed, rows, seed, change.labels)))
-        kept = [pair for pair in pairs if pair[0].split.test_domains not in lacking]
-        heads += [(number, made, pair[made]) for pair in kept for made in (False, True)]
-    predicted = study.predictions([head for _, _, head in heads], "costs")
-    answers: dict[tuple[int, bool], list[Prediction]] = {}
-    for (number, is_changed, head), classes in zip(heads, predicted, strict=True):
-        answers.setdefault((number, is_changed), []).append(prediction(study, head, classes))
-    ends = {number: (Answered.of(answers[number, False]), Answered.of(answers[number, True])) for number, _ in answers}
-    verdicts = dict(zip(ends, judged([difference(after, before) for before, after in ends.values()]), strict=True))
+            without = change.left_out.get(held)
+            changed = matched = None
+            if without is not None and len(rows):
+                changed, matched = study.without(split, without), study.matched(split, without, [seed, number, cell])
+            if changed is None or matched is None:
+                lacking.add((number, held))  # under one seed: the others alone would be another mean
+                continue
+            after = Wanted(changed, rows, seed, change.labels)
+            heads.append((number, held, (Wanted(split, rows, seed), after, Wanted(matched, rows, seed))))
+    heads = [of for of in heads if of[:2] not in lacking]
+    predicted = study.predictions([head for *_, three in heads for head in three], "costs")
+    answers: dict[int, tuple[list[Prediction], ...]] = {}
+    for place, (number, _, three) in enumerate(heads):
+        for kept, head, classes in zip(
+            answers.setdefault(number, ([], [], [])), three, predicted[3 * place : 3 * place + 3], strict=True
+        ):
+            kept.append(prediction(study, head, classes))
+    ends = {number: [Answered.of(of) for of in kept] for number, kept in answers.items()}
+    rows_of = judged([difference(after, matched) for _, after, matched in ends.values()])
+    verdicts = dict(zip(ends, rows_of, strict=True))
     return [_cost(change, ends.get(number), verdicts.get(number)) for number, change in enumerate(changes)]
 
 
@@ -121,16 +130,19 @@ def prediction(study: Study, head: Wanted, predicted: np.ndarray) -> Prediction:
     return Prediction("", head.split.test_domains, head.seed, RULE, images, predicted)
 
 
-def _cost(change: Change, ends: tuple[Answered, Answered] | None, row: Comparison | None) -> Cost:
+def _cost(change: Change, ends: Sequence[Answered] | None, row: Comparison | None) -> Cost:
     if ends is None or row is None:
         note = "nothing changes" if not change.left_out else "too few images are left to train on"
-        return Cost(change.what, change.images, None, None, None, None, None, None, NO_VERDICT, note)
+        return Cost(change.what, change.images, note=note)
+    before, after, matched = (runs.accuracy for runs in ends)
     return Cost(
         what=change.what,
         images=change.images,
-        before=ends[0].accuracy,
-        after=ends[1].accuracy,
-        difference=row.difference,
+        before=before,
+        after=after,
+        matched=matched,
+        difference=after - before,
+        excess=row.difference,
         interval=row.on_these and row.on_these.interval(),
         p=row.p_here and row.p_here.plain,
         p_holm=row.p_here and row.p_here.holm,

@@ -26,11 +26,12 @@ from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.tensors import Criteria
-from xdm_ft.training import Job, Trained, Training
+from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.bank.data import CachedPredictor
 from xdm_ft.training.bank.train import chunks, train_chunk
 from xdm_ft.training.selection import FINAL_FIT, split_of
 
+STEPS = 300  # of a head at most: longer training names the same twins
 TRAINS = ("train_val", "val_domain")  # evaluation splits that pick the step of a head
 
 
@@ -158,6 +159,16 @@ class Study:
             evaluation = {self._rule_split(split): kept} if len(kept) else {}
         return split_of_rows(self.dataset, split.test_domains, numbers, train, evaluation)
 
+    def matched(self, split: Split, rows: np.ndarray, key: Sequence[int]) -> Split | None:
+        """Returns a split without as many random images of training and validation as `without` leaves out.
+
+        `key`: of the draw.
+        """
+        drawn, parts = np.random.default_rng(key), [torch.cat([*split.train])]
+        parts += [split.evaluation[name] for name in (self._rule_split(split),) if name in split.evaluation]
+        random = [drawn.choice(part, int(np.isin(part, rows).sum()), replace=False) for part in map(np.asarray, parts)]
+        return self.without(split, np.concatenate(random))
+
     def _rule(self, split: Split) -> str:
         """The selection rule of a head: the recipe's, if it is honest, else train_val, else the last step."""
         of_recipe = self.plan.recipe.protocol.selection
@@ -196,13 +207,20 @@ def recipe_of_heads(recipe: Recipe) -> Recipe:
         encoders=(recipe.encoder,),
         protocol=protocol,
         features=recipe.features.model_copy(update={"views": 0}),
-        training=recipe.training.model_copy(update={"compile": False, "profile": False}),
+        training=_shortened(recipe.training).model_copy(update={"compile": False, "profile": False}),
         search=Search(),
         cluster=Cluster(),
         report=recipe.report.model_copy(update={"compare": []}),
         label_curve=False,
         auto_seeds=False,
     )
+
+
+def _shortened(training: Training) -> Training:
+    if training.steps is not None and training.steps <= STEPS:
+        return training
+    shorter = {"steps": STEPS, "epochs": None, "evaluate_every": None, "schedule": Schedule()}
+    return training.model_copy(update=shorter)
 
 
 def _digest(split: Split) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +19,17 @@ from xdm_ft.audit.encoder import Aligned, aligned_accuracy, aligned_halves, enco
 from xdm_ft.audit.facts import FactRow, facts_findings
 from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
 from xdm_ft.audit.labels import FOLDS, MAX_SEEDS, Labels, confused, label_costs, label_scores, training_of
+from xdm_ft.audit.marks import Mark, low_level, marks
 from xdm_ft.audit.twins import domain_pairs, units_of
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.evaluation import Held, set_name
-from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
+from xdm_ft.evaluation.neighbours import directions, neighbours
 from xdm_ft.experiment.estimate import heads_time
 from xdm_ft.experiment.faults import roles
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, image_hashes, prepare
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.facts import image_facts
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split, split_of_rows
@@ -47,8 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xdm_ft")
 Json = dict[str, Any]
 LISTED = 20  # pairs and images in audit.json; the tables have all
-FACTS_OF = 20_000  # images at most whose files are read again
-MAX_COSTS = 12  # domains that are left out of training, one at a time
+FACTS_OF, MARKS_OF = 20_000, 4000  # images at most whose files are read again; whose pixels are
+MAX_COSTS = 12  # domains, and marked classes, that are left out of training, one at a time
 COPIES = ("first", "second", "score", "cosine", "sure", "straddles", "domains", "classes")
 LABELS = ("path", "domain", "group", "label", "suggested", "score", "suspect")
 
@@ -101,14 +103,17 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), o
     logger.info("audit: %s to train heads", _time(study, len(units)))
     scores = label_scores(study)
     doubtful = [] if scores is None else _doubtful(study, scores)
-    twins = domain_pairs(study, units, nearest_shares(near, unit_of[domains], len(units)))
-    facts = list[FactRow]()
+    first = near.nearest[:, 0] if near.nearest.shape[1] else near.foreign
+    shares = (nearest_shares(nearest, unit_of[domains], len(units)) for nearest in (near.foreign, first))
+    twins = domain_pairs(study, units, *shares)
+    facts, found_marks = list[FactRow](), list[Mark]()
     if not isinstance(dataset, FeatureTable):
         stratum = domains * len(dataset.class_names) + labels
         table = image_facts(dataset, sample(rows, stratum, FACTS_OF))
         of_groups = None if dataset.groups is None else dataset.groups[table.rows]
         of_table = dataset.labels[table.rows], dataset.domains[table.rows]
         facts = facts_findings(table, *of_table, dataset.domain_names, of_groups)
+        found_marks = _marks(dataset, sample(rows, stratum, MARKS_OF))
     groups = None if dataset.groups is None else dataset.groups[rows]
     label = encoder_label(study.item.encoder)
     notes = [*([f"there are no held-out domains: {study.problem}"] if study.problem else []), *notes]
@@ -129,7 +134,11 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), o
         "domain_pairs": {key: value for key, value in asdict(twins).items() if key != "twins"},
         "labels": None,
         "site_class": site_class_of(dataset, rows).to_json()
-        | {"facts": [fact.to_json() for fact in facts], "costs": _facts_costs(study, facts, splits)},
+        | {
+            "facts": [fact.to_json() for fact in facts],
+            "marks": [mark.to_json() for mark in found_marks],
+            "costs": _site_costs(study, facts, found_marks, splits),
+        },
         "encoder": encoder_facts(label, unit, near, labels, domains, groups, _aligned(study, unit)).to_json(),
         "notes": notes,
         **({} if of is None else {"of": of}),
@@ -157,20 +166,23 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), o
 
 
 def _time(study: Study, units: int) -> str:
-    """Returns the time to train the heads: of labels, of pairs of domains, and of three changes of what trains."""
+    """Returns the time to train the heads: of labels, of pairs of domains, and of three changes and as many random ones."""
     rows, of_labels = study.readable, study.with_heads(training_of(study))
     every = split_of_rows(study.dataset, ("fold",), np.unique(study.dataset.domains[rows]).tolist(), rows, {})
     folds = [of_labels.model(every, seed) for seed in study.seeds[:MAX_SEEDS]] * FOLDS
-    held_out = [study.model(split, seed) for seed, split in study.heads] * (1 + 2 * (units - 1) + 3)
+    held_out = [study.model(split, seed) for seed, split in study.heads] * (1 + 2 * (units - 1) + 6)
     groups = [(models, 1) for models in (folds, held_out) if models]
     return heads_time(study.plan, study.prepared.for_method(study.item).encoder, study.features.device, groups)
 
 
-def nearest_shares(near: Neighbours, units: np.ndarray, number: int) -> np.ndarray:
-    """Returns the share of each unit's images whose nearest image of another unit lies in which, float64 [U,U]."""
-    exists = near.foreign >= 0
+def nearest_shares(nearest: np.ndarray, units: np.ndarray, number: int) -> np.ndarray:
+    """Returns in which unit the nearest image lies for each unit's images: shares float64 [U,U].
+
+    `nearest`, `units`: int64 [n]; a nearest image of −1 does not exist.
+    """
+    exists = nearest >= 0
     counts = np.zeros((number, number))
-    np.add.at(counts, (units[exists], units[near.foreign[exists]]), 1)
+    np.add.at(counts, (units[exists], units[nearest[exists]]), 1)
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
 
@@ -186,11 +198,13 @@ def _copies(study: Study, pairs: list[NearCopies], straddles: list[bool], splits
         if len(copied := np.unique(np.concatenate(rows))):
             left_out[held] = copied
     number = len(np.unique(np.concatenate([np.empty(0, np.int64), *left_out.values()])))
+    candidates = [domains[[pair.first, pair.second]] for pair in pairs if not pair.sure]
     change = Change("left out of training", number, left_out)
     return {
         "listed": len(pairs),
         "sure": len(sure),
         "across_domains": int((domains[first] != domains[second]).sum()),
+        "candidates_across_domains": sum(int(one != other) for one, other in candidates),
         "straddling": sum(pair.sure and both for pair, both in zip(pairs, straddles, strict=True)),
         "pairs": [_as_json(study, *pair) for pair in list(zip(pairs, straddles, strict=True))[:LISTED]],
         "costs": [asdict(cost) for cost in costs(study, [change])] if left_out else [],
@@ -246,13 +260,25 @@ def _as_row(study: Study, pair: NearCopies, straddles: bool) -> list[object]:
     return [*(entry[column] for column in COPIES[:-2]), *both]
 
 
-def _facts_costs(study: Study, facts: Iterable[FactRow], splits: dict[Held, Split]) -> list[Json]:
-    """Leaves out of training each domain in which facts about the files tell the class."""
-    changes = list[Change]()
-    for name in dict.fromkeys(fact.domain for fact in facts if fact.found and fact.domain is not None):
-        rows = study.readable[study.dataset.domains[study.readable] == study.dataset.domain_names.index(name)]
-        trains = [held for held, split in splits.items() if name in split.train_domains]
-        changes.append(Change(f"{name} left out of training", len(rows), dict.fromkeys(trains, rows)))
+def _marks(dataset: ImageDataset, rows: np.ndarray) -> list[Mark]:
+    features = low_level(dataset, rows)
+    groups = None if dataset.groups is None else dataset.groups[features.rows]
+    of_rows = dataset.labels[features.rows], dataset.domains[features.rows]
+    return marks(features, *of_rows, dataset.domain_names, dataset.class_names, groups)
+
+
+def _site_costs(study: Study, facts: list[FactRow], found: list[Mark], splits: dict[Held, Split]) -> list[Json]:
+    """Leaves out of training each marked class of a domain, and each domain in which facts of the files tell it."""
+    dataset, changes = study.dataset, list[Change]()
+    cells = [(mark.domain, mark.label) for mark in found if mark.found]
+    cells += [(fact.domain, "") for fact in facts if fact.found and fact.domain is not None]
+    for domain, label in dict.fromkeys(cells):
+        rows = study.readable[dataset.domains[study.readable] == dataset.domain_names.index(domain)]
+        if label:
+            rows = rows[dataset.labels[rows] == dataset.class_names.index(label)]
+        trains = [held for held, split in splits.items() if domain in split.train_domains]
+        what = f"{f'{label} in ' if label else ''}{domain} left out of training"
+        changes.append(Change(what, len(rows), dict.fromkeys(trains, rows)))
     return [asdict(cost) for cost in costs(study, changes[:MAX_COSTS])] if splits else []
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from xdm_ft.audit.costs import Answered, difference, judged, prediction
 from xdm_ft.audit.heads import Study, Wanted
@@ -18,7 +17,10 @@ from xdm_ft.protocol.splits import Split, in_domains, with_groups
 
 FEWEST_UNITS = 3  # with two, nothing is left to train on
 ALL_PAIRS = 12  # of more domains, only pairs that may be twins are left out together
-NEAREST = 0.5  # share of the images of each twin whose nearest foreign image lies in the other
+OF_ALL = (
+    0.18  # share of the images of one of two twins whose nearest image of all lies in the other (true: 0.28 to 0.46)
+)
+NEAREST = 0.9  # share of the images of each of two twins whose nearest foreign image lies in the other, without a cost
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,10 @@ class DomainPairs:
     names: list[str]  # U units: domains, or those that are held out together
     nearest: list[list[float | None]]
     """Share of the images of a row's unit whose nearest image of another unit lies in the column's, [U,U]."""
+    nearest_of_all: list[list[float]]
+    """Share of the images of a row's unit whose nearest image of all lies in the column's, [U,U]."""
     left_out: list[LeftOut]
-    undecided: list[list[str]]  # each other's nearest, but nothing shows whether they are twins
+    undecided: list[list[str]]  # nearest for many images, but neither cost nor shares show whether they are twins
     note: str
     twins: list[list[str]]
 
@@ -63,18 +67,25 @@ def units_of(study: Study) -> list[tuple[str, ...]]:
     return sorted(units, key=lambda unit: names.index(unit[0]))
 
 
-def domain_pairs(study: Study, units: Sequence[tuple[str, ...]], nearest: np.ndarray) -> DomainPairs:
+def domain_pairs(
+    study: Study, units: Sequence[tuple[str, ...]], nearest: np.ndarray, of_all: np.ndarray
+) -> DomainPairs:
     """Leaves two units out at a time.
 
-    `nearest` float64 [U,U]: the shares of `DomainPairs`. Twins are pairs of which each is the other's nearest for most
-    images, and where the loss of one of the two, less that of as many random images, is shown (D = 1, Holm's correction
-    over the pairs that may be twins).
+    `nearest`, `of_all` float64 [U,U]: the shares of `DomainPairs`. Two units may be twins if 18% of the images of one
+    have their nearest image of all in the other. They are if the loss of one of the two, less that of as many random
+    images, is shown (D = 1, Holm's correction over the pairs that may be twins), or if each holds the nearest foreign
+    image of 90% of the other's.
     """
     names = [set_name(unit) for unit in units]
     shares = [[None if i == j else float(nearest[i, j]) for j in range(len(units))] for i in range(len(units))]
+    everywhere = of_all.tolist()
     if len(units) < FEWEST_UNITS:
-        return DomainPairs(names, shares, [], [], f"leaving two out needs {FEWEST_UNITS} domains or more", [])
-    near = (nearest > NEAREST) & (nearest.T > NEAREST)
+        return DomainPairs(
+            names, shares, everywhere, [], [], f"leaving two out needs {FEWEST_UNITS} domains or more", []
+        )
+    near = np.maximum(of_all, of_all.T) >= OF_ALL
+    np.fill_diagonal(near, False)
     cells = list[_Cell]()
     for seed, split in study.heads:
         if split.test_domains in units:
@@ -110,15 +121,15 @@ def domain_pairs(study: Study, units: Sequence[tuple[str, ...]], nearest: np.nda
                 p=row.p_here and row.p_here.plain,
                 p_holm=row.p_here and row.p_here.holm,
                 verdict=row.here if pair in verdicts else NO_VERDICT,
-                note=row.note if pair in verdicts else "not nearest to each other for most images, so no twins",
+                note=row.note if pair in verdicts else "few images are nearest to one of the other domain, so no twins",
             )
         )
     shown = {frozenset(pair) for pair, row in verdicts.items() if row.here == WORSE}
-    decided = {frozenset(pair) for pair, row in verdicts.items() if row.here != NO_VERDICT}
-    open_pairs = {frozenset(pair) for pair in np.argwhere(near).tolist()} - decided
+    pairs = {frozenset(pair) for pair in np.argwhere(near).tolist()}
+    shown |= pairs & {frozenset(pair) for pair in np.argwhere((nearest > NEAREST) & (nearest.T > NEAREST)).tolist()}
     note = "" if len(units) <= ALL_PAIRS else f"of {len(units)} domains, only pairs that may be twins are left out"
-    twins, undecided = ([[names[i] for i in pair] for pair in sorted(map(sorted, of))] for of in (shown, open_pairs))
-    return DomainPairs(names, shares, rows, undecided, note, twins)
+    twins, undecided = ([[names[i] for i in p] for p in sorted(map(sorted, of))] for of in (shown, pairs - shown))
+    return DomainPairs(names, shares, everywhere, rows, undecided, note, twins)
 
 
 class _Cell(NamedTuple):
@@ -131,10 +142,8 @@ def _cells(study: Study, split: Split, seed: int, i: int, j: int, unit: Sequence
     """Returns the heads of a cell under one seed; none if too few images are left to train on."""
     dataset, test = study.dataset, split.evaluation["test"]
     left_out = with_groups(dataset, in_domains(dataset, unit))
-    train = torch.cat([*split.train]).numpy()
-    size, drawn = int(left_out[train].sum()), np.random.default_rng([seed, i, j])
-    without = study.without(split, np.flatnonzero(left_out))
-    matched = study.without(split, drawn.choice(train, size, replace=False))
+    rows = np.flatnonzero(left_out)
+    without, matched = study.without(split, rows), study.matched(split, rows, [seed, i, j])
     if without is None or matched is None:
         return []
     return [_Cell(i, j, (Wanted(split, test, seed), Wanted(without, test, seed), Wanted(matched, test, seed)))]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation.verdicts import BETTER
+from xdm_ft.evaluation.verdicts import BETTER, NO_VERDICT, WORSE
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import Figure, heat_maps
 from xdm_ft.report.finished import Run
@@ -34,7 +34,8 @@ MAX_PAIRS, MAX_FACTS, MAX_SENTENCES = 15, 15, 8
 MAX_DOMAINS, MAX_CLASSES = 12, 10  # rows and columns of a matrix
 MAX_DRAWN = 20  # domains of a heat map
 COSTS = (
-    "A cost is how the accuracy on held-out domains changes if these images train no model, or with other labels ({})."
+    "A cost is how the accuracy on held-out domains changes if these images train no model, or with other labels, "
+    "compared with leaving out as many random images ({})."
 )
 NO_FILES = "names of files are in {}, and here only with report.images=true"
 
@@ -57,23 +58,32 @@ class Finding(NamedTuple):
 
 
 def findings(audit: Json) -> list[Finding]:
-    """Returns a finding of each kind, the worst first."""
+    """Returns a finding of each kind: what is found by its cost, the dearest first, then the rest."""
     made = []
     for kind, finding in FINDINGS.items():
         if audit[kind] is None:
             made.append(Finding(kind, UNSEEN, "could not be looked for; the notes say why", ""))
         else:
             made.append(finding(audit))
-    return sorted(made, key=lambda finding: -finding.rank)
+    costly = {finding.kind: _points(audit, finding) for finding in made}
+    return sorted(made, key=lambda of: (of.rank <= UNSEEN, -costly[of.kind], -of.rank))
+
+
+def _points(audit: Json, finding: Finding) -> float:
+    """Returns the largest cost of a finding that is shown, as a fraction; 0 if there is none."""
+    twins = finding.kind == "domain_pairs" and finding.rank > UNSEEN
+    rows = [*finding.costs, *(audit["domain_pairs"]["left_out"] if twins else [])]
+    return max((abs(row.get("excess") or 0) for row in rows if row["verdict"].startswith((BETTER, WORSE))), default=0)
 
 
 def _copies(audit: Json) -> Finding:
     part = audit["copies"]
+    count, across = part["listed"] - part["sure"], part.get("candidates_across_domains", 0)
+    more = f"{count_text(count)} more {'candidate' if count == 1 else 'candidates'}, {across} across domains"
     if not part["sure"]:
-        alike = f"; the most similar pairs ({part['listed']}) are in copies.csv" if part["listed"] else ""
-        return Finding("copies", NOTHING, f"none{alike}", "")
+        return Finding("copies", NOTHING, f"none; {more}: copies.csv" if count else "none", "")
     where = f"{part['across_domains']} of them lie in two domains, {part['straddling']} in training and test"
-    what = f"{plural(part['sure'], 'pair')} of images are copies of each other; {where}: copies.csv"
+    what = f"{plural(part['sure'], 'pair')} of images are copies of each other; {where}; {more}: copies.csv"
     remedy = "look through copies.csv (--images shows the pairs), and delete one image of each copy"
     return Finding("copies", PROMISE if part["straddling"] else SUSPECT, what, remedy, part["costs"])
 
@@ -83,11 +93,13 @@ def _twins(audit: Json) -> Finding:
     if not twins:
         if undecided := audit["domain_pairs"]["undecided"]:
             pairs = listed([" and ".join(pair) for pair in undecided], 3)
-            text = f"{pairs} are nearest to each other, but no held-out accuracy shows whether they are twins"
-            tested = [row["note"] for row in left_out if [row["domain"], row["without"]] in undecided]
+            text = f"{pairs} are near each other, but no held-out accuracy shows whether they are twins"
+            tested = [row for row in left_out if [row["domain"], row["without"]] in undecided]
             remedy = f"hold each of them out: {_setting('test_domains', [*dict.fromkeys(chain(*undecided))])}"
-            if tested:  # there is a difference, but no verdict on it
-                text, remedy = f"{text}: {tested[0]}", "give them a verdict: protocol.seeds=5"
+            if any(row["verdict"] == NO_VERDICT for row in tested):  # there is a difference, but no verdict on it
+                text, remedy = f"{text}: {tested[0]['note']}", "give them a verdict: protocol.seeds=5"
+            elif tested:
+                remedy = "look whether they show the same objects, patients or scanner"
             return Finding("domain_pairs", UNSEEN, text, remedy)
         if not left_out:
             return Finding("domain_pairs", UNSEEN, audit["domain_pairs"]["note"] or "could not be looked for", "")
@@ -138,7 +150,7 @@ def _labels(audit: Json) -> Finding:
     share = f" ({_percent(part['suspects'] / audit['images'])})" if audit["images"] else ""
     # hard images look as wrong labels do: only that heads are better without them shows that there are errors
     shown = any(cost["verdict"].startswith(BETTER) for cost in part["costs"])
-    what = f"{plural(part['suspects'], 'label')}{share} {'look' if shown else 'may be'} wrong"
+    what = f"the heads contradict {plural(part['suspects'], 'label')}{share}"
     if part["confused"]:
         most = part["confused"][0]
         what += f", most often {most['label']} instead of {most['suggested']} ({plural(most['images'], 'image')})"
@@ -148,23 +160,32 @@ def _labels(audit: Json) -> Finding:
 
 def _site_class(audit: Json) -> Finding:
     part = audit["site_class"]
+    harmful = {cost["what"] for cost in part["costs"] if cost["verdict"].startswith(BETTER)}
+    marks = [mark for mark in part.get("marks", []) if mark["found"]]
     facts = [fact for fact in _worst_facts(part) if fact["found"] and fact["predicts"] == "class"]
-    parts = []
-    if facts:
-        where = f" in {facts[0]['domain']}" if facts[0]["domain"] else ""
-        right, chance = (_percent(facts[0][key]) for key in ("accuracy", "chance"))
-        parts.append(f"the class is predicted with {right}{where} by {facts[0]['facts']} alone (chance: {chance})")
+    costly = [fact for fact in facts if f"{fact['domain']} left out of training" in harmful]
+    parts, remedy = [], "a model may learn the site, not the class: balance the classes of each site"
+    if marks:
+        mark, more = marks[0], f" (and {len(marks) - 1} more)" if len(marks) > 1 else ""
+        where = f"{mark['class']} in {mark['domain']}"
+        parts.append(f"a {mark['kind']} gives away {_percent(mark['share'])} of {where}, and not elsewhere{more}")
+        remedy = f"look at images of {where}; remove the {mark['kind']}, or mark all classes alike"
+    for fact in (costly or facts)[:1]:
+        right, chance = (_percent(fact[key]) for key in ("accuracy", "chance"))
+        where, harm = f" in {fact['domain']}" if fact["domain"] else "", "" if costly else ", at no cost that shows"
+        parts.append(f"the class is predicted with {right}{where} by {fact['facts']} alone (chance: {chance}){harm}")
+    if costly and not marks:
+        remedy = f"a model may learn {costly[0]['facts']}, not the class: make all files alike"
     if part["confounded"]:
         parts.append(f"class and site cannot be told apart: {listed(part['confounded'], 3)}")
     if part["lacking"]:
         first, count = part["lacking"][0], plural(len(part["lacking"]), "pair")
         parts.append(f"{count} of domain and class without an image, such as {first['domain']} and {first['class']}")
-    rank = PROMISE if facts or part["confounded"] else SUSPECT if parts else NOTHING
-    what = "; ".join(parts) or "every domain has every class, and no fact about the files tells the class"
-    remedy = "" if not parts else "a model may learn the site, not the class: balance the classes of each site"
-    if facts:
-        remedy = f"a model may learn {facts[0]['facts']}, not the class: make all files alike"
-    return Finding("site_class", rank, f"{what}. Cramér's V {_strength(part)}", remedy, part["costs"])
+    rank = PROMISE if marks or costly or part["confounded"] else SUSPECT if part["lacking"] else NOTHING
+    what = "; ".join(parts) or "every domain has every class, and neither files nor marks tell the class"
+    return Finding(
+        "site_class", rank, f"{what}. Cramér's V {_strength(part)}", remedy if rank > NOTHING else "", part["costs"]
+    )
 
 
 def _strength(part: Json) -> str:
@@ -228,7 +249,8 @@ def cost_words(cost: Json) -> str:
     before, after = (_percent(cost[key]) for key in ("before", "after"))
     ends = "" if cost["interval"] is None else f" (95%: {between('accuracy', cost['interval'], True)} points)"
     why = f" ({cost['note']})" if cost["p"] is None and cost["note"] else ""
-    return f"{start}: accuracy {before} → {after}{ends}, {cost['verdict']}{why}"
+    random = "" if cost.get("matched") is None else f"; without as many random ones {_percent(cost['matched'])}"
+    return f"{start}: accuracy {before} → {after}{random}{ends}, {cost['verdict']}{why}"
 
 
 def audit_lines(audit: Json) -> list[str]:
@@ -287,12 +309,13 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
 def _costs_table(costs: Iterable[tuple[Finding, Json]]) -> Table:
     rows = []
     for finding, cost in costs:
-        accuracies = [metric_cell(cost[key], "accuracy") for key in ("before", "after")]
-        numbers = cost["images"], *accuracies, _change(cost["difference"], cost["interval"], signed=True)
+        accuracies = [metric_cell(cost.get(key), "accuracy") for key in ("before", "after", "matched")]
+        excess = cost.get("excess", cost["difference"])  # earlier versions compared with `before`
+        numbers = cost["images"], *accuracies, _change(excess, cost["interval"], signed=True)
         rows.append(cells(finding.name, cost["what"], *numbers, p_value(cost["p_holm"]), _verdict(cost)))
-    header = ["what", "its images", "images", "before", "after", "change (95%)", "p (Holm)", "verdict"]
-    caption = "What the findings cost: accuracy on held-out domains in %, and its change in points."
-    return Table(caption, header, rows, labels=2, folded=True)
+    header = ["what", "its images", "images", "before", "after", "without as many others", "more than these (95%)"]
+    caption = "What the findings cost: accuracy on held-out domains in %, and its difference to others in points."
+    return Table(caption, [*header, "p (Holm)", "verdict"], rows, labels=2, folded=True)
 
 
 def _change(value: float | None, interval: Sequence[float] | None, signed: bool = False) -> Cell:
@@ -378,7 +401,7 @@ def _heat_map(part: Json) -> list[Figure]:
     most = [f"of {name} {_percent(share)} in {names[there]}" for name, share, there in nearest]
     title, axes = "nearest foreign image", ("lies in", "images of")
     alt = f"Where the nearest image of another domain lies most often: {listed(most)}."
-    caption = "Share of the images of a row in %. Twin domains are each other's nearest for most images."
+    caption = "Share of the images of a row in %. Twin domains hold most of each other's."
     return [heat_maps("audit-nearest", alt, {title: shares}, names, axes_labels=axes, caption=caption)]
 
 
@@ -388,7 +411,7 @@ def labels_details(part: Json, files: bool) -> Section:
     if images:
         keys = [*(["path"] if files else []), "domain", "label", "suggested"]
         rows = [cells(*(image[key] for key in keys), Cell(f"{image['score']:.3f}", image["score"])) for image in images]
-        caption = "Labels that look wrong, the worst first."
+        caption = "Labels that the heads contradict, the worst first."
         caption += _some(len(rows), part["suspects"], "images", "labels.csv")
         tables.append(Table(caption, [*keys, "score"], rows, labels=len(keys)))
     if part["confused"]:
@@ -427,6 +450,14 @@ def site_class_details(part: Json, files: bool) -> Section:
         header = ["facts", "predict", "in", "accuracy in % (95%)", "chance in %", "p (Holm)", "beyond chance"]
         caption = "What facts about the files alone tell, by a classifier that sees no pixels."
         tables.append(Table(caption + _some(len(rows), len(facts), "facts", "audit.json"), header, rows, labels=3))
+    if part.get("marks"):
+        rows = []
+        for mark in part["marks"][:MAX_FACTS]:
+            shares = [metric_cell(mark[key], "accuracy") for key in ("share", "low", "elsewhere")]
+            rows.append(cells(mark["kind"], mark["domain"], mark["class"], *shares, "yes" if mark["found"] else "no"))
+        header = ["what", "in", "class", "picked out in %", "at least (95%)", "elsewhere", "only here"]
+        caption = "Images of a class that low-level features pick out, with 1% of the others as false alarms."
+        tables.append(Table(caption, header, rows, labels=3))
     sentences = listed(part["sentences"], MAX_SENTENCES, " ")
     notes = [sentences] if sentences else []
     return make_section("audit-site-class", tables=tables, notes=notes, strength=_strength(part))
