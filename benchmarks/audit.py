@@ -1,7 +1,7 @@
 """How much of what is planted in real images `xdm-ft audit` finds.
 
     python benchmarks/audit.py copies PACS --weights FILE  a folder <domain>/<class>/<image>, and an encoder's file
-    python benchmarks/audit.py labels PACS --weights FILE
+    python benchmarks/audit.py labels PACS --weights FILE      likewise: marks (without FILE), random, twins
 
 copies      Of `--planted` images a changed copy is added: mirrored, a 90% crop, half the size, tinted, or saved as a
             JPEG of quality 15. Recall: how many of the copies are paired with their original among the first
@@ -9,6 +9,10 @@ copies      Of `--planted` images a changed copy is added: mirrored, a 90% crop,
             of copies, among twice as many pairs as they have. The real images hold near copies too.
 labels      5% of the labels are replaced by another class, both drawn at random, under ten seeds. Precision: the share
             of them among as many images, ranked by doubt; and among the suspects.
+marks       One class of one domain, in turn, gets a tint, a text or a rectangle, in all of its images or in half: how
+            often it is found there, and what else is. Encoders are not used; mitoses (two classes) work too.
+random      5% of the images, drawn at random, are left out of training, under 20 draws: how many cost something.
+twins       The domains as they are, and one of them, in turn, divided in two at random, which makes true twins.
 
 Of each domain × class up to `--per-class` images are drawn with seed 0; the encoder is MobileNetV2 at 224 px (squash).
 All that is random is drawn with stated seeds. The last line is JSON. benchmarks/results.md, "Audit", has the numbers.
@@ -20,17 +24,21 @@ import argparse
 import io
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
 from new_site import subset
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from xdm_ft.audit.copies import near_copies
+from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.labels import label_scores
-from xdm_ft.audit.measure import read_study
+from xdm_ft.audit.marks import LowLevel, low_level, marks
+from xdm_ft.audit.measure import audit, read_study
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.evaluation.neighbours import Neighbours, directions, neighbours
@@ -42,6 +50,7 @@ from xdm_ft.features.hashes import hash_files
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.recipe.check import check
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import parse
 
 
@@ -189,11 +198,108 @@ def labels(given: argparse.Namespace, folder: Path) -> dict[str, object]:
     }
 
 
+def written(text: str, pixels: np.ndarray) -> np.ndarray:
+    """Writes a white text of half opacity at the lower right, [H,W,3]."""
+    layer = Image.new("L", (128, 128))
+    ImageDraw.Draw(layer).text((66, 114), text, fill=255)
+    opacity = np.asarray(layer.resize(pixels.shape[1::-1]))[..., None] / 510
+    return (1 - opacity) * pixels + opacity * 255
+
+
+def boxed(pixels: np.ndarray) -> np.ndarray:
+    height, width = pixels.shape[:2]
+    changed = pixels.copy()
+    changed[-height // 8 : -height // 32, -width // 8 : -width // 32] = 153
+    return changed
+
+
+MARKS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "tint": lambda pixels: pixels * (1.15, 1.0, 0.8),
+    "weak tint": lambda pixels: pixels * (1.07, 1.0, 0.93),
+    "text": lambda pixels: written("(c) site 1", pixels),
+    "rectangle": boxed,
+}
+
+
+class Marked(Folder):
+    """Images of which some are changed as they are read."""
+
+    mark: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def draft(self, row: int, least_side: int | None) -> Image.Image:
+        image = self.image(row)
+        if self.mark is None:
+            return image
+        return Image.fromarray(self.mark(np.asarray(image, float)).round().clip(0, 255).astype(np.uint8))
+
+
+def marks_found(given: argparse.Namespace, folder: Path) -> dict[str, object]:
+    subset(given.images, folder / "images", given.per_class)
+    data = Marked(root=folder / "images")
+    plain, domains, names = low_level(data, np.arange(len(data))), data.domains, (data.domain_names, data.class_names)
+    clean = [mark for mark in marks(plain, data.labels, domains, *names) if mark.found]
+    results: dict[str, object] = {"images": len(data), "nothing": len(clean)}
+    for (name, change), share in product(MARKS.items(), (1.0, 0.5)):
+        data.mark, right, other = change, 0, 0
+        for domain, label in enumerate(np.arange(len(data.domain_names)) % len(data.class_names)):
+            of_class = np.flatnonzero((domains == domain) & (data.labels == label))
+            rows = np.random.default_rng(domain).permutation(of_class)[: round(share * len(of_class))]
+            changed = low_level(data, rows, show=False)
+            detail, colour = plain.detail.copy(), plain.colour.copy()
+            detail[rows], colour[rows] = changed.detail, changed.colour
+            found = marks(LowLevel(plain.rows, detail, colour), data.labels, domains, *names)
+            there = {mark.domain == data.domain_names[domain] for mark in found if mark.found}
+            right, other = right + (True in there), other + (False in there)
+        results[f"{name}, {share:.0%}"] = [right, other]
+        print(
+            f"{name}, {share:.0%}: found in {right} of {len(data.domain_names)} domains, {other} elsewhere", flush=True
+        )
+    return results
+
+
+def of_features(given: argparse.Namespace, folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, Recipe]:
+    """Returns features, labels, names of domains, and a recipe that reads `folder`/features.npz."""
+    subset(given.images, folder / "images", given.per_class)
+    images = Folder(root=folder / "images")
+    z = features_of(images, given.weights, given.cache or folder / "cache")[torch.arange(len(images))].numpy()
+    recipe = parse(RECIPE.replace("FILE", str(folder / "features.npz")), "audit.yaml")
+    return z, images.labels, np.array(images.domain_names)[images.domains], check(recipe)
+
+
+def random_parts(given: argparse.Namespace, folder: Path) -> dict[str, object]:
+    z, labels, domains, recipe = of_features(given, folder)
+    np.savez(folder / "features.npz", features=z, label=labels, domain=domains)
+    verdicts = Counter[str]()
+    with launched(recipe) as accelerator, one_thread():
+        study = read_study(recipe, accelerator, None)
+        held_out = {split.test_domains for _, split in study.heads}
+        for seed in range(2 * DRAWS):
+            rows = np.random.default_rng(seed).choice(len(labels), len(labels) // 20, replace=False)
+            [cost] = costs(study, [Change("random", len(rows), dict.fromkeys(held_out, rows))])
+            verdicts[cost.verdict] += 1
+    return {"images": len(labels), **verdicts}
+
+
+def twin_domains(given: argparse.Namespace, folder: Path) -> dict[str, object]:
+    z, labels, domains, recipe = of_features(given, folder)
+    results: dict[str, object] = {"images": len(labels)}
+    for divided in ("", *np.unique(domains).tolist()):
+        half = np.random.default_rng(0).integers(1, 3, len(labels))
+        names = np.where(domains == divided, np.char.add(np.char.add(domains, " "), half.astype(str)), domains)
+        np.savez(folder / "features.npz", features=z, label=labels, domain=names)
+        (folder / "audit").mkdir(exist_ok=True)
+        with launched(recipe) as accelerator, one_thread():
+            document = audit(read_study(recipe, accelerator, None), folder / "audit", images=False)
+        results[divided or "as they are"] = document["twins"], document["domain_pairs"]["undecided"]
+        print(divided or "as they are", *results[divided or "as they are"], flush=True)
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("yardstick", choices=YARDSTICKS)
     parser.add_argument("images", type=Path)
-    parser.add_argument("--weights", required=True, help="a file with the weights of mobilenetv2_100")
+    parser.add_argument("--weights", help="a file with the weights of mobilenetv2_100")
     parser.add_argument("--per-class", type=int, default=100, help="images of each domain × class; 0: all")
     parser.add_argument("--planted", type=int, default=50)
     parser.add_argument("--cache", type=Path, help="folder in which the features stay; default: none")
@@ -202,7 +308,9 @@ def main() -> None:
         print(json.dumps({given.yardstick: YARDSTICKS[given.yardstick](given, Path(folder))}))
 
 
-YARDSTICKS: dict[str, Callable[[argparse.Namespace, Path], dict[str, object]]] = {"copies": copies, "labels": labels}
+YARDSTICKS: dict[str, Callable[[argparse.Namespace, Path], dict[str, object]]] = {
+    "copies": copies, "labels": labels, "marks": marks_found, "random": random_parts, "twins": twin_domains,
+}  # fmt: skip
 
 
 if __name__ == "__main__":
