@@ -36,8 +36,8 @@ from PIL import Image, ImageDraw
 
 from xdm_ft.audit.copies import near_copies
 from xdm_ft.audit.costs import Change, costs
+from xdm_ft.audit.facts import LowLevel, low_level, marks
 from xdm_ft.audit.labels import label_scores
-from xdm_ft.audit.marks import LowLevel, low_level, marks
 from xdm_ft.audit.measure import audit, read_study
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm

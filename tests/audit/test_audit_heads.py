@@ -48,7 +48,7 @@ def test_the_time_of_an_audit_counts_the_heads_of_labels_pairs_and_changes(monke
     counted, measured = [], study(*clusters(images=10), seeds=2)
     monkeypatch.setattr(measure, "heads_time", lambda plan, encoder, device, groups: counted.extend(groups))
     measure._time(measured, units=4)
-    assert [(len(models), models[0].steps, times) for models, times in counted] == [(10, 100, 1), (2 * 4 * 10, 40, 1)]
+    assert [(len(models), models[0].steps, times) for models, times in counted] == [(10, 100, 1), (2 * 4 * 13, 40, 1)]
 
 
 def test_a_domain_that_loses_all_images_trains_no_more_and_one_class_is_too_few():

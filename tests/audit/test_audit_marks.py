@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from tests.data.made_up import MadeUp
-from xdm_ft.audit.marks import SIDE, low_level, marks, picked_out
+from xdm_ft.audit.facts import SIDE, low_level, marks, picked_out
 
 NAMES = (["d0", "d1"], ["c0", "c1", "c2"])
 

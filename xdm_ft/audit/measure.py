@@ -16,10 +16,9 @@ from torch import Tensor
 from xdm_ft.audit.copies import NearCopies, near_copies, straddling
 from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.encoder import Aligned, aligned_accuracy, aligned_halves, encoder_facts, prompt_cosines
-from xdm_ft.audit.facts import FactRow, facts_findings
+from xdm_ft.audit.facts import FactRow, Mark, facts_findings, low_level, marks
 from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
 from xdm_ft.audit.labels import FOLDS, MAX_SEEDS, Labels, confused, label_costs, label_scores, training_of
-from xdm_ft.audit.marks import Mark, low_level, marks
 from xdm_ft.audit.twins import domain_pairs, units_of
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
@@ -166,7 +165,7 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), o
 
 
 def _time(study: Study, units: int) -> str:
-    """Returns the time to train the heads: of labels, of pairs of domains, and of three changes and as many random ones."""
+    """Returns the time to train the heads: of labels, of pairs of domains, of three changes and of random ones."""
     rows, of_labels = study.readable, study.with_heads(training_of(study))
     every = split_of_rows(study.dataset, ("fold",), np.unique(study.dataset.domains[rows]).tolist(), rows, {})
     folds = [of_labels.model(every, seed) for seed in study.seeds[:MAX_SEEDS]] * FOLDS
