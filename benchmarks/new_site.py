@@ -129,8 +129,10 @@ class Statements:
             self.truth.append(truth)
             self.card.append(site.card)
 
-    def numbers(self, refusing: bool) -> dict[str, float | int]:
-        kept = [i for i, expected in enumerate(self.expected) if not (refusing and expected.refused)]
+    def numbers(self, unwarned: bool) -> dict[str, float | int]:
+        kept = [
+            i for i, expected in enumerate(self.expected) if not (unwarned and (expected.refused or expected.warnings))
+        ]
         estimate = np.array([self.expected[i].estimate for i in kept])
         low, high = (np.array([getattr(self.expected[i], end) for i in kept]) for end in ("low", "high"))
         truth, card = np.array(self.truth)[kept], np.array(self.card)[kept]
@@ -139,7 +141,7 @@ class Statements:
         error, of_mean = np.abs(estimate - truth).mean(), np.abs(card - truth).mean()
         return {
             "sites": len(self.truth),
-            "refused": len(self.truth) - len(kept),
+            "left_out": len(self.truth) - len(kept),
             "mean_absolute_error": 100 * error,
             "of_the_card_mean": 100 * of_mean,
             "skill": 1 - error / of_mean,
@@ -221,7 +223,7 @@ def main() -> None:
             found, truth = site.expected(site.z, every)
             print(f"{site.name}: accuracy {truth:.3f}, card mean {site.card:.3f}, {found}", flush=True)
     results = {
-        name: {"refusals_off": of.numbers(False), "refusing": of.numbers(True)}
+        name: {"all": of.numbers(False), "without_warnings": of.numbers(True)}
         for name, of in (("domains", whole), ("dirichlet", shifted), ("corrupted", corrupted))
     }
     for name, of_both in results.items():
