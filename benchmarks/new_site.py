@@ -2,6 +2,7 @@
 
     python benchmarks/new_site.py PACS --weights FILE      a folder <domain>/<class>/<image>, and an encoder's file
     python benchmarks/new_site.py PACS --weights FILE --per-class 0    all images
+    python benchmarks/new_site.py PACS --weights FILE --left-out dog --aliens MITOSIS    30% images of no class
 
 The models are ERM on frozen features (MobileNetV2, 224 px, squash), trained on the other domains, under each of the
 seeds. Of each domain × class up to `--per-class` images are drawn with seed 0. All that is random is drawn with
@@ -63,10 +64,10 @@ class Site:
         return expected, float((self.logits(z[rows]).argmax(1).numpy() == self.labels[rows]).mean())
 
 
-def subset(source: Path, target: Path, per_class: int) -> None:
-    """Links up to `per_class` images of every domain × class; 0: all."""
+def subset(source: Path, target: Path, per_class: int, left_out: str | None = None) -> None:
+    """Links up to `per_class` images of every domain × class but one; 0: all."""
     draw = np.random.default_rng(0)
-    for folder in sorted(path for path in source.glob("*/*") if path.is_dir()):
+    for folder in sorted(path for path in source.glob("*/*") if path.is_dir() and path.name != left_out):
         files = sorted(folder.iterdir())
         chosen = files if per_class == 0 else [files[i] for i in sorted(draw.permutation(len(files))[:per_class])]
         (target / folder.relative_to(source)).mkdir(parents=True)
@@ -84,7 +85,7 @@ def corruptions() -> dict[str, Callable[[Image.Image], Image.Image]]:
     return {"blur": lambda image: image.filter(ImageFilter.GaussianBlur(3)), "noise": noisy}
 
 
-def sites(images: Path, weights: str, folder: Path, seeds: int, steps: int) -> Iterator[Site]:
+def sites(images: Path, weights: str, folder: Path, seeds: int, steps: int, corrupts: bool = True) -> Iterator[Site]:
     encoder = {
         "name": "timm", "model": "mobilenetv2_100", "weights": weights, "trainable": False, "batch_norm": "train",
         "kwargs": {"bn_eps": 1e-3, "pad_type": "same"} if "keras" in weights else {},
@@ -107,7 +108,7 @@ def sites(images: Path, weights: str, folder: Path, seeds: int, steps: int) -> I
         if name not in corrupted:
             opened = [Image.open(path).convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC) for path in files]
             of_name = {"": torch.from_numpy(model.encode(files))}
-            for what, change in corruptions().items():
+            for what, change in corruptions().items() if corrupts else ():
                 of_name[what] = torch.from_numpy(model.encode([change(image) for image in opened]))
             corrupted[name] = of_name
         z = corrupted[name]
@@ -161,6 +162,43 @@ def of_shares(labels: np.ndarray, draw: np.random.Generator, size: int = 300) ->
     return np.array([draw.choice(np.flatnonzero(labels == label)) for label in wanted])
 
 
+@dataclass
+class Intruders:
+    """What `assess` says at sites where 30% of 300 images belong to no class."""
+
+    before: list[float]  # errors of the estimate from all images
+    after: list[float]  # the same of what is printed
+    covered: list[bool]  # by the interval of the share; where there is one
+    silent: int = 0
+
+    def add(self, site: Site, unknown: torch.Tensor, draw: np.random.Generator) -> None:
+        rows, others = draw.choice(len(site.z), 210), draw.choice(len(unknown), 90)
+        z = torch.cat([site.z[rows], unknown[others]])
+        seen, flagged = site.stored.seen(z), site.stored.is_unknown(z)
+        share = site.stored.unknown_share(flagged, np.ones(len(z)))
+        leaves_out = share is not None and share.low > 0
+        truth = float((site.logits(site.z[rows]).argmax(1).numpy() == site.labels[rows]).mean())
+        for kept, errors in ((flagged & False, self.before), (flagged & leaves_out, self.after)):
+            parts = site.stored.parts(seen.only(~kept), site.stored.shares)
+            errors += [] if parts is None else [abs(parts.estimate - truth)]
+        self.silent += share is None
+        self.covered += [] if share is None else [share.low <= 0.3 <= share.high]
+
+    def numbers(self) -> dict[str, float]:
+        covered = 100 * float(np.mean(self.covered)) if self.covered else float("nan")
+        before, after = (100 * float(np.mean(errors)) for errors in (self.before, self.after))
+        return {"error_before": before, "error_after": after, "silent": self.silent, "share_covered": covered}
+
+
+def intruders(images: Path, site: Site, left_out: str, aliens: Path | None) -> dict[str, torch.Tensor]:
+    """Returns the features of the site's images of the class left out, and of up to 200 images of another kind."""
+    files = {left_out: sorted((images / site.name / left_out).iterdir())}
+    if aliens is not None:
+        found = sorted(path for path in aliens.rglob("*") if path.suffix in (".webp", ".png", ".jpg"))
+        files["aliens"] = [found[i] for i in np.random.default_rng(0).permutation(len(found))[:200]]
+    return {what: torch.from_numpy(site.model.encode(of)) for what, of in files.items()}
+
+
 def adaptation(site: Site, draw: np.random.Generator, per_class: int) -> tuple[float, float, int]:
     """Returns the gain of the adapted head on the other images, that of what is kept, and the number of labels."""
     rows = np.concatenate(
@@ -191,6 +229,24 @@ def at_risk(site: Site, draw: np.random.Generator, labels: int = 50, risk: float
     return bool(answered.any() and wrong.mean() > risk), float(answered.mean())
 
 
+def measure_intruders(given: argparse.Namespace) -> None:
+    said = dict[str, Intruders]()
+    with tempfile.TemporaryDirectory() as folder:
+        subset(given.images, Path(folder, "images"), given.per_class, given.left_out)
+        output = Path(folder, "output")
+        for number, site in enumerate(
+            sites(Path(folder, "images"), given.weights, output, given.seeds, given.steps, corrupts=False)
+        ):
+            draw = np.random.default_rng(number)
+            for what, z in intruders(given.images, site, given.left_out, given.aliens).items():
+                for _ in range(DRAWS):
+                    said.setdefault(what, Intruders([], [], [])).add(site, z, draw)
+            print(f"{site.name}: {site.stored.unknown}", flush=True)
+    for what, of in said.items():
+        print(f"30% {what}:", ", ".join(f"{key} {value:.3g}" for key, value in of.numbers().items()))
+    print(json.dumps({what: of.numbers() for what, of in said.items()}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", type=Path)
@@ -198,7 +254,12 @@ def main() -> None:
     parser.add_argument("--per-class", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=1000, help="of training the models")
+    parser.add_argument("--left-out", metavar="CLASS", help="measure images of this class, which no model sees")
+    parser.add_argument("--aliens", type=Path, metavar="FOLDER", help="with --left-out: images of another kind")
     given = parser.parse_args()
+    if given.left_out is not None:
+        measure_intruders(given)
+        return
     whole, shifted, corrupted = (Statements([], [], []) for _ in range(3))
     gains, broken, coverage = dict[int, list[tuple[float, float, int]]](), list[bool](), list[float]()
     found_threshold = list[bool]()

@@ -202,9 +202,10 @@ BOUGHT = Bought(budget=100, images=25, half_width=0.16, threshold=0.62, gain=0.0
 def found(**changes):
     at = AtDomain(accuracy=0.8, images=100, parts=(0.7, 0.8, 0.9), error=0.0, distance=3.0, risks={})
     plain = Assessment(
-        model="m", estimate=0.7, low=0.6, high=0.8, verdict="unknown", heads="linear ERM", card=0.8, parts=None,
-        past_errors={}, domains={"a": at}, refused=None, warnings=(), prevalence=None, images=60, groups=None, copies=0,
-        training_images=0, unreadable={}, distance=2.0, is_far=False, budgets=(BOUGHT,), risks={},
+        model="m", estimate=0.7, low=0.6, high=0.8, estimate_all=0.7, unknown_share=None, verdict="unknown",
+        heads="linear ERM", card=0.8, parts=None, past_errors={}, domains={"a": at}, refused=None, warnings=(),
+        prevalence=None, images=60, groups=None, copies=0, training_images=0, unreadable={}, distance=2.0, is_far=False,
+        budgets=(BOUGHT,), risks={},
     )  # fmt: skip
     return "\n".join(lines(replace(plain, **changes)))
 

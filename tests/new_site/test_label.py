@@ -103,7 +103,7 @@ def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
 
 
 def test_a_budget_for_five_points_is_named_where_the_site_has_the_images():
-    made = Labelling("m", Path("t.csv"), None, 1552, 25, 75, 0.2045, None, None, 0, 0, 0, {})
+    made = Labelling("m", Path("t.csv"), None, 1552, 25, 75, 0, 0.2045, None, None, 0, 0, 0, {})
     line = "From 25 images the accuracy is then known to ±20 points or better; ±5 takes 388 images"
     assert f"{line} (--budget 1552)" in lines(made, ["cat"])
     assert line in lines(dataclasses.replace(made, images=1551), ["cat"])
@@ -205,10 +205,10 @@ def meanwhile(monkeypatch):
     """`meanwhile(act)`: `act()` happens once, when the images are chosen and nothing is written."""
 
     def meanwhile(act):
-        def choose(*arguments):
+        def choose(*arguments, **options):
             monkeypatch.setattr(driver, "choose_images", choose_images)
             act()
-            return choose_images(*arguments)
+            return choose_images(*arguments, **options)
 
         monkeypatch.setattr(driver, "choose_images", choose)
 

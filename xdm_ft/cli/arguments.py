@@ -199,6 +199,7 @@ def add_predict(verb: Parser) -> None:
     flag("--spread", help="standard deviation of the label's probability over the heads of an ensemble")
     distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/ship.md)"
     flag("--distance", help=distance)
+    flag("--unknown", help="column unknown: whether an image belongs to no class of the model")
     below = (
         f"leave a label empty if its probability is below P; {STORED}: below the threshold of `xdm-ft evaluate --save`"
     )

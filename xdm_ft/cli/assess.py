@@ -43,6 +43,9 @@ def lines(found: Assessment) -> Iterator[str]:
     else:
         ends = f"{_rate(found.low)} to {_rate(found.high)}"
         rows = [("", "accuracy", "95%"), ("expected at this site", _rate(found.estimate), ends)]
+        if found.estimate_all != found.estimate:
+            rows[1:] = [("expected without the images of no class", _rate(found.estimate), ends)]
+            rows.append(("expected if they belong to classes", _rate(found.estimate_all), ""))
         yield from columns([*rows, ("reference head, mean over held-out domains", _rate(found.card), "")])
     yield ""
     if found.parts is not None:
@@ -56,6 +59,9 @@ def lines(found: Assessment) -> Iterator[str]:
                 cells = (_rate(of.accuracy + of.error), signed(100 * of.error))
             table.append((name, _rate(of.accuracy), *cells))
         yield from (*columns(table), "")
+    if found.unknown_share is not None:
+        share, low, high = (f"{100 * end:.0f}" for end in found.unknown_share.values())
+        yield f"about {share}% ({low} to {high}) of these images belong to no class of the model"
     yield judgement(found)
     if found.verdict != "as_promised":
         yield from budget_table(found.budgets)

@@ -54,6 +54,8 @@ def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
     if made.sheet is not None:
         yield f"wrote {made.sheet}: the images of its rows"
     yield from left_out(made.unreadable, made.copies, 0, made.training_images)
+    if made.unknown:
+        yield f"{plural(made.unknown, 'image')} to adapt it may belong to no class: leave their label empty if so"
     yield f"Fill in its column label ({', '.join(class_names)}), from the first row on, then run"
     command = f"{shlex.quote(made.model)} {shlex.quote(str(made.out))}"
     yield f"  xdm-ft evaluate {command}"

@@ -17,6 +17,7 @@ from xdm_ft.export.predict import Columns, Format, Predictions, Tally, open_unfi
 from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
 from xdm_ft.export.sources import Sources
 from xdm_ft.features import fast_batch_size
+from xdm_ft.new_site.stored import read_unknown
 from xdm_ft.new_site.threshold import read_threshold
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, plural
@@ -115,7 +116,8 @@ def main(arguments: argparse.Namespace) -> Answer:
         if grouped:
             raise UserError(f"--abstain-below {STORED}: is for single images; leave out --group-by, or give a number")
         threshold = read_threshold(model).threshold
-    table = Predictions(model, Columns(*flags, threshold), format_, grouped)
+    is_unknown = read_unknown(model, arguments.model).is_unknown if arguments.unknown else None
+    table = Predictions(model, Columns(*flags, arguments.unknown, threshold), format_, grouped, is_unknown)
     size = arguments.batch_size or fast_batch_size(model.device.type)
     items, resumed = iter(sources), 0
     with progress("predicting", total, "images") as bar:

@@ -11,26 +11,42 @@ Three estimates, each of which fails somewhere, and their median:
   above the confidence that as many held-out images reach as are right.
 
 How far the same estimate was off at each held-out domain, by heads that never saw it, gives the interval.
+
+Images that belong to no class of the model have a score, a threshold, and a share at the site. A class is left out
+together with a domain; at that domain the images of this class are unknown, the others are known. Validation images of
+known domains would promise too few false alarms, so the threshold comes from held-out domains. With f the rate of false
+alarms and t that of detections, a share π of unknown images gives flagged = π t + (1 − π) f.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from statistics import fmean
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 from scipy.optimize import minimize
 from scipy.special import logsumexp, ndtr, ndtri, softmax, stdtrit
 
+from xdm_ft.evaluation.few_labels import clopper_pearson
+from xdm_ft.evaluation.metrics import wins
 from xdm_ft.evaluation.verdicts import ALPHA
 from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.settings import Block
 
 SMOOTHING = 0.01  # ε of COT's dual, in units of probability
 BELOW, NEARLY = 0.10, 0.05  # less than the card's mean: surely worse, and still as promised
 MAX_SPREAD = 0.20  # of the three estimates: a warning where they are farther apart
 MIN_DOMAINS, MIN_IMAGES = 3, 50
 MAX_VALUES = 20_000_000  # probabilities of a transport plan; of more images, a sample that depends on n and C only
+FALSE_ALARMS = 0.05  # of the known images at held-out domains, on average
+LEAST_AUROC = 0.7  # mean over held-out domains; below, nothing is said about unknown images
+FEWEST_CLASSES = 3  # of two, a head without one has a single class
+Rate = Annotated[float, Field(ge=0, le=1)]
+Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
+"""Of each class that was left out with a domain: scores there of the known images [n] and of the unknown ones [m]."""
 
 
 def transported_confidence(p: np.ndarray, shares: np.ndarray) -> float:
@@ -198,3 +214,91 @@ def _warnings(parts: Parts, errors: np.ndarray, values: np.ndarray) -> tuple[str
     if len(errors) > 1 and past_skill(errors, values) <= 0:
         warnings.append("at the held-out domains, the mean of the other domains was as good an estimate")
     return tuple(warnings)
+
+
+class Rates(Block):
+    """At one held-out domain, by a threshold from the others: means over the classes that were left out."""
+
+    auroc: Rate
+    false_alarms: Rate
+    detections: Rate
+
+
+class UnknownShare(NamedTuple):
+    value: float
+    low: float  # 95%
+    high: float
+
+
+class Unknown(Block):
+    """What tells unknown images."""
+
+    threshold: float  # of the energy, above which an image is unknown
+    domains: Annotated[dict[str, Rates], Field(min_length=1)]
+
+    @property
+    def auroc(self) -> float:
+        return fmean(at.auroc for at in self.domains.values())
+
+    @property
+    def works(self) -> bool:
+        return self.auroc >= LEAST_AUROC
+
+    def share(self, flagged: float, images: float) -> UnknownShare | None:
+        """Returns the share of unknown images at a site where the share `flagged` lies above the threshold.
+
+        `images`: their effective number. The ends come from Clopper and Pearson's interval of `flagged`, the lower one
+        with the largest rates of the domains, the upper one with the smallest; all are within 0…1. None: some domain
+        has no more detections than some domain has false alarms, or the site has surely fewer than every domain has, so
+        that its energies are not like theirs.
+        """
+        f, t = ([getattr(at, name) for at in self.domains.values()] for name in ("false_alarms", "detections"))
+        n = max(1, int(images))
+        low, high = clopper_pearson(round(flagged * n), n)
+        if min(t) <= max(f) or high < min(f):
+            return None
+        of = ((flagged, fmean(f), fmean(t)), (low, max(f), max(t)), (high, min(f), min(t)))
+        return UnknownShare(*(min(1.0, max(0.0, (seen - alarm) / (found - alarm))) for seen, alarm, found in of))
+
+
+def energy(logits: np.ndarray) -> np.ndarray:
+    """Returns the score −log Σ exp logit of images, higher for unknown ones: logits [..., C] → [...].
+
+    Liu et al. 2020, "Energy-based Out-of-distribution Detection". On PACS it tells more than max logit and the distance
+    to the nearest means of a class in a domain (benchmarks/results.md).
+    """
+    score: np.ndarray = -logsumexp(logits, axis=-1)
+    return score
+
+
+def threshold(known: Sequence[Pairs]) -> float:
+    """Returns the lowest score above which at most `FALSE_ALARMS` of the known images of several domains lie.
+
+    Each domain has the same weight, and so has each class of a domain.
+    """
+    parts = [(scores, 1 / (len(known) * len(of) * len(scores))) for of in known for scores, _ in of]
+    scores = np.concatenate([of for of, _ in parts])
+    order = np.argsort(-scores, kind="stable")
+    above = np.cumsum(np.concatenate([np.full(len(of), weight) for of, weight in parts])[order])  # with itself
+    return float(scores[order[np.searchsorted(above, FALSE_ALARMS + 1e-9, side="right")]])
+
+
+def unknown_of(scores: Mapping[str, Pairs]) -> Unknown:
+    """Returns the threshold of two or more held-out domains, and what it shows at each of them.
+
+    A domain's rates are those by the threshold of the others: by its own, too, false alarms would be 5% by
+    construction, and more at a new site.
+    """
+    domains = dict[str, Rates]()
+    for name, pairs in scores.items():
+        tau = threshold([of for other, of in scores.items() if other != name])
+        domains[name] = Rates(
+            auroc=fmean(_auroc(known, unknown) for known, unknown in pairs),
+            false_alarms=fmean(float((known > tau).mean()) for known, _ in pairs),
+            detections=fmean(float((unknown > tau).mean()) for _, unknown in pairs),
+        )
+    return Unknown(threshold=threshold([*scores.values()]), domains=domains)
+
+
+def _auroc(known: np.ndarray, unknown: np.ndarray) -> float:
+    return float(wins(np.concatenate([known, unknown]), np.arange(len(known) + len(unknown)) >= len(known)).mean())

@@ -40,6 +40,7 @@ def choose_images(
     rng: np.random.Generator,
     groups: np.ndarray | None = None,
     measures: float = 0.25,
+    unknown: np.ndarray | None = None,
 ) -> Chosen:
     """Returns at most `budget` images to label: a share at random that `measures` the model, the others to adapt it.
 
@@ -49,6 +50,8 @@ def choose_images(
 
     groups: int64 [n] from 0; None: every image is a group. No group is in both parts, and each part has images of
     m = min(⌊G/2⌋, `FEWEST_GROUPS`) or more of the G groups: of none more than its budget / m, of each a random sample.
+
+    unknown: bool [n], which images seem to belong to no class: at most a tenth of those to adapt, drawn at random.
     """
     groups, budget = np.arange(len(z)) if groups is None else groups, min(budget, len(z))
     rank, sizes = _places(groups, rng), np.bincount(groups)
@@ -58,9 +61,13 @@ def choose_images(
     evaluate = rng.permutation(np.flatnonzero(rank < drawn[groups]))
     left = max(0, budget - len(evaluate))
     rows = np.flatnonzero((drawn[groups] == 0) & (rank < max(1, left // fewest)))
-    number = min(left, len(rows))
+    drawn = rows[:0]
+    if unknown is not None:
+        drawn, rows = rng.permutation(rows[unknown[rows]])[: left // 10], rows[~unknown[rows]]
+    number = min(left - len(drawn), len(rows))
     first = number if number <= SMALL_BUDGET else math.ceil(number / 3)
-    return Chosen(evaluate, rng.permutation(_spread_and_near(z, p, rows, first, number, rng)))
+    chosen = _spread_and_near(z, p, rows, first, number, rng)
+    return Chosen(evaluate, rng.permutation(np.concatenate([chosen, drawn])))
 
 
 def _places(groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -26,6 +26,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.distance import Reference
+from xdm_ft.evaluation.expected_site import Unknown
 from xdm_ft.evaluation.intervals import NewSite, Scale
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, HIGHEST, LOWEST
 from xdm_ft.features.extract import frozen_copy
@@ -288,6 +289,7 @@ class ModelConfig(Block):
     audit: str | None = None  # what `xdm-ft audit` found in the run's data; None: they were not audited
     reference_xxh3: str | None = None  # of the tensors of reference.safetensors; None: distances are not known
     site_xxh3: str | None = None  # of the tensors of site.safetensors; None: nothing is known of new sites
+    unknown: Unknown | None = None  # None: nothing is known of images of no class
     adapted: AdaptedConfig | None = None  # to one site; None: to none
     training_images_xxh3: str | None = None  # of the tensor of training_images.safetensors, which may be left out
     expected: ExpectedPerformance | None = None  # at a new site; None: the run has no test result of this method

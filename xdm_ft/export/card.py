@@ -304,6 +304,14 @@ def _limits(config: ModelConfig, training_features: int) -> Iterator[str]:
         yield f"* Few domains: {tested}. Another kind of site can be worse than any of them."
         yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
     yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."
+    if config.unknown is not None:
+        does = "marks them" if config.unknown.works else "cannot"
+        at = ", ".join(
+            f"{escaped(name)} {of.auroc:.2f} ({shown('accuracy', of.false_alarms)})"
+            for name, of in config.unknown.domains.items()
+        )
+        yield f"  `xdm-ft predict --unknown` {does}: at held-out domains its AUROC (false alarms) is {at},"
+        yield "  for classes that were left out of training."
     if held := held_words(config, training_features):
         yield f"* Privacy: {escaped(held)}. Share this model only as you may share these images."
     yield "* Domains are unseen in fine-tuning, but possibly seen in the encoder's pre-training."

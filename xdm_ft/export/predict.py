@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from xdm_ft.export import probabilities
 from xdm_ft.export.predictor import Batch, Model
@@ -32,6 +33,8 @@ from xdm_ft.storage.lines import Damaged, append_lines, csv_line, read_lines
 
 Row = list[str | float | bool | int | None]
 Format = Literal["csv", "jsonl", "parquet"]
+IsUnknown = Callable[[Tensor], np.ndarray]
+"""Features [n,K], as the head reads them → which of the images belong to no class, bool [n]."""
 CLASS_PREFIX = "p:"  # of the columns of probabilities: a class may have the name of another column
 ROWS_AT_ONCE = 4096  # that are in memory
 SECONDS = 1.0  # between two writes: what a kill loses
@@ -47,6 +50,7 @@ class Columns:
     spread: bool = False  # standard deviation, over an ensemble's heads, of the probability of the label
     top_k: int | None = None  # the K most probable classes
     distance: bool = False  # from the training images, and the percentage of unseen images that are nearer
+    unknown: bool = False  # whether an image belongs to no class
     abstain_below: float | None = None  # no label if its probability is lower
 
 
@@ -57,8 +61,10 @@ class Predictions:
     Memory grows with the number of groups alone.
     """
 
-    def __init__(self, model: Model, columns: Columns, format_: Format, grouped: bool) -> None:
-        """Raises `UserError` for columns that cannot be computed."""
+    def __init__(
+        self, model: Model, columns: Columns, format_: Format, grouped: bool, is_unknown: IsUnknown | None = None
+    ) -> None:
+        """`is_unknown`: for that column. Raises `UserError` for columns that cannot be computed."""
         classes, top_k, threshold = len(model.class_names), columns.top_k, columns.abstain_below
         if top_k is not None and not 2 <= top_k <= classes:
             raise UserError(f"--top-k: {top_k} is not in 2…{classes}, the number of classes")
@@ -69,8 +75,10 @@ class Predictions:
                 "--spread: the model has a single head; export several (xdm-ft export --ensemble), or leave it out"
             )
         self._reference = model.reference_for("--distance") if columns.distance else None
-        if columns.spread and grouped:
-            raise UserError("--spread: is for single images; leave out --spread or --group-by")
+        for option in ("spread", "unknown"):
+            if getattr(columns, option) and grouped:
+                raise UserError(f"--{option}: is for single images; leave out --{option} or --group-by")
+        self._is_unknown = is_unknown
         self.model, self.columns, self.format, self.grouped, self.computed = model, columns, format_, grouped, 0
 
         types: dict[str, type] = {"group" if grouped else "path": str, "label": str, "probability": float}
@@ -79,6 +87,7 @@ class Predictions:
         types |= {"entropy": float} if columns.entropy else {}
         types |= {"spread": float} if columns.spread else {}
         types |= {"distance": float, "distance_percentile": float} if columns.distance else {}
+        types |= {"unknown": bool} if columns.unknown else {}
         types |= {"abstained": bool} if threshold is not None else {}
         types |= {f"{CLASS_PREFIX}{name}": float for name in model.class_names} if columns.probabilities else {}
         self._empty: Row = [None] * (len(types) - 1)  # cells behind the name, where nothing was predicted
@@ -112,15 +121,24 @@ class Predictions:
         if self.grouped:
             cells = iter(decimals(p.numpy() if distances is None else np.concatenate([p.numpy(), distances], 1)))
         else:
-            cells = self._cells(p.numpy(), spread, distances)
+            unknown = None
+            if self._is_unknown is not None:
+                unknown = self._is_unknown(self.model.module.as_read(batch.encoded[readable]))
+            cells = self._cells(p.numpy(), spread, distances, unknown)
         for position, item in enumerate(batch.items):
             reason = batch.unreadable.get(position)
             name = [item.path, item.group] if self.grouped else [item.path]
             empty = [] if self.grouped else self._empty
             yield [*name, *(next(cells) if reason is None else empty), reason]
 
-    def _cells(self, p: np.ndarray, spread: np.ndarray | None, distances: np.ndarray | None) -> Iterator[Row]:
-        """Yields the cells of images or groups behind the name. `p`: [n,C]; `spread`: [n]; `distances`: [n,2]."""
+    def _cells(
+        self,
+        p: np.ndarray,
+        spread: np.ndarray | None,
+        distances: np.ndarray | None,
+        unknown: np.ndarray | None = None,
+    ) -> Iterator[Row]:
+        """Yields the cells of images or groups behind the name. `p`: [n,C]; `distances`: [n,2]; the others: [n]."""
         columns, names = self.columns, self.model.class_names
         # stable: of equal probabilities the first class is the label, as in `Model.predict`
         top = np.argsort(-p, axis=1, kind="stable")[:, : columns.top_k or 1]  # [n,K]
@@ -138,6 +156,7 @@ class Predictions:
             cells.append(decimals(entropy.astype(np.float32) + 0.0))  # no −0
         cells += [] if spread is None else [decimals(spread)]
         cells += [] if distances is None else decimals(distances.T)
+        cells += [] if unknown is None else [unknown.tolist()]
         cells += [] if columns.abstain_below is None else [abstained]
         cells += decimals(p.T) if columns.probabilities else []
         yield from map(list, zip(*cells, strict=True))

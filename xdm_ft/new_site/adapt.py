@@ -325,6 +325,7 @@ def _adapted(parts: Parts, head: Mapping[str, Tensor], adapted: AdaptedConfig, i
         "fitted_temperature": None,
         "expected": None,
         "site_xxh3": None,
+        "unknown": None,
         "training_images_xxh3": None if trained is None else digest_of(tensors_of({CHECKSUMS: trained})),
         "chosen": f"adapted to one site by {plural(adapted.labels, 'labelled image')}; {parts.config.chosen}",
     }

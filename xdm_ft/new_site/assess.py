@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xdm_ft.evaluation.expected_site import card_mean
+from xdm_ft.evaluation.expected_site import ExpectedAccuracy, Unknown, UnknownShare, card_mean
 from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
-from xdm_ft.new_site.stored import AtDomain, Bought, Seen, Stored, read_stored
+from xdm_ft.new_site.stored import FAILS, AtDomain, Bought, Seen, Stored, read_stored
 
 AGREE = "the heads agree everywhere"
 
@@ -49,6 +49,8 @@ class Assessment:
     estimate: float | None  # of the accuracy at the site; None: refused
     low: float | None  # 95% interval
     high: float | None
+    estimate_all: float | None  # of all images; `estimate` is without flagged ones where some belong to no class
+    unknown_share: dict[str, float] | None  # of images of no class: value, low, high (95%); None: cannot be said
     verdict: str  # below, as_promised or unknown
     heads: str  # what the reference head is, whose accuracy this is: the model's own method, or what stands for it
     card: float | None  # mean accuracy of the reference heads at the held-out domains; None: there are none
@@ -86,10 +88,13 @@ def assess(
     listed = unlabelled_images(model, name, Sources(paths, group, option="--group", column="group"))
     unreadable = dict[str, str]()
     p, predicted, distances, items = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[Item]()
+    flagged = list[np.ndarray]()
     for batch in readable(
         model, name, paths[0], listed.items, listed.content, unreadable, what="assess", batch_size=batch_size
     ):
-        seen = stored.seen(model.module.as_read(batch.encoded))
+        z = model.module.as_read(batch.encoded)
+        seen = stored.seen(z)
+        flagged.append(stored.is_unknown(z))
         p.append(seen.p)
         predicted.append(seen.predicted)
         if model.reference is not None:
@@ -98,10 +103,14 @@ def assess(
     groups = group_numbers(items)
     sizes = np.ones(len(items), np.int64) if groups is None else np.bincount(groups)
     shares = stored.shares if prevalence is None else prevalence
-    parts, expected = stored.parts(Seen(np.concatenate(p), np.concatenate(predicted, 1)), shares), None
-    if parts is not None:
-        expected = stored.expect(parts, effective_number(sizes), len(items))
+    seen, of_class = Seen(np.concatenate(p), np.concatenate(predicted, 1)), ~np.concatenate(flagged)
+    every, unknown = _expected(stored, seen, shares, groups), stored.unknown_share(~of_class, sizes)
+    if unknown is None or unknown.low <= 0:
+        of_class[:] = True
+    expected = _expected(stored, seen.only(of_class), shares, None if groups is None else groups[of_class])
     refused = AGREE if expected is None else expected.refused
+    if not of_class.any():
+        refused = "all of them are flagged as images of no class"
     if model.config.expected is not None and model.config.expected.selection == ORACLE:
         refused = "labels of the held-out domains picked the model (selection: oracle)"
     far = [of.distance for of in stored.about.domains.values()]
@@ -112,14 +121,16 @@ def assess(
         estimate=None if known is None else known.estimate,
         low=None if known is None else known.low,
         high=None if known is None else known.high,
+        estimate_all=None if known is None or every is None else every.estimate,
+        unknown_share=None if unknown is None else unknown._asdict(),
         verdict="unknown" if known is None else known.verdict,
         heads=stored.about.heads,
         card=card_mean(stored.past_values) if stored.past_values else None,
-        parts=None if parts is None else parts._asdict(),
+        parts=None if expected is None else expected.parts._asdict(),
         past_errors=stored.past_errors,
         domains=stored.about.domains,
         refused=refused,
-        warnings=() if known is None else known.warnings,
+        warnings=(*_unknown_warnings(stored.unknown, unknown), *(() if known is None else known.warnings)),
         prevalence=None if prevalence is None else dict(zip(model.class_names, map(float, prevalence), strict=True)),
         images=len(items),
         groups=None if groups is None else len(sizes),
@@ -131,3 +142,19 @@ def assess(
         budgets=stored.about.budgets,
         risks=worst_thresholds(stored),
     )
+
+
+def _expected(stored: Stored, seen: Seen, shares: np.ndarray, groups: np.ndarray | None) -> ExpectedAccuracy | None:
+    """Returns the expected accuracy on some images; None if there are none, or if the heads agree everywhere."""
+    n = len(seen.p)
+    parts = stored.parts(seen, shares) if n else None
+    sizes = np.ones(n, np.int64) if groups is None else np.unique_counts(groups).counts
+    return None if parts is None else stored.expect(parts, effective_number(sizes), n)
+
+
+def _unknown_warnings(unknown: Unknown | None, share: UnknownShare | None) -> Sequence[str]:
+    if unknown is None or share is not None:
+        return ()
+    if not unknown.works:
+        return (f"the model {FAILS.format(unknown.auroc)}",)
+    return ("the share of images of no class cannot be said: sites differ too much in how many are flagged",)

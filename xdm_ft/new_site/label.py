@@ -51,6 +51,7 @@ class Labelling:
     images: int  # that were chosen from
     evaluate: int  # chosen at random, to measure the model
     adapt: int  # chosen to adapt it
+    unknown: int  # of these, that seem to belong to no class
     half_width: float  # of the 95% interval of an accuracy of 50%, the widest, that `evaluate` will give
     bought: Bought | None  # what the nearest budget buys at the held-out domains; None: no file tells
     groups: int | None  # that were chosen; None: images assumed independent
@@ -78,7 +79,8 @@ def label(
     `UserError` for images that cannot be listed or have no group, for few groups, and for a file that exists.
     """
     refuse_taken(out, html)
-    budgets = () if model.config.site_xxh3 is None else read_stored(model.folder, model.config).about.budgets
+    stored = None if model.config.site_xxh3 is None else read_stored(model.folder, model.config)
+    budgets = () if stored is None else stored.about.budgets
     sources = Sources(paths, group, option="--group", column="group")
     listed = unlabelled_images(model, name, sources)
     _refuse_names(listed.items)
@@ -88,7 +90,7 @@ def label(
     # halves of unit features: 100,000 images of 1,024 take 0.2 GB
     z = np.empty((len(listed.items), model.config.encoder.width), np.float16)
     largest, classes = np.empty((len(z), 2), np.float32), np.empty(len(z), np.int64)
-    items, unreadable = list[Item](), dict[str, str]()
+    items, unreadable, flagged = list[Item](), dict[str, str](), np.zeros(len(z), bool)
     for batch in readable(
         model, name, paths[0], listed.items, listed.content, unreadable, what="label", batch_size=batch_size
     ):
@@ -96,10 +98,15 @@ def label(
         # stable: of equal probabilities the first class is predicted, as by `predict`
         order = np.argsort(-p, axis=1, kind="stable")[:, :2]
         classes[rows], largest[rows] = order[:, 0], np.take_along_axis(p, order, 1)
-        z[rows] = F.normalize(model.module.as_read(batch.encoded), dim=1).half().numpy()
+        read = model.module.as_read(batch.encoded)
+        z[rows] = F.normalize(read, dim=1).half().numpy()
+        flagged[rows] = False if stored is None else stored.is_unknown(read)
         items += batch.items
     n, groups = len(items), group_numbers(items)
-    chosen = choose_images(z[:n], largest[:n], budget, np.random.default_rng(SEED), groups)
+    sizes = np.ones(n, np.int64) if groups is None else np.bincount(groups)
+    share = None if stored is None else stored.unknown_share(flagged[:n], sizes)
+    unknown = None if share is None or share.low <= 0 else flagged[:n]
+    chosen = choose_images(z[:n], largest[:n], budget, np.random.default_rng(SEED), groups, unknown=unknown)
     purposes: dict[Purpose, np.ndarray] = {"evaluate": chosen.evaluate, "adapt": chosen.adapt}
     pairs = [(purpose, row) for purpose, rows_of in purposes.items() for row in rows_of]
     values = decimals(largest[[row for _, row in pairs], 0])
@@ -118,6 +125,7 @@ def label(
         images=n,
         evaluate=len(chosen.evaluate),
         adapt=len(chosen.adapt),
+        unknown=0 if unknown is None else int(unknown[chosen.adapt].sum()),
         half_width=widest_half_width(drawn, groups is not None),
         bought=min(budgets, key=lambda of: abs(of.budget - budget), default=None),
         groups=None if groups is None else len(np.unique(groups[np.concatenate(chosen)])),

@@ -21,7 +21,16 @@ from torch import Tensor
 from xdm_ft.algorithms import Solver
 from xdm_ft.evaluation import ModelKey, set_name
 from xdm_ft.evaluation.distance import class_means, fit
-from xdm_ft.evaluation.expected_site import MIN_DOMAINS, Validated, agreement, confidence_threshold, parts_at
+from xdm_ft.evaluation.expected_site import (
+    FEWEST_CLASSES,
+    MIN_DOMAINS,
+    Validated,
+    agreement,
+    confidence_threshold,
+    energy,
+    parts_at,
+    unknown_of,
+)
 from xdm_ft.evaluation.few_labels import expected_half_width, threshold_for
 from xdm_ft.evaluation.metrics import temperature
 from xdm_ft.evaluation.trials import picked_trials
@@ -48,7 +57,7 @@ from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.train import solve, train_chunk
+from xdm_ft.training.bank.train import chunks, solve, train_chunk
 from xdm_ft.training.selection import FINAL_FIT
 
 logger = logging.getLogger("xdm_ft")
@@ -57,6 +66,7 @@ RANDOM_IMAGES, DRAWS = (25, 50, 100, 200), 200  # of the table of budgets: of ea
 STARTS, SNAPSHOTS = 4, (5, 20, 80, 300)  # of the bank: random initialisations, numbers of steps
 BANK = Training(optimizer="adamw", lr=1e-3, batch_size=96, sampler="pooled", steps=300, evaluate_every=5)
 ALL_PAIRS, MAX_PAIRS = 12, 66  # up to so many domains each pair of them is left out once; else so many pairs
+MAX_LEFT_OUT = 64  # classes that are left out with a domain, in all
 MAX_BYTES = 64_000_000  # of the stored heads
 _Answers = tuple[np.ndarray, np.ndarray]
 """Of the reference head on some images: its confidence max p, float64 [n], and whether it is right, bool [n]."""
@@ -68,12 +78,13 @@ def with_site(run: Run, parts: Parts) -> Parts:
         logger.info("no heads for new sites: %s", reason)
         return parts
     try:
-        tensors = site_of(run, parts.config).tensors()
+        stored = site_of(run, parts.config)
+        tensors = stored.tensors()
     except (UserError, OSError) as error:
         reason = printable(error)[:200]
         logger.warning("%s: `assess` and `adapt` will not work with this model: %s", run.path, reason)
         return parts
-    config = parts.config.model_copy(update={"site_xxh3": digest_of(tensors)})
+    config = parts.config.model_copy(update={"site_xxh3": digest_of(tensors), "unknown": stored.unknown})
     return replace(parts, config=config, site=tensors)
 
 
@@ -158,15 +169,17 @@ class _Study:
         singles = range(len(names)) if pairs else range(0)
         if not len(self.split.evaluation["train_val"]):
             raise UserError("there are no validation images of its training domains")
+        rows_of = {name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in sets.items()}
+        left_out = self._drawn(rows_of) if pairs else {}
         unvalidated = replace(self.split, evaluation={})
         groups = [
             ([self._reference(unvalidated).model], 1 + len(singles) + len(pairs)),
             (self._bank_models(unvalidated), 1 + len(singles)),
+            (self._bank_models(unvalidated)[:1], sum(map(len, left_out.values()))),
         ]
         encoder = self.prepared.for_method(self.item).encoder
         logger.info("heads for new sites: %s", heads_time(self.plan, encoder, self.features.device, groups))
-        rows_of = {name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in sets.items()}
-        with progress("heads for new sites", 1 + len(singles) + len(pairs), "sets of domains") as bar:
+        with progress("heads for new sites", 1 + len(singles) + len(pairs) + len(left_out), "sets of domains") as bar:
             of_all = self._heads(())
             bar.advance()
             # what measures at one domain is made of what the others show, by heads that saw neither
@@ -184,6 +197,11 @@ class _Study:
                     seen = self._seen(heads, rows_of[name])
                     at[name] = self._at(sets[name], heads, seen, by_others[name], rows_of[name])
                     answers[name] = self._answers(seen, rows_of[name])
+                bar.advance()
+            scores = dict[str, list[tuple[np.ndarray, np.ndarray]]]()
+            for name, classes in left_out.items():
+                with self._skipped():
+                    scores[name] = self._scores(sets[name], classes, rows_of[name])
                 bar.advance()
         for name, of in at.items():
             of.risks.update({f"{risk:g}": risk_at(risk, name, answers) for risk in RISKS})
@@ -207,6 +225,7 @@ class _Study:
             shares,
             of_all.known.accuracies,
             of_all.known.agreements,
+            unknown_of(scores) if len(scores) >= MIN_DOMAINS else None,
         )
 
     @contextmanager
@@ -223,6 +242,34 @@ class _Study:
         of_model = np.zeros(len(self.dataset), bool)
         of_model[torch.cat([*self.split.train, self.split.evaluation["train_val"]]).numpy()] = True
         return of_model
+
+    def _drawn(self, rows_of: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
+        """Returns the classes that are left out with each set of domains, where they have images beside others."""
+        of = {name: np.unique(self.dataset.labels[rows]).tolist() for name, rows in rows_of.items()}
+        if len({label for labels in of.values() for label in labels}) < FEWEST_CLASSES:
+            return {}
+        pairs = [(name, label) for name, labels in of.items() for label in labels if len(labels) > 1]
+        drawn = sorted(np.random.default_rng(self.seed).permutation(len(pairs))[:MAX_LEFT_OUT].tolist())
+        classes = dict[str, list[int]]()
+        for name, label in (pairs[i] for i in drawn):
+            classes.setdefault(name, []).append(label)
+        return classes
+
+    def _scores(
+        self, held: Sequence[str], classes: Sequence[int], rows: np.ndarray
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the scores of known and unknown images among `rows`, by a head without `held` and each class."""
+        splits = [self._without(held, label) for label in classes]
+        mean, deviation = standard(self.features, torch.cat([*self._without(held).train]).sort().values)
+        models = [self._bank_models(split)[0] for split in splits]
+        weights = self._linear_heads(models, self.features.standardized(mean, deviation), SNAPSHOTS[-1:])[:, 0]
+        logits = self._logits(Heads(weights.half().float(), mean, deviation), rows).double().numpy()
+        for of_head, split in zip(logits, splits, strict=True):  # of other classes a head has what it started from
+            trained = self.dataset.labels[torch.cat([*split.train]).numpy()]
+            of_head[:, np.setdiff1d(np.arange(logits.shape[-1]), trained)] = -np.inf
+        scores = energy(logits)
+        unknown = [self.dataset.labels[rows] == label for label in classes]
+        return [(of[~out], of[out]) for of, out in zip(scores, unknown, strict=True)]
 
     def _shares(self, rows: np.ndarray) -> np.ndarray:
         counts = np.bincount(self.dataset.labels[rows], minlength=len(self.dataset.class_names))
@@ -260,10 +307,10 @@ class _Study:
         for some in rows.split(ROWS_AT_ONCE):
             yield features[some.to(features.device)].cpu().numpy(), self.dataset.labels[some.numpy()]
 
-    def _without(self, names: Sequence[str]) -> Split:
-        """Returns the split without some of its domains, and without other images of their groups."""
+    def _without(self, names: Sequence[str], label: int | None = None) -> Split:
+        """Returns the split without some of its domains and other images of their groups, and without a class."""
         dataset, split = self.dataset, self.split
-        left_out = with_groups(dataset, in_domains(dataset, names))
+        left_out = with_groups(dataset, in_domains(dataset, names)) | (dataset.labels == label)
         rows, validation = torch.cat([*split.train]).sort().values.numpy(), split.evaluation["train_val"].numpy()
         rows, validation = rows[~left_out[rows]], validation[~left_out[validation]]
         numbers = [dataset.domain_names.index(name) for name in split.train_domains if name not in names]
@@ -302,7 +349,7 @@ class _Study:
             bias, weight = bias + weight @ mean, weight * deviation
         weights = torch.cat([weight, bias[:, None]], 1)[None]
         if bank:
-            weights = torch.cat([self._bank(split, features.standardized(mean, deviation), annotations), weights])
+            weights = torch.cat([self._bank(split, features.standardized(mean, deviation)), weights])
         # as the file keeps them, so that what is measured is what is stored
         heads = Heads(weights.detach().half().float(), mean, deviation)
         validation = split.evaluation["train_val"].numpy()
@@ -327,28 +374,29 @@ class _Study:
         keys = [ModelKey(item.label, split.test_domains, self.seed + start, 0) for start in range(STARTS)]
         return [PlannedModel(key, item, BANK, split, int(BANK.steps or 0)) for key in keys]
 
-    def _bank(self, split: Split, features: Features, annotations: Annotations) -> Tensor:
+    def _bank(self, split: Split, features: Features) -> Tensor:
         """Returns linear ERM heads float32 [M,C,K+1]: several initialisations, each after several numbers of steps."""
         classes, snapshots = len(self.dataset.class_names), list(SNAPSHOTS)
         while snapshots and 2 * (1 + STARTS * len(snapshots)) * classes * (features.width + 1) > MAX_BYTES:
             snapshots = snapshots[1:]
-        rules = {f"step {step}": {step: 1.0} for step in snapshots}
-        if not rules:
+        if not snapshots:
             raise UserError(f"heads of {classes} classes and {features.width} features are too large to be stored")
-        jobs = list[Job]()
-        for model in self._bank_models(split):
+        return self._linear_heads(self._bank_models(split), features, snapshots).flatten(0, 1)
+
+    def _linear_heads(self, models: Sequence[PlannedModel], features: Features, snapshots: Sequence[int]) -> Tensor:
+        """Returns linear ERM heads float32 [H,S,C,K+1] of models, each after several numbers of steps."""
+        rules, jobs = {f"step {step}": {step: 1.0} for step in snapshots}, list[Job]()
+        for model in models:
             job = make_job(self.plan, self.prepared, model, rules)
             jobs.append(replace(job, setup=replace(job.setup, loss_average="sample", class_weight=None)))
-        trained = train_chunk(
-            jobs, features, annotations.to(features.device), Criteria(tuple(rules), "accuracy"), record=_nothing
-        )
+        annotations, criteria = self.plan.annotations.to(features.device), Criteria(tuple(rules), "accuracy")
         heads = list[Tensor]()
-        for of_start in trained:
-            if of_start.failure is not None:
-                raise UserError(f"a head of the bank has failed: {of_start.failure}")
-            for rule in rules:
-                state = of_start.selected[rule].state
-                heads.append(torch.cat([state["head.weight"], state["head.bias"][:, None]], 1))
+        for chunk in chunks(jobs, features.device):
+            for trained in train_chunk(chunk, features, annotations, criteria, record=_nothing):
+                if trained.failure is not None:
+                    raise UserError(f"a head of the bank has failed: {trained.failure}")
+                states = [trained.selected[rule].state for rule in rules]
+                heads.append(torch.stack([torch.cat([s["head.weight"], s["head.bias"][:, None]], 1) for s in states]))
         return torch.stack(heads)
 
     def _logits(self, heads: Heads, rows: np.ndarray) -> Tensor:

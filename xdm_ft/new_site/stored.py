@@ -11,7 +11,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -20,10 +20,23 @@ import torch
 from pydantic import Field, ValidationError, model_validator
 from torch import Tensor
 
-from xdm_ft.evaluation.expected_site import ExpectedAccuracy, Parts, Validated, expect, parts_at
+from xdm_ft.evaluation.expected_site import (
+    FEWEST_CLASSES,
+    MIN_DOMAINS,
+    ExpectedAccuracy,
+    Parts,
+    Unknown,
+    UnknownShare,
+    Validated,
+    energy,
+    expect,
+    parts_at,
+)
+from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export import ModelConfig, first_fault
 from xdm_ft.export.choose import refuse_given_features
 from xdm_ft.export.directory import AGAIN, SITE, read_described
+from xdm_ft.export.predictor import Model
 from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
@@ -33,6 +46,7 @@ from xdm_ft.storage.tensors import Sizes
 Share = Annotated[float, Field(ge=0, le=1)]
 SINGLE, DOUBLE = ("heads", "mean", "deviation", "class_means"), ("shares", "accuracies", "agreements")
 ABOUT = "about"  # name of the tensor with the JSON document, in bytes
+FAILS = "does not tell images of no class well enough (AUROC {:.2f} at held-out domains)"
 HEADS, MAX_TEXT = range(3, 65), 1 << 24  # how many a file may hold: two heads have one agreement, which makes no line
 
 
@@ -117,6 +131,9 @@ class Seen(NamedTuple):
     def of(cls, logits: Tensor, temperature: float) -> Seen:
         return cls((logits[-1].double() / temperature).softmax(-1).numpy(), logits.argmax(-1).numpy())
 
+    def only(self, rows: np.ndarray) -> Seen:
+        return Seen(self.p[rows], self.predicted[:, rows])
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -128,6 +145,7 @@ class Stored:
     shares: np.ndarray  # float64 [C], of the classes in training
     accuracies: np.ndarray  # float64 [M] of all heads on the validation images
     agreements: np.ndarray  # float64 [M(M−1)/2]
+    unknown: Unknown | None = None  # which images belong to no class, as config.json has it
 
     @property
     def known(self) -> Validated:
@@ -143,6 +161,20 @@ class Stored:
 
     def seen(self, z: Tensor) -> Seen:
         return Seen.of(self.heads.logits(z), self.about.temperature)
+
+    def is_unknown(self, z: Tensor) -> np.ndarray:
+        """Returns which images belong to no class, bool [n], by the last head of the bank; none if it cannot tell."""
+        if self.unknown is None or not self.unknown.works:
+            return np.zeros(len(z), bool)
+        last = replace(self.heads, weights=self.heads.weights[-2:-1])
+        above: np.ndarray = energy(last.logits(z)[0].double().numpy()) > self.unknown.threshold
+        return above
+
+    def unknown_share(self, is_unknown: np.ndarray, sizes: np.ndarray) -> UnknownShare | None:
+        """Returns the share of images of no class; None: it cannot be said. `sizes`: numbers of images of groups."""
+        if self.unknown is None or not self.unknown.works:
+            return None
+        return self.unknown.share(float(is_unknown.mean()), effective_number(sizes))
 
     def parts(self, seen: Seen, shares: np.ndarray) -> Parts | None:
         """Returns the three estimates of the accuracy, as `parts_at`, at a site with these class shares [C]."""
@@ -201,10 +233,22 @@ def read_stored(folder: Path, config: ModelConfig) -> Stored:
     classes, width = len(config.class_names), config.encoder.width
     tensors = read_described(path, config.site_xxh3, wanted_sizes(classes, width))
     try:
-        return _stored(tensors)
+        return replace(_stored(tensors), unknown=config.unknown)
     except (Damaged, ValueError, RecursionError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
         raise UserError(f"{path}: is damaged ({reason[:200]}); {AGAIN}") from error
+
+
+def read_unknown(model: Model, name: str) -> Stored:
+    """Reads the file of a model for `predict --unknown`. Raises `UserError` if the model cannot tell unknown images."""
+    refuse_run(name)
+    stored = read_stored(model.folder, model.config)
+    if stored.unknown is None:
+        few = f"{FEWEST_CLASSES} classes and {MIN_DOMAINS} domains are needed"
+        raise UserError(f"--unknown: {name} cannot tell images of no class; {few}, and an export by this version")
+    if not stored.unknown.works:
+        raise UserError(f"--unknown: {name} {FAILS.format(stored.unknown.auroc)}; leave it out")
+    return stored
 
 
 def wanted_sizes(classes: int, width: int) -> Sizes:
