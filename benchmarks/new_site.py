@@ -18,7 +18,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +29,15 @@ from PIL import Image, ImageFilter
 import xdm_ft
 from xdm_ft.evaluation.expected_site import ExpectedAccuracy, card_mean
 from xdm_ft.evaluation.few_labels import threshold_for
+from xdm_ft.evaluation.metrics import confidences, expected_calibration_error
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.predictor import Model
+from xdm_ft.heads.linear import Linear
+from xdm_ft.new_site.adapt import doubts
 from xdm_ft.new_site.reference import site_of
 from xdm_ft.new_site.stored import Stored
 from xdm_ft.report.finished import read_run
-from xdm_ft.training.adaptation import adapted_head, do_no_harm
+from xdm_ft.training.adaptation import adapted_head, correct, do_no_harm
 
 DRAWS, ADAPTATIONS = 20, 10
 SIDE = 224
@@ -199,20 +204,55 @@ def intruders(images: Path, site: Site, left_out: str, aliens: Path | None) -> d
     return {what: torch.from_numpy(site.model.encode(of)) for what, of in files.items()}
 
 
-def adaptation(site: Site, draw: np.random.Generator, per_class: int) -> tuple[float, float, int]:
-    """Returns the gain of the adapted head on the other images, that of what is kept, and the number of labels."""
-    rows = np.concatenate(
-        [draw.permutation(np.flatnonzero(site.labels == label))[:per_class] for label in np.unique(site.labels)]
-    )
-    rest = np.setdiff1d(np.arange(len(site.labels)), rows)
-    head = site.model.module.head
-    assert head is not None
-    about = head.weight.detach(), head.bias.detach(), site.z[rows], torch.from_numpy(site.labels[rows])
-    weight, bias = adapted_head(*about, site.stored.heads.mean, site.stored.heads.deviation)
-    before = (site.logits(site.z[rest]).argmax(1).numpy() == site.labels[rest]).mean()
-    after = ((site.z[rest] @ weight.T + bias).argmax(1).numpy() == site.labels[rest]).mean()
-    kept = do_no_harm(*about, site.stored.heads.mean, site.stored.heads.deviation).kept
-    return float(after - before), float(after - before) if kept else 0.0, len(rows)
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "clean": {}, "10% wrong labels": {"wrong": 0.1}, "30% wrong labels": {"wrong": 0.3},
+    "a class without labels": {"missing": True}, "6 groups": {"groups": 6},
+}  # fmt: skip
+
+
+class Adapted(NamedTuple):
+    """What an adapted head does on the other images of a site."""
+
+    gain: float
+    kept: float  # the gain, or 0 where do-no-harm refuses
+    warned: bool  # of labels that the reference head contradicts
+    missing: tuple[float, float]  # recall of the class without labels, before and after; nan: all have labels
+    ece: tuple[float, float]
+
+
+def adaptation(
+    site: Site, draw: np.random.Generator, labels: int, wrong: float = 0.0, missing: bool = False, groups: int = 0
+) -> Adapted:
+    """Adapts by random images. `wrong`: share of the labels that are replaced. `missing`: a class has no label.
+
+    `groups`: the images lie in so many of 22 groups, along the direction in which the site's features vary most.
+    """
+    everywhere = torch.from_numpy(site.labels)
+    rows, number, absent = draw.permutation(len(everywhere)), None, draw.integers(len(site.model.class_names))
+    if groups:
+        centred = site.z - site.z.mean(0)
+        along = (centred @ torch.linalg.svd(centred, full_matrices=False)[2][0]).argsort().argsort().numpy()
+        number = along * 22 // len(along)
+        rows = rows[np.isin(number[rows], draw.permutation(22)[:groups])]
+    rows = (rows[site.labels[rows] != absent] if missing else rows)[:labels]
+    rest, given = np.setdiff1d(np.arange(len(everywhere)), rows), site.labels[rows].copy()
+    flipped = draw.random(len(given)) < wrong
+    given[flipped] += draw.integers(1, len(site.model.class_names), flipped.sum())
+    given %= len(site.model.class_names)
+    head, statistics = site.model.module.head, (site.stored.heads.mean, site.stored.heads.deviation)
+    assert isinstance(head, Linear)
+    shipped = head.weight.detach(), head.bias.detach()
+    about = *shipped, site.z[rows], torch.from_numpy(given), *statistics
+    heads, kept = (shipped, adapted_head(*about)), do_no_harm(*about, None if number is None else number[rows]).kept
+    right = [correct(*of, site.z[rest], everywhere[rest]).double() for of in heads]
+    of_absent = [float(of[everywhere[rest] == absent].mean()) if missing else float("nan") for of in right]
+    errors = [
+        expected_calibration_error(confidences(site.z[rest] @ weight.T + bias), of.numpy() > 0)
+        for (weight, bias), of in zip(heads, right, strict=True)
+    ]
+    before, after = (float(of.mean()) for of in right)
+    warned = bool([*doubts(site.stored, site.z[rows], given)])
+    return Adapted(after - before, kept * (after - before), warned, (*of_absent,), (*errors,))  # type: ignore[arg-type]
 
 
 def at_risk(site: Site, draw: np.random.Generator, labels: int = 50, risk: float = 0.1) -> tuple[bool, float] | None:
@@ -261,7 +301,7 @@ def main() -> None:
         measure_intruders(given)
         return
     whole, shifted, corrupted = (Statements([], [], []) for _ in range(3))
-    gains, broken, coverage = dict[int, list[tuple[float, float, int]]](), list[bool](), list[float]()
+    gains, broken, coverage = dict[str, list[Adapted]](), list[bool](), list[float]()
     found_threshold = list[bool]()
     with tempfile.TemporaryDirectory() as folder:
         subset(given.images, Path(folder, "images"), given.per_class)
@@ -278,9 +318,9 @@ def main() -> None:
                 coverage.append(0.0 if of_labels is None else of_labels[1])
             for z in (site.z, *site.corrupted.values()):
                 corrupted.add(site, z, every)
-            for per_class in (2, 5, 10, 20):
+            for (what, how), labels in product(SITUATIONS.items(), (25, 50, 100)):
                 for _ in range(ADAPTATIONS):
-                    gains.setdefault(per_class, []).append(adaptation(site, draw, per_class))
+                    gains.setdefault(f"{what}, {labels} labels", []).append(adaptation(site, draw, labels, **how))
             found, truth = site.expected(site.z, every)
             print(f"{site.name}: accuracy {truth:.3f}, card mean {site.card:.3f}, {found}", flush=True)
     results = {
@@ -291,13 +331,15 @@ def main() -> None:
         for how, numbers in of_both.items():
             print(f"{name}, {how}:", ", ".join(f"{key} {value:.3g}" for key, value in numbers.items()))
     adapted = {}
-    for per_class, values in gains.items():
-        plain, kept = (100 * np.array([value[i] for value in values]) for i in (0, 1))
-        adapted[per_class] = {
-            "gain": plain.mean(), "harm_beyond_2": 100 * (plain < -2).mean(), "with_do_no_harm": kept.mean(),
-            "any_harm": 100 * (kept < 0).mean(),
+    for what, values in gains.items():
+        gain, kept = (100 * np.array([getattr(value, name) for value in values]) for name in ("gain", "kept"))
+        absent, ece = (100 * np.array([getattr(value, name) for value in values]) for name in ("missing", "ece"))
+        adapted[what] = {
+            "gain": gain.mean(), "kept": kept.mean(), "harm": 100 * (gain < -2).mean(),
+            "kept_harm": 100 * (kept < -2).mean(), "warned": 100 * np.mean([value.warned for value in values]),
+            "ece": [*ece.mean(0)], "missing_recall": [*absent.mean(0)],
         }  # fmt: skip
-        print(f"adapt, {per_class} per class:", ", ".join(f"{k} {v:.3g}" for k, v in adapted[per_class].items()))
+        print(f"adapt, {what}:", adapted[what])
     risk = {
         "found": 100 * float(np.mean(found_threshold)),
         "broken": 100 * float(np.mean(broken)),

@@ -137,7 +137,7 @@ def adapt(
         parts = _adapted(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
         with new_directory(out) as temporary:
             write_changed(model.folder, parts, temporary)
-    return labelled.adaptation(name, path, out, shown, adapted, _doubts(stored, z, labelled.site.labels))
+    return labelled.adaptation(name, path, out, shown, adapted, doubts(stored, z, labelled.site.labels))
 
 
 def adapt_run(
@@ -247,7 +247,7 @@ def gain(before: Tensor, after: Tensor, groups: np.ndarray | None) -> AtRandom:
     )
 
 
-def _doubts(stored: Stored, z: Tensor, labels: np.ndarray) -> Iterator[str]:
+def doubts(stored: Stored, z: Tensor, labels: np.ndarray) -> Iterator[str]:
     """Yields a line if labels contradict the reference head where it is sure: they, or it, may be wrong."""
     p = stored.seen(z).p
     sure = p.max(1) >= SURE
