@@ -377,6 +377,6 @@ def ridge(z: np.ndarray, targets: np.ndarray) -> Head:
     mean, spread = z.mean(0), z.std(0) + 1e-3
     x, one_hot = (z - mean) / spread, np.eye(len(count))[targets]
     gram = (x * weight).T @ x
-    gram[np.diag_indices(len(gram))] += PENALTY * np.trace(gram) / len(gram)
+    gram[np.diag_indices(len(gram))] += PENALTY * np.trace(gram) / len(gram) + 1e-9  # grey images have no colour
     weights = np.linalg.solve(gram, (x * weight).T @ (one_hot - (one_hot * weight).sum(0))) / spread[:, None]
     return weights, -(mean @ weights)
