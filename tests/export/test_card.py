@@ -97,7 +97,7 @@ def test_what_an_audit_of_the_run_found_is_a_line(config, small_model, tmp_path)
     content = read_run(run).results["environment"]["data"]["content"]
     (run / "audit" / "audit.json").write_text(json.dumps(with_checksum(rich() | {"content": content})))
     audited = read_parts(read_run(run), choice).config
-    line = "* Audit of the data. Found: copies, twin domains, site × class, label errors.\n"
+    line = "* Audit of the data. Found: twin domains, copies, label errors, site × class.\n"
     assert line in card(audited, {}) and "/mug/" not in card(audited, {}), "no file is named"
 
 
