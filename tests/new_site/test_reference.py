@@ -67,7 +67,7 @@ def test_numbers_of_the_validation_part_follow_from_the_stored_heads(inside, sto
 
 
 def test_the_time_counts_what_is_trained(inside, monkeypatch):
-    """Of three domains: a reference head for all, for each one and each pair less, and a bank but for pairs; each class less."""
+    """Three domains: a reference head for all, each one and each pair less, a bank but for pairs; each class less."""
     counted, trained = [], Counter()
 
     def heads_time(plan, encoder, device, groups):
