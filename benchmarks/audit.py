@@ -244,7 +244,7 @@ def marks_found(given: argparse.Namespace, folder: Path) -> dict[str, object]:
         for domain, label in enumerate(np.arange(len(data.domain_names)) % len(data.class_names)):
             of_class = np.flatnonzero((domains == domain) & (data.labels == label))
             rows = np.random.default_rng(domain).permutation(of_class)[: round(share * len(of_class))]
-            changed = low_level(data, rows, show=False)
+            changed = low_level(data, rows)
             detail, colour = plain.detail.copy(), plain.colour.copy()
             detail[rows], colour[rows] = changed.detail, changed.colour
             found = marks(LowLevel(plain.rows, detail, colour), data.labels, domains, *names)

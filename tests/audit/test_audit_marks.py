@@ -28,7 +28,7 @@ class Scenes(MadeUp):
 
 def found(change=lambda pixels, row: pixels, groups=None):
     data = Scenes(change)
-    features = low_level(data, np.arange(len(data)), show=False)
+    features = low_level(data, np.arange(len(data)))
     return marks(features, data.labels, data.domains, *NAMES, groups)
 
 

@@ -148,6 +148,8 @@ def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsy
     shutil.copy(files[1], tmp_path / "copy.png")
     rows.append((tmp_path / "copy.png", "adapt", "horse"))
     rows.append((tmp_path / "copy.png", "evaluate", files[1].parent.name))  # it adapts, so it judges nothing
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    rows.append((tmp_path / "bad.png", "evaluate", "dog"))
     with (tmp_path / "site.csv").open("w") as file:
         csv.writer(file).writerows([("path", "for", "label"), *rows])
     found = json.loads(answer(capsys, "model", tmp_path / "site.csv", "--out", tmp_path / "new", "--json")[1])
@@ -155,6 +157,7 @@ def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsy
     assert found["labels"] == len(wanted) and found["training_images"] == 1
     assert found["unlabelled"] == sum(row[1] == "adapt" and not row[2] for row in rows)
     assert (found["copies"], found["copies_with_another_label"]) == (1, 1)
+    assert [*found["unreadable"]] == [str(tmp_path / "bad.png")], "of the images that judge, too"
     random, after = [(row[0], row[2]) for row in rows[:56] if row[1] == "evaluate" and row[2]], load(tmp_path / "new")
     for model, accuracy in ((load("model"), "before"), (after, "after")):
         right = model.predict([file for file, _ in random]) == np.array([label for _, label in random])

@@ -228,8 +228,8 @@ class Mark:
         return {("class" if key == "label" else key): value for key, value in fields.items()}
 
 
-def low_level(dataset: ImageDataset, rows: np.ndarray, show: bool = True) -> LowLevel:
-    """Returns the features of these rows; an image that cannot be read is skipped. `show`: whether to show progress."""
+def low_level(dataset: ImageDataset, rows: np.ndarray) -> LowLevel:
+    """Returns the features of these rows; an image that cannot be read is skipped."""
     detail, colour = np.zeros((len(rows), SIDE * SIDE), np.int8), np.zeros((len(rows), 15))
 
     def read(number: int) -> bool:
@@ -243,7 +243,7 @@ def low_level(dataset: ImageDataset, rows: np.ndarray, show: bool = True) -> Low
         return True
 
     kept = np.zeros(len(rows), bool)
-    with ThreadPoolExecutor(own_cores()) as pool, progress("marks", len(rows), "images", show) as bar:
+    with ThreadPoolExecutor(own_cores()) as pool, progress("marks", len(rows), "images") as bar:
         for number, is_read in enumerate(pool.map(read, range(len(rows)))):
             kept[number] = is_read
             bar.advance()

@@ -17,9 +17,7 @@ from xdm_ft.protocol.splits import Split, in_domains, with_groups
 
 FEWEST_UNITS = 3  # with two, nothing is left to train on
 ALL_PAIRS = 12  # of more domains, only pairs that may be twins are left out together
-OF_ALL = (
-    0.18  # share of the images of one of two twins whose nearest image of all lies in the other (true: 0.28 to 0.46)
-)
+OF_ALL = 0.18  # share of the images of one of two twins whose nearest image of all lies in the other
 NEAREST = 0.9  # share of the images of each of two twins whose nearest foreign image lies in the other, without a cost
 
 

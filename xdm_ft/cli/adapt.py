@@ -69,7 +69,7 @@ def lines(found: Adaptation) -> Iterator[str]:
         absent = plural(len(found.absent_classes), "class")
         yield f"No label of {absent} of the model, so nothing is learned of it: {listed(found.absent_classes)}"
     for warning in found.warnings:
-        yield f"warning: {warning}"
+        yield f"Warning: {warning}."
     if found.unlabelled:
         yield f"{plural(found.unlabelled, 'row')} without a label left out"
     yield from left_out(found.unreadable, found.copies, found.copies_with_another_label, found.training_images)

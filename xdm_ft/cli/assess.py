@@ -29,9 +29,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     model = load_model(arguments)
     shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
     assessment = assess(model, arguments.model, arguments.images, shares, arguments.group, arguments.batch_size)
-    domains = {name: of.model_dump(mode="json") for name, of in assessment.domains.items()}
-    budgets = [of.model_dump(mode="json") for of in assessment.budgets]
-    return Answer({**vars(assessment), "domains": domains, "budgets": budgets}, list(lines(assessment)))
+    return Answer(assessment, list(lines(assessment)))
 
 
 def lines(found: Assessment) -> Iterator[str]:
@@ -44,8 +42,8 @@ def lines(found: Assessment) -> Iterator[str]:
         ends = f"{_rate(found.low)} to {_rate(found.high)}"
         rows = [("", "accuracy", "95%"), ("expected at this site", _rate(found.estimate), ends)]
         if found.estimate_all != found.estimate:
-            rows[1:] = [("expected without the images of no class", _rate(found.estimate), ends)]
-            rows.append(("expected if they belong to classes", _rate(found.estimate_all), ""))
+            rows[1:] = [("expected, without images of no class", _rate(found.estimate), ends)]
+            rows.append(("expected, of all images", _rate(found.estimate_all), ""))
         yield from columns([*rows, ("reference head, mean over held-out domains", _rate(found.card), "")])
     yield ""
     if found.parts is not None:

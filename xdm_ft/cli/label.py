@@ -34,8 +34,7 @@ def main(arguments: argparse.Namespace) -> Answer:
         model, arguments.model, images, arguments.budget, out, html, arguments.group, arguments.batch_size,
         allow_few_groups=arguments.allow_few_groups,
     )  # fmt: skip
-    bought = None if made.bought is None else made.bought.model_dump(mode="json")
-    return Answer({**vars(made), "bought": bought}, list(lines(made, model.class_names)))
+    return Answer(made, list(lines(made, model.class_names)))
 
 
 def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:

@@ -3,9 +3,8 @@
 All images train, so none is left to select on. The method, its hyper-parameters, the step and everything else that is
 selected come from the runs behind the estimate. The fit takes all planned steps, so that the learning-rate schedule is
 the same, and keeps the weights of the selected step. `protocol.final_fit` asks for the method that held-out domains
-prefer,
-`xdm-ft export` for any. With `all_seeds` one model is trained under each seed of the recipe, otherwise one under the
-first.
+prefer, `xdm-ft export` for any. With `all_seeds` one model is trained under each seed of the recipe, otherwise one
+under the first.
 """
 
 from __future__ import annotations

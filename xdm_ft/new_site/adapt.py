@@ -31,18 +31,10 @@ from xdm_ft.new_site.stored import Stored, read_stored, without_site
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.tensors import tensors_of
-from xdm_ft.training.adaptation import (
-    DOUBTFUL,
-    FEWEST_SURE,
-    FOLDS,
-    SURE,
-    NoHarm,
-    adapted_head,
-    correct,
-    do_no_harm,
-)
+from xdm_ft.training.adaptation import FOLDS, NoHarm, adapted_head, correct, do_no_harm
 
 FEWEST, ADVISED = 10, 20  # labelled images
+SURE, CONTRARY, FEWEST_SURE = 0.9, 0.2, 10  # a probability, from which more than this share of so many labels differ
 
 
 @dataclass(frozen=True)
@@ -215,6 +207,7 @@ def _at_random(
     site = read_site(path, model.config.class_names, model.config.renamed, group, "evaluate")
     known = [known for known in (known_training_images(model, name), adapting.content) if known is not None]
     found = _that_count(model, name, path, site, np.concatenate(known), batch_size)
+    adapting.about["unreadable"] |= found.about["unreadable"]
     units = found.labels if found.site.groups is None else np.unique(found.site.groups)
     return found if len(units) > 1 else None
 
@@ -252,10 +245,10 @@ def doubts(stored: Stored, z: Tensor, labels: np.ndarray) -> Iterator[str]:
     p = stored.seen(z).p
     sure = p.max(1) >= SURE
     contrary = int((p.argmax(1) != labels)[sure].sum())
-    if sure.sum() >= FEWEST_SURE and contrary > DOUBTFUL * sure.sum():
+    if sure.sum() >= FEWEST_SURE and contrary > CONTRARY * sure.sum():
         yield (
             f"{contrary} of the {sure.sum()} images of which the reference head is sure (p of {SURE:g} or more) have "
-            "another label: look at some of them; wrong labels may be why nothing is gained"
+            "another label: look at some of them, as labels may be wrong"
         )
 
 

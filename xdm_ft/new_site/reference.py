@@ -458,16 +458,11 @@ def budgets_of(seen: Sequence[_Answers], gains: Mapping[int, float]) -> tuple[Bo
         draws = [(*of, rng.integers(len(of[0]), size=n)) for of in seen for _ in range(DRAWS)]
         widths = [expected_half_width(float(right[rows].mean()), n) for _, right, rows in draws]
         found = [threshold_for(0.1, confidence[rows], right[rows]) is not None for confidence, right, rows in draws]
-        gain = (
-            float(np.interp(math.log(3 * n), np.log([*gains]), [*gains.values()]))
-            if 3 * n <= max(gains, default=0)
-            else None
-        )
-        bought.append(
-            Bought(
-                budget=4 * n, images=n, half_width=float(np.mean(widths)), threshold=float(np.mean(found)), gain=gain
-            )
-        )
+        gain = None
+        if 3 * n <= max(gains, default=0):
+            gain = float(np.interp(math.log(3 * n), np.log([*gains]), [*gains.values()]))
+        of_draws = {"half_width": float(np.mean(widths)), "threshold": float(np.mean(found))}
+        bought.append(Bought(budget=4 * n, images=n, gain=gain, **of_draws))
     return tuple(bought)
 
 

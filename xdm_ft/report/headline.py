@@ -148,6 +148,8 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
         about = f"{100 * mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
         return f"On a new domain expect about {about} ({_interval(metric, ends)}). Method: {who}."
     reached = _interval(metric, (min(by_set), max(by_set)))
+    if {*run.choice.at.values()} - {chosen.method}:
+        who = "the method that the others choose"
     return (
         f"On {len(sets)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to "
         f"say what a new one will give ({_interval(metric, ends)})."

@@ -22,9 +22,6 @@ FOLDS = 4
 DOUBT = 0.3  # largest p-value of a gain
 
 
-SURE, DOUBTFUL, FEWEST_SURE = 0.9, 0.2, 10  # a probability; the share of contrary labels that is said, of so many
-
-
 class NoHarm(NamedTuple):
     """What cross-validation shows of an adapted head."""
 
