@@ -113,7 +113,7 @@ def test_assess_leaves_images_of_no_class_out(given, energies, capsys):
     assert found["unknown_share"]["low"] > 0 and found["estimate"] is not None
     assert found["estimate"] != found["estimate_all"]
     text = run(capsys, "assess", model, SITE)[1]
-    assert "expected without the images of no class" in text and "expected if they belong to classes" in text
+    assert "expected, without images of no class" in text and "expected, of all images" in text
     assert "about 8% (2 to 19) of these images belong to no class of the model" in text
     found = json.loads(run(capsys, "assess", given(cut, rates(0.05, 0.9)), SITE, "--json")[1])
     assert found["unknown_share"]["low"] == 0 and found["estimate"] == found["estimate_all"] is not None
