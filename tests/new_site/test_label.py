@@ -152,6 +152,16 @@ def test_a_group_has_one_purpose_and_each_part_several(site, label, how):
     assert found.groups is not None and len(set(found.groups)) >= 5
 
 
+def test_a_group_too_large_for_the_random_part_is_named(site, label):
+    """12 groups: at most a fifth of the random images are of one."""
+    arguments = "images", "--budget", 20, "--group", r"p\d\d"
+    assert "counts too little" not in label(*arguments, "--out", "a.csv").err
+    for number in range(10):
+        picture(Path(f"images/p03/more{number}.png"), 200 + number)
+    told = label(*arguments, "--out", "b.csv").err
+    assert "group p03 has 25% of the images, the random ones hold at most 20% of one: it counts too little" in told
+
+
 def test_of_few_groups_nothing_is_labelled_unless_it_is_wished(site, label, monkeypatch):
     for folder in sorted(Path("images").iterdir())[7:]:
         shutil.rmtree(folder)

@@ -55,7 +55,7 @@ def choose_images(
     """
     groups, budget = np.arange(len(z)) if groups is None else groups, min(budget, len(z))
     rank, sizes = _places(groups, rng), np.bincount(groups)
-    fewest = max(1, min(len(sizes) // 2, FEWEST_GROUPS))
+    fewest = fewest_groups(len(sizes))
     number = math.ceil(budget * measures)
     drawn = images_of_groups(sizes, number, fewest, budget - number, rng)
     evaluate = rng.permutation(np.flatnonzero(rank < drawn[groups]))
@@ -68,6 +68,11 @@ def choose_images(
     first = number if number <= SMALL_BUDGET else math.ceil(number / 3)
     chosen = _spread_and_near(z, p, rows, first, number, rng)
     return Chosen(evaluate, rng.permutation(np.concatenate([chosen, drawn])))
+
+
+def fewest_groups(groups: int) -> int:
+    """Returns of how many groups each part has images at least; a part has too few of one with a larger share."""
+    return max(1, min(groups // 2, FEWEST_GROUPS))
 
 
 def _places(groups: np.ndarray, rng: np.random.Generator) -> np.ndarray:

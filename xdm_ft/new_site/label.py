@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch.nn.functional as F
 
-from xdm_ft.evaluation.few_labels import choose_images, widest_half_width
+from xdm_ft.evaluation.few_labels import choose_images, fewest_groups, widest_half_width
 from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export import probabilities
 from xdm_ft.export.predict import decimals
@@ -27,6 +28,7 @@ from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.atomic import TAKEN, Together, disk_errors
 from xdm_ft.storage.lines import csv_line
 
+logger = logging.getLogger("xdm_ft")
 SEED = 0  # of all draws: the same images, model and budget give the same table
 COLUMNS = ("path", "group", FOR, "predicted", "probability", "label")
 FEW_GROUPS = 8  # that half of them are enough to adapt: 4 folds
@@ -104,6 +106,11 @@ def label(
         items += batch.items
     n, groups = len(items), group_numbers(items)
     sizes = np.ones(n, np.int64) if groups is None else np.bincount(groups)
+    if groups is not None and fewest_groups(len(sizes)) * sizes.max() > n:
+        large = printable(items[int((groups == sizes.argmax()).argmax())].group)
+        has = f"has {100 * sizes.max() / n:.0f}% of the images, the random ones hold"
+        most = f"at most {100 / fewest_groups(len(sizes)):.0f}% of one"
+        logger.warning("group %s %s %s: it counts too little", large, has, most)
     share = None if stored is None else stored.unknown_share(flagged[:n], sizes)
     unknown = None if share is None or share.low <= 0 else flagged[:n]
     chosen = choose_images(z[:n], largest[:n], budget, np.random.default_rng(SEED), groups, unknown=unknown)
