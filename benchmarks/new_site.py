@@ -143,12 +143,8 @@ class Statements:
         low, high = (np.array([getattr(self.expected[i], end) for i in kept]) for end in ("low", "high"))
         truth, card = np.array(self.truth)[kept], np.array(self.card)[kept]
         verdicts = np.array([self.expected[i].verdict for i in kept])
-        worse, bad, said_below, promised = (
-            truth < card - NEARLY,
-            truth < card - BELOW,
-            verdicts == "below",
-            verdicts == "as_promised",
-        )
+        worse, bad = truth < card - NEARLY, truth < card - BELOW
+        said_below, promised = verdicts == "below", verdicts == "as_promised"
         error, of_mean = np.abs(estimate - truth).mean(), np.abs(card - truth).mean()
         return {
             "sites": len(self.truth),
@@ -274,11 +270,8 @@ def printed(site: Site, draw: np.random.Generator, budget: int) -> Printed | Non
     y, head = torch.from_numpy(site.labels), site.model.module.head
     assert isinstance(head, Linear)
     chosen = choose_images(site.z.numpy(), site.logits(site.z).softmax(1).numpy(), budget, draw)
-    shipped, statistics = (
-        (head.weight.detach(), head.bias.detach()),
-        (site.stored.heads.mean, site.stored.heads.deviation),
-    )
-    about = *shipped, site.z[chosen.adapt], y[chosen.adapt], *statistics
+    shipped, heads = (head.weight.detach(), head.bias.detach()), site.stored.heads
+    about = *shipped, site.z[chosen.adapt], y[chosen.adapt], heads.mean, heads.deviation
     decided = do_no_harm(*about, None)
     if not decided.kept:
         return None
@@ -381,7 +374,7 @@ def main() -> None:
         }  # fmt: skip
         print(f"adapt, {what}:", adapted[what])
     says = {}
-    for budget, of in said.items():
+    for budget, of in ((budget, of) for budget, of in said.items() if of):
         gain, covered, true, crossed = np.array(of, float).T
         says[budget] = {
             "adapted": len(of), "true_gain": 100 * true.mean(), "printed_off": 100 * (gain - true).mean(),

@@ -159,7 +159,7 @@ def test_a_group_too_large_for_the_random_part_is_named(site, label):
     for number in range(10):
         picture(Path(f"images/p03/more{number}.png"), 200 + number)
     told = label(*arguments, "--out", "b.csv").err
-    assert "group p03 has 25% of the images, the random ones hold at most 20% of one: it counts too little" in told
+    assert "group p03 has 25% of the images, but at most 20% of those to evaluate: it counts too little there" in told
 
 
 def test_of_few_groups_nothing_is_labelled_unless_it_is_wished(site, label, monkeypatch):

@@ -108,9 +108,8 @@ def label(
     sizes = np.ones(n, np.int64) if groups is None else np.bincount(groups)
     if groups is not None and fewest_groups(len(sizes)) * sizes.max() > n:
         large = printable(items[int((groups == sizes.argmax()).argmax())].group)
-        has = f"has {100 * sizes.max() / n:.0f}% of the images, the random ones hold"
-        most = f"at most {100 / fewest_groups(len(sizes)):.0f}% of one"
-        logger.warning("group %s %s %s: it counts too little", large, has, most)
+        has = f"{100 * sizes.max() / n:.0f}% of the images, but at most {100 / fewest_groups(len(sizes)):.0f}%"
+        logger.warning("group %s has %s of those to evaluate: it counts too little there", large, has)
     share = None if stored is None else stored.unknown_share(flagged[:n], sizes)
     unknown = None if share is None or share.low <= 0 else flagged[:n]
     chosen = choose_images(z[:n], largest[:n], budget, np.random.default_rng(SEED), groups, unknown=unknown)
