@@ -131,10 +131,10 @@ def test_what_is_not_wrong_and_what_could_not_be_looked_for_is_said() -> None:
     assert headline(findings(clean())) == "Nothing was found."
     assert "Copies: none; 40 more candidates, 7 across domains: copies.csv" in audit_lines(clean())
     lines = audit_lines(unknown())
-    assert lines[0].endswith("Nothing was found. Not looked for: copies, twin domains, label errors, site × class.")
+    assert lines[0].endswith("Nothing was found. Not decided: copies, twin domains, label errors, site × class.")
     assert "Note: no image decodes" in lines
     lines = audit_lines(undefined())
-    assert lines[0].endswith("Found: copies. Not looked for: twin domains.")
+    assert lines[0].endswith("Found: copies. Not decided: twin domains.")
     assert "Twin domains: needs three domains" in lines
     assert "  cost: 3 images left out of training: fewer than two domains" in lines
     assert cost_words(cost("left out of training", 1, 0.5, 0.6, None)).endswith("+10.9 points), no verdict")

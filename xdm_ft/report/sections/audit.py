@@ -238,7 +238,7 @@ def headline(made: Iterable[Finding]) -> str:
         for is_so in (lambda rank: rank > UNSEEN, lambda rank: rank == UNSEEN)
     )
     text = f"Found: {', '.join(faults)}." if faults else "Nothing was found."
-    return text + (f" Not looked for: {', '.join(unseen)}." if unseen else "")
+    return text + (f" Not decided: {', '.join(unseen)}." if unseen else "")
 
 
 def cost_words(cost: Json) -> str:
