@@ -252,7 +252,6 @@ def record_json(folder: Path) -> None:
         "report": ["report", "runs/bank"], "report_two": ["report", "runs/cut", "runs/lora"],
         "analyse": ["analyse", "runs/bank"], "analyse_end_to_end": ["analyse", "runs/end_to_end"],
         "predict": ["predict", made, "images/ink", "--out", "predictions.csv"], "evaluate": ["evaluate", made, "images/ink"],
-        "retrain": ["retrain", "runs/bank", "erm", "blurred", "0"],
         "run": ["run", recipe, "output.dir=runs"], "cache": ["cache", "ls"],
         "doctor": ["doctor", recipe],
     }  # fmt: skip
@@ -309,7 +308,7 @@ def wrong_inputs() -> Iterator[tuple[str, list[str]]]:
         report nowhere; report images; report runs/bank runs/nowhere; report runs/bank runs/bank; report runs/bank --format x
         analyse nowhere; analyse images; analyse runs/bank --method x; predict nowhere images; predict made_bank_erm
         predict made_bank_erm nowhere; predict made_bank_erm runs; predict runs/bank images; evaluate made_bank_erm nowhere
-        evaluate made_bank_erm images; evaluate nowhere images/ink; retrain runs/bank; retrain nowhere erm ink 0; retrain runs/bank erm ink 77
+        evaluate made_bank_erm images; evaluate nowhere images/ink
         cache lists; cache remove; cache verify extra; ls nothing; cp nothing x.yaml; cp demo bank.yaml; explain nothing
         doctor nowhere.yaml; features nowhere.yaml; completion fishes; --nothing; run demo --quiets; run demo --json=3
     """

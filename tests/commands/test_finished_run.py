@@ -1,4 +1,4 @@
-"""`xdm-ft analyse` and `xdm-ft retrain` on one finished run: what they print, write and refuse."""
+"""`xdm-ft analyse` on one finished run: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from torch import nn
 
 from xdm_ft.analysis.reconstruction import decoder, vgg_encoder
 from xdm_ft.cli import analyse
-from xdm_ft.cli.cache import referenced_by
 from xdm_ft.cli.parser import main
 from xdm_ft.report.finished import Run, read_run
-from xdm_ft.storage.results_file import COSTS, read_results, write_results
-from xdm_ft.storage.run_directory import LOCK, RunDirectory
+from xdm_ft.storage.run_directory import LOCK
 
 RECIPE = """\
 name: small
@@ -35,7 +33,6 @@ report: {{page: false}}
 output: {{dir: {folder}/out}}
 """
 BAD = "<i>|a,b"
-MODEL = ["xdomainmix", BAD, "1"]
 FOLDER = "models/xdomainmix/%3Ci%3E%7Ca%2Cb/seed1-trial0"
 
 
@@ -211,104 +208,3 @@ def test_images_of_augmented_features(
     assert main(["analyse", str(run), "--reconstruct", str(tmp_path)]) == 0
     assert "no images for ink: XDomainMix needs two" in capsys.readouterr().out
     assert list((run / "reconstruction").iterdir()) == []
-
-
-# ---- retrain
-
-
-@pytest.mark.slow
-def test_what_is_kept_is_a_run_directory_with_this_model(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It can be retrained, exported and completed. The name of its domain has a comma."""
-    kept, again, before = tmp_path / "a folder" / "kept 1", tmp_path / "again", files(run)
-    kept.mkdir(parents=True)
-    assert main(["retrain", str(run), *MODEL, "--keep", str(kept)]) == 0
-    output = capsys.readouterr().out
-    assert output.endswith(f"\nkept in {kept}\n") and output.count("weights the same bits") == 2
-    results, original = read_results(kept / "results.json"), read_results(run / "results.json")
-    [recorded] = [r for r in original["runs"] if (r["method"], r["test_domains"], r["seed"]) == (MODEL[0], [BAD], 1)]
-    of_model = {pick["weights"] for pick in recorded["selected"].values()} | {f"{FOLDER}/predictions.safetensors"}
-    same = {*of_model, "test_images/%3Ci%3E%7Ca%2Cb.safetensors", "training_features/%3Ci%3E%7Ca%2Cb.safetensors"}
-    assert len(same) > 3 and files(kept).keys() == same | {"recipe.yaml", "results.json", "run.lock"}
-    for file in same:
-        assert files(kept)[file] == before[file] and RunDirectory(kept).verify_or_warn(file)
-    measured = dict.fromkeys(COSTS, 0)
-    assert results["runs"][0] | measured == recorded | measured and len(results["runs"]) == 1
-    for key in ("tested_on", "findings", "environment"):
-        assert results[key] == original[key]
-    assert files(run) == before and [path.name for path in kept.parent.iterdir()] == ["kept 1"]
-    assert referenced_by([str(kept)]) == referenced_by([str(run)])
-
-    assert main(["retrain", str(kept), *MODEL, "--keep", str(again)]) == 0
-    assert capsys.readouterr().out.count("weights the same bits") == 2
-    weights = f"{FOLDER}/train_val.safetensors"
-    assert files(again)[weights] == before[weights]
-    assert main(["export", str(kept), str(tmp_path / "model"), "--held-out", BAD]) == 0
-    inode = (kept / weights).stat().st_ino
-    capsys.readouterr()
-    assert main(["run", str(kept / "recipe.yaml")]) == 0
-    error = capsys.readouterr().err
-    assert "xdomainmix: 3 models" in error and "grows" not in error
-    assert (kept / weights).stat().st_ino == inode
-    assert json.loads((kept / "results.json").read_text())["summary"] == original["summary"]
-
-
-def test_a_folder_that_can_not_be_kept_in_is_refused_before_training(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    cases = {
-        tmp_path / "file": "exists and is not an empty folder; name a new one",
-        tmp_path / "file" / "below": "cannot be written",
-        tmp_path / ("x" * 300): "cannot be written",
-        tmp_path / "a\nb": "must be a text without slashes or control characters",
-        run: "exists and is not an empty folder",
-    }
-    before = files(tmp_path)
-    for keep, problem in cases.items():
-        assert problem in refused(capsys, "retrain", run, *MODEL, "--keep", keep)
-    assert files(tmp_path) == before and not list(tmp_path.glob(".*"))
-
-
-def test_without_keep_nothing_is_kept_and_other_bits_are_named(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    directory, address = RunDirectory(run), f"{FOLDER}/train_val.safetensors"
-    tensors, metadata = directory.tensors(address)
-    digest = directory.write_tensors(address, {name: tensor + 1 for name, tensor in tensors.items()}, metadata)
-    document = json.loads((run / "results.json").read_text())
-    for entry in document["runs"]:
-        entry["files"] |= {address: digest} if address in entry["files"] else {}
-    write_results(run / "results.json", document)
-    before = files(run)
-    assert main(["retrain", str(run), *MODEL, "--json"]) == 0
-    rules = json.loads(capsys.readouterr().out)["rules"]
-    [recorded] = [record for record in read_run(run).every if record.key == ("xdomainmix", (BAD,), 1, 0)]
-    assert {rule: part["same_bits"] for rule, part in rules.items()} == {
-        rule: pick.weights != address for rule, pick in recorded.selected.items()
-    }
-    assert files(run) == before and not [path for path in tmp_path.iterdir() if "retrain" in path.name]
-
-
-@pytest.mark.slow
-def test_models_of_every_generation_are_trained_with_their_chunk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    miniature.domainbed(tmp_path / "data", "pacs", per_class=3)
-    text = RECIPE.format(folder=tmp_path, bad="sketch").replace("ink", "photo")
-    text = text.replace("name: folder", "name: pacs, counts: any").replace("0.4", "0.4, selection: cross_domain")
-    recipe, run = tmp_path / "small.yaml", tmp_path / "out/small"
-    recipe.write_text(text)
-    assert main(["run", str(recipe), "methods=[erm]"]) == 0
-    assert main(["run", str(recipe), "methods=[rsc, erm]", "protocol.seeds=4"]) == 0
-    capsys.readouterr()
-    for method, seed in (("erm", "1"), ("erm", "3"), ("rsc", "0")):
-        kept = tmp_path / f"kept-{method}{seed}"
-        assert main(["retrain", str(run), method, "photo", seed, "--keep", str(kept)]) == 0
-        assert capsys.readouterr().out.count("weights the same bits") == 3
-        assert read_results(kept / "results.json")["grown_from"] == read_results(run / "results.json")["grown_from"]
-        assert main(["retrain", str(kept), method, "photo", seed]) == 0
-        assert capsys.readouterr().out.count("weights the same bits") == 3

@@ -12,7 +12,6 @@ from small_runs import document, load, recipe, results, results_of
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.cli.parser import main
 from xdm_ft.evaluation import ModelKey, Pick, Record
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
@@ -317,19 +316,6 @@ def test_settings_of_averaging_are_searched():
         pick = record["selected"]["train_val"]
         windows[record["hparams"]["swad.n_converge"], record["seed"]] = pick["averaged_from"], pick["step"]
     assert any(windows[1, seed] != windows[3, seed] for seed in (0, 1))
-
-
-@pytest.mark.slow
-def test_any_model_of_a_search_can_be_trained_again(capsys):
-    results_of(search(CROSS, "methods=[erm, rsc]"))
-    capsys.readouterr()
-    for model in ("erm photo 0 2", "rsc photo 0 1", "erm sketch 1 2", "erm sketch 1 2 --alone"):
-        assert main(["retrain", str(RUN), *model.split()]) == 0
-        printed = capsys.readouterr().out
-        assert printed.count("weights the same bits") == 3 and "differ" not in printed
-    assert main(["retrain", str(RUN), "erm", "sketch", "1", "7"]) == 2
-    assert 'no model "erm sketch 1 7"; did you mean "erm sketch 1' in capsys.readouterr().err
-    assert main(["retrain", "output", "erm", "sketch", "1"]) == 2
 
 
 def record(trial, value, status="ok"):

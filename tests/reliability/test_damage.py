@@ -36,7 +36,6 @@ Damage = Callable[[Path], object]
 SOON = 60.0  # seconds, on a busy machine; what would hang does so for ever or for hours
 WORDS = ("damaged", "missing", "another recipe", "cannot be", "another run", "another version")
 NESTED = '{"value": ' + "[" * 900 + "]" * 900 + ', "xxh3": "0", "runs": [], "environment": {}, "recipe": {}}\n'
-MODEL = ["erm", "sketch", "0"]
 
 # ---- What may happen to a file
 
@@ -414,7 +413,6 @@ def test_files_of_another_run_are_found_wherever_they_are_read(finished, other, 
     for command, name in (
         (["export", str(run), str(run.parent / "a")], fit),
         (["export", str(run), str(run.parent / "a"), "--held-out", "photo"], weights),
-        (["retrain", str(run), "erm", "photo", "0"], weights),
         (["analyse", str(run)], weights),
         (["report", str(run)], predictions),
     ):
@@ -515,7 +513,7 @@ def test_edited_files_are_refused(finished, run, capsys):
     recipe, document = run / "recipe.yaml", run / "results.json"
     texts = {path: path.read_bytes() for path in (recipe, document)}
     commands = (
-        ["retrain", str(run), *MODEL],
+        ["analyse", str(run)],
         ["run", str(finished / "small.yaml"), f"output.dir={run.parent}"],
         ["run", str(recipe), f"output.dir={run.parent}"],  # the edited file
     )
@@ -598,7 +596,6 @@ def test_edited_results_with_a_checksum_are_one_line(run, capfd, monkeypatch):
     export = ["export", str(run), target, "--no-site"]
     for command in (
         ["report", str(run)], export, [*export, "--held-out", "sketch"], ["analyse", str(run)], ["audit", str(run)],
-        ["retrain", str(run), *MODEL],
     ):  # fmt: skip
         for key in NEEDED:
             *before, last = [int(part) if part.isdigit() else part for part in key.split(".")]
@@ -727,8 +724,8 @@ def test_a_run_that_was_moved_is_whole(finished, interrupted, tmp_path, capsys):
     run = (tmp_path / "elsewhere/renamed").resolve()
     run.parent.mkdir()
     copied(finished, tmp_path).rename(run)
-    for command in (["report"], ["analyse"], ["audit"], ["retrain", *MODEL]):
-        assert main([command[0], str(run), *command[1:]]) == 0, capsys.readouterr().err
+    for verb in ("report", "analyse", "audit"):
+        assert main([verb, str(run)]) == 0, capsys.readouterr().err
     for options in ([], ["--held-out", "photo"]):
         assert main(["export", str(run), str(tmp_path / f"model{len(options)}"), *options]) == 0
     text = (interrupted / "small.yaml").read_text().replace("name: small", "name: going on")
@@ -760,14 +757,12 @@ def test_of_two_records_the_one_counts_whose_files_are_whole(later, large):
 
 
 @pytest.mark.slow
-def test_a_large_run_grows_is_exported_and_trained_again(shared, finished, large, tmp_path, capsys):
+def test_a_large_run_grows_and_is_exported(shared, finished, large, tmp_path, capsys):
     choice = Choice("erm", ("sketch",), seed=1)
     head, expected = (
         read_parts(read_run(run), choice).heads["head"].state_dict() for run in (large, shared / "own/small")
     )
     assert head.keys() == expected.keys() and all(head[name].equal(expected[name]) for name in expected)
-    assert main(["retrain", str(large), "erm", "sketch", "1"]) == 0
-    assert "weights the same bits" in capsys.readouterr().out
 
     run = Path(shutil.copytree(shared / "own/small", tmp_path / "grown/small"))
     before = contents(run)

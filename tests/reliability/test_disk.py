@@ -252,18 +252,18 @@ def refused(capfd, *command):
 
 
 WITH_RECIPE = [[verb, "small.yaml"] for verb in ("run", "validate", "features", "doctor")]
-RETRAIN = ["retrain", "out/small", "erm", "sketch", "0"]
+ANALYSE = ["analyse", "out/small"]
 PRUNE = ["cache", "prune", "--dir", "cache", "--unreferenced", "out"]
 UNREADABLE = {
     "small.yaml": WITH_RECIPE,
-    "data/PACS/photo": [*WITH_RECIPE, RETRAIN],
-    "data/PACS/photo/dog": [*WITH_RECIPE[:2], RETRAIN],
-    "w.safetensors": [*WITH_RECIPE, RETRAIN],
-    "out/small": [WITH_RECIPE[0], RETRAIN, PRUNE],
-    "out/small/results.json": [WITH_RECIPE[0], RETRAIN, PRUNE],
-    "out/small/recipe.yaml": [WITH_RECIPE[0], RETRAIN],
-    "out/small/models": [WITH_RECIPE[0], RETRAIN],
-    ".": [*WITH_RECIPE, RETRAIN, ["cp", "demo", "copy.yaml"]],
+    "data/PACS/photo": [*WITH_RECIPE, ANALYSE],
+    "data/PACS/photo/dog": [*WITH_RECIPE[:2], ANALYSE],
+    "w.safetensors": [*WITH_RECIPE, ANALYSE],
+    "out/small": [WITH_RECIPE[0], ANALYSE, PRUNE],
+    "out/small/results.json": [WITH_RECIPE[0], ANALYSE, PRUNE],
+    "out/small/recipe.yaml": [WITH_RECIPE[0], ANALYSE],
+    "out/small/models": [WITH_RECIPE[0], ANALYSE],
+    ".": [*WITH_RECIPE, ANALYSE, ["cp", "demo", "copy.yaml"]],
 }
 
 

@@ -278,7 +278,7 @@ def test_arguments(capsys, tmp_path):
          f"encoder={{name: timm, model: test_vit, weights: {json.dumps(str(weights))}}}"],
         ["ls", "recipes", name],
         ["cp", "demo", str(tmp_path / "no" / name)],
-        ["retrain", str(tmp_path / name), name, name, "0"],
+        ["analyse", str(tmp_path / name)],
         ["cache", "prune", "--dir", str(tmp_path / "cache"), "--unreferenced", str(tmp_path / name)],
     ):  # fmt: skip
         assert main(command) == 2, command

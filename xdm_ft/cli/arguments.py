@@ -52,20 +52,6 @@ def override_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
         return []
 
 
-def recorded_values(action: argparse.Action, parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
-    """Returns the methods, test domains, seeds or trials in results.json that fit the words before."""
-    try:
-        runs = json.loads(Path(parsed_args.run_dir, "results.json").read_bytes())["runs"]
-        trained = [run | {"test_domain": ",".join(run["test_domains"])} for run in runs if run["status"] == "ok"]
-    except (OSError, ValueError, KeyError, TypeError):  # `retrain` itself says what is wrong
-        return []
-    for before in ("method", "test_domain", "seed"):
-        if before == action.dest:
-            break
-        trained = [run for run in trained if run[before] == getattr(parsed_args, before)]
-    return dict.fromkeys(str(run[action.dest]) for run in trained)
-
-
 def share(text: str) -> float:
     """Returns a number from 0.0001 to below 1, which may be written as 10%."""
     try:
@@ -115,20 +101,6 @@ def add_model_options(verb: Parser) -> None:
     size = "images per forward pass (default: 16 on a CPU, 64 on a GPU)"
     option("--batch-size", type=int, metavar="N", help=size)
     add_choice(verb)
-
-
-def add_retrain(verb: Parser) -> None:
-    option = verb.add_argument
-    option("run_dir", metavar="RUN_DIR")
-    for argument in (
-        option("method", metavar="METHOD", help="name of the method in results.json"),
-        option("test_domain", metavar="TEST_DOMAIN", help="held-out domain; several joined by commas"),
-        option("seed", metavar="SEED", type=int),
-        option("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="of a search (default 0)"),
-    ):
-        complete_with(argument, recorded_values)
-    option("--keep", metavar="DIR", help="keep the trained model: DIR becomes a run directory with it")
-    option("--alone", action="store_true", help="train the head without the other heads of its chunk")
 
 
 def add_analyse(verb: Parser) -> None:
@@ -320,7 +292,6 @@ VERBS: dict[str, tuple[Callable[[Parser], None], str]] = {
         "find copies, twin domains, label errors, and domains that give the class away; say what each costs",
     ),
     "features": (add_recipe, "compute the features of a recipe and cache them, without training"),
-    "retrain": (add_retrain, "train one model of a run again and compare it with the record"),
     "analyse": (
         add_analyse,
         "measure the models of a finished run: invariance, divergence, importance, calibration",
@@ -356,8 +327,6 @@ xdm-ft validate clip_folder data.root=DIR protocol.test_domains=sketch
 xdm-ft audit demo
 xdm-ft audit clip_folder data.root=DIR --images
 xdm-ft features clip_folder data.root=DIR features.precision=bf16
-xdm-ft retrain output/demo xdomainmix blurred 0
-xdm-ft retrain output/demo xdomainmix blurred 0 --keep DIR
 xdm-ft analyse output/demo
 xdm-ft analyse output/demo --json
 xdm-ft report output/demo --images

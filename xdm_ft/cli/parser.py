@@ -29,6 +29,7 @@ OTHER_NAMES = {
     **{"check": "validate", "list": "ls", "copy": "cp", "init": "cp", "new": "cp", "help": "--help"},
 }
 """{what other tools call a verb: its name here}"""
+REMOVED = {"retrain": "to train again, run the recipe with another output.dir: equal inputs give the same bits"}
 FORM = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of examples
 FIRST_STEPS = """\
 first steps:
@@ -88,6 +89,7 @@ class _Parser(argparse.ArgumentParser):
         if action.dest == "verb":
             meant = OTHER_NAMES.get(value) or (f"run {value}" if value.endswith((".yaml", ".yml")) else None)
             hint = f'; did you mean "{meant}"?' if meant else hint
+            hint = f"; {REMOVED[value]}" if value in REMOVED else hint
         raise argparse.ArgumentError(action, f'no "{value}"{hint}')
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

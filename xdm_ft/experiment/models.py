@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,25 +78,17 @@ def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece]
         folders += sorted({f"events/{sub_run(*key).rpartition('/')[0]}" for key in wanted})
         context.directory.require_writable(["state", *folders])
     # also the models that may share a chunk of heads with a wanted one
-    groups = {results.chunk_group(key) for key in wanted}
-    pieces = planned_pieces(context, [key for key in planned if results.chunk_group(key) in groups], wanted, results)
-    done = [model for key, model in planned.items() if key not in wanted]
-    return pieces, Work(len(done), sum(cost(model.item, model.training, model.split, model.steps) for model in done))
-
-
-def planned_pieces(
-    context: RunContext, keys: Sequence[ModelKey], wanted: Collection[ModelKey], results: RunResults
-) -> list[Piece]:
-    """Returns the pieces of the wanted models. All models in `keys` determine the chunks of heads."""
-    plan, groups = context.plan, dict[tuple[str, int], list[Job]]()
-    external = cross_domain_values(context, keys, results)
+    wanted_groups = {results.chunk_group(key) for key in wanted}
+    keys = [key for key in planned if results.chunk_group(key) in wanted_groups]
+    external, groups = cross_domain_values(context, keys, results), dict[tuple[str, int], list[Job]]()
     for key in keys:
-        job = make_job(plan, context.prepared, plan.by_key[key], external.get(key, {}))
+        job = make_job(plan, context.prepared, planned[key], external.get(key, {}))
         groups.setdefault(results.chunk_group(key), []).append(job)
     pieces = list[Piece]()
     for jobs in groups.values():
-        pieces += pieces_of(context, plan.by_key[jobs[0].key].item, jobs, plan.criteria, wanted)
-    return pieces
+        pieces += pieces_of(context, planned[jobs[0].key].item, jobs, plan.criteria, wanted)
+    done = [model for key, model in planned.items() if key not in wanted]
+    return pieces, Work(len(done), sum(cost(model.item, model.training, model.split, model.steps) for model in done))
 
 
 def _shares_files(plan: Plan, item: MethodItem) -> bool:
@@ -115,19 +107,10 @@ def keep_common_files(context: RunContext, results: RunResults) -> None:
         ]
         if skipped:
             results.add(save((Outcome(RECORDS, record) for record in skipped), context.directory))
-        common = common_files(context, plan.splits, results.known_files)
+        for split in plan.splits:
+            files = keep_test_images(context, split) | keep_references(context, split, results.known_files)
+            common[split.test_domains] = files
     results.common = from_main(context.accelerator, common)
-
-
-def common_files(context: RunContext, splits: Iterable[Split], known: Mapping[str, str]) -> dict[Held, dict[str, str]]:
-    """Writes the test images of each split, and its references, unless they are as `known`: {file: checksum}.
-
-    Returns their checksums by test domains. All models with the same test domains share these files.
-    """
-    return {
-        split.test_domains: keep_test_images(context, split) | keep_references(context, split, known)
-        for split in splits
-    }
 
 
 def keep_test_images(context: RunContext, split: Split) -> dict[str, str]:
