@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import jsonschema
-import pytest
 from example_runs import comparison, earlier, results_of, two_sets, with_comparisons
 from test_results_schema import SCHEMA
 from test_summary import PAIRS, grid, record, trouble
@@ -30,11 +29,11 @@ def look(seeds: int, methods: Sequence[str] = TWO, lacks: dict[str, list[int]] |
     return look_at(runs_by_method(made, methods, "train_val", "accuracy").values())
 
 
-def alphas(*seen: Look, planned: bool = False) -> list[float]:
+def alphas(*seen: Look) -> list[float]:
     """The α of the looks after these summaries."""
     looks: list[Look] = []
     for now in seen:
-        number, placed = place_of(now, looks, planned)
+        number, placed = place_of(now, looks)
         looks = [*looks[: number - 1], placed]
     return [each.alpha for each in looks]
 
@@ -51,7 +50,7 @@ def test_what_a_look_sees() -> None:
     assert (seen.seeds, seen.missing, seen.compare) == ([0, 1, 2], {}, [["erm", "zero_shot"]]), "no seed of its own"
 
 
-def test_unplanned_looks_spend_a_part_each() -> None:
+def test_looks_spend_a_part_each() -> None:
     more_seeds, more_methods = look(5), look(5, ("erm", "sam", "mix"))
     assert alphas(look(3)) == [0.05]
     assert alphas(look(3), more_seeds, more_methods) == [0.05, 0.0125, 0.00625]
@@ -59,25 +58,6 @@ def test_unplanned_looks_spend_a_part_each() -> None:
     assert math.fsum(alphas(*(look(seeds) for seeds in range(3, 40)))) <= 0.075
     repaired = look(3, lacks={"sam": [2]})
     assert alphas(repaired, look(3)) == alphas(repaired, look(3, lacks={"sam": [1]})) == [0.05, 0.0125]
-
-
-@pytest.mark.parametrize(
-    ("seen", "expected"),
-    [
-        ([look(5), look(10), look(20)], [0.010, 0.015, 0.025]),
-        ([look(5), look(5), look(10)], [0.010, 0.015]),
-        ([look(3), look(5), look(10)], [0.05, 0.0125, 0.00625]),  # began unplanned
-        ([look(5), look(5, ("erm", "mix", "sam")), look(10)], [0.010, 0.0125, 0.00625]),  # other methods
-        ([look(5), look(10, ("erm", "mix", "sam"))], [0.010, 0.0125]),
-        ([look(5), look(7), look(10)], [0.010, 0.0125, 0.00625]),  # a look between
-        ([look(5), look(20)], [0.010, 0.0125]),  # one left out
-        ([look(10)], [0.05]),
-    ],
-)
-def test_planned_looks(seen: list[Look], expected: list[float]) -> None:
-    assert alphas(*seen, planned=True) == expected
-    assert math.fsum(expected) <= 0.075
-    assert alphas(*seen)[0] == 0.05, "not planned"
 
 
 def test_verdicts_that_were_found_stay() -> None:

@@ -83,26 +83,6 @@ def test_what_grows_a_recipe_and_what_does_not(before, now, expected):
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "grows"),
-    [
-        ("auto", [0, 1, 2, 3, 4], True),
-        ("auto", [*range(7)], True),
-        ("auto", [0, 1, 2], False),
-        ("auto", [1, 0, 2, 3, 4], False),
-        ([0, 1, 2], "auto", True),
-        ([*range(10)], "auto", True),
-        ([*range(21)], "auto", False),
-        ([0, 2], "auto", False),
-        ("auto", "auto", True),
-    ],
-)
-def test_planned_looks_continue_seeds_and_are_continued(before, now, grows):
-    recipe = resolved()
-    old, new = (recipe | {"protocol": recipe["protocol"] | {"seeds": seeds}} for seeds in (before, now))
-    assert refused_changes(old, new) == ([] if grows else [FOLLOW])
-
-
-@pytest.mark.parametrize(
     "edit",
     [
         lambda recipe: recipe.update(methods=["erm"]),
@@ -152,9 +132,8 @@ def test_a_run_that_grows_says_what_the_next_look_costs():
     assert said(0) == "grows by rsc (3 models)", "the first look has the whole α"
     assert said(1) == "grows by rsc (3 models); the next look has α = 0.0125 (xdm-ft explain look)"
     assert "; the next look has α = 0.00625 (" in said(2, "methods=[erm]", "protocol.seeds=4")
-    for planned in ("protocol.final_fit=true", "protocol={seeds: auto}"):
-        line = said(1, "methods=[erm]", "report.margin=1", planned)
-        assert line.startswith("grows by ") and "look" not in line
+    line = said(1, "methods=[erm]", "protocol.final_fit=true")
+    assert line.startswith("grows by ") and "look" not in line
 
 
 # records

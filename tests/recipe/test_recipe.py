@@ -131,7 +131,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     (["protocol={final_fit: true, selection: oracle}"], "command line: protocol.final_fit: needs an unbiased estimate"),
     (["protocol.seeds=0"], "command line: protocol.seeds: 0 seeds; at least 1 is needed, given 0"),
     (["protocol.seeds=oops"], "command line: protocol.seeds: must be a number of seeds, a list of them, or auto"),
-    (["protocol.seeds=auto"], "command line: protocol.seeds: auto needs report.margin, to know when a row is settled"),
+    (["protocol.seeds=auto"], "command line: protocol.seeds: must be a number of seeds, such as 20, or a list of them"),
     (["protocol.test_domains=[]"], "command line: protocol.test_domains: value should have at least 1 item"),
     *([([f"report.margin={m}"], "command line: report.margin: input should be") for m in ("0", "-1.0", "wide")]),
     # pairs of rows
@@ -361,20 +361,11 @@ def test_a_good_recipe_resolves_to_itself() -> None:
             assert check(parse(text, "again.yaml")).as_yaml() == made.as_yaml()
 
 
-def test_heads_on_frozen_features_have_ten_seeds_others_five_and_auto_those_of_one_look_after_the_other() -> None:
+def test_heads_on_frozen_features_have_ten_seeds_others_five() -> None:
     changes = ("training.steps=10", "encoder.trainable=true", "less.trainable={blocks: 1}", "protocol.seeds=3")
     for change, seeds in zip(changes, (10, 5, 5, 3), strict=True):
         fixed = recipe(change)
-        assert fixed.protocol.seeds == tuple(range(seeds)) and not fixed.auto_seeds and fixed.next_seeds() is None
-    made: Recipe | None = recipe("protocol.seeds=auto", "report.margin=1.0")
-    stages = []
-    while made is not None:
-        stages.append(len(made.protocol.seeds))
-        assert made.resolved()["protocol"]["seeds"] == [*made.protocol.seeds]
-        for text in (made.as_yaml(), resolved_with_meanings(made)):
-            assert yaml.safe_load(text)["protocol"]["seeds"] == "auto" and check(parse(text, "r.yaml")).auto_seeds
-        made = made.next_seeds()
-    assert stages == [5, 10, 20]
+        assert fixed.protocol.seeds == tuple(range(seeds))
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,6 @@ def recipe_of_heads(recipe: Recipe) -> Recipe:
         cluster=Cluster(),
         report=recipe.report.model_copy(update={"compare": []}),
         label_curve=False,
-        auto_seeds=False,
     )
 
 

@@ -28,7 +28,6 @@ from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.experiment.work import as_launched, launched
 from xdm_ft.protocol.site_class import site_class_of
-from xdm_ft.protocol.splits import LOOKS
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
 from xdm_ft.report.comparisons import forecast
@@ -159,13 +158,12 @@ def _power(recipe: Recipe) -> list[str]:
     # as launched: the run wrote its precision, which the recipe itself may leave out
     if refused_changes(results["recipe"], as_launched(recipe).resolved()):
         return []
-    seeds = LOOKS[-1] if recipe.auto_seeds else len(recipe.protocol.seeds)
-    return forecast(results, recipe.protocol.metric, seeds, len(recipe.declared))
+    return forecast(results, recipe.protocol.metric, len(recipe.protocol.seeds), len(recipe.declared))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:
     """Returns the resolved recipe as YAML, with each key's meaning as a comment. It is a valid recipe."""
-    lines, values = [f"name: {in_yaml(recipe.name)}"], recipe.written()
+    lines, values = [f"name: {in_yaml(recipe.name)}"], recipe.resolved()
     for name, block in recipe.blocks.items():
         lines += [f"{name}:", *_commented(block, values[name], "  ")]
     lists: dict[str, list[Block]] = {"methods": [item.block for item in recipe.own_methods]}

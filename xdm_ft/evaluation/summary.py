@@ -1,9 +1,8 @@
 """Summarises one record per trained model to one row per method and selection rule: `summary` of results.json.
 
 A summary of a growing run is a look at it. Each look spends a part of the error rate, so that growing until a verdict
-comes is not free: it has new complete seeds or methods and a comparison with a p value. The first one has α = 0.05, an
-unplanned k-th one 0.05/2^k: 7.5% in all. Planned looks (`protocol.seeds: auto`) have 0.010, 0.015 and 0.025. What a
-look has found stays.
+comes is not free: it has new complete seeds or methods and a comparison with a p value. The first one has α = 0.05, the
+k-th 0.05/2^k: 7.5% in all. What a look has found stays.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ from xdm_ft.evaluation import (
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.trials import ORACLE, picked_trials
 from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, UNKNOWN, Comparison, Pair, WithoutGroups, compared, judge
-
-# they sum to ALPHA: three planned looks find no more by chance than a single one
-PLANNED = {5: 0.010, 10: 0.015, 20: 0.025}  # {seeds of a planned look: its α}
 
 
 @dataclass(frozen=True)
@@ -70,19 +66,14 @@ def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> Look
     return Look(seeds, sorted(methods), missing, ALPHA, [list(pair) for pair in compare])
 
 
-def place_of(now: Look, before: Sequence[Look], planned: bool) -> tuple[int, Look]:
+def place_of(now: Look, before: Sequence[Look]) -> tuple[int, Look]:
     """Returns the number of a look, from 1 on, and the look with its α.
 
-    A summary of what the last look saw is that look again. `planned`: whether the recipe plans its looks.
+    A summary of what the last look saw is that look again.
     """
     if before and all(getattr(before[-1], name) == getattr(now, name) for name in ("seeds", "methods", "missing")):
         return len(before), before[-1]
     number = len(before) + 1
-    # the plan covers these comparisons, and looks at these seeds alone: another method, or another look, ends it
-    if planned and len(now.seeds) in PLANNED and all(look.methods == now.methods for look in before):
-        now = replace(now, alpha=PLANNED[len(now.seeds)])
-        if [(len(look.seeds), look.alpha) for look in (*before, now)] == [*PLANNED.items()][:number]:
-            return number, now
     return number, replace(now, alpha=ALPHA if number == 1 else ALPHA / 2**number)
 
 
@@ -163,7 +154,6 @@ class Summary(NamedTuple):
     rows: list[SummaryRow]  # `summary`
     comparisons: list[Comparison]  # between these rows
     looks: list[Look] = []  # the last one made these comparisons
-    settled: bool = False  # whether each comparison of the recipe's own rule is found, or equal within the margin
 
 
 def summarise(

@@ -18,9 +18,8 @@ logger = logging.getLogger("xdm_ft")
 def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     """Trains and compares all methods of the recipe, and returns the results.
 
-    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. With
-    `protocol.seeds: auto` the run grows by itself until every row is settled. `fits`: the final fits to train besides
-    those that the recipe asks for.
+    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. `fits`: the final
+    fits to train besides those that the recipe asks for.
 
     If several processes were launched, each one calls this and returns the same results. Raises `UserError` for faults
     of recipe, data, weights or disk.
@@ -91,27 +90,17 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             refuse_other_inputs(directory.path, before, trained_on)
             costs = encoder_costs(prepared, recipe.features, dataset, accelerator, before or {})
             facts = environment(accelerator) | on_cluster | trained_on | costs
-            while True:
-                results.begin(facts, data_facts(plan, findings))
-                context = RunContext(plan, prepared, directory, accelerator)
-                keep_common_files(context, results)
-                pieces, done = left_to_train(context, results)
-                do_pieces(context, pieces, measure, results, what="training", done=done)
+            results.begin(facts, data_facts(plan, findings))
+            context = RunContext(plan, prepared, directory, accelerator)
+            keep_common_files(context, results)
+            pieces, done = left_to_train(context, results)
+            do_pieces(context, pieces, measure, results, what="training", done=done)
 
-                results.read_all(plan)
-                if main:
-                    results.summary = summary_of(plan, prepared, results)
-                results.summary = from_main(accelerator, results.summary)
-                results.write()
-                more = None if results.summary.settled or results.edited else recipe.next_seeds()
-                if more is None:
-                    break
-                logger.info("seeds: not every row is settled; goes on to %d seeds", len(more.protocol.seeds))
-                wait_for_everyone(accelerator)  # all processes read what the main one wrote
-                recipe, plan = more, make_plan(more, dataset, prepared.unreadable)
-                findings = faults(plan, True, hashes, counts) if main else []
-                # as after a restart, so that chunks of heads are those of a run that was interrupted here
-                results = RunResults.resume(directory, recipe, accelerator)
+            results.read_all(plan)
+            if main:
+                results.summary = summary_of(plan, prepared, results)
+            results.summary = from_main(accelerator, results.summary)
+            results.write()
             if main:
                 write_sessions(plan, results.records.values(), directory)
             final_fits(context, results, fits)

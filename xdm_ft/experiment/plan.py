@@ -22,7 +22,7 @@ from xdm_ft.features.hashes import extremes_of, hash_files
 from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.facts import automatic
 from xdm_ft.protocol.samplers import steps_of
-from xdm_ft.protocol.splits import LEFT_OUT, LOOKS, Split, all_domains, also_measuring, rules_of, splits, without
+from xdm_ft.protocol.splits import LEFT_OUT, Split, all_domains, also_measuring, rules_of, splits, without
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.recipe.settings import Recipe
@@ -338,7 +338,6 @@ def describe(plan: Plan) -> str:
         f"data: {plural(cost['images'], 'image')}, {plural(cost['classes'], 'class')}",
         f"domains: {', '.join(cost['domains'])}",
         f"models: {cost['models']} = methods × held-out domains × seeds"
-        + (f" (auto: {len(recipe.protocol.seeds)} now, at most {LOOKS[-1]})" if recipe.auto_seeds else "")
         + (f" × up to {cost['trials']} trials" if cost["trials"] > 1 else "")
         + (f", {cost['skipped_models']} of them skipped" if cost["skipped_models"] else ""),
         *(f"skipped: {', '.join(labels)}: {reason}" for reason, labels in plan.skipped.items()),

@@ -508,7 +508,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     of_methods = runs_by_method(
         picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic
     )
-    number, look = place_of(look_at(of_methods.values(), recipe.declared), looks, recipe.auto_seeds)
+    number, look = place_of(look_at(of_methods.values(), recipe.declared), looks)
     before, margin = looks[: number - 1], recipe.report.margin
     rows, comparisons = list[SummaryRow](), list[Comparison]()
     for rule in plan.rules:
@@ -553,12 +553,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
             words = augmented[row.method]
             rows.append(dataclasses.replace(row, budget=budget, flags=flags or None, augmentation=words))
     judged = [row for row in comparisons if row.p_here is not None and row.p_here.holm is not None]
-    return Summary(
-        rows,
-        comparisons,
-        [*before, look.with_found(judged, before)] if judged else [*looks],
-        all(row.is_found or row.equal_within for row in judged if row.selection == plan.rules[0]),
-    )
+    return Summary(rows, comparisons, [*before, look.with_found(judged, before)] if judged else [*looks])
 
 
 def references(recipe: Recipe) -> dict[str, str]:

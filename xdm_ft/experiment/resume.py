@@ -15,7 +15,6 @@ from xdm_ft.evaluation import ModelKey, with_encoder
 from xdm_ft.evaluation.verdicts import ALPHA
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.features import FeatureSettings
-from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.report.finished import encoder_label
@@ -152,8 +151,6 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
         shared = [label for label in before if label in now]
         return missing + [path for label in shared for path in differences(before[label], now[label], f"{key}.{label}")]
     if key == "protocol.seeds":
-        # `auto` begins with the seeds of its first look, and may go on to those of its last one
-        old, new = ([*range(n)] if seeds == AUTO else seeds for seeds, n in ((old, LOOKS[0]), (new, LOOKS[-1])))
         # their order is that of heads in their chunks, and the first one makes an encoder's random weights
         grows = isinstance(old, list) and isinstance(new, list) and new[: len(old)] == old
         return [] if grows else [f"{key}: new ones must follow those of the run"]
@@ -192,7 +189,7 @@ def refuse_mixed_rows(labels: Iterable[str]) -> None:
 def growth(before: Values, plan: Plan, looks: int = 0) -> str:
     """Describes in one line what the plan adds to the run of the recipe `before`; "" if it adds nothing.
 
-    `looks`: at the run so far. Another one that nobody planned costs some of α.
+    `looks`: at the run so far. Another one costs some of α.
     """
     old, protocol = Generation.of(before), plan.recipe.protocol
     added = [model.key for model in plan.models if not model.skipped and not old.plans(model.key)]
@@ -207,8 +204,8 @@ def growth(before: Values, plan: Plan, looks: int = 0) -> str:
         parts.append(f"trial{_numbers(trials)} ({plural(count, 'model')})")
     if protocol.final_fit != before["protocol"]["final_fit"]:
         parts.append("the final fit")
-    new_look = by_method or (seeds and not plan.recipe.auto_seeds)
-    price = f"; the next look has α = {ALPHA / 2 ** (looks + 1):g} (xdm-ft explain look)" if looks and new_look else ""
+    new_look = looks and (by_method or seeds)
+    price = f"; the next look has α = {ALPHA / 2 ** (looks + 1):g} (xdm-ft explain look)" if new_look else ""
     return f"grows by {', '.join(parts)}{price}" if parts else ""
 
 
@@ -235,7 +232,7 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
             grows = True
             if directory.is_begun:
                 runs = list[tuple[Any, Any]]()
-                now = recipe.written()
+                now = recipe.resolved()
                 results = directory.results(lambda run: runs.append((run.get("method"), run.get("status"))))
                 written = written_recipe(directory.path, results).values
                 if changed := refused_changes(written if results is None else results["recipe"], now):
@@ -266,9 +263,8 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
 def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
     """Returns the recipe.yaml of a run directory, checked against the recipe in its results.json, if there is one.
 
-    Its `protocol.seeds: auto` is replaced by the seeds in results.json. It may grow that recipe: a run that has begun
-    to grow may have been killed before it wrote results.json. Raises `UserError` if it is missing, damaged or was
-    edited.
+    It may grow that recipe: a run that has begun to grow may have been killed before it wrote results.json. Raises
+    `UserError` if it is missing, damaged or was edited.
     """
     path, remedy = run / "recipe.yaml", "delete the run directory, or set output.dir"
     if not path.exists():
@@ -286,8 +282,6 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
             f"{path}: was edited or damaged: it differs from the recipe in results.json "
             f"({', '.join(changed[:5])}); undo the edit, or run a copy under another name"
         )
-    if written.values["protocol"]["seeds"] == AUTO:
-        written.values["protocol"]["seeds"] = results["recipe"]["protocol"]["seeds"]
     return written
 
 
@@ -295,18 +289,14 @@ def keep_choices_of_run(recipe: Recipe) -> Recipe:
     """Returns the recipe with the final fit of the run in its directory and, where it sets none, its augmentation, and
     the precision and batch size of its features, whose defaults depend on the machine.
 
-    With `protocol.seeds: auto` it has the seeds of the first look that has all seeds of the run. An override, or an
-    export by an earlier version, may have added the final fit. Earlier versions trained all methods without
-    augmentation if one of them read what is cached.
+    An override, or an export by an earlier version, may have added the final fit. Earlier versions trained all methods
+    without augmentation if one of them read what is cached.
     """
     try:
         before = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")["recipe"]
         final_fit, augmentation = before["protocol"]["final_fit"], before["data"].get("train_augmentation")
         fits_more = FINAL_FITS.index(final_fit) > FINAL_FITS.index(recipe.protocol.final_fit)
-        seeds, labels = before["protocol"]["seeds"], labels_of(before)
-        looks = [count for count in LOOKS if [*range(count)][: len(seeds)] == seeds]
-        if recipe.auto_seeds and looks:
-            recipe = recipe.with_seeds(looks[0])
+        labels = labels_of(before)
         given = recipe.features.model_dump(include=recipe.features.model_fields_set)
         of_run = {key: before["features"][key] for key in ("precision", "batch_size")}
         features = FeatureSettings.model_validate(of_run | given)

@@ -13,7 +13,6 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from xdm_ft.evaluation.summary import PLANNED
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.protocol.site_class import images_per_class
@@ -29,9 +28,7 @@ LEFT_OUT = ("left_out_0", "left_out_1")
 """Names of the evaluation splits of a `cross_domain` model: its two held-out domains, or sets of them."""
 
 MAX_SEEDS = 10_000  # a slip such as 1000000000 would fill the memory with seeds
-AUTO = "auto"
-LOOKS = tuple(PLANNED)
-"""Numbers of seeds after which `protocol.seeds: auto` looks whether every row is settled."""
+SEEDS, ENCODER_SEEDS = 10, 5  # by default; the second if a method trains some of the encoder
 Metric = Literal["accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece"]
 
 
@@ -79,10 +76,10 @@ class Protocol(Block):
         tuple[Annotated[int, Field(ge=0)], ...],
         Field(
             min_length=1,
-            description="a number n (seeds 0…n−1), a list, or auto: 5 seeds, then 10 and 20 until every row is settled "
-            "(needs report.margin). Default: 10, or 5 if a method trains some of the encoder",
+            description=f"a number n (seeds 0…n−1), or a list. Default: {SEEDS}, or {ENCODER_SEEDS} if a method trains "
+            "some of the encoder",
         ),
-    ] = tuple(range(LOOKS[0]))
+    ] = tuple(range(ENCODER_SEEDS))
     final_fit: Annotated[
         Literal[False, True, "all_seeds"],
         Field(
@@ -100,10 +97,8 @@ class Protocol(Block):
             if value > MAX_SEEDS:
                 raise ValueError(f"{value} seeds; at most {MAX_SEEDS} are allowed")
             return tuple(range(value))
-        if value == AUTO:
-            return tuple(range(LOOKS[0]))
         if not isinstance(value, list | tuple):
-            raise ValueError("must be a number of seeds, a list of them, or auto")
+            raise ValueError("must be a number of seeds, such as 20, or a list of them; a run grows when you raise it")
         return value
 
     @field_validator("together", mode="before")

@@ -21,7 +21,7 @@ from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.given import NO_IMAGES, GivenFeatures
 from xdm_ft.images.decode import EncodedImages
-from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
+from xdm_ft.protocol.splits import ENCODER_SEEDS, SEEDS, Protocol
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import ADD_ONS, Component
 from xdm_ft.recipe.method import (
@@ -110,10 +110,9 @@ def check(text: RecipeText) -> Recipe:
         blocks["features"] = blocks["features"].model_copy(update={"precision": "fp32"})  # whatever a GPU computes in
     blocks["search"] = blocks["search"].for_data(blocks["data"].name)
     methods = tuple(_under_encoder(item, encoder) for encoder in encoders for item in written)
-    auto_seeds = values.get("protocol", {}).get("seeds") == AUTO
-    recipe = Recipe(str(name), encoders=encoders, methods=methods, auto_seeds=auto_seeds, **flags, **blocks)
+    recipe = Recipe(str(name), encoders=encoders, methods=methods, **flags, **blocks)
     if "seeds" not in recipe.protocol.model_fields_set:
-        recipe = recipe.with_seeds(LOOKS[0] if recipe.trains_encoders else LOOKS[1])
+        recipe = recipe.with_seeds(ENCODER_SEEDS if recipe.trains_encoders else SEEDS)
     complete = all({*pair} <= {*recipe.labels} for pair in recipe.report.compare)
     rows_changed = text.overridden & {("methods",), ("encoders",)}
     if rows_changed and not complete and not text.is_overridden(("report", "compare")):
@@ -425,10 +424,7 @@ def _check_without_images(faults: Faults, recipe: Recipe) -> None:
 
 
 def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
-    """Adds the faulty pairs of `report.compare`, and looks that could have no end."""
-    if recipe.auto_seeds and recipe.report.margin is None:
-        problem = "auto needs report.margin, to know when a row is settled; set it, e.g. 1.0, or give a number of seeds"
-        faults.add("protocol.seeds", problem, "report.margin")
+    """Adds the faulty pairs of `report.compare`."""
     rows, labels = {item.label for item in recipe.methods}, recipe.labels
     for i, pair in enumerate(recipe.report.compare):
         key: Key = ("report", "compare", i)

@@ -11,7 +11,7 @@ from xdm_ft.cut import LowRank
 from xdm_ft.evaluation import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.images import Augmentation, Intensity
-from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
+from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import ListedEncoder, MethodItem
 from xdm_ft.recipe.search import Search
@@ -95,7 +95,6 @@ class Recipe:
     cluster: Cluster
     analyse: bool = False  # measure the models at the end of the run, as `xdm-ft analyse` does
     label_curve: bool = False  # measure what few labels of a new site bring, each held-out domain once as the site
-    auto_seeds: bool = False  # `protocol.seeds: auto`; the protocol has the seeds to train now
 
     @property
     def encoder(self) -> Component:
@@ -141,11 +140,6 @@ class Recipe:
 
     def with_seeds(self, count: int) -> Recipe:
         return replace(self, protocol=self.protocol.model_copy(update={"seeds": tuple(range(count))}))
-
-    def next_seeds(self) -> Recipe | None:
-        """Returns the recipe with the seeds up to the next look of `protocol.seeds: auto`; None if there is none."""
-        more = [count for count in LOOKS if self.auto_seeds and count > len(self.protocol.seeds)]
-        return self.with_seeds(more[0]) if more else None
 
     @property
     def labels(self) -> list[str]:
@@ -199,18 +193,13 @@ class Recipe:
         }
 
     def resolved(self) -> dict[str, Any]:
-        """Returns the recipe as plain values, including every default, with the seeds to train now."""
+        """Returns the recipe as plain values, including every default."""
         plain: dict[str, Any] = {name: block.model_dump(mode="json") for name, block in self.blocks.items()}
         if self.several_encoders:
             plain["encoders"] = [encoder.block.model_dump(mode="json") for encoder in self.encoders]
         methods = [item.block.model_dump(mode="json") for item in self.own_methods]
         flags = {"analyse": self.analyse, "label_curve": self.label_curve}
         return {"name": self.name, **plain, **flags, "methods": methods}
-
-    def written(self) -> dict[str, Any]:
-        """Returns the recipe as `resolved` does, but with `protocol.seeds: auto` as it was given."""
-        values = self.resolved()
-        return values | {"protocol": values["protocol"] | {"seeds": AUTO}} if self.auto_seeds else values
 
     @property
     def several_encoders(self) -> bool:
@@ -223,4 +212,4 @@ class Recipe:
         return tuple(item for item in self.methods if item.encoder is self.encoder)
 
     def as_yaml(self) -> str:
-        return as_text(self.written())
+        return as_text(self.resolved())
