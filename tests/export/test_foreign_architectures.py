@@ -230,7 +230,7 @@ def test_a_config_of_transformers_with_wrong_values_is_one_line(vit, tmp_path, c
         (Timm, {"model": "vit_tiny_patch16_224", "kwargs": {"depth": 10**7}}, "encoder.kwargs: depth is 10000000"),
         (Timm, {"model": "convnext_atto", "kwargs": {"depths": [900, 900]}}, r"depths is \[900, 900\]"),
         (Timm, {"model": "test_vit", "kwargs": {"reg_tokens": 10**9}}, "reg_tokens is 1000000000"),
-        (Timm, {"model": "test_vit", "kwargs": {"embed_dim": 65_536, "depth": 999}}, "has about 5e.13 weights"),
+        (Timm, {"model": "test_vit", "kwargs": {"embed_dim": 10**6}}, "embed_dim is 1000000"),
         (OpenClip, {"kwargs": {"vision_cfg": {"layers": 10**7}}}, r"encoder\.kwargs: vision_cfg\.layers is"),
     ],
 )
@@ -260,23 +260,6 @@ def test_an_endless_architecture_is_refused_before_it_is_built(model, home, tmp_
         add_to_hub(home / "hub", f"org/large{number}", large)
         with pytest.raises(UserError, match=rf"hf-hub:org/large{number}.*: {key} is 10000000, more than any model"):
             encoder(model=f"hf-hub:org/large{number}", weights="pretrained")
-
-
-@pytest.mark.parametrize(
-    "vision",
-    [
-        {"layers": 500, "width": 1024},
-        {"image_size": 4096, "patch_size": 1},
-        {"attn_pooler_queries": 1 << 20, "width": 4096},
-    ],
-)
-def test_an_architecture_much_larger_than_the_weights_beside_it_is_not_built(model, monkeypatch, vision):
-    monkeypatch.setattr("open_clip.create_model", lambda *_, **__: pytest.fail("it is built"))
-    path = model / "demo_clip.json"
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "vision_cfg": document["vision_cfg"] | vision}))
-    with pytest.raises(UserError, match=r"demo_clip\.json: it has about .* weights; at most [12]e\+08 are built"):
-        xdm_ft.load(model)
 
 
 PUBLIC = {

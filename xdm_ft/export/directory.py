@@ -330,15 +330,14 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
     expected = config.encoder
     settings: dict[str, Any] = {**expected.settings, **_sources(folder, config, given)}
     weights = settings["weights"]
-    file = Path(weights) if isinstance(weights, str) and is_file_name(weights) else None
-    # nothing that describes the encoder may ask for code, name another source, or be far larger than the weights
+    # nothing that describes the encoder may ask for code, name another source, or be larger than any model
     described: list[tuple[str, Any]] = [(f"{folder / CONFIG}: encoder.settings.kwargs", settings.get("kwargs", {}))]
     for name in encoder_files(folder, config):
         if name.endswith(".json"):
             described.append((str(folder / name), _architecture(folder / name)))
     for where, document in described:
         refuse_sources(document, where)
-        check_sizes(document, where, file if file is not None and file.is_file() else None)
+        check_sizes(document, where)
     try:
         encoder = build_encoder(expected.name, settings, config.preprocessing, expected.seed)
     except UserError as error:

@@ -1,15 +1,11 @@
 """Model directories on the Hugging Face hub.
 
-Only the files of a model go there, and only if they tell no path of this machine and no name of an image file. Only
-data are read from there.
+Only the files of a model go there, and only data are read from there.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +25,8 @@ from xdm_ft.export.directory import (
     encoder_files,
     read_config,
 )
-from xdm_ft.export.onnx import ONNX, check_installed
+from xdm_ft.export.onnx import ONNX
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.lines import Damaged
-from xdm_ft.storage.tensors import read_tensors
 from xdm_ft.version import __version__
 from xdm_ft.weights.source import TEXT_CONFIG, network_error, reason_of
 
@@ -43,12 +37,6 @@ FILES = (
 """Files of a model directory, besides the architecture of an encoder that its library does not know."""
 READ = (*NEEDED, REFERENCE, SITE, TRAINING_IMAGES, ENCODER, PART, "*.json")  # *.json: the architecture
 _REPOSITORY = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>\S+))?", re.ASCII)
-_IMAGE = re.compile(
-    r"[^\s\"'`(,;:/\\]+\.(?:jpe?g|png|tiff?|bmp|gif|webp|p[bgpn]m|jp2|avif|heic|dcm|svs|ndpi|mrxs|nii)\b", re.IGNORECASE
-)
-# a slash at the beginning of a word: not that of and/or, https://, </p>
-_ABSOLUTE = re.compile(r"(?:^|[\s\"'`(\[{=:,;>|])((?:file:/*|~[\w.-]*)?/(?!/)[^\s\"'`<>|,;()\[\]{}]+)")
-_WINDOWS = re.compile(r"\b[A-Za-z]:\\\w[^\s\"']*|\\\\\w+\\[^\s\"']+")
 LOGIN = "run `hf auth login`, or set HF_TOKEN"
 
 
@@ -73,8 +61,8 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
 
     `with_training_hashes`: the checksums of the training images too, by which anyone who has an image can find out
     whether it is one of them. A stored threshold, which is of one site, stays here. Files of an earlier model in the
-    repository are removed. Raises `UserError`, before anything is uploaded, if the folder holds other files, or files
-    with paths of this machine or names of images; if `private` and the repository is public; and for errors of the hub.
+    repository are removed. Raises `UserError`, before anything is uploaded, if the folder holds other files, or if
+    `private` and the repository is public; and for errors of the hub.
     """
     check_name(repository)
     config, _ = read_config(folder)
@@ -118,80 +106,7 @@ def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     missing = sorted(needed - {path.name for path in files})
     if missing:
         raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")
-    refused = [
-        f"{path}: {where}: {text}: paths of this machine and names of images are not uploaded; remove it, or "
-        "export the model again without it"
-        for path in files
-        for where, text in leaks_in(path)
-    ]
-    if refused:
-        raise UserError(*refused)
     return tuple(path.name for path in files)
-
-
-def leaks_in(path: Path) -> list[tuple[str, str]]:
-    """Returns (place, leak) of each leak in a .json, .safetensors, .onnx or text file, and in names of tensors.
-
-    Raises `UserError` if the file cannot be read, or if it is an ONNX file and `onnx` is not installed.
-    """
-    try:
-        content: Any
-        if path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8"))
-        elif path.suffix == ".safetensors":
-            tensors, metadata = read_tensors(path)
-            content = {"tensors": list(tensors), "metadata": metadata}
-        elif path.suffix == ".onnx":
-            check_installed()
-            import onnx
-            from google.protobuf.message import DecodeError
-
-            try:
-                content = onnx.load(path, load_external_data=False)
-            except DecodeError as error:
-                raise Damaged("it is not an ONNX file") from error
-        else:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            content = {f"line {number}": line for number, line in enumerate(lines, start=1)}
-        return [(where, leak) for where, text in _texts(content, "") for leak in leaks_of(text)]
-    except (OSError, ValueError, RecursionError, Damaged) as error:
-        raise UserError(f"{path}: cannot be read ({reason_of(error)}); export the model again") from error
-
-
-def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
-    """Yields (where, text) of each text and key in a JSON value or a protobuf message, but not values of tensors."""
-    if isinstance(value, str):
-        yield where, value
-    elif isinstance(value, bytes):
-        yield where, value.decode(errors="replace")
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield where, key
-            yield from _texts(inner, f"{where}.{key}" if where else key)
-    elif hasattr(value, "ListFields"):
-        for field, inner in value.ListFields():
-            if field.name != "raw_data":
-                yield from _texts(inner, f"{where}.{field.name}" if where else field.name)
-    elif hasattr(value, "__len__"):  # a list, of JSON or protobuf
-        for number, inner in enumerate(value):
-            yield from _texts(inner, f"{where}[{number}]")
-
-
-def leaks_of(text: str) -> Iterator[str]:
-    """Yields the names of image files and the absolute paths in a text.
-
-    An absolute path has two components or more (/data/site), or exists on this machine (/data).
-    """
-    yield from _IMAGE.findall(text)
-    yield from _WINDOWS.findall(text)
-    for path in _ABSOLUTE.findall(text):
-        # os.path.exists: False, too, for what is too long for a name
-        if not path.startswith("/") or "/" in path[1:].rstrip("/") or os.path.exists(path):
-            yield path
-    home = str(Path("~").expanduser())
-    # a home of one component, such as /root, may be a part of any text
-    if home.count("/") > 1 and home in text:
-        yield home
 
 
 def download(name: str) -> Path:

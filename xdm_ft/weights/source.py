@@ -354,22 +354,12 @@ def size_not_taken(model: str, size: int, error: Exception) -> UserError:
 TEXT_CONFIG = "text_config.json"  # beside an architecture that names it: of a text side that transformers builds
 _CODE = ("trust_remote_code", "auto_map")  # keys that ask for the code of a repository
 _OWN_SOURCES = {"hf_model_name": ("", TEXT_CONFIG), "hf_tokenizer_name": ("",)}  # key → what it may be, if it is there
-_LIMITS = {
-    "layers": (r"(layers?|depths?|blocks?|stages?|experts?|repeats?)$", 1_000),  # public models have some hundred
-    "hidden": (r"(intermediate_size|mlp_dim)$", 65_536),
-    "width": (r"(width|dims?|hidden_sizes?|d_model|channels?|planes)$", 65_536),
-    "ratio": (r"ratio", 256),
-    "image": (r"(image_size|img_size|resolution)$", 4_096),
-    "patch": (r"patch_size$", 4_096),
-    "context": (r"context_length$", 16_384),
-    "heads": (r"heads?$", 1 << 20),
-    "rows": (r"(sizes?|classes|labels|embeddings|tokens|queries|positions?)$", 1 << 20),
-}
+_LIMITS = (
+    (r"(layers?|depths?|blocks?|stages?|experts?|repeats?)$", 1_000),  # public models have some hundred
+    (r"(width|dims?|hidden_sizes?|d_model|channels?|planes)$", 65_536),
+    (r"(sizes?|classes|labels|embeddings|tokens|queries|positions?)$", 1 << 20),
+)
 """Part of a key, and the largest number it may have; of a list of layers, their sum. The first one that fits counts."""
-MAX_WEIGHTS = 1 << 35  # about, 137 GB in float32; of the largest public vision models 2 · 10¹⁰
-# What is estimated of public models with attention is up to 5 times what they have, of others up to 110 times. A file
-# has 2 or 4 bytes per weight.
-PER_BYTE, PER_BYTE_OF_CONVOLUTIONS, FREE_WEIGHTS = 8, 64, 1 << 27
 
 
 def _values(document: Any) -> Iterator[tuple[str, Any]]:
@@ -402,39 +392,20 @@ def refuse_sources(document: Any, where: str) -> None:
             )
 
 
-def check_sizes(document: Any, where: str, file: Path | None = None) -> None:
-    """Raises `UserError` if an architecture is larger than any model: building it would take minutes and all memory.
+def check_sizes(document: Any, where: str) -> None:
+    """Raises `UserError` if an architecture has more layers, or a greater width or more classes, than any model has.
 
-    Sizes are known by the ends of their keys, which timm, open_clip and transformers have in common. The number of
-    weights is estimated as that of a transformer. `file` holds the weights, if it is known: then it may not be many
-    times as large. `where` begins the message.
+    Sizes are known by the ends of their keys, which timm, open_clip and transformers have in common. `where` begins the
+    message.
     """
-    largest, patch = dict.fromkeys(_LIMITS, 0.0), math.inf
     for keys, value in _values(document):
         items = value if isinstance(value, list | tuple) else [value]
         sizes = [abs(item) for item in items if isinstance(item, int | float) and not isinstance(item, bool)]
-        kind = next((kind for kind, (pattern, _) in _LIMITS.items() if re.search(pattern, keys)), None)
-        if kind is None or not sizes:
-            continue
-        limit = _LIMITS[kind][1]
-        size = sum(sizes) if kind == "layers" else max(sizes)
-        if not size <= limit:  # NaN too
+        limit = next((limit for pattern, limit in _LIMITS if re.search(pattern, keys)), math.inf)
+        if sizes and not (sum(sizes) if limit == _LIMITS[0][1] else max(sizes)) <= limit:  # NaN too
             raise UserError(
                 f"{where}: {keys} is {str(value)[:60]}, more than any model has; it may be {limit:,} at most"
             )
-        largest[kind] = max(largest[kind], size)
-        patch = min(patch, *sizes) if kind == "patch" else patch
-    width = largest["width"]
-    hidden = max(largest["hidden"], largest["ratio"] * width) or 4 * width
-    positions = (largest["image"] / max(patch, 1)) ** 2
-    # of each layer four projections for attention, and two of its MLP; of each position, word or class one vector
-    weights = max(largest["layers"] * (4 * width**2 + 2 * width * hidden), max(largest["rows"], positions) * width)
-    limit = MAX_WEIGHTS
-    if file is not None:
-        per_byte = PER_BYTE if largest["heads"] else PER_BYTE_OF_CONVOLUTIONS
-        limit = min(limit, FREE_WEIGHTS + per_byte * file.stat().st_size)
-    if weights > limit:
-        raise UserError(f"{where}: it has about {weights:.0e} weights; at most {limit:.0e} are built")
 
 
 _NOT_ARCHITECTURE = (
