@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.evaluation import Record
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.results import Results
-from xdm_ft.experiment.resume import label_of
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import ORACLE
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.tensorboard import Session, read_scalars, sub_run, trial_sub_run
+from xdm_ft.storage.tensorboard import Session, read_scalars, sub_run
 from xdm_ft.training import Job
 from xdm_ft.training.selection import FINAL_FIT
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 
 Scalars = Mapping[str, float]
+NOT_ACCEPTED = re.compile(r"[^A-Za-z0-9_./ :-]")  # characters of a name that some tracker refuses
 TEST = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece")
 
 
@@ -54,8 +54,10 @@ def write_curves(
         together.setdefault(job.test_domains, []).append(values)
     for test_domains, of_heads in together.items():
         # of every tag the mean over the heads that have it, and its range
-        summary = {"train/heads": float(len(of_heads))}
-        for tag, of_tag in _by_tag(of_heads).items():
+        summary, by_tag = {"train/heads": float(len(of_heads))}, dict[str, list[float]]()
+        for tag, value in (entry for values in of_heads for entry in values.items()):
+            by_tag.setdefault(tag, []).append(value)
+        for tag, of_tag in by_tag.items():
             summary |= {tag: math.fsum(of_tag) / len(of_tag)}
             summary |= {f"lowest/{tag}": min(of_tag), f"highest/{tag}": max(of_tag)}
         directory.write_scalars(sub_run(*first[test_domains].key, heads=True), step, summary)
@@ -71,36 +73,15 @@ def _tag(name: str, own_rule: str) -> str:
     return f"val/{metric}" if rule == own_rule else f"val/{rule}/{metric}"
 
 
-def _by_tag(scalars: Iterable[Scalars]) -> dict[str, list[float]]:
-    by_tag = dict[str, list[float]]()
-    for values in scalars:
-        for tag, value in values.items():
-            by_tag.setdefault(tag, []).append(value)
-    return by_tag
-
-
 def write_sessions(plan: Plan, records: Iterable[Record], directory: RunDirectory) -> None:
-    """Writes a session per model. In a large run: one per method and trial, with means over held-out domains and seeds;
-    with failed models those over the others, marked as failed.
-    """
-    rule, by_trial = plan.rules[0], dict[tuple[str, int], list[Record]]()
-    for record in (record for record in records if record.status != "skipped"):
-        by_trial.setdefault((record.method, record.trial), []).append(record)
-        if plan.is_large:
-            continue
+    """Writes a session per model; none in a large run, whose table would have thousands of rows."""
+    rule = plan.rules[0]
+    for record in (record for record in records if record.status != "skipped" and not plan.is_large):
         held_out, pick = ", ".join(map(printable, record.test_domains)), record.selected.get(rule)
         about = {"method": record.method, "held_out": held_out, "trial": record.trial, "selection": rule}
         row, step = f"{printable(record.method)}/{held_out}/trial{record.trial}", 0 if pick is None else pick.step
         session = Session(row, _plain(about | record.hparams), step, _scalars(plan, record), record.status == "failed")
         directory.write_session(sub_run(*record.key), session)
-    for (method, trial), of_trial in by_trial.items() if plan.is_large else ():
-        about = {"method": method, "trial": trial, "selection": rule}
-        values = [_scalars(plan, record) for record in of_trial if record.status == "ok"]
-        means = {tag: math.fsum(of_tag) / len(of_tag) for tag, of_tag in _by_tag(values).items()}
-        means["test/models"] = float(len(values))
-        row, failed = f"{printable(method)}/trial{trial}", len(values) < len(of_trial)
-        session = Session(row, _plain(about | of_trial[0].hparams), 0, means, failed)
-        directory.write_session(trial_sub_run(method, trial), session)
 
 
 def _scalars(plan: Plan, record: Record) -> dict[str, float]:
@@ -150,18 +131,14 @@ def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> N
     """
     if not accelerator.log_with:
         return
-    accepted, steps = _AcceptedNames(), curves(results)
+    steps = curves(results)
     last = max(steps, default=0)
     steps[last] = steps.get(last, {}) | tested(results)
-    resolved = recipe.resolved()
-    # by label, as `_flat` makes a list one text, in which no tracker can compare settings
-    resolved["methods"] = {label_of(item): item for item in resolved["methods"]}
-    config = {accepted[key]: value for key, value in _flat(resolved)}
     try:
         with pulse.waiting():  # for the network
-            accelerator.init_trackers(recipe.name, config)
+            accelerator.init_trackers(recipe.name)
             for step in sorted(steps):
-                accelerator.log({accepted[name]: value for name, value in steps[step].items()}, step=step)
+                accelerator.log({NOT_ACCEPTED.sub("_", name): value for name, value in steps[step].items()}, step=step)
             for tracker in accelerator.trackers:  # not `end_training`, which would also end the group of processes
                 tracker.finish()
     except Exception as error:  # each library raises errors of its own, such as for a missing login or network
@@ -202,27 +179,3 @@ def tested(results: Results) -> dict[str, float]:
         for domain, of_domain in row.per_test_domain.items():
             values[f"{method}/{file_name(domain, safe=' ')}/test/{row.metric}"] = of_domain["mean"]
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, bool | float | str]]:
-    """Yields the dotted keys with a value; lists as JSON, as trackers have no others."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
-        elif isinstance(value, bool | int | float | str):
-            yield f"{before}{key}", value
-        elif value is not None:
-            yield f"{before}{key}", json.dumps(value)
-
-
-class _AcceptedNames(dict[str, str]):
-    """{name: a name that every tracker accepts}, distinct for distinct names: MLflow accepts the fewest characters."""
-
-    def __missing__(self, name: str) -> str:
-        accepted = clean = re.sub(r"[^A-Za-z0-9_./ :-]", "_", name)
-        number = 1
-        while accepted in self.values():
-            number += 1
-            accepted = f"{clean}_{number}"
-        self[name] = accepted
-        return accepted

@@ -6,7 +6,6 @@ its own in every chart.
 | `METHOD/HELD_OUT/seed0`, of later trials of a search `METHOD/HELD_OUT/seed0-trial3` | a model (`sub_run`) |
 | `METHOD/+final_fit/seed0` | a model of the final fit (`sub_run` without test domains) |
 | `METHOD/HELD_OUT/heads-from-seed0-trial12` | heads that train together, summarised (`sub_run`) |
-| `METHOD/+trials/trial3` | the table entry of a trial, if models are summarised (`trial_sub_run`) |
 
 METHOD and HELD_OUT are file names of the method and of all test domains (`storage.names.file_name`), in which a +
 follows from a method alone. The first trial of a search is `seed0`, as it is without a search.
@@ -59,10 +58,6 @@ def sub_run(method: str, test_domains: tuple[str, ...], seed: int, trial: int, h
     held_out = file_name(*test_domains, safe=" ") if test_domains else "+final_fit"
     name = ("heads-from-" if heads else "") + (f"seed{seed}-trial{trial}" if trial else f"seed{seed}")
     return f"{file_name(method, safe='+ ')}/{held_out}/{name}"
-
-
-def trial_sub_run(method: str, trial: int) -> str:
-    return f"{file_name(method, safe='+ ')}/+trials/trial{trial}"
 
 
 def read_scalars(folder: Path, damaged: list[Path] | None = None) -> dict[str, Scalars]:
