@@ -1,7 +1,6 @@
 """The estimate of a run's time: nothing is changed by it, small runs are not measured, and problems are named."""
 
 import logging
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,7 @@ SKETCH = "methods=[erm]", "protocol.test_domains=[sketch]"
 @pytest.fixture
 def measuring(monkeypatch):
     monkeypatch.setattr(module, "SMALL_SECONDS", 0.0)
-    monkeypatch.setattr(module, "MEASURING_SECONDS", 0.01)
+    monkeypatch.setattr(module, "TIMING_SECONDS", 0.01)
     monkeypatch.setattr(module, "own_cores", lambda: 1)
 
 
@@ -118,10 +117,6 @@ def test_what_can_not_be_measured_is_named_and_the_run_is_done(measuring, monkey
     assert first_message(caplog).endswith(expected)
 
 
-def test_waiting_for_a_core_counts_nothing():
-    assert module.seconds_of(lambda: time.sleep(0.2), 0.0) < 0.1
-
-
 def test_pieces_side_by_side_divide_the_time_of_a_table():
     def seconds(*runs, **environment):
         keys = "method", "train_seconds", "trainable"
@@ -140,27 +135,6 @@ def test_the_parts_of_the_text():
     assert Estimate("cpu", 1.0, 86400.0 * 3).text() == "about 3 days"
     content = Estimate("cpu").to_json()
     assert content["seconds"] is None and content["problem"] is None and content["text"] == "less than a minute"
-
-
-@pytest.mark.parametrize(("has_bf16", "seconds", "in_bf16"), [(True, 1.0, 2.0), (True, 3.0, None), (False, 1.0, None)])
-def test_bf16_is_named_where_it_is_twice_as_fast(has_bf16, seconds, in_bf16, measuring, monkeypatch):
-    """An image takes 4 s in fp32 and `seconds` in bf16, beside 1 s to decode it; `in_bf16` includes decoding."""
-
-    def image_seconds(plan, encoder, accelerator, frozen_in):
-        return ImageSeconds(1.0, seconds if frozen_in == "bf16" else 4.0)
-
-    monkeypatch.setattr(module, "image_seconds", image_seconds)
-    monkeypatch.setattr(module, "cpu_has_bf16", lambda: has_bf16)
-    plan, encoders = planned("methods=[erm]")
-    images, made = len(plan.dataset), estimate(plan, encoders, CPU)
-    assert made.features == 5.0 * images
-    assert made.features_in_bf16 == (None if in_bf16 is None else in_bf16 * images)
-    assert ("features.precision=bf16 would take " in made.text()) == (in_bf16 is not None)
-    assert made.to_json()["features_seconds_in_bf16"] == made.features_in_bf16
-    already, _ = planned("methods=[erm]", "features.precision=bf16")
-    assert estimate(already, encoders, CPU).features_in_bf16 is None
-    monkeypatch.setattr(module, "SMALL_SECONDS", 1e9)
-    assert "bf16" not in estimate(plan, encoders, CPU).text()
 
 
 def test_known_models_take_no_time(measuring, monkeypatch):

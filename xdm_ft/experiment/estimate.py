@@ -1,8 +1,9 @@
 """How long a run takes on this machine, and what its cuts and encoders cost.
 
-A step of one chunk of each method and a batch of each encoder are timed, and multiplied by the plan; processes side by
-side divide the time. Heads are timed on made-up features of the right width, so that nothing has to be extracted.
-Nothing is written, no model is kept, and random numbers of the run stay as they were.
+A step of one chunk of each method and a batch of each encoder are timed by the wall, and multiplied by the plan;
+processes side by side divide the time. What other programs do meanwhile counts: an estimate is right within a factor of
+two. Heads are timed on made-up features of the right width, so that nothing has to be extracted. Nothing is written, no
+model is kept, and random numbers of the run stay as they were.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, on_gpu, own_cores
+from xdm_ft.runtime.machine import cores, keep_freed_memory, on_gpu, own_cores
 from xdm_ft.runtime.progress import duration
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Job
@@ -55,15 +56,12 @@ if TYPE_CHECKING:
 Encoders = Mapping[str | None, Encoder]
 """By their labels in results, as `build_encoders` returns them."""
 SMALL_SECONDS = 30.0  # a run that surely takes no longer is not measured
-MEASURING_SECONDS = 2.0  # for the heads of all methods together
-BRIEF_SECONDS = 0.3  # for heads of one kind
 SECONDS_PER_MODEL = 0.01  # to test a model and to write its files
-TIMING_SECONDS = 0.1  # of a batch, which is repeated so long
+TIMING_SECONDS = 0.1  # of a batch or a step, which is repeated so long
 DECODED_IMAGES = 4  # that are timed
 ENCODED_IMAGES = {"cpu": 4, "cuda": 64}  # in the batch that is timed: two at least, which batch norm needs
 MADE_UP_ROWS = 1024  # distinct made-up features
-MEASURED_STEPS = (0.95, 0.05, 0.5)  # shares of a training: a step late in it may do more than one in a warm-up
-MUCH_FASTER = 2.0  # times; extraction in another precision is then worth a word
+MEASURED_STEP = 0.95  # share of a training: a step in a warm-up may do less
 MAX_NAMED = 5  # methods that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
 # is decoded, operations per second
@@ -83,7 +81,6 @@ class Estimate:
     features: float | None = None  # seconds of extraction
     training: float | None = None  # seconds of training
     problem: str | None = None  # why it could not be measured
-    features_in_bf16: float | None = None  # seconds of extraction, where it would be at least twice as fast
 
     @property
     def seconds(self) -> float | None:
@@ -98,9 +95,6 @@ class Estimate:
         text = f"about {tens(total)}"
         if total > 100 and min(self.features, self.training) > 0.05 * total:
             text += f" (features {tens(self.features)}, training {tens(self.training)})"
-        if self.features_in_bf16 is not None:
-            fast, slow = tens(self.features_in_bf16), tens(self.features)
-            text += f"; features.precision=bf16 would take {fast} instead of {slow} for features on this processor"
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -110,7 +104,6 @@ class Estimate:
             "seconds": self.seconds,
             "features_seconds": self.features,
             "training_seconds": self.training,
-            "features_seconds_in_bf16": self.features_in_bf16,
             "problem": self.problem,
             "text": self.text(),
         }
@@ -133,16 +126,10 @@ def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, trained: 
     keep_freed_memory()  # as the run will do
     try:
         with torch.random.fork_rng():
-            precision, in_bf16 = plan.recipe.features.precision, None
-            features = sum(work.features(precision) for work in works)
-            is_slow = precision == "fp32" and accelerator.device.type == "cpu" and features > SMALL_SECONDS
-            if is_slow and cpu_has_bf16():
-                in_bf16 = sum(work.features("bf16") for work in works)
-            training = sum(work.training() for work in works)
+            features, training = sum(work.features() for work in works), sum(work.training() for work in works)
     except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
         return Estimate(device, problem=f"{type(error).__name__}: {error}")
-    is_faster = in_bf16 is not None and features >= MUCH_FASTER * in_bf16
-    return Estimate(device, features, training, features_in_bf16=in_bf16 if is_faster else None)
+    return Estimate(device, features, training)
 
 
 def machine(accelerator: Accelerator) -> str:
@@ -186,7 +173,7 @@ def training_time(plan: Plan, encoder: Encoder, accelerator: Accelerator, models
     try:
         with torch.random.fork_rng():
             work = Work(plan, models[0].item.encoder_label, encoder, accelerator, models)
-            return f"about {tens(work.training(BRIEF_SECONDS))}"
+            return f"about {tens(work.training())}"
     except Exception as error:  # the training reports what is wrong, if it is wrong there too
         return f"time not measured ({type(error).__name__})"
 
@@ -318,16 +305,16 @@ class Work:
             seconds += images * (IMAGE + 6 * operations / SPEED) if model.item.trainable is not False else 0.0
         return seconds
 
-    def features(self, precision: Precision) -> float:
+    def features(self) -> float:
         """Returns the seconds to compute what the cache lacks: features, and activations of cuts."""
-        seconds = 0.0
+        seconds, precision = 0.0, self.plan.recipe.features.precision
         for encoder, count in self.missing:
             image = image_seconds(self.plan, encoder, self.accelerator, precision)
             seconds += count * image.total(self.accelerator.device)
         return seconds / self.accelerator.num_processes
 
-    def training(self, seconds: float = MEASURING_SECONDS) -> float:
-        """Returns the seconds to train all models. The heads are measured for about `seconds`."""
+    def training(self) -> float:
+        """Returns the seconds to train all models."""
         heads, plan, accelerator = dict[str, list[PlannedModel]](), self.plan, self.accelerator
         for model in self.models:
             if model.item.trainable is False:
@@ -338,8 +325,7 @@ class Work:
         with one_thread():  # as in the forks that train them
             for models in heads.values():
                 alone = forks if len(self.models) == 1 else 1
-                measuring = seconds / len(heads)
-                pieces += pieces_seconds(plan, self.encoder, accelerator.device, models, measuring, alone)
+                pieces += pieces_seconds(plan, self.encoder, accelerator.device, models, alone)
         seconds = max(sum(pieces) / (forks * accelerator.num_processes), max(pieces, default=0.0))
 
         groups = [(self.encoder, [model for model in self.models if model.item.trainable is True], False)]
@@ -365,17 +351,11 @@ class Work:
 
 
 def pieces_seconds(
-    plan: Plan,
-    encoder: Encoder,
-    device: torch.device,
-    models: Sequence[PlannedModel],
-    seconds: float = BRIEF_SECONDS,
-    threads: int = 1,
+    plan: Plan, encoder: Encoder, device: torch.device, models: Sequence[PlannedModel], threads: int = 1
 ) -> list[float]:
     """Returns the seconds of each piece of models that differ in splits and seeds alone, in one process.
 
-    One piece is measured for about `seconds`, on made-up features, so that none has to be extracted. `threads`: of a
-    solver.
+    One piece is measured, on made-up features, so that none has to be extracted. `threads`: of a solver.
     """
     item, shape = models[0].item, (len(plan.dataset.class_names), encoder.width)
     if item.is_solver:
@@ -392,7 +372,7 @@ def pieces_seconds(
     jobs = [make_job(plan, prepared, model, unread) for model in models[: max_heads(device)]]
     largest = max(chunks(jobs, device), key=len)
     data = CachedData(made_up.features_of(largest[0]), plan.annotations.to(device))
-    step_seconds, evaluation_seconds = head_seconds(largest, data, plan.criteria, seconds)
+    step_seconds, evaluation_seconds = head_seconds(largest, data, plan.criteria)
     evaluations = len(evaluation_steps(models[0].steps, models[0].training.evaluate_every))
     mean_steps = sum(model.steps for model in models) / len(models)
     chunk = mean_steps * step_seconds + evaluations * evaluation_seconds
@@ -423,25 +403,22 @@ class _MadeUp(Features):
         return super()._read(positions % MADE_UP_ROWS, MADE_UP_ROWS)
 
 
-def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria, seconds: float) -> tuple[float, float]:
-    """Measures for about `seconds`; returns the seconds of a step of a chunk of heads, and of an evaluation."""
-    bank, means, started = Bank(jobs, data.features.device), list[float](), time.perf_counter()
+def head_seconds(jobs: Sequence[Job], data: CachedData, criteria: Criteria) -> tuple[float, float]:
+    """Returns the seconds of a step of a chunk of heads, and of an evaluation."""
+    bank = Bank(jobs, data.features.device)
+    first = int(MEASURED_STEP * len(bank.factors))
 
     def work() -> None:
         bank.optimizer.reset()  # it counts its steps, and is not made for more than the training has
         step(bank, batch, first)
 
-    for share in MEASURED_STEPS:
-        first = int(share * len(bank.factors))
-        began = clock()
-        batch = next(batches(jobs, data, first))
-        draws = (clock() - began) / min(BLOCK_STEPS, len(bank.factors) - first)  # rows of many steps
-        work()  # a first call may compile, or allocate
-        means.append(draws + seconds_of(work, 0.1 * seconds))
-        if time.perf_counter() - started > seconds:
-            break
+    began = clock()
+    batch = next(batches(jobs, data, first))
+    draws = (clock() - began) / min(BLOCK_STEPS, len(bank.factors) - first)  # rows of many steps
+    work()  # a first call may compile, or allocate
     validation = BankValidation(jobs, data, criteria)
-    return sum(means) / len(means), seconds_of(lambda: validation.values(bank.template, bank.main), 0.0)
+    evaluation = seconds_of(lambda: validation.values(bank.template, bank.main), 0.0)
+    return draws + seconds_of(work, TIMING_SECONDS), evaluation
 
 
 def seconds_of(work: Callable[[], object], seconds: float) -> float:
@@ -455,13 +432,10 @@ def seconds_of(work: Callable[[], object], seconds: float) -> float:
 
 
 def clock() -> float:
-    """Returns seconds: of a GPU by the wall; else the processor's per thread of torch, so that what other programs do
-    while it is measured does not multiply a run of hours.
-    """
+    """Returns the seconds of the wall, after all work of a GPU."""
     if on_gpu():
         torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time() / torch.get_num_threads()
+    return time.perf_counter()
 
 
 class CutCost(NamedTuple):
