@@ -27,7 +27,6 @@ from xdm_ft.features import extract as extraction
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import request_stop, stop_requested
-from xdm_ft.storage.run_directory import RunDirectory
 
 HEADS = """\
 name: small
@@ -188,12 +187,10 @@ class TestModels:
         pass
 
     @pytest.mark.parametrize("what", ["heads", "end to end"])
-    def test_a_node_dies_and_one_comes(self, what, nodes, monkeypatch):
+    def test_a_node_dies_and_one_comes(self, what, nodes, monkeypatch, caplog):
         Path("small.yaml").write_text(HEADS if what == "heads" else small_runs.RECIPE)
         more, models = ((), 200) if what == "heads" else ((*MODEL, *TWO_MODELS), 4)
         small_runs.results_of(load("small.yaml", ["output.dir=here", *more]))
-        release, lost = RunDirectory.release, []
-        monkeypatch.setattr(RunDirectory, "release", lambda state, name: lost.append(name) or release(state, name))
 
         def taken():
             with suppress(FileNotFoundError):  # between the listing and the reading
@@ -201,7 +198,8 @@ class TestModels:
 
         call_once(monkeypatch, taken, lambda task: replace_the_one_with(nodes, task))
         content = small_runs.results_of(load("small.yaml", ["output.dir=there", *more, *on(nodes)]))
-        assert lost and len(content["runs"]) == models
+        assert len([line for line in caplog.messages if re.match(r"node \S+ \(\S+\) was lost", line)]) == 1
+        assert len(content["runs"]) == models
         assert same_models("here", "there") and not Path("there/small/state").exists()
 
     @pytest.mark.parametrize("where", ["same cluster", "no cluster"])
@@ -294,7 +292,6 @@ class TestFeatures:
 
         call_once(monkeypatch, lambda: len(shards()) >= 2, replace_all)
         assert extracted(*on(nodes)) == IMAGES
-        assert [line for line in caplog.messages if "its task was lost" in line]
         assert [line for line in caplog.messages if re.match(r"node \S+ \(\S+\) was lost", line)]
         assert stored("cache") == expected
 

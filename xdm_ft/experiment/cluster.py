@@ -1,7 +1,7 @@
 """A Ray cluster: its connection, and the tasks that do parts of a run there.
 
 All nodes see the run directory and the feature cache on shared disks, into which tasks write what they have done, so
-nothing but its place in the queue is lost with a node: a part whose worker or node died is done again.
+nothing but its place in the queue is lost with a node: Ray does a part again whose worker or node died.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import math
 import os
 import pickle
 import shutil
@@ -19,7 +18,6 @@ import threading
 import time
 import traceback
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -51,9 +49,7 @@ LOOK_SECONDS = 1.0  # between two looks at what tasks have written
 HEAD_SECONDS = 20.0  # without an answer of the head; after 60 Ray ends this process without a word of ours
 WATCH_SECONDS = 0.5  # between two looks of a task at whether it shall go on
 GO_ON = "go-on"  # file in the folder of the tasks: they stop when it is removed, which needs no space on the disk
-MAX_LOSSES = 5  # of tasks in a row, without progress between them: then a part itself is the cause
-MIN_STRETCHES = 64  # of an extraction, if there are so many shards, so that nodes that come meanwhile have work
-STRETCHES_PER_TASK = 8  # for each task that fits, so that all of them end at about the same time
+MAX_LOSSES = 10  # of the workers or nodes of one task: then the task itself may be the cause
 START = "start one (`ray start --head`, on other nodes `ray start --address=HOST:PORT`), or set cluster.name=null"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 """Variables by which Accelerate would take a task for one of several processes: `srun ray start` may set them."""
@@ -234,14 +230,13 @@ class Order(NamedTuple):
 
 @dataclass
 class Tasks:
-    """The tasks that do the parts of a work on a cluster. A part whose task is lost is done again."""
+    """The tasks that do the parts of a work on a cluster. Ray begins a task again whose worker or node is lost."""
 
     work: ClusterWork
     threads: int  # of a task
     shared: tuple[str, Path]  # a setting, and its folder, which all nodes see
     done: Callable[[Any], None]  # takes what `ClusterWork.do` returned
-    look: Callable[[], object]  # is called now and then, and returns another value after progress
-    lost: Callable[[Part], None] = lambda part: None  # makes a part ready to be done again
+    look: Callable[[], object] = lambda: None  # is called now and then
 
     def do(self, parts: Sequence[Part]) -> None:
         """Does all parts. Raises `UserError` or `RuntimeError` if a task does.
@@ -250,7 +245,7 @@ class Tasks:
         """
         self.settings, self.folder = self.work.recipe.cluster, self.shared[1] / f"tasks-{uuid.uuid4().hex}"
         self.running: dict[Any, Part] = {}  # by the reference of the task
-        self.losses, self.progress, self.next_look = Counter[str](), self.look(), 0.0  # losses: of each part
+        self.next_look = 0.0
         self.saved = 0  # trainings that were unfinished when their tasks were asked to stop
         self.logged: dict[Path, int] = {}  # lines of each log that have been read
         self.answered = time.monotonic()  # when the head did so last
@@ -264,8 +259,7 @@ class Tasks:
             self.dead = {node["NodeID"] for node in self.ray.nodes() if not node["Alive"]}
             try:
                 self.pickled = self.ray.put(self.ray.cloudpickle.dumps(self.work))
-                # a lost task is done again by the driver, which knows what is left of it
-                self.task = self.ray.remote(max_retries=0, scheduling_strategy="SPREAD")(_task())
+                self.task = self.ray.remote(max_retries=MAX_LOSSES, scheduling_strategy="SPREAD")(_task())
                 for part in parts:  # Ray does as many at a time as fit, and more when nodes come
                     self.submit(part)
                 while self.running and not stop_requested():
@@ -307,25 +301,16 @@ class Tasks:
                     level, node, message = json.loads(line)
                     logger.log(level, "%s: %s", node, message)
                 self.logged[file] = len(lines)
-            if (progress := self.look()) != self.progress:
-                self.progress = progress
-                self.losses.clear()
+            self.look()
         for task in ended:
             part = self.running.pop(task)
             try:
                 how, node, value = self.ray.get(task)
             except self.ray.exceptions.RayError as error:
-                self.losses[part.name] += 1  # a node that dies takes many parts with it, each of them once
-                why = f"{part.name}: its task was lost ({type(error).__name__})"
-                if self.losses[part.name] >= MAX_LOSSES:
-                    raise UserError(
-                        f"{why}, {MAX_LOSSES} times without progress; nodes may lack memory (see `ray status` "
-                        "and Ray's log)"
-                    ) from error
-                logger.warning("%s; it is done again", why)
-                self.lost(part)
-                self.submit(part)
-                continue
+                if not self.head_answers():
+                    raise
+                why = f"{part.name}: its task was lost {MAX_LOSSES + 1} times ({type(error).__name__})"
+                raise UserError(f"{why}; nodes may lack memory (see `ray status` and Ray's log); {RESUME}") from error
             if how == "refused":
                 raise UserError(*value)
             if how == "failed":
@@ -335,13 +320,17 @@ class Tasks:
                 self.done(value)
             self.saved += how == "stopped" and value
 
+    def head_answers(self) -> bool:
+        with suppress(OSError):
+            socket.create_connection(split_address(self.head), CONNECT_SECONDS).close()
+            return True
+        return False
+
     def look_at_nodes(self) -> None:
         """Logs which nodes have died. Raises `RayError` if the head has, before Ray ends this process."""
-        try:
-            socket.create_connection(split_address(self.head), CONNECT_SECONDS).close()
-        except OSError as error:
+        if not self.head_answers():
             if time.monotonic() - self.answered > HEAD_SECONDS:
-                raise self.ray.exceptions.RayError(str(error)) from error
+                raise self.ray.exceptions.RayError("no connection")
             return  # a question to it would block
         self.answered = time.monotonic()
         for node in self.ray.nodes():
@@ -504,16 +493,16 @@ class Extracting(NamedTuple):
         return self._replace(extraction=replace(self.extraction, encoder=encoder, device=device))
 
     def do(self, part: Part, accelerator: Accelerator) -> list[str]:
-        """Returns the names of the shards with these images. What a lost task has added stays."""
-        stretch = self.extraction.part(part.what)
-        differs = stretch.hashes.changed_file(stretch.rows.tolist())
+        """Returns the name of the shard with these images."""
+        shard = self.extraction.part(part.what)
+        differs = shard.hashes.changed_file(shard.rows.tolist())
         if differs is not None:  # before it is opened, as a file that is not here would count as a broken image
             raise UserError(
                 f"{differs}: this file is missing here, or changed after it was hashed; all nodes must see the "
                 "same data under the same path"
             )
-        stretch.run(stretch.store.missing(), self.size, _UntilStopped("", None, ""))
-        return [shard.path.name for shard in stretch.store.shards]
+        shard.run(shard.store.missing(), self.size, _UntilStopped("", None, ""))
+        return [written.path.name for written in shard.store.shards]
 
 
 class _UntilStopped(Progress):
@@ -532,11 +521,8 @@ def extraction_on(recipe: Recipe) -> RemoteExtraction | None:
     def run(extraction: Extraction, images: np.ndarray, size: int, bar: Progress) -> int:
         """Computes these images in tasks, `size` in a shard. Returns how many they have computed."""
         threads, store, arrived = recipe.cluster.cpus_per_model, extraction.store, 0
-        tasks = STRETCHES_PER_TASK * fitting(recipe.cluster, threads)
-        # a multiple of a shard, so that cutting the images into stretches makes no small shards
-        length = size * max(1, math.ceil(len(images) / size) // max(MIN_STRETCHES, tasks))
-        stretches = [images[first : first + length] for first in range(0, len(images), length)]
-        parts = [Part(f"{store.what.split()[0]}-{number}", numbers) for number, numbers in enumerate(stretches)]
+        shards = [images[first : first + size] for first in range(0, len(images), size)]
+        parts = [Part(f"{store.what.split()[0]}-{number}", numbers) for number, numbers in enumerate(shards)]
 
         def look() -> int:
             nonlocal arrived

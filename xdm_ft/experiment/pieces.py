@@ -290,8 +290,9 @@ class _ClusterTraining(NamedTuple):
     def do(self, part: Part, accelerator: Accelerator) -> list[str]:
         """Returns the names of the pieces that this task has done."""
         done, checked = list[str](), set[Any]()
-        # under its own name: a file of lines has one writer, and `release` finds what a lost task had taken
+        # under its own name: a file of lines has one writer, and it finds what it had taken if it was lost
         with RunDirectory(self.path, part.name, main=False) as directory:
+            directory.release(part.name)
             context = RunContext(self.plan, self.prepared, directory, accelerator)
             progress = RunProgress("", work_of(self.pieces), NOTHING, directory, processes=1, shows=False)
             for piece in self.pieces:
@@ -337,14 +338,8 @@ def _do_on_cluster(
         directory.others.update(names)
         work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
         with progress.watched():
-            Tasks(
-                work,
-                threads,
-                ("output.dir", directory.path.absolute() / "state"),
-                done=done.update,
-                look=lambda: (len(directory.finished()), directory.last_checkpoint()),
-                lost=lambda part: directory.release(part.name),
-            ).do([Part(name, None) for name in names])
+            shared = ("output.dir", directory.path.absolute() / "state")
+            Tasks(work, threads, shared, done=done.update).do([Part(name, None) for name in names])
         # a network disk may have shown too late that a dead task had taken a piece
         queue = [piece for piece in queue if piece.name not in done and not directory.is_finished(piece.name)]
         for piece in queue:

@@ -157,8 +157,9 @@ class RunDirectory:
         finished = set(self.finished())
         for file in (self.path / "state" / TAKEN).glob("*"):
             # one without a name is being taken, or its process died at that moment: `give_back` is for those
-            if file.name not in finished and file.read_text() == process:
-                file.unlink()
+            with suppress(FileNotFoundError):  # another process has released its own
+                if file.name not in finished and file.read_text() == process:
+                    file.unlink()
 
     def give_back(self, name: str) -> None:
         """Lets another process take a training."""
@@ -166,14 +167,6 @@ class RunDirectory:
 
     def is_finished(self, name: str) -> bool:
         return (self.path / "state" / FINISHED / name).exists()
-
-    def last_checkpoint(self) -> float:
-        """Returns the time at which the last checkpoint was written; 0.0: there is none."""
-        latest = 0.0
-        for file in (self.path / "state" / "checkpoints").glob("*"):
-            with suppress(FileNotFoundError):  # its task has finished, or has given it its name, since it was listed
-                latest = max(latest, file.stat().st_mtime)
-        return latest
 
     def finish(self, name: str) -> None:
         """Marks a training as done: its models are saved."""
