@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import miniature
 import pytest
+from example_runs import whole
 from warm_processes import xdm_ft
 
 from xdm_ft.cli import as_json
@@ -389,9 +390,10 @@ def test_explain_loads_nothing_heavy() -> None:
 
 
 def test_features_of_every_encoder_and_cut_of_a_run_are_referenced(tmp_path: Path) -> None:
-    features = {"small": {"features": "k1", "cuts": {"one block": "k2"}}, "big": {"features": None}, "key": "k3"}
-    results = {"schema": 1, "recipe": {}, "environment": {"features": features}, "runs": [], "summary": []}
-    write_results(tmp_path / "results.json", results)
+    features = {"small": {"key": "k1", "cuts": {"one block": "k2"}}, "big": {"key": "k3", "cuts": {"one block": None}}}
+    recipe, environment = {"name": "x", "methods": ["erm"]}, {"features": features}
+    results = {"schema": 1, "recipe": recipe, "environment": environment, "runs": []}
+    write_results(tmp_path / "results.json", whole(results | {"summary": []}))
     assert referenced_by([str(tmp_path)]) == {"k1", "k2", "k3"}
 
 

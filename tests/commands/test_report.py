@@ -29,23 +29,23 @@ def made(path: Path, **recipe: Any) -> None:
 
 
 @pytest.fixture
-def pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+def pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
     """Two runs in the current folder, `one` and `two`; the settings of the pages that were drawn."""
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
         made(Path(name))
-    settings: list[dict[str, Any]] = []
+    settings: list[bool] = []
 
     def draw(run: Run) -> list[Section]:
         (run.path / "report.html").write_text("page")
-        settings.append(run.results["recipe"].get("report", {}))
+        settings.append(run.results["recipe"]["report"]["images"])
         return list(brief_sections(run))
 
     monkeypatch.setattr(written, "write_page", draw)
     return settings
 
 
-def test_one_run(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run(pages: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "one"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(
@@ -57,10 +57,10 @@ def test_one_run(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
     assert f"{ranks}worst and best with 1 in 3. a|<script>" in out and "is chosen by its results on domains held" in out
     assert all(word in out for word in ("selection: train_val", "65.0 ± 0.0", "All metrics", "worst domain"))
     assert all(line.isprintable() for line in f"{out}{err}".splitlines())
-    assert err == "wrote one/results.md, one/results.csv, one/report.html\n" and pages == [{}]
+    assert err == "wrote one/results.md, one/results.csv, one/report.html\n" and pages == [False]
     before = {path: path.stat().st_mtime_ns for path in Path("one").iterdir()}
     assert main(["report", "one", "--images", "--quiet"]) == 0
-    assert capsys.readouterr().err == "" and pages[1] == {"images": True}
+    assert capsys.readouterr().err == "" and pages[1]
     assert all(path.stat().st_mtime_ns > before[path] for path in map(Path, ("one/results.md", "one/report.html")))
     assert Path("one/results.json").stat().st_mtime_ns == before[Path("one/results.json")]
 
@@ -117,7 +117,7 @@ def test_what_oracle_selects_is_in_latex_and_csv_on_request(capsys: pytest.Captu
         assert "oracle" in printed("cheating", "--format", name), "the recipe's own rule is always there"
 
 
-def test_several_runs(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs(pages: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(Path().rglob("*"))
     assert main(["report", "one", "two"]) == 0
     out, err = capsys.readouterr()
@@ -187,7 +187,7 @@ def test_a_run_that_is_being_written(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_folder_that_may_not_be_written(
-    pages: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pages: list[bool], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert main(["report", "one"]) == 0

@@ -15,7 +15,6 @@ import pytest
 from encoded_images import png, write_tar
 from range_server import served
 
-from xdm_ft.data import webdataset
 from xdm_ft.data.webdataset import WebDataset
 from xdm_ft.runtime.errors import UserError
 
@@ -129,11 +128,3 @@ def test_an_image_that_is_a_link_is_not_left_out_in_silence(kind: bytes, tmp_pat
         file.addfile(member)
     with pytest.raises(UserError, match=r"0\.tar: a/000003\.png is a link or sparse; write each image in full"):
         WebDataset(file=path)
-
-
-def test_an_index_of_an_earlier_version_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a version remembered what it had read up to the damage."""
-    keys: list[str] = []
-    monkeypatch.setattr(webdataset, "remembered_table", lambda key, make: keys.append(key) or make())
-    WebDataset(file=write_tar(tmp_path / "0.tar", range(3), about=False))
-    assert len(keys) == 1 and keys[0].startswith("['tar', 4, ")

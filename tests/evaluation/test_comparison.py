@@ -37,6 +37,8 @@ from xdm_ft.evaluation.verdicts import (
 )
 from xdm_ft.runtime.tensors import Score
 
+VIT: dict[str, Any] = {"encoder": "vit", "trainable": False}  # of a record
+
 Right = dict[tuple[str, str, int], np.ndarray]  # {(method, domain, seed): which images are right}
 SIZES = {"a": [9, 8, 7, 3, 2, 1], "b": [5, 5, 5, 5], "c": [12, 4, 4, 4], "d": [6, 6, 6, 2, 2, 2]}
 
@@ -72,7 +74,7 @@ def product(
         method, domain, seed = key
         score = Score(float(own.mean()), 0.0, 0.0, None, None, 0.0, 0.0, len(own), {}, {})
         picked = {"rule": Pick(1, "", {"test": score})}
-        records.append(Record(ModelKey(method, (domain,), seed, 0), {}, "ok", selected=picked))
+        records.append(Record(ModelKey(method, (domain,), seed, 0), {}, "ok", selected=picked, **VIT))
         labels = np.zeros(len(own), np.int64)
         images = HeldOutImages(np.arange(len(own)), labels, labels, groups_of(domain, True) if grouped else None)
         if key != lost:
@@ -285,7 +287,7 @@ def test_blocks_bound_the_number_of_groups(metric: str) -> None:
         predictions.append(Prediction(method, ("a",), seed, "rule", images, predicted))
         value = skill + seed / 50
         picked = Pick(1, "", {"test": Score(value, 0.0, value, None, None, 0.0, 0.0, count, {}, {})})
-        records.append(Record(ModelKey(method, ("a",), seed, 0), {}, "ok", selected={"rule": picked}))
+        records.append(Record(ModelKey(method, ("a",), seed, 0), {}, "ok", selected={"rule": picked}, **VIT))
     pair = Pair(*runs_by_method(records, ["m", "r"], "rule", metric).values())
     row = compared(pair, WithoutGroups(metric, [pair], predictions))
     assert row is not None and row.error is not None and row.share_images is not None
@@ -355,7 +357,7 @@ def test_the_words_of_a_verdict(metric: str, difference: float, expected: str) -
     turned = sure.turned()
     assert turned.here == {"better": "worse", "worse": "better"}[expected]
     assert (turned.first, turned.second, turned.difference) == ("r", "m", -difference)
-    assert Comparison.from_json(json.loads(json.dumps(sure.to_json())) | {"of a later version": 1}) == sure
+    assert Comparison.from_json(json.loads(json.dumps(sure.to_json()))) == sure
     (later,) = judge(metric, [comparison(difference, 0.05, 0.02)], [True], alpha=0.0125, look=2)
     assert (later.here, later.look) == (EQUAL, 2), "a later look has its own level"
 

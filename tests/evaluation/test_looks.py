@@ -6,17 +6,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jsonschema
-from example_runs import comparison, earlier, results_of, two_sets, with_comparisons
+from example_runs import comparison
 from test_results_schema import SCHEMA
-from test_summary import PAIRS, grid, record, trouble
+from test_summary import grid, record, trouble
 
-from xdm_ft.evaluation import Entries, Record, runs_by_method
-from xdm_ft.evaluation.summary import Look, look_at, looks_of, place_of, with_earlier_verdicts
-from xdm_ft.evaluation.verdicts import Comparison
-from xdm_ft.report.comparisons import all_comparisons
+from xdm_ft.evaluation import runs_by_method
+from xdm_ft.evaluation.summary import Look, look_at, place_of, with_earlier_verdicts
 
 TWO = ("erm", "sam")
 
@@ -88,9 +85,8 @@ def test_looks_are_read_as_they_were_written() -> None:
     look_0 = Look([0, 1], ["erm", "sam"], {"sam": [1]}, 0.0125, [["sam", "erm"]])
     entry = json.loads(json.dumps(look_0.with_found([comparison("sam", here="worse")]).to_json(), allow_nan=False))
     assert entry["found"] == [["train_val", "sam", "erm", "worse", "unknown"]]
-    assert looks_of({"looks": [entry]}, []) == [replace(look_0, found=entry["found"])]
+    assert Look(**entry) == replace(look_0, found=entry["found"])
     jsonschema.Draft202012Validator({"$defs": SCHEMA["$defs"], **SCHEMA["$defs"]["look"]}).validate(entry)
-    assert looks_of({"looks": []}, []) == []
 
 
 def test_a_look_lists_what_no_earlier_one_has_found() -> None:
@@ -99,49 +95,3 @@ def test_a_look_lists_what_no_earlier_one_has_found() -> None:
     second = first.with_found([here, comparison("irm", here="worse")], [first])
     assert second.found == [["train_val", "irm", "erm", "worse", "unknown"]]
     assert first.with_found([there], [first]).found == [["train_val", "sam", "erm", "better", "better"]]
-
-
-def of_an_earlier_version(*rows: Comparison, **changes: Any) -> dict[str, Any]:
-    encoders = ("small", "large") if any(" @ " in row.first for row in rows) else ()
-    runs = two_sets()
-    if encoders:
-        runs = [run | {"method": f"{run['method']} @ {one}"} for one in encoders for run in runs]
-    made = with_comparisons(results_of(runs, encoders=encoders), *rows)
-    return earlier(made) | {"runs": [Record.from_json(run) for run in runs]} | changes
-
-
-def looks(results: dict[str, Any]) -> list[Look]:
-    """As a run that grows reads them."""
-    return looks_of(results, all_comparisons(results | {"runs": Entries(results["runs"])}))
-
-
-def test_verdicts_of_an_earlier_version_are_the_first_look() -> None:
-    row = comparison("xdomainmix", here="better", elsewhere="better")
-    [first] = looks(of_an_earlier_version(row))
-    assert (first.seeds, first.methods, first.alpha) == ([0, 1], ["erm", "xdomainmix"], 0.05)
-    assert first.found == [["train_val", "xdomainmix", "erm", "better", "better"]]
-    one_set = comparison("xdomainmix", here="worse", sets=1)
-    assert looks(of_an_earlier_version(one_set))[0].found == [["train_val", "xdomainmix", "erm", "worse", "unknown"]]
-    assert looks(of_an_earlier_version(comparison("xdomainmix")))[0].found == [], "it looked, and found nothing"
-    assert looks(of_an_earlier_version(comparison("xdomainmix", here="no verdict"))) == []
-    assert looks(of_an_earlier_version(row, summary=[])) == []
-
-
-def test_an_earlier_version_and_what_it_found_besides() -> None:
-    """Verdicts between encoders stay; those of the oracle go."""
-    rows = [comparison("xdomainmix @ small", "erm @ small"), comparison(*PAIRS[0], 0.1, "worse", "worse")]
-    results = of_an_earlier_version(*rows)
-    assert looks(results)[0].found == [["train_val", *PAIRS[0], "worse", "worse"]]
-    plain = of_an_earlier_version(comparison("xdomainmix", here="better", elsewhere="better"))
-    plain["summary"] = [row | {"selection": "oracle"} for row in plain["summary"]] + [
-        row | {"versus_erm": None} for row in plain["summary"]
-    ]
-    assert looks(plain) == []
-
-
-def test_a_deterministic_method_of_an_earlier_version() -> None:
-    """It had the first seed alone, and does not lack the others."""
-    results = of_an_earlier_version(comparison("xdomainmix"))
-    results["runs"] = [run for run in results["runs"] if run.method == "erm" or run.seed == 0]
-    [first] = looks(results)
-    assert (first.seeds, first.missing) == ([0, 1], {})

@@ -9,28 +9,38 @@ import pytest
 from xdm_ft.evaluation import ModelKey, Pick, Record, SummaryRow
 from xdm_ft.runtime.tensors import Score
 
+VIT = {"encoder": "vit", "trainable": False}  # of a record
+
 SCORE = Score(0.5, 0.5, 0.4, None, None, 1.0, 0.1, 4, {"cat": 0.5, "dog": None}, {"a": {"accuracy": 0.5, "n": 4}})
 PICK = Pick(
     3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7, 1.5, 0.4
 )
 WHOLE = Record(
     ModelKey("erm", ("a", "b"), 1, 2), {"lr": 0.1}, "ok", None, {"train_val": PICK}, 5, 6, 7, 1.5, 8, 21, 2533, 9,
-    {"times": 1, "reasons": ["why"]}, "vit", {"blocks": 2}, True,
+    {"times": 1, "reasons": ["why"]}, True, encoder="vit", trainable={"blocks": 2},
 )  # fmt: skip
 ROW = SummaryRow(
     "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, {"kind": "k", "value": None},
     {"a": {"mean": 0.5, "std": None}},
     {"difference": 0.1, "p": 0.01, "p_holm": 0.02, "verdict": "better", "note": ""},
     "a line", {"draws": 2, "gradient_evaluations": None}, 1, 2, "why", ["late in 1 of 3 picks"],
-    None, "vit", False,
+    augmentation="none", encoder="vit", trainable=False,
 )  # fmt: skip
 RECORDS = {
     "ok": WHOLE,
     "plain": Record(
-        ModelKey("erm", ("a",), 0, 0), {}, "ok", selected={"oracle": Pick(1, "w", {"test": SCORE})}, train_seconds=0.0
+        ModelKey("erm", ("a",), 0, 0),
+        {},
+        "ok",
+        selected={"oracle": Pick(1, "w", {"test": SCORE})},
+        train_seconds=0.0,
+        encoder="vit",
+        trainable=True,
     ),
-    "failed": Record(ModelKey("erm", ("a",), 0, 0), {}, "failed", "a nan", train_seconds=1.0),
-    "skipped": Record(ModelKey("erm", ("a",), 0, 0), {}, "skipped", "needs two", encoder="vit", trainable=False),
+    "failed": Record(
+        ModelKey("erm", ("a",), 0, 0), {}, "failed", "a nan", train_seconds=1.0, encoder="vit", trainable=True
+    ),
+    "skipped": Record(ModelKey("erm", ("a",), 0, 0), {}, "skipped", "needs two", **VIT),
 }
 
 
@@ -53,13 +63,13 @@ def test_the_order_of_keys() -> None:
     measured = ["mixed_steps", "deterministic", "gradient_evaluations", "stopped_at", "train_seconds"]
     measured += ["trained_parameters", "tuned_settings", "training_features", "peak_memory", "restarted"]
     assert list(WHOLE.to_json()) == [*of_row, "selected", *measured]
-    assert list(RECORDS["failed"].to_json()) == [*identity, "selected", "train_seconds", "reason"]
+    assert list(RECORDS["failed"].to_json()) == [*of_row, "selected", "train_seconds", "reason"]
     assert list(RECORDS["skipped"].to_json()) == [*of_row, "reason", "selected"]
     picked = ["step", "alpha", "weights", "metrics", "curve", "flags", "value", "temperature", "validation_nll"]
     assert list(PICK.to_json()) == picked
     start = ["method", "encoder", "trainable", "selection", "metric", "split", "mean", "std", "stderr", "n"]
     end = ["spread_as_published", "per_test_domain", "versus_erm", "protocol", "budget", "failed", "skipped"]
-    assert list(ROW.to_json()) == [*start, *end, "reason", "flags"]
+    assert list(ROW.to_json()) == [*start, *end, "reason", "flags", "augmentation"]
 
 
 def test_a_flat_row_holds_plain_values_alone() -> None:

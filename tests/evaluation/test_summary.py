@@ -30,6 +30,8 @@ from xdm_ft.evaluation.summary import (
 from xdm_ft.evaluation.verdicts import holm
 from xdm_ft.runtime.tensors import Score
 
+VIT: dict[str, Any] = {"encoder": "vit", "trainable": False}  # of a record
+
 Run = tuple[str, tuple[str, ...], int, int]  # method, held-out domains, seed, images that are right
 ROWS = 50
 BASE = {("erm", "a"): 30, ("erm", "b"): 20, ("sam", "a"): 40, ("sam", "b"): 32}  # right of 50 with seed 0
@@ -45,11 +47,19 @@ def record(
     method: str, held: tuple[str, ...], seed: int, right: int, rules: tuple[str, ...] = ("train_val",)
 ) -> Record:
     selected = {rule: Pick(10, "", {"test": score_of(right / ROWS, held, ROWS)}) for rule in rules}
-    return Record(ModelKey(method, held, seed, 0), {}, "ok", selected=selected, gradient_evaluations=300)
+    return Record(
+        ModelKey(method, held, seed, 0),
+        {},
+        "ok",
+        selected=selected,
+        gradient_evaluations=300,
+        encoder="vit",
+        trainable=False,
+    )
 
 
 def trouble(method: str, held: tuple[str, ...], seed: int, status: Status, reason: str) -> Record:
-    return Record(ModelKey(method, held, seed, 0), {}, status, reason)
+    return Record(ModelKey(method, held, seed, 0), {}, status, reason, **VIT)
 
 
 def prediction(

@@ -28,6 +28,8 @@ from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
 
+VIT = {"encoder": "vit", "trainable": False}  # of a record
+
 pytestmark = pytest.mark.usefixtures("small_pacs")
 RUN = Path("output/small")
 CROSS, ONLY_ERM = "protocol.selection=cross_domain", "methods=[erm]"
@@ -320,7 +322,7 @@ def test_settings_of_averaging_are_searched():
 
 def record(trial, value, status="ok"):
     selected = {"train_val": Pick(step=1, weights="", metrics={}, value=value)} if status == "ok" else {}
-    return Record(ModelKey("m", ("a",), 0, trial), {}, status, selected=selected)
+    return Record(ModelKey("m", ("a",), 0, trial), {}, status, selected=selected, **VIT)
 
 
 def test_the_first_of_equals_is_picked_and_failures_only_where_nothing_else_is():

@@ -24,6 +24,8 @@ from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import read_scalars, sub_run
 
+VIT = {"encoder": "vit", "trainable": False}  # of a record
+
 SEARCH = (
     "search={trials: 2, preset: frozen}", "protocol.seeds=2", "protocol.test_domains=[sketch]",
     "methods=[{name: linear_probe, strengths: [1.0]}, erm, groupdro]", "protocol.final_fit=true",
@@ -157,7 +159,9 @@ def test_a_failed_model_is_a_failed_row_and_a_skipped_one_is_none(tmp_path):
         {"status": "failed", "reason": "nan"},
         {"status": "skipped", "reason": "one domain"},
     )
-    records = [Record(ModelKey("erm", ("a",), seed, 0), hparams, **outcome) for seed, outcome in enumerate(outcomes)]
+    records = [
+        Record(ModelKey("erm", ("a",), seed, 0), hparams, **outcome, **VIT) for seed, outcome in enumerate(outcomes)
+    ]
     write_sessions(plan_of(3, protocol=SimpleNamespace(metric="accuracy")), records, RunDirectory(tmp_path))
     [row] = rows(tmp_path / "events").values()
     assert [session.status for session in row.sessions] == [OK, FAILED]

@@ -1,5 +1,7 @@
 """A run directory with predictions of random models, for the tests of what a model promises."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -10,8 +12,10 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.expected import expected_performance
-from xdm_ft.storage.names import images_file
+from xdm_ft.storage.names import images_file, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
+
+VIT = {"encoder": "vit", "trainable": False}  # of a record
 
 CLASSES, DOMAINS, SEEDS, IMAGES = ("cat", "dog", "ox"), ("a", "b", "c", "d"), (0, 1, 2), 24
 METHOD, RULE = "erm", "train_val"
@@ -28,21 +32,22 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
         images |= {"worst_of": domains.astype(np.int32), "names": np.zeros(1, np.uint8)}
         if groups:
             images["groups"] = (np.arange(len(domains)) // 3).astype(np.int32)
-        directory.write_arrays(images_file(held), images, {})
+        shared = {images_file(held): directory.write_arrays(images_file(held), images, {})}
         images_of[held] = labels, domains
         for seed in SEEDS:
             logits = torch.from_numpy(drawn.normal(size=(len(labels), 3)) + 1.5 * np.eye(3)[labels]).float()
             logits_of[held, seed] = logits
             found = score(logits, torch.from_numpy(labels), torch.from_numpy(domains), CLASSES, DOMAINS)
             pick = Pick(1, "x", {"test": found}, value=0.5, temperature=temperature)
-            record = Record(ModelKey(METHOD, held, seed, 0), {}, "ok", selected={RULE: pick})
-            records.append(record)
+            record = Record(ModelKey(METHOD, held, seed, 0), {}, "ok", selected={RULE: pick}, **VIT)
             probabilities = logits.double().softmax(-1).float().numpy()
             tested = HeldOutImages(images["rows"], labels, domains)
             one = Prediction(METHOD, held, seed, RULE, tested, probabilities.argmax(1), None, probabilities)
-            directory.write_predictions(record.folder, arrays_of([one]))
+            both = one, replace(one, rule="cross_domain")
+            own = {predictions_in(record.folder): directory.write_predictions(record.folder, arrays_of(both))}
+            records.append(replace(record, files=shared | own))
     recipe = {"protocol": {"name": protocol, "metric": metric}, "data": {"name": "folder"}}
-    results = {"recipe": recipe, "runs": [{"test_domains": list(held)} for held in held_out]}
+    results = {"recipe": recipe, "runs": [{"test_domains": list(held)} for held in held_out], "data": {"images": {}}}
     return results, records, logits_of, images_of
 
 
@@ -63,6 +68,6 @@ def expected_of(values, metric="accuracy", **changes):
     return ExpectedPerformance(**{
         "source": "leave one domain out", "data": "folder", "method": METHOD, "selection": RULE, "metric": metric,
         "mean": float(np.mean(values)), "std": None, "stderr": None, "seeds": 1, "held_out": held_out,
-        "worst": ("d0", 0.5), "others": {}, "calibrated": None, "new_site": None, "spread": site and site.spread,
-        "freedom": site and site.freedom, "notes": (), **changes,
+        "worst": ("d0", 0.5), "others": {}, "calibrated": None, "new_site": None, "center": site and site.center,
+        "spread": site and site.spread, "freedom": site and site.freedom, "notes": (), **changes,
     })  # fmt: skip

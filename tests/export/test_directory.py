@@ -22,7 +22,6 @@ from small_models import config_of, parts, photographs, write_config
 import xdm_ft
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.intervals import NewSite
 from xdm_ft.export.card import card
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.directory import (
@@ -101,31 +100,13 @@ def use(model: Path) -> None:
     cached_features(loaded, model / "no cache")
 
 
-def test_an_intact_document_and_those_of_earlier_versions_read(model: Path) -> None:
+def test_an_intact_document_is_read(model: Path) -> None:
     document = config_of(model)
     write_config(model, document)
     use(model)
     config, _ = read_config(model)
     assert config.expected == EXPECTED and config.encoder.identity["kwargs"] == {}
     assert config.method["hparams"] == {"lr": 0.1} and config.results["how"] == "of three runs"
-    # a spread without a scale is on the plain one
-    earlier = copy.deepcopy(document)
-    earlier["expected"] |= {"spread": 0.1}
-    for key in ("scale", "center", "one_more_domain"):
-        del earlier["expected"][key]
-    write_config(model, earlier)
-    use(model)
-    site = read_config(model)[0].expected.at_new_site
-    assert site == NewSite(0.8, 0.1, 2, "plain")
-    assert site.between("accuracy") == pytest.approx((0.8 - 4.302653 * 0.1, 1.0))  # t with 2 degrees of freedom
-    assert site.between("accuracy", 0.8) == pytest.approx((0.8 - 1.885618 * 0.1, 0.8 + 1.885618 * 0.1))
-    for key in ("members", "wise_ft", "renamed", "expected", "fitted_temperature", "prompts", "reference_xxh3"):
-        del document[key]
-    for key in ("trial", "steps", "hparams"):
-        del document["method"][key]
-    del document["encoder"]["part"]
-    write_config(model, document)
-    use(model)
 
 
 WRONG = [

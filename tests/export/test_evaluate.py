@@ -18,7 +18,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from promised import CLASSES, DOMAINS, IMAGES, METHOD, RULE, SEEDS, expected_of, made_run, promise
-from safetensors.numpy import load_file
 from scipy.stats import t
 
 from xdm_ft import load
@@ -41,7 +40,6 @@ from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, firs
 from xdm_ft.export.sources import Item, Site, read_site
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.results_file import write_results
 from xdm_ft.storage.run_directory import RunDirectory
 
 SITE_CLASSES = ("cat", "dog", "ox", "owl")
@@ -135,7 +133,7 @@ def test_what_limits_the_promise_is_named(tmp_path, held_out, settings, note):
     results, records, *_ = made_run(tmp_path, held_out, **settings)
     expected = promise(tmp_path, results, records, RULE, METHOD)
     (said,) = expected.notes
-    assert said.startswith(note) and "earlier version" not in said
+    assert said.startswith(note)
     assert (expected.new_site is None) == (expected.spread is None) == (len(held_out) < 3)
     assert all(one.interval for one in expected.held_out)
     assert all((one.groups is None) == (settings == {"groups": False}) for one in expected.held_out)
@@ -158,23 +156,12 @@ def test_results_that_are_missing_are_named(four):
     assert any("missing, damaged or of another run" in note for note in expected.notes)
 
 
-def test_it_is_part_of_a_models_config_and_of_results_of_earlier_versions(small_model, tmp_path):
-    run, choice = read_run(small_model.run), Choice(held_out=("sketch",))
-    expected = read_parts(run, choice).config.expected
+def test_it_is_part_of_a_models_config(small_model):
+    run = read_run(small_model.run)
+    expected = read_parts(run, Choice(held_out=("sketch",))).config.expected
     assert ExpectedPerformance.model_validate_json(expected.model_dump_json()) == expected
     (row,) = [row for row in run.rows if row.selection == run.rule]
     assert (expected.mean, expected.std) == (row.mean, row.std)
-    copy = shutil.copytree(small_model.run, tmp_path / "run")
-    (file,) = (copy / "test_images").glob("*.safetensors")
-    images = load_file(file)
-    assert images["worst_of"].dtype == np.int32 and len(set(images.pop("worst_of"))) == 1 and "groups" not in images
-    RunDirectory(copy).write_arrays(str(file.relative_to(copy)), images, {})
-    document = json.loads((copy / "results.json").read_text())
-    for entry in document["runs"]:
-        del entry["files"]
-    write_results(copy / "results.json", document)
-    earlier = read_parts(read_run(copy), choice).config.expected
-    assert any("earlier version" in note for note in earlier.notes) and earlier.held_out == expected.held_out
 
 
 @settings(deadline=None)
@@ -233,7 +220,6 @@ def test_what_one_more_domain_brings(four):
     assert gain(records) is not None
     assert four.expected.one_more_domain is None and gain(four.records, RULE) is None, "no models without two domains"
     assert gain(records, domains=(*DOMAINS, "e")) is None, "e was never held out"
-    assert gain(records, domains=()) is None, "an earlier version did not write the domains"
     assert gain(records, held_out=(("a", "b"), ("c",), ("d",))) is None
     assert gain(crossed(four.records, [None] + [0.4] * 11)) is None
     others = np.mean([right.mean() for (_, seed), right in four.right.items() if seed]) - 0.4

@@ -343,29 +343,6 @@ def test_an_official_split_gives_its_own_model_unless_a_final_fit_is_wanted() ->
         )
 
 
-@pytest.mark.slow
-def test_a_run_of_an_earlier_version_loads(copied: Enter) -> None:
-    """Its files say by a boolean whether the encoder's weights are in them; it has kept nothing for distances."""
-    copied("trained")
-    record, directory = records()[0], RunDirectory(RUN)
-    file = record["selected"]["train_val"]["weights"]
-    state, about = directory.tensors(file)
-    encoder = json.loads(about["encoder"])
-    del encoder["trainable"]
-    about["encoder"] = json.dumps(encoder)
-    directory.write_tensors(file, state, {key: value for key, value in about.items() if key != "file"})
-    (RUN / file).with_name("train_val.reference.safetensors").unlink()
-    document = json.loads((RUN / "results.json").read_text())
-    for entry in document["runs"]:
-        del entry["files"]
-    write_results(RUN / "results.json", document)
-    model = load(RUN, choice=choice_of(record))
-    assert model.config.encoder.trained is True
-    np.testing.assert_allclose(model.predict_proba(held_out()), recorded(record), rtol=0, atol=1e-6)
-    with pytest.raises(UserError, match=r"distance: unknown for this model.*it is from an earlier version"):
-        model.distance(held_out())
-
-
 # what a model holds of the training images
 
 

@@ -193,24 +193,6 @@ def test_a_damaged_index_costs_a_look(damage: str, images: Path, hashed: list[st
     assert len(hashed) == count
 
 
-def test_an_index_of_an_earlier_version_serves(images: Path, hashed: list[str], looked_up: list[int]) -> None:
-    """It kept lists of data sets, pieces and decoded images in tables of their own."""
-    hashes_of(images)
-    torn = '{"1": "torn"}'
-    with closing(sqlite3.connect(images.parent / "index.sqlite")) as index, index:
-        index.execute("CREATE TABLE lists AS SELECT key, used, checksum, xxh3_128 FROM contents")
-        index.execute("CREATE TABLE pieces (key TEXT PRIMARY KEY, checksum TEXT, xxh3_128 BLOB) WITHOUT ROWID")
-        index.execute("INSERT INTO pieces VALUES ('piece', ?, ?)", (xxhash.xxh3_64_hexdigest(bytes(16)), bytes(16)))
-        index.execute("CREATE TABLE decoded (key TEXT, checksum TEXT, xxh3_128 BLOB, reasons TEXT)")
-        checksum = xxhash.xxh3_64_hexdigest(bytes(32) + torn.encode())
-        index.execute("INSERT INTO decoded VALUES ('decoder', ?, ?, ?)", (checksum, bytes(32), torn))
-        index.execute("DROP TABLE contents")
-    hashes_of(images)
-    assert len(hashed) == 5 and looked_up == [5], "the list of the whole data set is found"
-    lists = module._Index(images.parent).find_each(["piece", "decoder"])
-    assert [(len(entry.digests), entry.values) for [entry] in lists] == [(1, {}), (2, {1: "torn"})]
-
-
 def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(module._Index, "tables", ("PRAGMA max_page_count = 2", *module._Index.tables))  # a full disk

@@ -366,31 +366,22 @@ def test_prune_deletes_only_what_is_ours(tmp_path: Path) -> None:
     assert not list((folder / key).glob("shard-*"))
 
 
-def test_what_earlier_versions_wrote_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One shard for each range of rows of one data set, and a list of the images that decode: nothing reads them."""
-    features_of(Pixels(10), tmp_path)
-    old, decoded = tmp_path / ("d" * 32), tmp_path / "decoded" / ("e" * 32)
-    manifest = {"what": WHAT, "key": old.name, "schema": 1, "encoder": {"component": "tiny", "model": "m"}}
-    for folder, held in ((old, manifest | {"precision": "fp32"}), (decoded, {"what": WHAT, "schema": 2, "width": 0})):
-        folder.mkdir(parents=True)
-        write_manifest(folder, held)
-        (folder / "shard-00000.safetensors").write_bytes(b"features")
-        for left in ("shard-00000.safetensors.lock", "claim-1"):
-            (folder / left).touch()
-        os.utime(folder / "shard-00000.safetensors", (time.time() - 40 * 86400,) * 2)
-    new = next(store for store in stores(tmp_path) if not store.is_outdated)
-    write_manifest(new.folder, {**new.manifest, "encoder": {"component": "tiny", "model": "m"}})
-    assert list_cache(str(tmp_path)).text().count("of an earlier version: nothing reads it") == 2
-    assert "1 set of features, none damaged; 2 of an earlier version" in verify_cache(str(tmp_path)).text()
+def test_what_another_version_wrote_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = tmp_path / ("d" * 32)
+    encoder = {"component": "tiny", "model": "m"}
+    old.mkdir()
+    write_manifest(old, {"what": WHAT, "key": old.name, "schema": 1, "encoder": encoder, "precision": "fp32"})
+    (old / "shard-00000.safetensors").write_bytes(b"features")
+    os.utime(old / "shard-00000.safetensors", (time.time() - 40 * 86400,) * 2)
     with caplog.at_level("INFO", logger="xdm_ft"):
         for rows in (3, 4):
-            features_of(Pixels(rows), tmp_path, Tiny(argument="new"))
-            assert caplog.text.count("1 set of features are from an earlier version and cannot be read") == 1
-    for store in stores(tmp_path):
-        if "model" not in store.manifest.get("encoder", {"model": ""}):
-            write_manifest(store.folder, {**store.manifest, "encoder": {"component": "tiny", "model": "m"}})
-    assert "2 files removed" in prune_cache(str(tmp_path), 35, None).text()
-    assert not old.exists() and not decoded.exists()
+            features_of(Pixels(rows), tmp_path)
+            assert caplog.text.count("1 set of features are from another version of xdm_ft and cannot be read") == 1
+    new = next(store for store in stores(tmp_path) if not store.is_outdated)
+    write_manifest(new.folder, {**new.manifest, "encoder": encoder})
+    assert list_cache(str(tmp_path)).text().count("of another version: nothing reads it") == 1
+    assert "1 set of features, none damaged; 1 of another version" in verify_cache(str(tmp_path)).text()
+    assert "1 file removed" in prune_cache(str(tmp_path), 35, None).text() and not old.exists()
 
 
 @pytest.mark.parametrize("option", ["--unused-days=nan", "--unused-days=-1", "--max-size=inf", "--max-size=-1"])

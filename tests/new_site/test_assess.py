@@ -49,7 +49,7 @@ def test_numbers_are_those_of_the_stored_heads(inside, capsys):
         assert found["estimate"] is found["low"] is found["high"] is None and found["verdict"] == "unknown"
 
 
-def test_budgets_are_those_of_the_file_and_an_earlier_file_has_none(inside, model, capsys):
+def test_budgets_are_those_of_the_file_and_a_file_of_another_version_is_refused(inside, model, capsys):
     stored = read_stored(model, read_config(model)[0]).about.budgets
     assert [of.budget for of in stored] == [100, 200, 400, 800]
     assert json.loads(answer(capsys, model, "data/PACS/photo", "--json")[1])["budgets"] == [
@@ -62,7 +62,7 @@ def test_budgets_are_those_of_the_file_and_an_earlier_file_has_none(inside, mode
     write_checked(model / SITE, tensors, {})
     write_config(model, config_of(model) | {"site_xxh3": digest_of(tensors)})
     status, out, err = answer(capsys, model, "data/PACS/photo")
-    assert status == 0 and "--budget of xdm-ft label bought" not in out, err
+    assert status == 2 and not out and "made by another version of xdm_ft (budgets: Field required)" in err
 
 
 def test_shares_of_classes_change_the_estimate(inside):

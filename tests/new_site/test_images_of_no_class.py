@@ -27,11 +27,11 @@ def rates(f, t, auroc=0.9):
 
 @pytest.fixture
 def given(inside, model, capsys):
-    """`given(threshold, rates)`: the model with these in config.json; None: without the key, as earlier versions."""
+    """`given(threshold, rates)`: the model with these in config.json; None: nothing is known."""
 
     def change(threshold=0.0, domains=None):
-        document = {key: value for key, value in config_of(model).items() if key != "unknown"}
-        write_config(model, document | ({"unknown": {"threshold": threshold, "domains": domains}} if domains else {}))
+        unknown = {"threshold": threshold, "domains": domains} if domains else None
+        write_config(model, config_of(model) | {"unknown": unknown})
         return model
 
     return change

@@ -25,7 +25,7 @@ from xdm_ft.experiment.results import RECORDS, read_records
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage import checkpoint, json_digest
+from xdm_ft.storage import checkpoint
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import write_results
@@ -278,10 +278,9 @@ def test_damage_anywhere(seed, request, expected, tmp_path, capfd):
         shutil.rmtree(tmp_path / str(number))
 
 
-NO_CHECKSUM = "it has no checksum; an earlier version may have written it"
 REASONS = [
     ("models/erm/*/*/train_val.safetensors", "change the step", "its checksum differs"),
-    ("models/erm/*/*/train_val.safetensors", "as before checksums", NO_CHECKSUM),
+    ("models/erm/*/*/train_val.safetensors", "as before checksums", "it has no checksum"),
     ("models/erm/*/*/train_val.safetensors", "of another model", "it was written as models/erm/"),
     ("models/final_fit/erm/model.safetensors", "flip a digit", "its checksum differs"),
     ("test_images/photo.safetensors", "flip a digit", "its checksum differs"),
@@ -453,21 +452,6 @@ def test_lines_and_checkpoints_of_another_run_are_left_alone(interrupted, expect
 # ---- Inputs, versions and edits
 
 
-def test_the_state_of_an_earlier_format_is_left_alone(interrupted, expected, tmp_path, caplog):
-    """Versions before lines kept a file per model: their models are trained again."""
-    run = copied(interrupted, tmp_path)
-    records = run / "state/records"
-    shutil.rmtree(records)
-    (run / "results.json").unlink(missing_ok=True)  # written now and then: by the clock, not by the models
-    old = records / "models/erm/sketch/seed0-trial0.json"
-    old.parent.mkdir(parents=True)
-    old.write_text('{"value": {"method": "erm"}, "xxh3": "0"}')
-    with caplog.at_level(logging.INFO, "xdm_ft"):
-        assert again(interrupted, run) == 0
-    assert " 2 models to train" in caplog.text and numbers(run) == expected["interrupted"]
-    assert not (run / "state").exists()
-
-
 def without(*keys):
     def change(values):
         functools.reduce(lambda inner, key: inner[key], keys[:-1], values).pop(keys[-1])
@@ -494,18 +478,13 @@ RESULT_EDITS = [
     *((without(key), False, f"it lacks '{key}'") for key in ("runs", "recipe", "environment", "checksum")),
     # with a checksum that fits, as another version would write it
     *(
-        (without("runs", 0, *key), True, "results.json: holds a record of another version")
+        (without("runs", 0, *key), True, "results.json: was edited, or made by another version of xdm_ft (runs.0")
         for key in (("selected",), ("status",), ("selected", "train_val", "metrics"), ("hparams",))
     ),
     (with_value("recipe", "training", "lr", value=2.0), False, "its checksum differs"),
     (with_value("summary", 0, "mean", value=0.99), False, "its checksum differs"),
-    (
-        lambda results: results.update(
-            checksum=json_digest([results["runs"], results.get("final_fit"), {"data": results["environment"]["data"]}])
-        ),
-        False,
-        "an earlier version wrote it",
-    ),
+    (with_value("schema", value=2), False, "made by another version of xdm_ft (it has the schema 2, not 1)"),
+    (with_value("new", value=0), True, "another version"),
 ]
 
 

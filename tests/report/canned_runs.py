@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from example_runs import run_of
+from example_runs import OF_MODELS, run_of, whole
 from PIL import Image
 
 from xdm_ft.evaluation import ModelKey, Pick, Record
@@ -22,7 +22,7 @@ from xdm_ft.evaluation.summary import summarise
 from xdm_ft.images import ImageDataset
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.means import Pools
-from xdm_ft.storage.names import images_file
+from xdm_ft.storage.names import images_file, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
@@ -65,11 +65,11 @@ def write_run(
 ) -> Run:
     """Writes the directory of a run that held out each domain in turn, or all of them `together`, and reads it.
 
-    Later methods are somewhat better. `probabilities`: all | predicted | none. `changes`: keys of the block `protocol`,
+    Later methods are somewhat better. `probabilities`: all | predicted. `changes`: keys of the block `protocol`,
     or of results.json.
     """
     dataset, seeds = dataset or Named(), list(seeds)
-    protocol = {"name": "leave_one_domain_out", "selection": RULE, "metric": "accuracy", "seeds": [0, 1]}
+    protocol = {"selection": RULE, "metric": "accuracy"}
     protocol |= {key: changes.pop(key) for key in ("metric", "selection") if key in changes}
     records, predictions = [], []
     with RunDirectory(path) as directory:
@@ -80,7 +80,8 @@ def write_run(
             held = tuple(dataset.domain_names[number] for number in held_out)
             labels, domains = torch.as_tensor(dataset.labels[rows]), torch.as_tensor(dataset.domains[rows])
             names = {"class_names": json.dumps(dataset.class_names)}
-            directory.write_arrays(images_file(held), test_images(dataset, rows), names)
+            file = images_file(held)
+            shared = {file: directory.write_arrays(file, test_images(dataset, rows), names)}
             models = [(i, m, s) for i, m in enumerate(methods) for s in ([0] if m == DETERMINISTIC else seeds)]
             for i, method, seed in models:
                 drawn = np.random.default_rng([i, seed, int(rows[0])]).normal(
@@ -92,19 +93,23 @@ def write_run(
                 value = metric(protocol["metric"], logits, labels, domains)
                 picks = {rule: Pick(step=10, weights="w", metrics={"test": tested}, value=value) for rule in rules}
                 fixed = method == DETERMINISTIC or None
-                record = Record(ModelKey(method, held, seed, 0), {}, "ok", selected=picks, deterministic=fixed)
+                record = Record(
+                    ModelKey(method, held, seed, 0), {}, "ok", selected=picks, deterministic=fixed, train_seconds=0.0,
+                    **OF_MODELS,
+                )  # fmt: skip
                 softmax = logits.softmax(1).numpy()
-                kept = {"all": softmax, "predicted": softmax.max(1), "none": None}
+                kept = {"all": softmax, "predicted": softmax.max(1)}
                 images, values = HeldOutImages.of(dataset, rows), per_image(protocol["metric"], logits, labels)
                 own = [
                     Prediction(
                         *record.key[:3], rule, images, logits.argmax(1).numpy(), values,
-                        kept[probabilities if rule == protocol["selection"] else "none"],
+                        kept[probabilities] if rule == protocol["selection"] else None,
                     )
                     for rule in rules
                 ]  # fmt: skip
-                directory.write_predictions(record.folder, arrays_of(own))
-                records.append(record)
+                own_file = predictions_in(record.folder)
+                files = shared | {own_file: directory.write_predictions(record.folder, arrays_of(own))}
+                records.append(dataclasses.replace(record, files=files))
                 predictions += [dataclasses.replace(prediction, probabilities=None) for prediction in own]
         summaries = [
             summarise(
@@ -122,7 +127,7 @@ def write_run(
         images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
         np.add.at(images, (dataset.domains, dataset.labels), 1)
         counts = dict(zip(dataset.domain_names, images.tolist(), strict=True))
-        results = {
+        results = whole({
             "schema": 1,
             "recipe": {
                 "name": "made_up",
@@ -137,15 +142,12 @@ def write_run(
                 "encoder": {"name": "timm", "model": "test_vit"},
                 "methods": [{"name": method} for method in methods],
             },
-            "environment": {"python": "3.11.7", "data": {"images": len(dataset), "annotations": "a"}},
+            "environment": {"python": "3.11.7", "data": {"images": len(dataset)}},
             "data": {"classes": list(dataset.class_names), "images": counts},
-            "tested_on": "domains never trained on",
-            "findings": [],
             "runs": [record.to_json() for record in records],
             "summary": [row.to_json() for summary in summaries for row in summary.rows],
             "comparisons": [row.to_json() for summary in summaries for row in summary.comparisons],
-            "looks": [],
-        }
+        })  # fmt: skip
         directory.write_results(results | changes)
     return read_run(path)
 
@@ -188,7 +190,7 @@ def run_in_memory(
     """
     labels = [item if isinstance(item, str) else item["label"] for item in methods]
     keys = [(label, where, seed, i) for label in labels for where in held for seed in seeds for i in range(trials)]
-    protocol = {"name": "leave_one_domain_out", "selection": selection, "metric": metric}
+    protocol = {"selection": selection, "metric": metric}
     block = {"name": "made up", "data": {"name": "folder"}, "methods": list(methods), "protocol": protocol}
     entries = [_entry(*key, alphas, selection) for key in keys]
     data = {"classes": list(CLASSES), "images": {}}
@@ -304,6 +306,8 @@ def _model(k: int, key: ModelKey, domains: Sequence[str]) -> Json:
         "divergence": [
             divergence | {"quantile": q, "unbiased_mmd2": 0.012 + 0.001 * k + 0.02 * q} for q in (0.5, 0.9)
         ] if mixing else None,
+        "normalized": False,
+        "weights": None,
         "inputs": f"{k:016x}",
     }  # fmt: skip
 

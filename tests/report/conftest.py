@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from canned_runs import ALPHAS, label_curve, run_in_memory, write_run
-from example_runs import comparison, run_of, with_comparisons
+from example_runs import comparison, run_of, whole, with_comparisons
 
 from xdm_ft.evaluation.verdicts import PValue
 from xdm_ft.report.finished import Run
@@ -19,8 +19,8 @@ EXAMPLE = Path(__file__).parent / "results_example.json"
 
 @pytest.fixture
 def results() -> dict[str, Any]:
-    """results.json of an earlier version: two rules, failed and skipped models, and a name with signs."""
-    return dict(json.loads(EXAMPLE.read_text(encoding="utf-8")))
+    """results.json: two rules, failed and skipped models, and a name with signs."""
+    return whole(json.loads(EXAMPLE.read_text(encoding="utf-8")))
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def example() -> Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A directory with predictions and its page."""
     run = write_run(tmp_path_factory.mktemp("runs") / "made_up", label_curve=label_curve())
-    run.results["recipe"]["report"] = {"seeds_averaged": True}
+    run.results["recipe"]["report"] |= {"seeds_averaged": True}
     write_page(run)
     return run
 

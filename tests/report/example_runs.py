@@ -30,15 +30,46 @@ def assert_golden(name: str, text: str) -> None:
     assert text == (GOLDEN / name).read_bytes().decode()
 
 
+BLOCKS: dict[str, Any] = {
+    "data": {"name": "pets", "class_names": {}, "train_augmentation": None},
+    "protocol": {
+        "name": "leave_one_domain_out", "selection": "train_val", "metric": "accuracy", "seeds": [0, 1], "together": [],
+        "final_fit": False,
+    },
+    "features": {"views": 0},
+    "training": {},
+    "search": {"trials": 1, "space": {}},
+    "report": {"page": False, "images": False, "seeds_averaged": False, "compare": [], "margin": None},
+}  # fmt: skip
+ENVIRONMENT = {"device": "cpu", "processes": 1, "threads": 1, "code": {}}
+DATA = {"images": 40, "annotations": "a", "content": "of all images"}
+OF_MODELS = {"encoder": "tiny", "trainable": True}
+ROW = {**OF_MODELS, "augmentation": "none", "budget": {"draws": 1, "gradient_evaluations": None}}
+
+
+def whole(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with what every run writes and an example may leave out."""
+    recipe, environment = results["recipe"], results["environment"]
+    methods = [{"name": item} if isinstance(item, str) else item for item in recipe["methods"]]
+    blocks = {key: block | recipe.get(key, {}) for key, block in BLOCKS.items()}
+    blocks["methods"] = [{"label": None, "trainable": None} | item for item in methods]
+    if "encoders" in recipe:
+        blocks["encoders"] = [{"label": None} | block for block in recipe["encoders"]]
+    counts = {"classes": ["cat", "dog", "elk"], "images": {"a": [10, 10, 0], "b": [10, 10, 0]}}
+    return {"data": counts, "tested_on": "domains never trained on", "findings": [], "comparisons": [], "looks": []} | {
+        **results,
+        "recipe": recipe | blocks,
+        "environment": ENVIRONMENT | environment | {"data": DATA | environment.get("data", {})},
+        "runs": [OF_MODELS | {"trial": 0, "hparams": {}, "selected": {}} | run for run in results["runs"]],
+        "summary": [ROW | row for row in results["summary"]],
+    }
+
+
 def run_of(results: dict[str, Any], path: Path = Path("example")) -> Run:
     """A run with these results; what the example leaves out, and every run has, is filled in."""
-    protocol = {"selection": "train_val", "metric": "accuracy"} | results["recipe"].get("protocol", {})
-    runs = [{"hparams": {}, "selected": {}, "trial": 0} | run for run in results["runs"]]
-    whole = results | {"recipe": results["recipe"] | {"protocol": protocol}, "runs": runs}
-    records = [Record.from_json(run) for run in runs if run["status"] == "ok"]
-    rows = [SummaryRow.from_json({"budget": {"draws": 1, "gradient_evaluations": None}} | row) for row in
-            results["summary"]]  # fmt: skip
-    return Run(path, whole, records, rows)
+    made = whole(results)
+    records = [Record.from_json(run) for run in made["runs"] if run["status"] == "ok"]
+    return Run(path, made, records, [SummaryRow.from_json(row) for row in made["summary"]])
 
 
 def model(
@@ -63,7 +94,8 @@ def model(
     }  # fmt: skip
     pick = {"step": 10, "weights": "w", "metrics": {"test": score | metrics}, "value": value} | (picked or {})
     identity = {"method": method, "test_domains": list(held), "seed": seed, "trial": trial, "hparams": hparams or {}}
-    return identity | {"status": "ok", "selected": {"train_val": pick}, "train_seconds": 1.0}
+    made = {"status": "ok", "selected": {"train_val": pick}, "files": {"w": "0"}, "train_seconds": 1.0}
+    return OF_MODELS | identity | made
 
 
 def encoder_about(label: str, **changes: Any) -> dict[str, Any]:
@@ -99,25 +131,6 @@ def with_comparisons(results: dict[str, Any], *rows: Comparison) -> dict[str, An
     return results | {"comparisons": [row.to_json() for row in rows]}
 
 
-def earlier(results: dict[str, Any]) -> dict[str, Any]:
-    """The results as the version before `comparisons` wrote them: one word that was also about new domains."""
-    versus, pairs = {}, []
-    encoders = [one["label"] for one in results["recipe"].get("encoders") or ()]
-    for row in map(Comparison.from_json, results["comparisons"]):
-        word = row.here if row.sets == 1 or row.elsewhere == row.here else "not distinguishable"
-        verdict = row.here if row.here == NO_VERDICT else f"{word} {row.where}" if row.sets == 1 else word
-        (method, own), (_, other) = (split_label(label, encoders) for label in (row.first, row.second))
-        if own == other:
-            versus[row.selection, row.first] = row.versus_erm() | {"verdict": verdict}
-        else:
-            names = {"selection": row.selection, "method": method, "first": own, "second": other}
-            pairs.append(row.versus_erm() | names | {"verdict": verdict})
-            del pairs[-1]["reference"]
-    summary = [row | {"versus_erm": versus.get((row["selection"], row["method"]))} for row in results["summary"]]
-    kept = {key: value for key, value in results.items() if key not in ("comparisons", "looks")}
-    return kept | {"summary": summary} | ({"encoder_pairs": pairs} if pairs else {})
-
-
 def results_of(
     runs: list[dict[str, Any]], name: str = "made", encoders: Sequence[str] = (), **recipe: Any
 ) -> dict[str, Any]:
@@ -126,18 +139,16 @@ def results_of(
     With several `encoders`, methods are called METHOD @ ENCODER.
     """
     methods = list(dict.fromkeys(run["method"] for run in runs))
-    protocol = {"name": "leave_one_domain_out", "split_rule": "stratified", "val_fraction": 0.2, "seeds": [0, 1],
-                "selection": "train_val", "metric": "accuracy"}  # fmt: skip
     own = {
         "name": name,
-        "data": {"name": "pets", "class_names": {}},
-        "protocol": protocol,
+        "protocol": {"split_rule": "stratified", "val_fraction": 0.2},
         "encoder": {"model": "tiny", "trainable": False},
         "methods": methods,
     }
     if encoders:
         own |= {"methods": list(dict.fromkeys(split_label(method, encoders)[0] for method in methods))}
-        own |= {"encoder": None, "encoders": [{"label": one, "model": f"vit_{one}"} for one in encoders]}
+        del own["encoder"]
+        own |= {"encoders": [{"label": one, "model": f"vit_{one}"} for one in encoders]}
     erm = {method: f"erm @ {one}" if (one := split_label(method, encoders)[1]) else "erm" for method in methods}
     records = [Record.from_json(run) for run in runs]
     picked = picked_trials(records, "train_val", "accuracy")
@@ -153,19 +164,15 @@ def results_of(
             references={method: one for method, one in erm.items() if method != one and one in methods},
             encoders=encoders,
         )
-    data = {"images": 40, "annotations": "a", "content": "c"}
-    return {
+    costs = {"encoders": {one: encoder_about(one) for one in encoders}} if encoders else {}
+    return whole({
         "schema": 1,
         "recipe": own | recipe,
-        "environment": {"python": "3.11", "data": data}
-        | ({"encoders": {one: encoder_about(one) for one in encoders}} if encoders else {}),
-        "tested_on": "domains never trained on",
-        "findings": [],
+        "environment": {"python": "3.11"} | costs,
         "runs": runs,
         "summary": [row.to_json() for row in found.rows],
         "comparisons": [row.to_json() for row in found.comparisons],
-        "looks": [],
-    }
+    })  # fmt: skip
 
 
 def under_both(**recipe: Any) -> dict[str, Any]:
@@ -196,8 +203,9 @@ def _record(method: str, held: tuple[str, ...], seed: int, value: float, chosen_
         per_domain={name: {"accuracy": value, "n": 10} for name in held},
     )
     return Record(
-        ModelKey(method, held, seed, 0), {}, "ok", selected={rule: Pick(3, "w", {"test": score}, value=chosen_by)}
-    )
+        ModelKey(method, held, seed, 0), {}, "ok", selected={rule: Pick(3, "w", {"test": score}, value=chosen_by)},
+        **OF_MODELS,
+    )  # fmt: skip
 
 
 def made_run(
@@ -251,7 +259,7 @@ def made_run(
                 per_test_domain={name: {"mean": value, "std": None} for name, value in by_domain.items()},
                 versus_erm=None if method == reference else versus.versus_erm(),
                 protocol="p", budget={"draws": 1, "gradient_evaluations": None},
-                failed=1 if reason else None, reason=reason,
+                failed=1 if reason else None, reason=reason, augmentation="none", **OF_MODELS,
             )
         )  # fmt: skip
         records += own[1:] if reason else own
@@ -267,7 +275,7 @@ def made_run(
     if encoders:
         recipe["encoders"] = [{"label": one} for one in encoders]
     results = {"recipe": recipe, "environment": {}, "runs": runs, "summary": [row.to_json() for row in rows]}
-    results |= {"tested_on": tested_on}
+    results = whole(results | {"tested_on": tested_on})
     run = Run(path, with_comparisons(results, *compared, *further), records, rows)
     if chosen_by and run.choice is not None:
         chosen = (max if HIGHER_IS_BETTER[metric] else min)(chosen_by, key=lambda method: chosen_by[method])

@@ -203,7 +203,7 @@ def test_names_of_files_are_on_the_page_only_if_the_recipe_says_so(audited: Run)
     assert "Is the data what it says?" in page and "15.6" in page
     assert "dslr/mug/0.jpg" not in page and "amazon/bike/0.jpg" not in page and "names of files are in" in page
     assert "dslr/mug/0.jpg" in audit_markdown(rich())
-    run.results["recipe"]["report"] = {"images": True}
+    run.results["recipe"]["report"] |= {"images": True}
     assert "dslr/mug/0.jpg" in page_of(run)
 
 
@@ -224,13 +224,13 @@ def test_every_example_has_a_small_page_and_tables_in_form(audited: Run, make: A
 
 def test_the_reports_follow_the_audit(audited: Run) -> None:
     run = with_audit(audited, rich())
-    run.results["recipe"]["report"] = {"page": True}
+    run.results["recipe"]["report"] |= {"page": True}
     directory = RunDirectory(run.path)
     refresh_reports(directory, run)
     assert "## Is the data what it says?" in (run.path / "results.md").read_text(encoding="utf-8")
     assert "14 pairs of images are copies" in (run.path / "report.html").read_text(encoding="utf-8")
     again = with_audit(audited, clean())
-    again.results["recipe"]["report"] = {"page": True}
+    again.results["recipe"]["report"] |= {"page": True}
     refresh_reports(directory, again)
     assert "Nothing was found." in (run.path / "report.html").read_text(encoding="utf-8")
 
@@ -263,7 +263,7 @@ def test_hostile_names_stay_text(audited: Run) -> None:
     names |= {"dslr/mug/0.jpg": script + ".jpg", "amazon/bike/0.jpg": formula, "office": pipe}
     audit = renamed(copy.deepcopy(rich()), names)
     run = with_audit(audited, audit)
-    run.results["recipe"]["report"] = {"images": True}
+    run.results["recipe"]["report"] |= {"images": True}
     (run.path / "audit.html").write_text(page_of(run), encoding="utf-8")
     page = Page(run.path / "audit.html")
     check_structure(page)

@@ -82,8 +82,7 @@ def with_costs(rule: str) -> Run:
     for i, entry in enumerate(runs[:4]):
         entry["peak_memory"] = i * 10**6
     results = results_of(runs, protocol={"selection": rule, "metric": "accuracy"})
-    costs = {"tiny": encoder_about("tiny"), "x": encoder_about("x", ms_per_image=None)}
-    del costs["x"]["robustness_index"]  # of an earlier version
+    costs = {"tiny": encoder_about("tiny"), "x": encoder_about("x", ms_per_image=None, robustness_index=None)}
     results["environment"]["encoders"] = costs
     for entry in results["runs"]:
         entry["selected"] = {rule: entry["selected"]["train_val"] | {"value": 0.9}}
@@ -199,7 +198,7 @@ def test_the_oracle_is_marked_wherever_it_shows(
     assert all("method (oracle)" in line for line in headers) and "oracle" not in before
     results["summary"].reverse()
     for own, other in (("train_val", "oracle"), ("oracle", "train_val")):
-        results["recipe"]["protocol"] = {"selection": own}
+        results["recipe"]["protocol"] |= {"selection": own}
         headings = re.findall(r"^## Results, selection: (\w+)", document(results), re.MULTILINE)
         assert headings == [own, other], "the recipe's own rule comes first"
     assert "the recipe's rule" not in document(results) and table(results, "metrics")[0][0] == "method (oracle)"
@@ -283,7 +282,7 @@ def test_only_what_the_tables_need_is_explained(results: dict[str, Any]) -> None
     }  # fmt: skip
     results["summary"] = [row for row in results["summary"] if row["method"] == "erm" and row["selection"] != "oracle"]
     results["runs"] = [run | {"trial": 1} for run in results["runs"] if run["method"] == "erm"]
-    results["recipe"] |= {"report": {"margin": 1.0}}
+    results["recipe"]["report"] |= {"margin": 1.0}
     results |= {"comparisons": [], "looks": [{}, {}]}
     less = set(how_to_read(results))
     assert less & {"selected hyper-parameters", "at the edge of its range"} and "mean ±" in less

@@ -30,7 +30,6 @@ from xdm_ft.report.means import LEVELS, confidence_level, confidences
 from xdm_ft.report.sections.results import domain_interval, mean_interval
 from xdm_ft.report.written import write_page
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.run_directory import RunDirectory
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -245,7 +244,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "panels", "lacking"),
     [
-        ({"probabilities": "none", "metric": "nll"}, {"confusion", "differences"}, {"reliability", "risk-coverage"}),
+        ({"metric": "nll"}, {"confusion", "differences", "reliability", "risk-coverage"}, set()),
         ({"probabilities": "predicted", "together": True}, {"confusion", "reliability", "risk-coverage"}, set()),
         ({"methods": ["xdomainmix"], "seeds": [0]}, {"results", "confusion"}, {"differences"}),
         ({"rules": ["oracle", "train_val"], "selection": "oracle"}, {"results", "confusion"}, set()),
@@ -386,18 +385,6 @@ def test_answers_that_round_to_1_are_ranked_by_the_other_classes(scale: int) -> 
     confidence, others = confidences(made)
     assert (np.diff(confidence_level(confidence, others)) > 0).all() and (confidence == 1).any() == (scale == 20)
     np.testing.assert_allclose(np.log(others), logits[:, 1:].logsumexp(1) - logits.logsumexp(1), atol=1e-4)
-
-
-def test_metrics_of_old_runs_without_values_per_image(tmp_path: Path) -> None:
-    made = write_run(tmp_path, Named(("a", "b"), ("x", "y"), each=10), ("erm",), metric="ece")
-    [row] = made.own_rows
-    assert mean_interval(made, row) is not None
-    directory = RunDirectory(tmp_path)
-    for record in made.picked:
-        arrays = directory.predictions(record.folder)
-        arrays = {key: value for key, value in arrays.items() if key != "train_val.per_image"}
-        directory.write_predictions(record.folder, arrays)
-    assert mean_interval(read_run(tmp_path), row) is None
 
 
 def test_captions_name_only_what_is_drawn(tmp_path: Path) -> None:

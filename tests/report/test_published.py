@@ -174,11 +174,10 @@ def test_an_edited_number_of_images_is_that_of_no_benchmark() -> None:
 
 
 def test_other_data_and_methods_have_no_such_table(results: dict[str, Any]) -> None:
-    whole = results["summary"]
     results["summary"] = [row("erm", None, failed=3)]
     assert cells(beside(results)[0])[1][:3] == ["erm", "85.5 ± 0.2", "failed"]
-    results["summary"] = whole
-    results["recipe"]["methods"] = ["linear_probe", "vrex", "erm+swad"]
+    methods = ["linear_probe", "vrex", "erm+swad"]
+    results["summary"], results["recipe"]["methods"] = [row(name, 0.6) for name in methods], methods
     assert not beside(results)
     results["recipe"] |= {"methods": ["erm"], "data": {"name": "folder", "root": "mine"}}
     results["runs"] = [run("erm", "photo", 1000)]

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import torch
 from canned_runs import label_curve
-from example_runs import comparison, earlier, results_of, two_sets, with_comparisons
+from example_runs import comparison
 
 from xdm_ft.evaluation import Record
 from xdm_ft.evaluation.metrics import score
@@ -22,25 +22,20 @@ LOOK = Look([0, 1, 2], ["erm"], {"erm": [1]}, 0.05, [["sam|wide", "erm"]])
 
 
 def validate(document: dict[str, Any]) -> None:
-    """Examples leave out what no section reads."""
-    protocol = {"name": "official", "selection": "train_val", "metric": "accuracy", "seeds": [0]}
-    recipe = {"data": {"name": "pets", "class_names": {}}, "protocol": protocol} | document["recipe"]
-    environment = {"data": {"images": 40, "annotations": "a"}} | document["environment"]
-    jsonschema.Draft202012Validator(SCHEMA).validate(document | {"recipe": recipe, "environment": environment})
+    jsonschema.Draft202012Validator(SCHEMA).validate(document | {"checksum": ""})
 
 
 def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     validate(results)
     validate(results | {"label_curve": label_curve()})
-    validate(earlier(with_comparisons(results_of(two_sets()), comparison("xdomainmix"))))
     logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 0.5], [0.3, 0.2, 0.1]])
     made = score(logits, torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]), ["cat", "dog", "elk"], ["a", "b", "c"])
     for entry in results["runs"]:
         for pick in entry.get("selected", {}).values():
             pick |= {"metrics": {"test": asdict(made)}, "weights": ""}
     methods = list(dict.fromkeys(entry["method"] for entry in results["runs"]))
-    records = [Record.from_json({"hparams": {}, "selected": {}, "trial": 0} | entry) for entry in results["runs"]]
+    records = [Record.from_json(entry) for entry in results["runs"]]
     references = {method: "erm" for method in methods if method != "erm"}
     summaries = [
         summarise(records, [], methods=methods, rule=rule, metric="accuracy", protocol=rule, references=references)
@@ -65,7 +60,7 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
         (("summary", 0, "medain"), 0.5),
         (("summary", 0, "versus_erm", "verdict"), "significant"),
         (("summary", 0, "protocol"), None),
-        (("comparisons",), [comparison("sam|wide").to_json() | {"here": "not distinguishable"}]),
+        (("comparisons",), [comparison("sam|wide").to_json() | {"here": "equal"}]),
         (("looks",), [LOOK.to_json() | {"alpha": 0.1}]),
     ],
 )

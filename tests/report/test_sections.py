@@ -25,7 +25,7 @@ from canned_runs import (
     run_in_memory,
     write_run,
 )  # fmt: skip
-from example_runs import results_of, run_of, two_sets
+from example_runs import OF_MODELS, results_of, run_of, two_sets
 from PIL import Image
 
 from xdm_ft.data import rows_by_name
@@ -92,8 +92,8 @@ def test_seeds_without_a_value_for_every_set_do_not_count() -> None:
     runs = two_sets()
     runs[1]["selected"]["train_val"]["metrics"]["test"]["auroc"] = None  # seed 1 of a
     runs[0]["selected"]["train_val"]["metrics"]["test"]["auroc"] = 0.6
-    bad = [{"method": "irm", "test_domains": [held], "seed": seed, "trial": 0, "hparams": {}, "status": "failed",
-            "selected": {}, "reason": "because"} for held in "ab" for seed in (0, 1)]  # fmt: skip
+    bad = [{**OF_MODELS, "method": "irm", "test_domains": [held], "seed": seed, "trial": 0, "hparams": {},
+            "status": "failed", "selected": {}, "reason": "because"} for held in "ab" for seed in (0, 1)]  # fmt: skip
     section = shown(tables_of.all_metrics(run_of(results_of([*runs, *bad])), "train_val"))
     erm, mix, irm = by_title(section.tables[0])
     assert erm["worst domain"] == "40.0 ± 10.0"  # 0.5 and 0.3: the lower set of each seed
@@ -142,7 +142,7 @@ def test_figures_show_the_declared_rows_first_and_a_method_keeps_its_colour(tmp_
     """Of more methods than a figure has lines, those that the recipe compares are drawn."""
     methods = ["erm", *(f"method{number}" for number in range(10)), "sam"]
     made = write_run(tmp_path / "run", methods=methods, seeds=[0, 1])
-    made.results["recipe"]["report"] = {"compare": [["method9", "erm"]]}
+    made.results["recipe"]["report"] |= {"compare": [["method9", "erm"]]}
     assert [*made.looks][:3] == ["method9", "erm", "method0"] and [row.method for row in made.own_rows] == methods
     drawn = re.findall(r"(?:\. |; )(\w+) from", shown(predictions.risk_coverage(made)).figures[0].alt)
     assert drawn[:3] == [made.shown_method, "method9", "erm"] and len(drawn) == predictions.MAX_LINES
@@ -161,7 +161,7 @@ def test_what_was_not_measured_has_no_section() -> None:
     without = run_in_memory()
     without.__dict__.update({"scalars": {}, "analysis": None})
     for made in (run_in_memory(methods=[]), without):
-        assert [section.id for section in sections(made)] == ["environment", "recipe"]
+        assert [section.id for section in sections(made)] == ["data", "environment", "recipe"]
 
 
 def test_correlations() -> None:
@@ -306,7 +306,7 @@ def test_the_images_of_which_models_were_wrong_with_most_confidence(tmp_path: Pa
     made = write_run(tmp_path / "run", data, ("erm", "sam"), range(2))
     made.results["recipe"]["data"]["root"] = str(tmp_path / "data")
     assert predictions.mistakes(made) is None, "neither pixels nor names unless the recipe asks for them"
-    made.results["recipe"]["report"] = {"images": True}
+    made.results["recipe"]["report"] |= {"images": True}
     section = shown(predictions.mistakes(made))
     assert section.notes == [] and len(section.thumbnails) > 2
     for domain in ("art", "photo"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -19,7 +18,6 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 
 TABLES = {"results.md", "results.csv"}
-DATA = {"data": {"name": "pets", "class_names": {}}}
 ALL = {*TABLES, "report.html"}
 
 
@@ -43,7 +41,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory(tmp_path)
-    directory.write_results(results_of(two_sets(), report={"page": True}, **DATA))
+    directory.write_results(results_of(two_sets(), report={"page": True}))
     return directory
 
 
@@ -66,9 +64,9 @@ def test_what_is_missing_or_old_is_written_anew(directory: RunDirectory, pages: 
     (directory.path / "analysis.json").write_text("{}")
     assert {"report.html", "results.md"} <= refresh(directory) and refresh(directory) == set()
     before = (directory.path / "results.json").stat().st_mtime_ns
-    directory.write_results(results_of(two_sets(), report={"page": True}, **DATA))
+    directory.write_results(results_of(two_sets(), report={"page": True}))
     assert (directory.path / "results.json").stat().st_mtime_ns == before and refresh(directory) == set()
-    directory.write_results(results_of(two_sets()[:4], report={"page": True}, **DATA))
+    directory.write_results(results_of(two_sets()[:4], report={"page": True}))
     assert refresh(directory) == ALL
     assert "xdomainmix" not in (directory.path / "results.md").read_text()
 
@@ -95,17 +93,14 @@ def test_a_damaged_report_is_restored(
         refresh(directory)
         assert {path: path.read_bytes() for path in whole} == whole and refresh(directory) == set(), name
     assert len(pages) == 7
-    if kind in ("cut", "unlink"):  # without checksums it is unknown; an earlier version wrote none
+    if kind in ("cut", "unlink"):
         damage(directory.path / "reports.json", kind)
         assert refresh(directory) == {*ALL, "models.parquet"} and refresh(directory) == set()
 
 
-@pytest.mark.parametrize("report", [{}, {"report": {"page": False}}])
-def test_no_page_where_none_is_wanted(report: dict[str, Any], tmp_path: Path, pages: list[Path]) -> None:
+def test_no_page_where_none_is_wanted(tmp_path: Path, pages: list[Path]) -> None:
     directory = RunDirectory(tmp_path)
-    directory.write_results(
-        results_of(two_sets(), **report, **DATA)
-    )  # a recipe of an earlier version has no such block
+    directory.write_results(results_of(two_sets()))
     for name in TABLES:
         (tmp_path / name).symlink_to(tmp_path / "gone" / name)
     assert refresh(directory) == TABLES and pages == []

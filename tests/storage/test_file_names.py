@@ -17,6 +17,8 @@ from xdm_ft.storage import digest, json_digest, tensors_digest
 from xdm_ft.storage.lines import csv_line, read_cell
 from xdm_ft.storage.names import MAX_BYTES, address_in, file_name, model_folder, parts_of, predictions_in
 
+VIT = {"encoder": "vit", "trainable": False}  # of a record
+
 CJK = "語" * 29  # 261 bytes when percent-encoded
 ODD = [
     "", ".", "..", "...", "a/b", "a%2Fb", "../../x", "/etc", ".hidden", "a\0b", "a\nb", "\udcff", "%-", "%~", "~",
@@ -48,7 +50,7 @@ def test_addresses() -> None:
     assert address_in(own, "val") == f"{own}/val.safetensors" and address_in(shared, "val") == f"{shared}/val"
     for folder, rules in ((own, ()), (own, ("val",)), (shared, ("val", "oracle"))):
         picks = {rule: Pick(1, address_in(folder, rule), {}) for rule in rules}
-        assert Record(ModelKey(*key), {}, "ok", selected=picks).folder == folder
+        assert Record(ModelKey(*key), {}, "ok", selected=picks, **VIT).folder == folder
     assert parts_of(predictions_in(own)) == (f"{own}/predictions.safetensors", None)
     assert parts_of(predictions_in(shared)) == (
         "models/erm/heads-1a2b.safetensors", "a%23b,c/seed3-trial2/predictions",

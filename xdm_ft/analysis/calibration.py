@@ -21,9 +21,8 @@ def calibration(
 ) -> Json:
     """Returns ECE, NLL and reliability of the validation images of each training domain, and of the test images.
 
-    `fitted` is the temperature in results.json; None: it is fitted on the validation images here, as runs of earlier
-    versions have none. A domain that both trains and tests appears twice, with its validation images under
-    "NAME (validation)".
+    `fitted` is the temperature in results.json; None: there is none, so it is fitted on the validation images here. A
+    domain that both trains and tests appears twice, with its validation images under "NAME (validation)".
     """
     logits = logits_of(validation.z)
     value = temperature(logits, validation.y) if fitted is None else fitted

@@ -65,7 +65,7 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None)
     dataset = read_data(recipe)
     encoders, hashes = build_encoders(recipe, dataset), image_hashes(recipe, dataset, accelerator)
     prepared = prepare(recipe, dataset, encoders, accelerator, hashes=hashes)
-    if run is not None and run.results["environment"].get("data", {}).get("content") not in (None, prepared.content):
+    if run is not None and run.results["environment"]["data"]["content"] != prepared.content:
         raise UserError(f"{run.path}: this run had other images; audit the recipe under another name (name=NAME)")
     try:
         plan, problem = make_plan(recipe, dataset).without(prepared.unreadable), ""

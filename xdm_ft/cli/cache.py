@@ -30,34 +30,29 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 @dataclass(frozen=True)
 class Entry:
-    """A store: features of one encoder, or activations at a cut of it, with one precision, in one view.
-
-    Or the images that were decoded, to see whether they can be: then `encoder` and `precision` are None.
-    """
+    """A store: features of one encoder, or activations at a cut of it, with one precision, in one view."""
 
     key: str
     path: Path
     bytes: int
     images: int
     last_used: str  # ISO 8601, UTC
-    state: str  # "current"; "outdated": of an earlier version, nothing reads it; "damaged", which only verify looks for
-    encoder: dict[str, Any] | None  # {"component", "model", …}; "cut" of activations: the module that gets them
-    precision: str | None
+    state: str  # "current"; "outdated": of another version, nothing reads it; "damaged", which only verify looks for
+    encoder: dict[str, Any]  # {"component", "model", …}; "cut" of activations: the module that gets them
+    precision: str
     view: dict[str, Any] | None  # {"number", "augmentation", …} of an augmented view
     faults: tuple[str, ...] = ()  # one for every damaged file
 
     def line(self) -> str:
         used = datetime.datetime.fromisoformat(self.last_used).astimezone().strftime("%Y-%m-%d %H:%M")
-        what = f"which of {plural(self.images, 'image')} can be decoded"
-        if self.encoder is not None:
-            cut = self.encoder.get("cut")
-            activations = "" if cut is None else f", activations before {cut}"
-            encoder = f"{self.encoder['component']} {self.encoder['model']}{activations}"
-            what = f"{encoder}, {plural(self.images, 'image')}, {self.precision}"
+        cut = self.encoder.get("cut")
+        activations = "" if cut is None else f", activations before {cut}"
+        encoder = f"{self.encoder['component']} {self.encoder['model']}{activations}"
+        what = f"{encoder}, {plural(self.images, 'image')}, {self.precision}"
         if self.view is not None:
             what += f", view {self.view['number']} of {self.view['augmentation']}"
         if self.state == "outdated":
-            what += ", of an earlier version: nothing reads it"
+            what += ", of another version: nothing reads it"
         return f"{self.key}  {self.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"
 
 
@@ -80,13 +75,11 @@ def verify_cache(folder: str | None) -> Answer:
     error = UserError(*problems, remedy) if problems else None
 
     current = [entry.encoder for entry in entries if entry.state != "outdated"]
-    checks = current.count(None)
-    cuts = sum("cut" in encoder for encoder in current if encoder is not None)
-    text = plural(len(current) - checks, "set") + " of features"
+    cuts = sum("cut" in encoder for encoder in current)
+    text = plural(len(current), "set") + " of features"
     text += f" and activations ({cuts} of activations)" if cuts else ""
-    text += f", {plural(checks, 'list')} of decoded images" if checks else ""
     outdated = len(entries) - len(current)
-    text += ", none damaged" + (f"; {outdated} of an earlier version, which nothing reads" if outdated else "")
+    text += ", none damaged" + (f"; {outdated} of another version, which nothing reads" if outdated else "")
     return Answer({"folder": cache, "entries": entries}, [f"{cache}: {text}"], error)
 
 
@@ -140,7 +133,7 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
                 # verified, though little of it is read: a damaged file may have lost the key of features in use
                 features = read_results(path, lambda run: None)["environment"].get("features")
             except Damaged as error:
-                raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
+                raise UserError(f"cache prune: {path}: {error.fault}; delete it if it is not needed") from error
             # keys of stores: of features and of activations, under every encoder; a run end to end has none
             nested = [features]
             for value in nested:  # the list grows while it is read
@@ -157,8 +150,8 @@ def _stores(folder: str | None) -> tuple[Path, list[tuple[Cached, Entry]]]:
     entries = []
     for store in stores(cache):
         used = datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds")
-        state, get = "outdated" if store.is_outdated else "current", store.manifest.get
-        of_features = get("encoder"), get("precision"), get("view")
+        state, manifest = "outdated" if store.is_outdated else "current", store.manifest
+        of_features = manifest["encoder"], manifest["precision"], manifest.get("view")
         entry = Entry(store.key, store.folder, store.bytes, store.images(), used, state, *of_features)
         entries.append((store, entry))
     return cache, entries

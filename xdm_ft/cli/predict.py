@@ -72,7 +72,6 @@ def must_not_change(arguments: argparse.Namespace, model: Model, columns: Column
     return {
         "xdm_ft": __version__,
         "model": digest(json_digest(described), tensors_digest(heads)),
-        "error": True,  # earlier versions had no such column
         "device": model.device.type,
         "precision": model.module.precision,
         **dataclasses.asdict(columns),

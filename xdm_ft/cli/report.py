@@ -103,7 +103,7 @@ def _write_reports(run: Run, images: bool) -> list[Path]:
     with RunDirectory(run.path) as directory:
         directory.lock()
         recipe = run.results["recipe"]
-        block = recipe.get("report", {}) | ({"images": True} if images else {})
+        block = recipe["report"] | ({"images": True} if images else {})
         written = write_reports(directory, replace(run, results=run.results | {"recipe": recipe | {"report": block}}))
     logger.info("wrote %s", ", ".join(str(path) for path in written))
     return written

@@ -72,7 +72,7 @@ class WebDataset(PiecedImages):
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
         of_names = keys.model_dump()
 
-        # 1: versions that took any damage for the end of a tar; 3: those that did not read 0.5x.jpg
+        # the number: to be raised when tars are read otherwise
         reads = ["tar", 4, HEIC[0] in extensions()]  # it decides which row an image is, so hashes are kept under it too
 
         def index_of(address: str, state: FileState) -> Table:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.names import model_folder, parts_of
 
@@ -113,8 +111,8 @@ class Record(OfModel):
     training_features: int | None = None  # number of training images whose features the head holds; None: of none
     peak_memory: int | None = None  # bytes that its training took at most; None: not known, or models shared it
     restarted: dict[str, Any] | None = None  # {"times", "reasons"} of trainings that could not resume
-    encoder: str | None = None  # its label, else its model; None: an earlier version wrote the record, as `trainable`
-    trainable: bool | dict[str, Any] | None = None  # how much of the encoder trains, as in a recipe
+    encoder: str = field(kw_only=True)  # its label, else its model
+    trainable: bool | dict[str, Any] = field(kw_only=True)  # how much of the encoder trains, as in a recipe
     deterministic: bool | None = None  # True: the head is class embeddings alone, the same for all seeds
     files: dict[str, str] = field(default_factory=dict)  # {address of its tensors in the run directory: their checksum}
 
@@ -128,7 +126,8 @@ class Record(OfModel):
     def to_json(self) -> dict[str, Any]:
         entry = {
             "method": self.method,
-            **_present(self, ("encoder", "trainable")),
+            "encoder": self.encoder,
+            "trainable": self.trainable,
             "test_domains": list(self.test_domains),
             "seed": self.seed,
             "trial": self.trial,
@@ -182,9 +181,7 @@ class SummaryRow:
     """
 
     # not written if None
-    _OPTIONAL: ClassVar = {
-        "spread_as_published", "failed", "skipped", "reason", "flags", "augmentation", "encoder", "trainable"
-    }  # fmt: skip
+    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags"}
 
     method: str
     selection: str
@@ -203,9 +200,9 @@ class SummaryRow:
     skipped: int | None = None  # number of skipped models
     reason: str | None = None  # why models failed, were skipped or are missing
     flags: list[str] | None = None  # reasons to doubt its picks
-    augmentation: str | None = None  # of the images that its models train on; None: an earlier version wrote it
-    encoder: str | None = None  # its label; None: an earlier version wrote it
-    trainable: Any = None  # how much of the encoder trains, as in a recipe; None: an earlier version wrote it
+    augmentation: str = field(kw_only=True)  # of the images that its models train on
+    encoder: str = field(kw_only=True)  # its label, else its model
+    trainable: bool | dict[str, Any] = field(kw_only=True)  # how much of the encoder trains, as in a recipe
 
     def to_json(self) -> dict[str, Any]:
         first = {"method": self.method, "encoder": self.encoder, "trainable": self.trainable}
@@ -224,21 +221,6 @@ class SummaryRow:
         versus, names = self.versus_erm or {}, ("reference", "difference", "p", "p_holm", "verdict")
         row |= {f"versus_erm:{name}": versus.get(name) for name in names}
         return row | {"draws": self.budget["draws"], "flags": "; ".join(self.flags or ())}
-
-
-def record_in(path: Path) -> Callable[[Any], Record]:
-    """Returns the function that makes a record of a JSON value in `path`. It raises `UserError` if it is none."""
-
-    def record_of(entry: Any) -> Record:
-        try:
-            return Record.from_json(entry)
-        except (KeyError, TypeError, AttributeError) as error:
-            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise UserError(
-                f"{path}: holds a record of another version ({what}); set another name or output.dir"
-            ) from error
-
-    return record_of
 
 
 def _score(values: Mapping[str, Any]) -> Score:

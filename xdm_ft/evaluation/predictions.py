@@ -44,16 +44,12 @@ class HeldOutImages:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> HeldOutImages:
-        """Returns them without the data set, from the arrays that `test_images` made.
-
-        Runs of earlier versions wrote no `groups` and `worst_of`: then groups are unknown, and no image is in one of
-        `worst_of`.
-        """
-        labels, groups, worst_of = arrays["labels"].astype(np.int64), arrays.get("groups"), arrays.get("worst_of")
+        """Returns them without the data set, from the arrays that `test_images` made."""
+        groups = arrays.get("groups")
         return cls(
             rows=arrays["rows"],
-            labels=labels,
-            worst_of=np.full(len(labels), -1) if worst_of is None else worst_of.astype(np.int64),
+            labels=arrays["labels"].astype(np.int64),
+            worst_of=arrays["worst_of"].astype(np.int64),
             groups=None if groups is None else groups.astype(np.int64),
         )
 

@@ -28,7 +28,7 @@ from xdm_ft.evaluation import (
     with_encoder,
 )
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.trials import ORACLE, picked_trials
+from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, UNKNOWN, Comparison, Pair, WithoutGroups, compared, judge
 
 
@@ -97,25 +97,6 @@ def with_earlier_verdicts(rows: Iterable[Comparison], before: Sequence[Look]) ->
     return kept
 
 
-def looks_of(results: Mapping[str, Any], comparisons: Iterable[Comparison]) -> list[Look]:
-    """Returns the looks of results.json, whose `runs` are records.
-
-    Verdicts that an earlier version wrote without looks, in `comparisons`, count as the first; the oracle's do not.
-    """
-    if "looks" in results:
-        return [Look(**entry) for entry in results["looks"]]
-    judged = [row for row in comparisons if row.p_here is not None and row.selection != ORACLE]
-    if not judged:
-        return []
-    rule, metric = (results["recipe"]["protocol"][key] for key in ("selection", "metric"))
-    labels = [row["method"] for row in results["summary"] if row["selection"] == rule]
-    runs = runs_by_method(picked_trials(results["runs"], rule, metric), labels, rule, metric)
-    # a method that had one seed beside others with several was deterministic
-    most = max((len(of_method.planned_seeds) for of_method in runs.values()), default=1)
-    seen = [replace(of_method, deterministic=len(of_method.planned_seeds) == 1 < most) for of_method in runs.values()]
-    return [look_at(seen).with_found(judged)]
-
-
 _CHEATING = "(oracle: picked on the test domain)"
 _PICKED_ON = {
     "train_val": "on the validation images of the training domains, the mean over these",
@@ -168,6 +149,7 @@ def summarise(
     compare: Sequence[tuple[str, str]] = (),
     encoders: Sequence[str] = (),
     deterministic: Collection[str] = (),
+    augmentations: Mapping[str, str] | None = None,
     convention: Convention | None = None,
     look: tuple[int, float] = (1, ALPHA),
     before: Sequence[Look] = (),
@@ -191,6 +173,7 @@ def summarise(
         compare: pairs of methods that the recipe declares (`report.compare`).
         encoders: labels of several encoders, which each method is compared between; none for one encoder.
         deterministic: the methods of which all seeds would give the same model.
+        augmentations: {method: augmentation of the images that it trains on}; missing: none.
         convention: how the data set's benchmark measures spread; None if it has no convention.
         look: number and significance level of this look.
         before: the looks before it, whose verdicts stay.
@@ -222,6 +205,7 @@ def summarise(
             method=method,
             encoder=runs.records[0].encoder,
             trainable=runs.records[0].trainable,
+            augmentation=(augmentations or {}).get(method, "none"),
             selection=rule,
             metric=metric,
             split=SPLIT,

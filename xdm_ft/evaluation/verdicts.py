@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -247,7 +247,7 @@ class Comparison:
         )
 
     def versus_erm(self) -> dict[str, Any]:
-        """Returns `versus_erm` of a row of the summary: what it was before there were two verdicts."""
+        """Returns `versus_erm` of a row of the summary."""
         estimates = {"domains": self.on_others, "seeds_and_images": self.on_these}
         return {
             "difference": self.difference,
@@ -265,10 +265,8 @@ class Comparison:
 
     @classmethod
     def from_json(cls, entry: dict[str, Any]) -> Comparison:
-        """Returns the comparison of an entry; keys of later versions are left out."""
-        values = {field.name: entry[field.name] for field in fields(cls) if field.name in entry}
         p_values = {name: entry[name] and PValue(**entry[name]) for name in ("p_here", "p_elsewhere")}
-        return cls(**values | p_values)
+        return cls(**entry | p_values)
 
 
 def judge(

@@ -181,7 +181,7 @@ def _final_fit(
         of_seeds = before.get("seeds") or {str(first): before["weights"]}
         for seed, weights in of_seeds.items():
             own = weights, reference_beside(weights)
-            files = {address: digest for address, digest in before.get("files", {}).items() if address in own}
+            files = {address: digest for address, digest in before["files"].items() if address in own}
             trained[int(seed)] = {"status": "ok", "weights": weights, "files": files}
         about_all = (*settings, "chosen_by", "estimate", "how", "seeds", "reason", "files")
         if first in trained:

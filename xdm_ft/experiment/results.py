@@ -17,14 +17,14 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
-from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, record_in, runs_by_method
+from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, runs_by_method
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.summary import (
     Compared,
+    Look,
     Summary,
     erm_of_each,
     look_at,
-    looks_of,
     place_of,
     protocol_line,
     summarise,
@@ -56,6 +56,7 @@ from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.checkpoint import differences
+from xdm_ft.storage.lines import OtherVersion
 from xdm_ft.storage.names import images_file, is_of_one_model, predictions_in
 from xdm_ft.storage.results_file import INPUTS
 from xdm_ft.storage.run_directory import RunDirectory
@@ -112,8 +113,8 @@ class Results:
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """The comparisons between the rows, with both verdicts; none in a run of an earlier version."""
-        return [Comparison.from_json(entry) for entry in self.streamed.get("comparisons", ())]
+        """The comparisons between the rows, with both verdicts."""
+        return all_comparisons(self.streamed)
 
     @property
     def as_read(self) -> Run:
@@ -193,30 +194,24 @@ class RunResults:
         """Reads what earlier runs in the directory finished, for a run of `recipe`. All processes call this.
 
         Models that failed or whose files are damaged are left out, so that they are trained again. Raises `UserError`
-        if results.json is damaged, or an earlier version wrote it.
+        if results.json is damaged, or another version wrote it.
         """
-        before = directory.results(record_in(directory.path / "results.json"))
+        before = directory.results(Record.from_json)
         results = cls(recipe, directory, () if before is None else grown_from(before, recipe.resolved()))
         if before is not None:
             results.recipe_before, results.environment_before = before["recipe"], before["environment"]
-            comparisons = all_comparisons(before | {"runs": Entries(before["runs"])})
-            results.summary = Summary([], [], looks_of(before, comparisons))
+            results.summary = Summary([], [], [Look(**entry) for entry in before["looks"]])
             results.label_curve = before.get("label_curve")
             results.final_fits = {
                 method: fit
                 for method, fit in final_fits_of(before).items()
-                if "weights" in fit and directory.verify_or_warn(fit["weights"], fit.get("files"))
+                if "weights" in fit and directory.verify_or_warn(fit["weights"], fit["files"])
             }
             entries = (record.files for record in before["runs"])
             files = (*entries, *(fit.get("files", {}) for fit in final_fits_of(before).values()))
             results.known_files = {
                 address: digest for of in files for address, digest in of.items() if not is_of_one_model(address)
             }
-            if any(record.status == "ok" and not record.files for record in before["runs"]):
-                logger.warning(
-                    "%s: is of another version, without checksums of its models' files; they will be trained again",
-                    directory.path / "results.json",
-                )
         # lines are written for every model, results.json only now and then
         records = {record.key: record for record in (before or {"runs": []})["runs"]} | read_records(directory, recipe)
         intact = set[ModelKey]()
@@ -235,7 +230,7 @@ class RunResults:
         This comes before training: `cache prune --unreferenced` reads from results.json which features are in use, and
         a run that grows again reads which models this recipe has planned. Warns of rows whose code has changed.
         """
-        before, known = self.recipe_before, (self.environment_before or {}).get("code", {})
+        before, known = self.recipe_before, {} if self.environment_before is None else self.environment_before["code"]
         code = code_of_rows(self.recipe, known, {key.method for key in self.records})
         self.environment, self.data, self.edited = environment | {"code": code}, data, edited_rows(self.recipe, code)
         if self.edited:
@@ -260,12 +255,9 @@ class RunResults:
             self.write()
 
     def read_all(self, plan: Plan) -> None:
-        """Adds the records of all processes, in the order of the plan, with what earlier versions did not write."""
+        """Adds the records of all processes, in the order of the plan."""
         records = self.records | read_records(self.directory, self.recipe)
-        planned = [model for model in plan.models if model.key in records]
-        self.records = {
-            model.key: dataclasses.replace(records[model.key], **model.item.of_records) for model in planned
-        }
+        self.records = {model.key: records[model.key] for model in plan.models if model.key in records}
 
     @property
     def choice(self) -> MethodChoice | None:
@@ -336,11 +328,16 @@ def refuse_other_inputs(
 def read_records(directory: RunDirectory, recipe: Recipe | None = None) -> dict[ModelKey, Record]:
     """Returns the records in the lines of all processes, including those of failed and skipped models.
 
-    With a recipe: without those that another run has written.
+    With a recipe: without those that another run has written. Raises `UserError` if another version wrote a line.
     """
     records: dict[ModelKey, Record] = {}
-    lines = lines_of(directory, RECORDS, recipe, lambda line: str(line.get("method")))
-    for record in map(record_in(directory.path / "state" / RECORDS), lines):
+    for line in lines_of(directory, RECORDS, recipe, lambda line: str(line.get("method"))):
+        try:
+            record = Record.from_json(line)
+        except (KeyError, TypeError, AttributeError) as error:
+            path = directory.path / "state" / RECORDS
+            fault = OtherVersion(f"it lacks {error}" if isinstance(error, KeyError) else str(error)).fault
+            raise UserError(f"{path}: {fault}; delete it to train its models again") from error
         # the lines of one process are in order, those of two are not: a model that failed, or whose files were damaged,
         # may have been trained again; heads of a large run may then lie elsewhere, on another kind of device
         before = records.get(record.key)
@@ -531,6 +528,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
             compare=recipe.declared,
             encoders=encoders,
             deterministic=deterministic,
+            augmentations=augmented,
             convention=BENCHMARKS[benchmark][0] if benchmark else None,
             look=(number, look.alpha),
             before=before,
@@ -550,8 +548,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
             if row.method in results.edited:
                 flags.append("its code has changed since its models trained")
             budget = row.budget | {"draws": len({record.trial for record in of_method})}
-            words = augmented[row.method]
-            rows.append(dataclasses.replace(row, budget=budget, flags=flags or None, augmentation=words))
+            rows.append(dataclasses.replace(row, budget=budget, flags=flags or None))
     judged = [row for row in comparisons if row.p_here is not None and row.p_here.holm is not None]
     return Summary(rows, comparisons, [*before, look.with_found(judged, before)] if judged else [*looks])
 

@@ -166,7 +166,7 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
 def code_of_rows(recipe: Recipe, known: Mapping[str, str], trained: Collection[str] = ()) -> dict[str, str]:
     """Returns {label: checksum of the code of the row's components}; of `trained` rows that in `known`, if it is there.
 
-    `known`: `environment.code` of results.json, which an earlier version did not write.
+    `known`: `environment.code` of results.json.
     """
     code = {item.label: digest(*(part.code() for part in item.parts)) for item in recipe.methods}
     return code | {label: known[label] for label in code if label in trained and label in known}
@@ -246,7 +246,7 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
                     old, new = Generation.of(results["recipe"]), Generation.of(now)
                     fits = [recipe["protocol"]["final_fit"] for recipe in (results["recipe"], now)]
                     if (old.seeds, old.trials, fits[0]) != (new.seeds, new.trials, fits[1]):
-                        edited = edited_rows(recipe, results["environment"].get("code", {}))
+                        edited = edited_rows(recipe, results["environment"]["code"])
                         refuse_mixed_rows(label for label in edited if (label, "ok") in runs)
                 # `export` runs this file: it must not undo what results.json says was compared
                 grows = grows or written.get("report") != now["report"]
@@ -289,8 +289,7 @@ def keep_choices_of_run(recipe: Recipe) -> Recipe:
     """Returns the recipe with the final fit of the run in its directory and, where it sets none, its augmentation, and
     the precision and batch size of its features, whose defaults depend on the machine.
 
-    An override, or an export by an earlier version, may have added the final fit. Earlier versions trained all methods
-    without augmentation if one of them read what is cached.
+    An override may have added the final fit.
     """
     try:
         before = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")["recipe"]

@@ -156,8 +156,7 @@ def curves(results: Results) -> dict[int, dict[str, float]]:
     for name_of_run, scalars in read_scalars(results.path / "events").items():
         heads = dict(scalars.get("train/heads", ()))
         for tag, of_tag in scalars.items():
-            # two slashes: runs of earlier versions have all curves in one folder, which tells no method
-            if name_of_run.count("/") == 2 and tag.startswith(("train/", "val/", "oracle/")) and tag != "train/heads":
+            if tag.startswith(("train/", "val/", "oracle/")) and tag != "train/heads":
                 name = f"{name_of_run.rpartition('/')[0]}/{tag}"
                 for step, value in of_tag:
                     points.setdefault(step, {}).setdefault(name, []).append((value, heads.get(step, 1.0)))

@@ -40,7 +40,7 @@ from xdm_ft.runtime.errors import UserError, plural, signed
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import one_line
 
-FORMAT: Literal[1] = 1  # of config.json; raise it when an earlier version could misread the file
+FORMAT: Literal[1] = 1  # of config.json; raise it when a reader of this one could misread the file
 ModelPrecision = Literal["fp32", "bf16", "fp16"]
 MAX_NLL = 1e9  # far above that of any model, and its square is finite
 Signed = Annotated[float, Field(ge=-MAX_NLL, le=MAX_NLL)]
@@ -191,9 +191,9 @@ class ExpectedPerformance(Block):
     others: dict[Metric, float]  # {metric: mean}, not divided by a temperature
     calibrated: dict[Metric, float] | None  # ece and nll after each model's own fitted temperature; None: unknown
     new_site: tuple[float, float] | None  # 95% prediction interval for the metric at one new site
-    scale: Scale = "plain"  # of `center` and `spread`; earlier versions had this one alone
-    center: Signed | None = None  # None: `mean`
-    # standard deviation behind `new_site`; None with fewer than three held-out sets
+    scale: Scale = "plain"  # of `center` and `spread`
+    center: Signed | None = None  # of `new_site`, as the two below; None with fewer than three held-out sets
+    # standard deviation
     spread: Annotated[float, Field(ge=0, le=MAX_NLL)] | None = None
     freedom: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # degrees of freedom of its t distribution
     one_more_domain: Signed | None = None  # what it adds to the metric, see `evaluation.intervals`; None: unknown
@@ -202,9 +202,9 @@ class ExpectedPerformance(Block):
     @property
     def at_new_site(self) -> NewSite | None:
         """The distribution of the metric at a new site; None: unknown."""
-        if self.spread is None or self.freedom is None:
+        if self.center is None or self.spread is None or self.freedom is None:
             return None
-        return NewSite(self.mean if self.center is None else self.center, self.spread, self.freedom, self.scale)
+        return NewSite(self.center, self.spread, self.freedom, self.scale)
 
     @model_validator(mode="after")
     def _possible(self) -> ExpectedPerformance:
@@ -212,8 +212,8 @@ class ExpectedPerformance(Block):
         values = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "worst": self.worst[1]}
         if self.scale == "plain":
             values |= {"center": self.center, "spread": self.spread}
-        elif self.metric != "accuracy" or self.center is None:
-            raise ValueError("scale: logit is for an accuracy and needs a center")
+        elif self.metric != "accuracy":
+            raise ValueError("scale: logit is for an accuracy")
         values |= {", ".join(site.domains): site.value for site in self.held_out}
         of_metric: list[tuple[str, str, float | None]] = [(self.metric, name, value) for name, value in values.items()]
         of_metric += [(name, name, value) for name, value in [*self.others.items(), *(self.calibrated or {}).items()]]
@@ -223,8 +223,8 @@ class ExpectedPerformance(Block):
                 raise ValueError(f"{name}: {value} is not in 0…{most:g}, as {metric} is")
         if self.calibrated is not None and not {"nll", "ece"} <= self.calibrated.keys():
             raise ValueError("calibrated: nll or ece is missing")
-        if (self.spread is None) != (self.freedom is None):
-            raise ValueError("of spread and freedom, one is null and the other is not")
+        if len({value is None for value in (self.center, self.spread, self.freedom)}) > 1:
+            raise ValueError("of center, spread and freedom, one is null and another is not")
         return self
 
 

@@ -60,7 +60,10 @@ from xdm_ft.version import __version__
 from xdm_ft.weights.source import refuse_not_finite
 
 logger = logging.getLogger("xdm_ft")
-COPIED = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step")
+COPIED = (
+    "class_names", "preprocessing", "normalize", "head", "few_images", "class_means", "method", "prompts", "protocol",
+    "step",
+)  # fmt: skip
 """Keys of a weights file's metadata that are those of `ModelConfig` too."""
 
 
@@ -214,8 +217,8 @@ def read_parts(
     fitted = median(temperatures) if temperatures and wise_ft is None else None
     if temperature and fitted is None:
         raise UserError(
-            f"{run.path}: no temperature was fitted for this model: its run is from an earlier version, has no "
-            "validation images of training domains, or separates them perfectly; leave --temperature out"
+            f"{run.path}: no temperature was fitted for this model: its run has no validation images "
+            "of training domains, or separates them perfectly; leave --temperature out"
         )
     # an encoder that is a mean of two has other features than those that the reference describes
     reference = None
@@ -239,8 +242,6 @@ def read_parts(
         fitted_temperature=fitted,
         reference_xxh3=None if reference is None else digest_of(tensors_of(reference.arrays())),
         results=results,
-        few_images=description.get("few_images", {}),  # earlier versions did not write it
-        class_means=description.get("class_means", False),
         intensity=description.get("intensity"),  # absent where it is `type`
         renamed={name: words for name, words in names.items() if name != words},
         expected=expected_performance(run.path, run.results, quoted, at),
@@ -252,9 +253,6 @@ def read_parts(
 def _read_weights(run: Run, file: str, digests: Digests) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the tensors and the metadata of a model. Raises `UserError` if the file is damaged or missing."""
     state, metadata = RunDirectory(run.path).require_tensors(file, digests)
-    if "class_names" not in metadata:
-        problem = "an earlier version wrote it, without the description of its model"
-        raise UserError(f"{run.path / file}: {problem}; run the run's recipe again to train this model again")
     refuse_not_finite(state, str(run.path / file))
     return state, {key: json.loads(value) for key, value in metadata.items() if key != "file"}
 
@@ -283,8 +281,7 @@ def _settings_of_family(settings: Mapping[str, Any]) -> Any:
 def _encoder_config(described: Mapping[str, Any], encoder: Encoder, trained_names: Sequence[str]) -> EncoderConfig:
     trained: bool | Trainable = False
     if described["in_this_file"]:
-        # earlier versions trained all of the encoder or nothing
-        trained = TypeAdapter(Trainable).validate_python(described.get("trainable", True))
+        trained = TypeAdapter(Trainable).validate_python(described["trainable"])
     part = None
     if not isinstance(trained, bool):
         state = encoder.state_dict()
@@ -335,25 +332,27 @@ def _interpolate(
 def _digests(run: Run, addresses: Collection[str], final_fit: Mapping[str, Any] | None) -> Digests:
     """Returns the checksums of all files of the models with weights at these addresses."""
     if final_fit is not None:
-        return final_fit.get("files", {})
-    files = (record.files for record in run.records if not record.files.keys().isdisjoint(addresses))
-    return {address: digest for of_model in files for address, digest in of_model.items()}
+        files: Digests = final_fit["files"]
+        return files
+    every = (record.files for record in run.records if not record.files.keys().isdisjoint(addresses))
+    return {address: digest for of_model in every for address, digest in of_model.items()}
 
 
 def _read_reference(
     run: Run, description: Mapping[str, Any], addresses: Iterable[str], digests: Digests
 ) -> Reference | None:
-    """Returns the reference in the run directory; None, with a warning if it is damaged, without one."""
+    """Returns the reference in the run directory; None without one, and, with a warning, if it is damaged."""
     if description["encoder"]["in_this_file"]:
         file = reference_beside(*addresses)
     else:
-        file = reference_file(tuple(description["method"]["test_domains"]), description["encoder"].get("label"))
+        file = reference_file(tuple(description["method"]["test_domains"]), description["encoder"]["label"])
+    if file not in digests:
+        return None
     try:
         return reference_from(RunDirectory(run.path).tensors(file, digests)[0], description["encoder"]["width"])
-    except FileNotFoundError:  # an earlier version wrote the run
-        return None
-    except Damaged as error:
-        logger.warning("%s: %s, so distances are not known", run.path / file, error.fault)
+    except (Damaged, FileNotFoundError) as error:
+        fault = error.fault if isinstance(error, Damaged) else "does not exist"
+        logger.warning("%s: %s, so distances are not known", run.path / file, fault)
         return None
 
 
@@ -374,8 +373,7 @@ def training_images(run: Run, config: ModelConfig) -> np.ndarray | None:
         selecting = {"train_val", "val_domain", SELECTION_SPLIT.get(recipe.protocol.selection)}
         rows = torch.cat([*split.train, *(part for name, part in split.evaluation.items() if name in selecting)])
         digests = hash_files(dataset, cache_of_run(recipe.features), show=True).digests
-        recorded = run.results["environment"].get("data", {}).get("content")
-        if recorded not in (None, digest(digests, bits=128)):
+        if run.results["environment"]["data"]["content"] != digest(digests, bits=128):
             raise UserError("the images have changed since the run")
     except (UserError, OSError) as error:
         reason = printable(error)[:200]

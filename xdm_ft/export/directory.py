@@ -254,7 +254,7 @@ def _read_config(folder: Path) -> tuple[ModelConfig, str, str]:
         if "format" not in document or "weights_xxh3" not in document:
             raise Damaged("it is not of xdm_ft")
         if document["format"] != FORMAT:
-            raise Damaged(f"it has format {document['format']}, and this version reads {FORMAT}; update xdm_ft")
+            raise Damaged(f"another version of xdm_ft made it: it has format {document['format']}, not {FORMAT}")
         if checksum != json_digest(document):
             raise Damaged("its checksum differs: it was edited or damaged")
         weights_xxh3 = str(document.pop("weights_xxh3"))

@@ -70,7 +70,6 @@ from xdm_ft.report.words import IN_PERCENT
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.tensors import Arrays
 
 WITHIN = "within what the card promises"
 
@@ -113,10 +112,8 @@ def expected_performance(
     if not all(part.predictions for part in stored):
         notes.append("stored predictions are missing, damaged or of another run, so that some intervals are unknown")
     if any(site.groups is None for site in at):
-        earlier = " (the run is from an earlier version, which did not store them)"
-        of_earlier = earlier if any(part.of_earlier_version for part in stored) else ""
-        notes.append(f"images assumed independent: patients, slides or sequences are unknown{of_earlier}")
-    if divided := results.get("data", {}).get("divided"):
+        notes.append("images assumed independent: patients, slides or sequences are unknown")
+    if divided := results["data"].get("divided"):
         notes.append(f"the split divides groups (patients, slides or sequences): {', '.join(divided)}")
     if any(site.seeds == 1 for site in at):
         notes.append("one seed: intervals are over images alone")
@@ -142,7 +139,7 @@ def expected_performance(
         others=_others(runs),
         calibrated=_calibrated(stored),
         new_site=None if at_new_site is None else at_new_site.between(metric),
-        one_more_domain=one_more_domain(runs, results.get("data", {}).get("images", ())),
+        one_more_domain=one_more_domain(runs, results["data"]["images"]),
         **({} if at_new_site is None else at_new_site._asdict()),
         notes=tuple(notes),
     )
@@ -153,23 +150,20 @@ class _Stored(NamedTuple):
 
     predictions: list[Prediction]  # in the order of the seeds; empty if one cannot be read
     temperatures: list[float | None]
-    of_earlier_version: bool  # groups were not stored yet
 
 
 def _read_stored(path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _Stored:
     directory, predictions = RunDirectory(path), list[Prediction]()
     by_seed = {record.seed: record for record in runs.records if record.test_domains == held}
-    stored: Arrays = {}
     try:
-        stored = directory.test_images(held, next(iter(by_seed.values())).files)
-        images = HeldOutImages.from_arrays(stored)
+        images = HeldOutImages.from_arrays(directory.test_images(held, next(iter(by_seed.values())).files))
         for record in (by_seed[seed] for seed in seeds):
             arrays = directory.predictions(record.folder, record.files)
             predictions.append(Prediction.from_arrays(arrays, images, record.key, runs.rule))
-    except (UserError, KeyError):  # without them the estimate has no intervals, and its notes say so
+    except UserError:  # without them the estimate has no intervals, and its notes say so
         predictions = []
     temperatures = [by_seed[seed].selected[runs.rule].temperature for seed in seeds]
-    return _Stored(predictions, temperatures, bool(stored) and "worst_of" not in stored)
+    return _Stored(predictions, temperatures)
 
 
 def _at_held_out(
@@ -228,7 +222,7 @@ def _calibrated(stored: Sequence[_Stored]) -> dict[str, float] | None:
     None if a temperature or some probabilities are unknown.
     """
     by_set = []
-    for predictions, temperatures, _ in stored:
+    for predictions, temperatures in stored:
         pairs = []
         # not strict: where stored predictions cannot be read, there are none
         for prediction, temperature in zip(predictions, temperatures, strict=False):

@@ -163,10 +163,9 @@ class Model:
             return self.reference
         start = f"{what}: unknown for this model, because its run kept nothing of the training features"
         if self.config.encoder.trained:
-            raise UserError(f"{start}: it is from an earlier version, or the model is a mean of others; leave it out")
+            raise UserError(f"{start}: the model is a mean of others; leave it out")
         raise UserError(
-            f"{start}: it is from an earlier version, or the file is damaged; run its recipe again (nothing "
-            "trains again), and export the model again"
+            f"{start}: the file was damaged; run its recipe again (nothing trains again), and export the model again"
         )
 
     def class_embeddings(self) -> ClassEmbeddings:

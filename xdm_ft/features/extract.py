@@ -133,7 +133,7 @@ def extract(
 def _require_room(stores_of_views: Sequence[Store], missing: int) -> None:
     """Raises `UserError` if the missing features cannot be written, for lack of permission or of space.
 
-    Logs, once for a new store, that the cache has features of an earlier version: why all are computed again.
+    Logs, once for a new store, that the cache has features of another version: why all are computed again.
     """
     plain, *others = stores_of_views
     if not is_writable(plain.cache):
@@ -143,10 +143,9 @@ def _require_room(stores_of_views: Sequence[Store], missing: int) -> None:
         )
     plain.require_space(sum(store.bytes_needed for store in others))
     cached_stores = [] if plain.folder.exists() else stores(plain.cache)
-    outdated = [cached for cached in cached_stores if cached.is_outdated and cached.of_features]
-    if outdated:
+    if outdated := [cached for cached in cached_stores if cached.is_outdated]:
         logger.info(
-            "%s: %s of features are from an earlier version and cannot be read; list them with `xdm-ft cache "
+            "%s: %s of features are from another version of xdm_ft and cannot be read; list them with `xdm-ft cache "
             "ls`, delete them with `xdm-ft cache prune`", plain.cache, plural(len(outdated), "set"),
         )  # fmt: skip
 

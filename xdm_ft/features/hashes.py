@@ -448,11 +448,6 @@ class _Index:
         "CREATE TABLE contents (key TEXT, used REAL, checksum TEXT, xxh3_128 BLOB, reasons TEXT)",
         "CREATE INDEX contents_by_key ON contents (key)",
     )
-    earlier = {  # tables of earlier versions → their columns as those of `contents`
-        "lists": "key, used, checksum, xxh3_128, ''",
-        "pieces": "key, NULL, checksum, xxh3_128, ''",
-        "decoded": "key, NULL, checksum, xxh3_128, reasons",
-    }
 
     def __init__(self, cache: Path | None) -> None:
         self.path = cache / INDEX if cache is not None and is_writable(cache) else None
@@ -567,10 +562,6 @@ class _Index:
                     if not index.execute(has_table, ("contents",)).fetchone():
                         for table in self.tables:
                             index.execute(table)
-                        for table, columns in self.earlier.items():
-                            if index.execute(has_table, (table,)).fetchone():
-                                index.execute(f"INSERT INTO contents SELECT {columns} FROM {table}")
-                                index.execute(f"DROP TABLE {table}")
                 return work(index)
 
 

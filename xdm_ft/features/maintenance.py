@@ -21,9 +21,7 @@ from xdm_ft.storage.cache_root import one_at_a_time
 from xdm_ft.storage.lines import Damaged
 
 SECONDS_PER_DAY = 86400.0
-DECODED = "decoded"  # folder in which earlier versions kept which images decode
-# files of a store besides its manifest; earlier versions left claims and locks
-OURS = (SHARDS, f".*{UNFINISHED}", UNFINISHED_TENSORS, "claim-*", "shard-*.lock")
+OURS = (SHARDS, f".*{UNFINISHED}", UNFINISHED_TENSORS)  # files of a store besides its manifest
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class File:
 
 @dataclass(frozen=True)
 class Cached:
-    """A store of the cache: of features, or, from an earlier version, of which images decode."""
+    """A store of the cache."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -49,13 +47,9 @@ class Cached:
         return self.folder.name
 
     @property
-    def of_features(self) -> bool:
-        return "encoder" in self.manifest
-
-    @property
     def is_outdated(self) -> bool:
-        """Whether an earlier version wrote it, so that nothing reads it."""
-        return self.manifest.get("schema") != SCHEMA or not self.of_features
+        """Whether another version wrote it, so that nothing reads it."""
+        return bool(self.manifest["schema"] != SCHEMA)
 
     @property
     def plain_key(self) -> str:
@@ -83,8 +77,7 @@ class Cached:
 def stores(cache: Path) -> list[Cached]:
     """The stores of the cache, last used first; none if the folder does not exist."""
     cached_stores = []
-    folders = [folder for parent in (cache, cache / DECODED) if parent.is_dir() for folder in parent.iterdir()]
-    for folder in folders:
+    for folder in cache.iterdir() if cache.is_dir() else ():
         try:
             manifest = read_manifest(folder) if folder.is_dir() and not folder.is_symlink() else {}
         except (FileNotFoundError, Damaged):
@@ -143,7 +136,7 @@ def prune(
             for store in unlocked
             for file in store.files
             if (unused_days is not None and time.time() - file.last_used > unused_days * SECONDS_PER_DAY)
-            or (referenced is not None and store.of_features and referenced.isdisjoint((store.key, store.plain_key)))
+            or (referenced is not None and referenced.isdisjoint((store.key, store.plain_key)))
         }
         files = [file for store in unlocked for file in store.files if file.is_own]
         # all stores count for the limit, also those that this prune may not touch

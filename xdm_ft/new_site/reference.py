@@ -97,8 +97,7 @@ def site_of(run: Run, config: ModelConfig) -> Stored:
         key = ModelKey(label, held_out, seed, config.method.get("trial", 0))
         picked = [record for record in records if record.key == key]
     with prepared_run(run, label) as (plan, prepared):
-        content = run.results["environment"].get("data", {}).get("content")
-        if content not in (None, prepared.content):
+        if run.results["environment"]["data"]["content"] != prepared.content:
             raise UserError("the images have changed since the run")
         fit = fit_of_runs(plan, picked, prepared.unreadable)
         split = plan.by_key[picked[0].key].split if held_out else fit.model.split

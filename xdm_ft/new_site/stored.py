@@ -40,7 +40,7 @@ from xdm_ft.export.predictor import Model
 from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
-from xdm_ft.storage.lines import Damaged, json_object, one_line
+from xdm_ft.storage.lines import Damaged, OtherVersion, json_object, one_line
 from xdm_ft.storage.tensors import Sizes
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -90,7 +90,7 @@ class About(Block):
     threshold: Share | None  # ATC's; None: above every confidence
     images: Annotated[int, Field(ge=1)]  # validation images
     domains: dict[str, AtDomain]
-    budgets: tuple[Bought, ...] = ()  # files of earlier versions have none
+    budgets: tuple[Bought, ...]
 
     @model_validator(mode="after")
     def _of_same_risks(self) -> About:
@@ -234,9 +234,10 @@ def read_stored(folder: Path, config: ModelConfig) -> Stored:
     tensors = read_described(path, config.site_xxh3, wanted_sizes(classes, width))
     try:
         return replace(_stored(tensors), unknown=config.unknown)
+    except ValidationError as error:
+        raise UserError(f"{path}: {OtherVersion(first_fault(error)[:200]).fault}; {AGAIN}") from error
     except (Damaged, ValueError, RecursionError) as error:
-        reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
-        raise UserError(f"{path}: is damaged ({reason[:200]}); {AGAIN}") from error
+        raise UserError(f"{path}: is damaged ({one_line(error)[:200]}); {AGAIN}") from error
 
 
 def read_unknown(model: Model, name: str) -> Stored:
@@ -245,7 +246,7 @@ def read_unknown(model: Model, name: str) -> Stored:
     stored = read_stored(model.folder, model.config)
     if stored.unknown is None:
         few = f"{FEWEST_CLASSES} classes and {MIN_DOMAINS} domains are needed"
-        raise UserError(f"--unknown: {name} cannot tell images of no class; {few}, and an export by this version")
+        raise UserError(f"--unknown: {name} cannot tell images of no class; {few}")
     if not stored.unknown.works:
         raise UserError(f"--unknown: {name} {FAILS.format(stored.unknown.auroc)}; leave it out")
     return stored

@@ -41,7 +41,6 @@ class StoredThreshold(Block):
     groups: Count | None  # None: images assumed independent
     answered: Count  # of the labelled images
     wrong: Count
-    checksum: str = ""
 
 
 def refuse_other_directories(folder: Path) -> None:
@@ -73,8 +72,6 @@ def read_threshold(model: Model) -> StoredThreshold:
         raise UserError(f"--abstain-below: {folder} has no stored threshold; {again}")
     try:
         stored = StoredThreshold.model_validate(read_object(path))
-        if not stored.checksum:
-            raise Damaged("it has no checksum")
     except (Damaged, ValidationError) as error:
         reason = first_fault(error) if isinstance(error, ValidationError) else one_line(error)
         raise UserError(f"--abstain-below: {path} is damaged ({reason[:200]}); {again}") from error

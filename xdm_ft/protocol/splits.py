@@ -46,7 +46,6 @@ class Protocol(Block):
     together: Annotated[
         tuple[tuple[Name, ...], ...],
         Field(
-            exclude_if=lambda sets: not sets,  # a recipe without it is written as earlier versions wrote it
             description="sets of domains to hold out as one because they show the same objects or patients, e.g. "
             "[[dslr, webcam]]. In test_domains, one of them means the set (leave_one_domain_out only)",
         ),

@@ -30,7 +30,6 @@ class DataCommon(Block):
     )
     intensity: Intensity = Field(
         default="type",
-        exclude_if=lambda intensity: intensity == "type",  # such a recipe is written as earlier versions wrote it
         description="what becomes 0…255 of images wider than 8 bits: type (0…65535, floats 0…1), auto (the fewest of "
         "8, 10, 12, 14, 16 bits that hold all of them; floats: least to largest) or {low, high}",
     )

@@ -7,15 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from scipy.special import stdtrit
-
-from xdm_ft.evaluation import verdicts, with_encoder
+from xdm_ft.evaluation import verdicts
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.summary import Look as LookAtRun
-from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, Comparison, Family, PValue
+from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, Comparison, Family
 from xdm_ft.report import MAX_UNFOLDED_ROWS, Cell, Section, Table, cells, make_section, words
 from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Look, Mark, Row, points
-from xdm_ft.report.finished import Run, declared_pairs, items, split_row
+from xdm_ft.report.finished import Run, declared_pairs, split_row
 from xdm_ft.report.words import (
     EMPTY,
     IN_PERCENT,
@@ -32,19 +30,8 @@ Results = Mapping[str, Any]
 
 
 def all_comparisons(results: Results) -> list[Comparison]:
-    """Returns the comparisons under all selection rules; those of an earlier version as far as it kept them."""
-    if "comparisons" in results:
-        return [Comparison.from_json(entry) for entry in results["comparisons"]]
-    rows = [
-        _earlier(results, row["selection"], row["method"], _earlier_reference(row, results), row["versus_erm"])
-        for row in results["summary"]
-        if row["versus_erm"]
-    ]
-    pairs = []
-    for pair in results.get("encoder_pairs", ()):
-        first, second = (with_encoder(pair["method"], pair[side]) for side in ("first", "second"))
-        pairs.append(_earlier(results, pair["selection"], first, second, pair))
-    return [*rows, *pairs]
+    """Returns the comparisons under all selection rules."""
+    return [Comparison.from_json(entry) for entry in results["comparisons"]]
 
 
 def comparisons_of(results: Results, rule: str) -> list[Comparison]:
@@ -227,14 +214,9 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
 
 
 def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
-    """Returns lines that stand below a table: the smallest difference that it finds, what limits it, and its look.
-
-    Results of an earlier version have none: it kept no degrees of freedom.
-    """
-    if "comparisons" not in results:
-        return []
+    """Returns lines that stand below a table: the smallest difference that it finds, what limits it, and its look."""
     rows = comparisons_of(results, rule)
-    looks = [LookAtRun(**entry) for entry in results.get("looks", ())]
+    looks = [LookAtRun(**entry) for entry in results["looks"]]
     alpha = looks[-1].alpha if looks else ALPHA
     family = Family.of(rows, alpha)
     if family is None:
@@ -262,8 +244,7 @@ def forecast(results: Results, metric: str, seeds: int, declared: int) -> list[s
 
     `declared`: number of comparisons that it declares; 0: all are in the family.
     """
-    rule = results["recipe"].get("protocol", {}).get("selection", "")
-    family = Family.of(comparisons_of(results, rule), ALPHA)
+    family = Family.of(comparisons_of(results, results["recipe"]["protocol"]["selection"]), ALPHA)
     if family is None or family.seeds is None:
         return []
     family = replace(family, count=declared or family.count)
@@ -303,65 +284,14 @@ def _smallest_here(family: Family, metric: str, results: Results) -> str:
 
 def _wall_seconds(results: Results) -> float:
     """Returns the time of all trainings. Frozen heads are trained side by side, on a CPU by `threads`."""
-    of = results.get("environment", {})
-    workers = of.get("processes", 1) * (of.get("threads", 1) if of.get("device") == "cpu" else 1)
+    of = results["environment"]
+    workers = of["processes"] * (of["threads"] if of["device"] == "cpu" else 1)
     frozen, alone = list[tuple[str, float]](), 0.0
     for run in results["runs"]:
-        seconds = run.get("train_seconds") or 0.0
-        if run.get("trainable") is False:
+        seconds = run.get("train_seconds", 0.0)
+        if run["trainable"] is False:
             frozen.append((run["method"], seconds))
         else:
             alone += seconds
     pieces = len(set(frozen))  # heads that train together have equal seconds
     return alone + math.fsum(seconds for _, seconds in frozen) / max(1, min(workers, pieces))
-
-
-# ------------------------------------------------------------------------------------------ results of earlier versions
-
-
-def _earlier(results: Results, rule: str, first: str, second: str, versus: Mapping[str, Any]) -> Comparison:
-    """Returns a comparison that an earlier version wrote. Its verdict was about new domains too, where it had several.
-
-    Its intervals give back the errors, with the degrees of freedom that it had for domains, and a normal one for seeds
-    and images.
-    """
-    held_out = {tuple(run["test_domains"]) for run in results["runs"]}
-    word, _, where = versus["verdict"].partition(" ")
-    is_found = word in (verdicts.BETTER, verdicts.WORSE)
-    images, domains = (
-        None if versus[key] is None else (versus[key]["high"] - versus[key]["low"]) / 2
-        for key in ("seeds_and_images", "domains")
-    )
-    p = None if versus["p"] is None else PValue(versus["p"], versus["p_holm"])
-    return Comparison(
-        selection=rule,
-        first=first,
-        second=second,
-        sets=len(held_out),
-        domains=sum(map(len, held_out)),
-        paired=True,
-        difference=versus["difference"],
-        error=None if images is None else images / 1.959964,  # the normal quantile that it used
-        error_elsewhere=None if domains is None else domains / float(stdtrit(len(held_out) - 1, 0.975)),
-        p_here=p,
-        p_elsewhere=p if len(held_out) > 1 else None,
-        note=versus["note"],
-        here=word if is_found else NO_VERDICT if versus["verdict"] == NO_VERDICT else verdicts.EQUAL,
-        elsewhere=word if is_found and not where else verdicts.UNKNOWN,
-    )
-
-
-def _earlier_reference(row: Mapping[str, Any], results: Results) -> str:
-    """Returns what a row was compared with. The earliest versions named it in the note, if there were several."""
-    versus = row["versus_erm"]
-    if "reference" in versus:
-        return str(versus["reference"])
-    for note in str(versus["note"]).split("; "):
-        if note.startswith("compared with "):
-            return note.removeprefix("compared with ")
-    for other in results["summary"]:
-        is_reference = other["versus_erm"] is None and other["mean"] is not None
-        is_erm = items(results).get(other["method"], {}).get("name") == "erm"
-        if is_reference and is_erm and split_row(other["method"], results)[1] == split_row(row["method"], results)[1]:
-            return str(other["method"])
-    return "erm"

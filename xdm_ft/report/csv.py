@@ -87,14 +87,11 @@ def properties(run: Run, method: str) -> Row:
     """Returns what the models of a method have beside the protocol."""
     recipe, encoder = run.results["recipe"], encoder_block(method, run.results)
     model, weights = encoder.get("model", encoder.get("name", "unknown encoder")), encoder.get("weights")
-    views = (recipe.get("features") or {}).get("views") or 0
-    of_all_rows = recipe.get("data", {}).get("train_augmentation") or "none"  # in older runs
-    augmentation = f"{of_all_rows}, {views} cached views" if views else str(of_all_rows)
     return {
         "run": str(recipe["name"]),
         "encoder": f"{model} ({Path(weights).name})" if isinstance(weights, str) else str(model),
         "encoder_trained": trained_words(trainable_of(method, run.results)),
-        "augmentation": next((row.augmentation for row in run.rows if row.method == method), None) or augmentation,
+        "augmentation": next(row.augmentation for row in run.rows if row.method == method),
     }
 
 

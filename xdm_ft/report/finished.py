@@ -6,13 +6,13 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from xdm_ft.evaluation import Entries, Held, ModelKey, Record, Runs, SummaryRow, record_in, split_label, with_encoder
+from xdm_ft.evaluation import Entries, Held, ModelKey, Record, Runs, SummaryRow, split_label, with_encoder
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
@@ -20,9 +20,9 @@ from xdm_ft.report.charts import Look, looks
 from xdm_ft.report.means import Pools, pooled
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import json_digest
-from xdm_ft.storage.lines import Damaged, read_object
+from xdm_ft.storage.lines import Damaged, OtherVersion, read_object
 from xdm_ft.storage.names import images_file
-from xdm_ft.storage.results_file import read_results, refuse_other_types
+from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, WRITE_AGAIN, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars, sub_run
 
@@ -49,7 +49,7 @@ class Run:
 
     def refuse_unfinished(self) -> None:
         """Raises `UserError` if the run has no table yet, or not the final fit that its recipe asks for."""
-        fit_is_missing = self.results["recipe"]["protocol"].get("final_fit") and "final_fit" not in self.results
+        fit_is_missing = self.results["recipe"]["protocol"]["final_fit"] and "final_fit" not in self.results
         lacks = "no table" if not self.rows else "no final fit" if fit_is_missing else None
         if lacks is not None:
             raise UserError(f"{self.path}: has {lacks}, as its run is not finished; run the same command to finish it")
@@ -62,7 +62,7 @@ class Run:
     @property
     def has_images(self) -> bool:
         """Whether its models are for images, and not for features that were computed elsewhere."""
-        return bool(self.results["recipe"].get("data", {}).get("name") != "features")
+        return bool(self.results["recipe"]["data"]["name"] != "features")
 
     @property
     def own_rule(self) -> str:
@@ -150,7 +150,7 @@ class Run:
     @property
     def shows_images(self) -> bool:
         """Whether images of the data, and names of their files, may stand in the page."""
-        return bool(self.results["recipe"].get("report", {}).get("images", False))
+        return bool(self.results["recipe"]["report"]["images"])
 
     @property
     def shown_method(self) -> str | None:
@@ -263,7 +263,7 @@ class Run:
         order = {label: position for position, label in enumerate(self.looks)}
         weights = {record.key: record.files.get(record.selected[self.own_rule].weights) for record in self.picked}
         models = [model for model in self.analysis["models"] if _key(model) in weights]
-        own = [model for model in models if model.get("weights") in (None, weights[_key(model)])]
+        own = [model for model in models if model["weights"] == weights[_key(model)]]
         if len(own) < len(models):
             problem = f"{plural(len(models) - len(own), 'model')} in it {'are' if len(models) - len(own) > 1 else 'is'}"
             logger.warning("%s: %s of another run; run `xdm-ft analyse` again", self.path / ANALYSIS, problem)
@@ -293,8 +293,7 @@ class Run:
             reason = f"is damaged ({error})"
         if not reason and content.get("version") != AUDIT_VERSION:
             reason = f"has version {content.get('version')!r}, and this version of xdm_ft reads {AUDIT_VERSION}"
-        images = self.results.get("environment", {}).get("data", {}).get("content")
-        if not reason and images not in (None, content.get("content", images)):
+        if not reason and content["content"] != self.results["environment"]["data"]["content"]:
             reason = "is of other images than the run"
         if not reason and content.get("of") not in (None, audited_part(self.results["recipe"])):
             reason = "is of another run"
@@ -323,16 +322,15 @@ def _key(model: Mapping[str, Any]) -> ModelKey:
 
 def audited_part(recipe: Mapping[str, Any]) -> str:
     """Returns the checksum of what an audit depends on in a resolved recipe, and what stays when a run grows."""
-    protocol = {key: v for key, v in recipe.get("protocol", {}).items() if key not in ("seeds", "final_fit")}
-    data = {key: v for key, v in recipe.get("data", {}).items() if key != "train_augmentation"}
-    training = {key: v for key, v in recipe.get("training", {}).items() if key != "mixed_precision"}
+    protocol = {key: v for key, v in recipe["protocol"].items() if key not in ("seeds", "final_fit")}
+    data = {key: v for key, v in recipe["data"].items() if key != "train_augmentation"}
+    training = {key: v for key, v in recipe["training"].items() if key != "mixed_precision"}
     return json_digest([data, protocol, training, recipe.get("encoder"), recipe.get("encoders")])
 
 
 def final_fits_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns {method: its final fit} of results.json; earlier versions have the one of the chosen method alone."""
-    first = results.get("final_fit")
-    fits: dict[str, dict[str, Any]] = results.get("final_fits", {} if first is None else {first["method"]: first})
+    """Returns {method: its final fit} of results.json."""
+    fits: dict[str, dict[str, Any]] = results.get("final_fits", {})
     return fits
 
 
@@ -346,27 +344,21 @@ def read_run(path: Path) -> Run:
     if not path.exists():
         raise UserError(f"{path}: does not exist; name a run directory")
     try:
-        results = read_results(file, record_in(file))
-        refuse_other_types(results)
+        results = read_results(file, Record.from_json)
+    except OtherVersion as error:
+        raise UserError(f"{file}: {error.fault}; {RUN_AGAIN} under another name") from error
     except Damaged as error:
         raise UserError(f"{file}: cannot be read as the results of a run ({error}); name a run directory") from error
-    run = Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], [])
-    try:
-        rows = [SummaryRow.from_json(row) for row in results["summary"]]
-        order = items(run.results).keys()
-        others = {record.method for record in run.every} - order if rows else set()
-        _ = run.own_rule, run.metric  # which all readers need
-    except (KeyError, TypeError, AttributeError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{file}: was edited, or another version wrote it ({what}); {RUN_AGAIN}") from error
-    if others:
+    rows = [SummaryRow.from_json(row) for row in results["summary"]]
+    run = Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
+    if others := {record.method for record in run.every} - items(run.results).keys() if rows else set():
         raise UserError(f"{file}: was edited: its recipe has no method {min(others)}; {RUN_AGAIN}")
-    counts = {name: len(images) for name, images in results.get("data", {}).get("images", {}).items()}
+    counts = {name: len(images) for name, images in results["data"]["images"].items()}
     if odd := [name for name, count in counts.items() if count != len(results["data"]["classes"])]:
         raise UserError(f"{file}: was edited: data.images.{printable(odd[0])} has not a number per class; {RUN_AGAIN}")
     if lacking := {row.method for row in rows} - {record.method for record in run.every}:
         raise UserError(f"{file}: was edited: runs has no model of {min(lacking)}; {RUN_AGAIN}")
-    return replace(run, rows=rows)
+    return run
 
 
 # ---------------------------------------------------------------------------------- rows of results.json, by its recipe
@@ -374,10 +366,9 @@ def read_run(path: Path) -> Run:
 
 def items(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Returns {label of a row: its item of the recipe}, in the recipe's order, or that of the summary with encoders."""
-    by_method: dict[str, Mapping[str, Any]] = {}
-    for item in results["recipe"]["methods"]:
-        settings = {"name": item} if isinstance(item, str) else item
-        by_method.setdefault(settings.get("label") or settings["name"], settings)
+    by_method: dict[str, Mapping[str, Any]] = {
+        item["label"] or item["name"]: item for item in results["recipe"]["methods"]
+    }
     labels = several_encoders(results)
     if not labels:
         return by_method
@@ -387,7 +378,7 @@ def items(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def several_encoders(results: Mapping[str, Any]) -> list[str]:
     """Returns the labels of the recipe's `encoders`, in their order; none if it has one `encoder`."""
-    return [encoder_label(block) for block in results["recipe"].get("encoders") or ()]
+    return [encoder_label(block) for block in results["recipe"].get("encoders", ())]
 
 
 def declared_pairs(results: Mapping[str, Any]) -> list[list[str]]:
@@ -395,7 +386,7 @@ def declared_pairs(results: Mapping[str, Any]) -> list[list[str]]:
     encoders = several_encoders(results)
     methods = {method for method, encoder in (split_label(label, encoders) for label in items(results)) if encoder}
     declared: list[list[str]] = []
-    for pair in results["recipe"].get("report", {}).get("compare", ()):
+    for pair in results["recipe"]["report"]["compare"]:
         under_each = [[with_encoder(method, encoder) for method in pair] for encoder in encoders]
         declared += under_each if pair[0] in methods else [list(pair)]
     return declared
@@ -403,7 +394,7 @@ def declared_pairs(results: Mapping[str, Any]) -> list[list[str]]:
 
 def encoder_label(block: Mapping[str, Any]) -> str:
     """Returns the name in results of an item of `encoders`."""
-    return str(block.get("label") or block["model"])
+    return str(block["label"] or block["model"])
 
 
 def split_row(label: str, results: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -412,21 +403,21 @@ def split_row(label: str, results: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def encoders_of(results: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns {label: what the encoder is and costs}; empty if an earlier version wrote the results."""
-    encoders: Mapping[str, Mapping[str, Any]] = results.get("environment", {}).get("encoders", {})
+    """Returns {label: what the encoder is and costs}; empty for a run of one encoder."""
+    encoders: Mapping[str, Mapping[str, Any]] = results["environment"].get("encoders", {})
     return encoders
 
 
 def encoder_block(label: str, results: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the block of the recipe that describes the encoder of a row; {} if the recipe has none."""
     recipe, encoder = results["recipe"], split_row(label, results)[1]
-    blocks: list[Mapping[str, Any]] = recipe.get("encoders") or []
-    return next((block for block in blocks if encoder_label(block) == encoder), recipe.get("encoder") or {})
+    blocks: list[Mapping[str, Any]] = recipe.get("encoders", [])
+    return next((block for block in blocks if encoder_label(block) == encoder), recipe.get("encoder", {}))
 
 
 def trainable_of(label: str, results: Mapping[str, Any]) -> Any:
     """Returns how much of its encoder a row trains, as in a recipe: the method's own value, else the encoder's."""
-    of_method = items(results).get(label, {}).get("trainable")
+    of_method = items(results)[label]["trainable"]
     if any(run["method"] == label and run.get("gradient_evaluations") == 0 for run in results["runs"]):
         return False  # a solver, which reads the features of the frozen encoder
     return encoder_block(label, results).get("trainable", False) if of_method is None else of_method

@@ -76,7 +76,7 @@ def details(run: Run) -> str:
         return ""
     chosen, metric = _chosen(run), run.metric
     parts = []
-    if run.results.get("tested_on", UNSEEN) == UNSEEN:
+    if run.results["tested_on"] == UNSEEN:
         runs = run.quoted
         means = [float(values.mean()) for values in values_by_set(runs).values()]
         ranks = rank_words(metric, runs.held_out, means, partial(with_unit, metric))
@@ -85,7 +85,7 @@ def details(run: Run) -> str:
             texts = [_interval(metric, site.between(metric, level)) for level in LEVELS]
             shown = ", ".join(f"{text} at {level:.0%}" for text, level in zip(texts, LEVELS, strict=True))
             parts.append(f"One new site alone: {shown}")
-        gain = one_more_domain(runs, run.results.get("data", {}).get("images", ()))
+        gain = one_more_domain(runs, run.results["data"]["images"])
         if gain is not None:
             words_of_gain = gain_words(metric, gain)
             parts.append(f"{words_of_gain[0].upper()}{words_of_gain[1:]}")
@@ -134,7 +134,7 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
     metric, who, sets = run.metric, printable(chosen.method), run.held_out_sets
     of_metric = "" if metric == "accuracy" else f" {words.metric_words(metric)}"
     value = f"{with_unit(metric, mean)}{of_metric}"
-    if run.results.get("tested_on", UNSEEN) != UNSEEN:
+    if run.results["tested_on"] != UNSEEN:
         return f"On test images of {printable(run.results['tested_on'])}, {who} reaches {value}."
     if len(sets) == 1:
         on, noun = words.listed([printable(name) for name in sets[0]]), plural(len(sets[0]), "domain").split()[1]

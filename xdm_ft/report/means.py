@@ -119,7 +119,6 @@ class Pool:
     read: int = 0  # models whose predictions are counted
     bins: np.ndarray = field(default_factory=lambda: np.zeros((ECE_BINS, 3)))  # images, Σ confidence, right ones
     levels: np.ndarray = field(default_factory=lambda: np.zeros((LEVELS, 2), np.int64))  # images, right ones
-    calibrated: bool = True  # whether every model has probabilities; else `bins` and `levels` mean nothing
     groups: float = 0.0  # effective number of groups of test images
     without: np.ndarray | None = None  # Σ over seeds of the metric without each group of test images in turn
 
@@ -139,16 +138,13 @@ class Pool:
         images = np.bincount(position, np.concatenate([self.pairs[1], new[1]])).astype(np.int64)
         self.pairs = np.stack([codes, images])
 
-        known = confidences(prediction)
-        if known is None:
-            self.calibrated = False
-        else:
-            confidence, bins, levels = known[0], confidence_bin(known[0]), confidence_level(*known)
-            self.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
-            self.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
+        confidence, others = confidences(prediction)
+        bins, levels = confidence_bin(confidence), confidence_level(confidence, others)
+        self.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
+        self.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
 
-        # runs of earlier versions lack what some metrics need for each image
-        has_values = metric not in ("nll", "ece", "auroc") or prediction.per_image is not None
+        # where the metric is defined
+        has_values = metric != "auroc" or prediction.per_image is not None
         has_values &= metric != "worst_domain_accuracy" or bool((prediction.images.worst_of >= 0).any())
         without = without_each_group(metric, prediction) if has_values else None
         if self.read == 0:
@@ -215,14 +211,12 @@ def confidence_level(confidence: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.minimum(steps.astype(np.int64), LEVELS - 1)
 
 
-def confidences(prediction: Prediction) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns the probability of the predicted class, and of all others, float64 [n]; None if an earlier version did
-    not keep them.
+def confidences(prediction: Prediction) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the probability of the predicted class, and of all others, float64 [n], under the recipe's own rule.
 
     The second one orders images whose first is rounded to 1, unless the predicted class's alone was kept.
     """
-    if prediction.probabilities is None:
-        return None
+    assert prediction.probabilities is not None, "of the recipe's own rule they are kept"
     p = prediction.probabilities.astype(np.float64)
     if p.ndim == 1:
         return p, 1 - p

@@ -108,7 +108,7 @@ def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
     return {
         (domain, score["n"])
         for run in runs
-        for selected in run.get("selected", {}).values()
+        for selected in run["selected"].values()
         for domain, score in selected["metrics"]["test"]["per_domain"].items()
         if isinstance(score, dict) and "n" in score  # not checked as the file is read: there may be thousands
     }
@@ -147,7 +147,7 @@ def published_section(run: Run, rule: str) -> Section | None:
     published ones.
     """
     results = run.results
-    dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
+    dataset = benchmark_of(results["recipe"]["data"], images_tested(results["runs"]))
     if dataset is None or rule != run.own_rule or rule == ORACLE:
         return None
     # WILDS: the official test set. DomainBed's means are over all domains, so the run must have held out each in turn
@@ -164,8 +164,8 @@ def published_section(run: Run, rule: str) -> Section | None:
     for row in run.own_rows:
         trained = trained_words(trainable_of(row.method, results)).replace("end to end", "fine-tuned")
         ours = f"{encoder_block(row.method, results).get('model', 'unknown encoder')}, {trained}"
-        item, convention = items(results).get(row.method), (row.spread_as_published or {}).get("kind")
-        name, own = published_name(item) if item else None, (ours, convention, row.protocol)
+        item, convention = items(results)[row.method], (row.spread_as_published or {}).get("kind")
+        name, own = published_name(item), (ours, convention, row.protocol)
         lines = [line for line in published() if line.table in COMPARABLE and METRICS[line.metric] == row.metric]
         lines = [line for line in lines if (line.dataset, line.method) == (dataset, name)]
         for line in lines:
@@ -208,7 +208,7 @@ def _number(line: Published | None) -> Cell:
 def paper_table(run: Run, *tables: str) -> list[Table]:
     """Returns a table with a column per named table of the paper, of the same data set; [] for other data sets."""
     results = run.results
-    dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
+    dataset = benchmark_of(results["recipe"]["data"], images_tested(results["runs"]))
     lines = [line for line in published() if line.dataset == dataset and line.table in tables]
     if not lines:
         return []

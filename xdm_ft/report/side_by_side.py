@@ -34,16 +34,16 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
     for run in runs:
         if not run.own_rows:
             raise UserError(f"{run.path}: has no table, as the run is not finished; run the same command to finish it")
-        protocol, data = run.results["recipe"]["protocol"], run.results["environment"].get("data", {})
+        protocol, data = run.results["recipe"]["protocol"], run.results["environment"]["data"]
         of_run = {
-            "data: images": data.get("images"),
-            DATA: [data.get("annotations"), data.get("content")],
+            "data: images": data["images"],
+            DATA: [data["annotations"], data["content"]],
             "split": [protocol.get(key) for key in ("name", "split_rule", "val_fraction")],
-            "protocol.together": protocol.get("together", []),  # cross_domain leaves these sets out of training, too
+            "protocol.together": protocol["together"],  # cross_domain leaves these sets out of training, too
             "held-out domains": sorted({set_name(entry["test_domains"]) for entry in run.results["runs"]}),
             "protocol.selection": run.own_rule,
             "protocol.metric": run.metric,
-            "tested on": run.results.get("tested_on"),
+            "tested on": run.results["tested_on"],
         }
         protocols.append(of_run)
     for run, protocol in zip(runs[1:], protocols[1:], strict=True):

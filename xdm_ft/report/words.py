@@ -120,8 +120,8 @@ def setting_text(value: Any) -> str:
 
 def budget_text(row: Mapping[str, Any]) -> str:
     """Returns draws × gradient evaluations per model of a row of the summary."""
-    budget = row.get("budget")
-    if budget is None or budget["gradient_evaluations"] is None:
+    budget = row["budget"]
+    if budget["gradient_evaluations"] is None:
         return EMPTY
     return f"{budget['draws']} × {range_text(**budget['gradient_evaluations'])}"
 

@@ -40,7 +40,7 @@ from xdm_ft.report.words import between, metric_words, scaled, with_unit
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_text
-from xdm_ft.storage.lines import Damaged, read_object
+from xdm_ft.storage.lines import Damaged, read_object, with_checksum
 from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 from xdm_ft.version import __version__
 
@@ -252,7 +252,7 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
     The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
     do not depend on it. Raises `UserError` for faults of the disk.
     """
-    page = run.results["recipe"].get("report", {}).get("page", False)
+    page = run.results["recipe"]["report"]["page"]
     try:
         written = read_object(run.path / REPORTS)
         sources = _sources_of(run)
@@ -281,7 +281,7 @@ def _write_tables(directory: RunDirectory, run: Run) -> None:
     if MODELS in _tables_of(run):
         directory.write_bytes(MODELS, parquet_of(run.records))
     digests = _digests(run.path, (*_tables_of(run), *_sources_of(run)))
-    directory.write_text(REPORTS, json.dumps(digests, indent=1) + "\n")
+    directory.write_text(REPORTS, json.dumps(with_checksum(digests), indent=1) + "\n")
 
 
 def _write_page(directory: RunDirectory, run: Run) -> None:
@@ -289,7 +289,7 @@ def _write_page(directory: RunDirectory, run: Run) -> None:
     directory.write_text(MARKDOWN, markdown(run, write_page(run)))
     plots = [f"{PLOTS}/{path.name}" for path in sorted((run.path / PLOTS).glob("*.svg"))]
     digests = _digests(run.path, (*_tables_of(run), PAGE, *plots, *_sources_of(run)))
-    directory.write_text(REPORTS, json.dumps(digests, indent=1) + "\n")
+    directory.write_text(REPORTS, json.dumps(with_checksum(digests), indent=1) + "\n")
 
 
 def _tables_of(run: Run) -> tuple[str, ...]:

@@ -38,12 +38,21 @@ class OtherRun(Damaged):
     fault = "is of another run"
 
 
+class OtherVersion(Damaged):
+    """A file is whole, but its content is not what this version writes. The text says what does not fit."""
+
+    @property
+    def fault(self) -> str:
+        return f"was edited, or made by another version of xdm_ft ({self})"
+
+
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object of a file. Raises `Damaged`, also if it has a checksum that differs."""
+    """Returns the JSON object of a file that `with_checksum` made, without the checksum. Raises `Damaged`."""
     with opened_file(path) as file:
         content = json_object(file.read())
-    if "checksum" in content and content["checksum"] != with_checksum(content)["checksum"]:
-        raise Damaged("its checksum differs")
+    checksum = content.pop("checksum", None)
+    if checksum != json_digest(content):
+        raise Damaged("its checksum differs" if checksum else "it has no checksum")
     return content
 
 

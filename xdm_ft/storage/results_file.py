@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import xxhash
 
-from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import sorted_json
 from xdm_ft.storage.atomic import Together
-from xdm_ft.storage.lines import TOO_DEEP, Damaged, json_object, opened_file
+from xdm_ft.storage.lines import TOO_DEEP, Damaged, OtherVersion, json_object, opened_file
 
 COSTS = ("train_seconds", "peak_memory")  # of a model in results.json: they differ between runs that agree in all else
 INPUTS = ("data", "encoder", "features")  # keys of the environment in results.json: what a resumed run must not change
@@ -25,11 +25,6 @@ _RUNS = "\0runs"  # stands for the models: no text of results.json has this char
 _EMPTY, _BEGIN, _END = b' "runs": []', b' "runs": [\n', b" ]"
 Json = dict[str, Any]
 SCHEMA: Json = json.loads(files("xdm_ft").joinpath("report/results.schema.json").read_text(encoding="utf-8"))
-COMPLETE = (
-    "recipe", "environment", "data", "summary", "comparisons", "looks", "final_fit", "final_fits", "label_curve",
-    "grown_from",
-)  # fmt: skip
-"""Keys below which each key that the schema needs is read."""
 TYPES: dict[str, Any] = {
     "object": dict, "array": list, "string": str, "number": int | float, "integer": int, "boolean": bool,
     "null": type(None),
@@ -92,22 +87,25 @@ def write_results(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> Json:
-    """Returns the content of results.json, with what `entry` makes of each model as `runs`. Raises `Damaged`.
+    """Returns the content of results.json, with what `entry` makes of each model as `runs`.
 
-    Not more than one model is in memory as JSON. A `UserError` of `entry` is raised if the file is not damaged.
+    Not more than one model is in memory as JSON. Raises `Damaged`; `OtherVersion` if the file is whole, but not what
+    the schema says.
     """
     made, fault = list[Any](), None
     with opened_file(path) as file:
         results = _rest(file)
+        if results.get("schema") != 1:  # another one may have another checksum
+            raise OtherVersion(f"it has the schema {json.dumps(results.get('schema'))[:40]}, not 1")
         try:
             digest = _Digest(results)
             # in another layout, as an editor saves it, `_rest` has read the models already
             for number, run in enumerate(results["runs"] or _models(file)):
                 digest.add(run)
                 try:
-                    _refuse_other_types(_scalars(run), SCHEMA["$defs"]["run"], f"runs.{number}", complete=False)
+                    _refuse_other_types(_without_most(run), SCHEMA["$defs"]["run"], f"runs.{number}")
                     made.append(entry(run))
-                except (UserError, Damaged) as error:
+                except OtherVersion as error:
                     fault = fault or error
             is_complete = results["checksum"] == digest.value()
         except (KeyError, TypeError, AttributeError) as error:
@@ -115,32 +113,28 @@ def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> 
         except RecursionError as error:
             raise Damaged(TOO_DEEP) from error
     if not is_complete:
-        raise Damaged("its checksum differs, or an earlier version wrote it")
+        raise Damaged("its checksum differs")
     if fault is not None:
         raise fault
+    _refuse_other_types(results | {"runs": []}, SCHEMA, "")
     return results | {"runs": made}
 
 
-def refuse_other_types(results: Json) -> None:
-    """Raises `Damaged` if a value of results.json has a type that the schema does not have, as an edit may leave it."""
-    for key, value in results.items():
-        if key != "runs":  # which are records
-            _refuse_other_types({key: value}, SCHEMA, "", complete=key in COMPLETE)
-
-
-def _scalars(run: Json) -> Json:
-    """Returns a model without the metrics of classes and domains, of which there may be thousands."""
+def _without_most(run: Json) -> Json:
+    """Returns a model with the metrics of one class and one domain, as there may be thousands."""
 
     def kept(value: Any, depth: int) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: kept(inner, depth - 1) for key, inner in value.items() if depth or not isinstance(inner, dict)}
+        items = value.items() if depth else islice(value.items(), 1)
+        return {key: kept(inner, depth - 1) if depth else inner for key, inner in items}
 
-    return {**run, "selected": kept(run["selected"], 3)} if "selected" in run else run  # rule, pick, metrics, split
+    # of rules, picks, metrics and splits
+    return {**run, "selected": kept(run["selected"], 4)} if "selected" in run else run
 
 
-def _refuse_other_types(value: Any, schema: Json, where: str, complete: bool) -> None:
-    """Raises `Damaged` if a value has another type than the schema says, or, if it is `complete`, lacks a key."""
+def _refuse_other_types(value: Any, schema: Json, where: str) -> None:
+    """Raises `OtherVersion` if a value has another type than the schema says, or lacks a key."""
     if "$ref" in schema:
         schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
     kinds = schema.get("type", [])
@@ -148,34 +142,37 @@ def _refuse_other_types(value: Any, schema: Json, where: str, complete: bool) ->
     if kinds and not any(
         isinstance(value, TYPES[kind]) and (kind == "boolean") >= isinstance(value, bool) for kind in kinds
     ):
-        raise Damaged(f"{where} must be {' or '.join(kinds)}, not {json.dumps(value)[:40]}")
+        raise OtherVersion(f"{where} must be {' or '.join(kinds)}, not {json.dumps(value)[:40]}")
     known = schema.get("enum", [schema["const"]] if "const" in schema else ())
     if known and not any(value == one and type(value) is type(one) for one in known):
-        raise Damaged(f"{where} must be {' or '.join(map(json.dumps, known))}, not {json.dumps(value)[:40]}")
+        raise OtherVersion(f"{where} must be {' or '.join(map(json.dumps, known))}, not {json.dumps(value)[:40]}")
     if not value and (schema.get("minItems") or schema.get("minProperties")):
-        raise Damaged(f"{where} is empty")
+        raise OtherVersion(f"{where} is empty")
+    if "if" in schema:  # all of them ask for a status
+        _refuse_other_types(value, schema["then" if value.get("status") == "ok" else "else"], where)
     if "anyOf" in schema:
-        _refuse_all_of(value, schema["anyOf"], where, complete)
+        _refuse_all_of(value, schema["anyOf"], where)
     if isinstance(value, dict):
-        lacking = [key for key in schema.get("required", ()) if key not in value] if complete and where else []
-        if lacking:
-            raise Damaged(f"{where} lacks {lacking[0]}")
+        if lacking := [key for key in schema.get("required", ()) if key not in value]:
+            raise OtherVersion(f"{where or 'it'} lacks {lacking[0]}")
         for key, inner in value.items():
             of_key = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
+            if of_key is False:
+                raise OtherVersion(f"{where} has the key {json.dumps(key)[:40]}")
             if isinstance(of_key, dict):
-                _refuse_other_types(inner, of_key, f"{where}.{key}".lstrip("."), complete)
+                _refuse_other_types(inner, of_key, f"{where}.{key}".lstrip("."))
     elif isinstance(value, list) and "items" in schema:
         for number, inner in enumerate(value):
-            _refuse_other_types(inner, schema["items"], f"{where}.{number}", complete)
+            _refuse_other_types(inner, schema["items"], f"{where}.{number}")
 
 
-def _refuse_all_of(value: Any, schemas: list[Json], where: str, complete: bool) -> None:
-    """Raises `Damaged` if a value has none of these types."""
-    faults = list[Damaged]()
+def _refuse_all_of(value: Any, schemas: list[Json], where: str) -> None:
+    """Raises `OtherVersion` if a value has none of these types."""
+    faults = list[OtherVersion]()
     for schema in schemas:
         try:
-            _refuse_other_types(value, schema, where, complete)
-        except Damaged as fault:
+            _refuse_other_types(value, schema, where)
+        except OtherVersion as fault:
             faults.append(fault)
     if len(faults) == len(schemas):
         raise faults[0]

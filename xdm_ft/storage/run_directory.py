@@ -27,7 +27,7 @@ from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, re
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.lines import Damaged, OtherRun, append_lines, read_lines, read_object, with_checksum
 from xdm_ft.storage.names import file_name, images_file, parts_of, predictions_in
-from xdm_ft.storage.results_file import read_results, refuse_other_types, write_results
+from xdm_ft.storage.results_file import read_results, write_results
 from xdm_ft.storage.tensorboard import EventFile, Session, write_session
 from xdm_ft.storage.tensors import Arrays, TensorFiles, read_with_checksum, tensors_of, unchecked_entry
 
@@ -44,7 +44,7 @@ COPIES = "copies.csv"  # of a run whose images have copies
 WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, MODELS, PAGE, REPORTS, COPIES)  # files that exist once per run
 FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their address
 Digests = Mapping[str, str]
-"""{address of tensors: their checksum} of a model in results.json. Nothing is compared with {}, of another version."""
+"""{address of tensors: their checksum} of a model in results.json."""
 TRAIN_AGAIN, WRITE_AGAIN = "train this model again", "write it again"  # what running the recipe again does
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
@@ -239,7 +239,7 @@ class RunDirectory:
         tensors, metadata, checksum = read_with_checksum(self._checked(file), entry)
         if metadata.get(FILE_KEY) != address:
             raise Damaged(f"it was written as {metadata.get(FILE_KEY)}")
-        if files and files.get(address) != checksum:
+        if files is not None and files.get(address) != checksum:
             raise OtherRun
         return tensors, metadata
 
@@ -313,11 +313,9 @@ class RunDirectory:
         if not path.exists():
             return None
         try:
-            results = read_results(path, entry)
-            refuse_other_types(results)
-            return results
+            return read_results(path, entry)
         except Damaged as error:
-            raise UserError(f"{path}: is damaged ({error}); delete it to train its models again") from error
+            raise UserError(f"{path}: {error.fault}; delete it to train its models again") from error
 
     @property
     def results_are_due(self) -> bool:
@@ -332,7 +330,7 @@ class RunDirectory:
         self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
 
     def analysis(self) -> dict[str, Any] | None:
-        """Returns analysis.json as an earlier analysis wrote it, or None without a file. Raises `Damaged`."""
+        """Returns analysis.json, or None without a file. Raises `Damaged`."""
         path = self.path / ANALYSIS
         return read_object(path) if path.exists() else None
 

@@ -124,7 +124,7 @@ def read_with_checksum(path: Path, entry: str | None = None) -> tuple[dict[str, 
         metadata = dict(file.metadata() or {})
         checksum = metadata.pop(CHECKSUM, None)
         if checksum is None:  # checked first, as a file that we did not write may have a million tensors
-            raise Damaged("it has no checksum; an earlier version may have written it")
+            raise Damaged("it has no checksum")
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     if checksum != tensors_checksum(tensors, metadata):
         raise Damaged("its checksum differs")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from xdm_ft.evaluation import set_name
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.report import Section, Table, cells, make_section
 from xdm_ft.report.finished import Run, several_encoders
@@ -37,18 +36,18 @@ def _is_searched(results: Results) -> bool:
 
 
 def _is_compared(results: Results) -> bool:
-    return bool(results.get("comparisons")) or any(row.get("versus_erm") for row in results["summary"])
+    return bool(results["comparisons"])
 
 
 NEEDS: dict[str, Callable[[Results], bool]] = {
     "draws × gradients": lambda results: any(
-        (row.get("budget") or {}).get("gradient_evaluations") is not None for row in results["summary"]
+        row["budget"]["gradient_evaluations"] is not None for row in results["summary"]
     ),
     "mixed steps": _is_measured("mixed_steps"),
     "comparison": _is_compared,
     "verdicts": _is_compared,
-    "equal within": lambda results: bool(results["recipe"].get("report", {}).get("margin")),
-    "look": lambda results: len(results.get("looks", ())) > 1,
+    "equal within": lambda results: bool(results["recipe"]["report"]["margin"]),
+    "look": lambda results: len(results["looks"]) > 1,
     **{rule: _is_selected_by(rule) for rule in ("train_val", "val_domain", "cross_domain", ORACLE)},
     "selected hyper-parameters": _is_searched,
     "trained parameters": _is_measured("trained_parameters"),
@@ -59,7 +58,7 @@ NEEDS: dict[str, Callable[[Results], bool]] = {
     "published numbers": lambda results: any(row.get("spread_as_published") for row in results["summary"]),
     "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),
     "at the edge of its range": _is_searched,
-    "held out together": lambda results: bool(results["recipe"].get("protocol", {}).get("together")),
+    "held out together": lambda results: bool(results["recipe"]["protocol"]["together"]),
 }
 """{group or word: whether tables of these results need it}; those that are not here are always needed"""
 
@@ -87,19 +86,9 @@ def reading(run: Run) -> Section | None:
 
 def data(run: Run) -> Section | None:
     """Faults of the data hold names of image files, which stand in the report only with `report.images`."""
-    saved = run.results.get("data")
-    classes = run.class_names if saved is None else list(saved["classes"])
-    counts: dict[str, np.ndarray] = {}  # {domain: [C]}
-    if saved is not None:
-        counts = {domain: np.array(of_classes) for domain, of_classes in saved["images"].items()}
-    else:
-        for record in run.records:
-            if set_name(record.test_domains) not in counts:
-                labels = run.images(record).labels
-                counts[set_name(record.test_domains)] = np.bincount(labels, minlength=len(classes))
-    total = run.results["environment"].get("data", {}).get("images")
-    if not counts and total is None:
-        return None
+    saved = run.results["data"]
+    classes = list(saved["classes"])
+    counts = {domain: np.array(of_classes) for domain, of_classes in saved["images"].items()}  # {domain: [C]}
 
     header, rows = ["domain", "all", *classes], []
     caption = "Images per domain and class."
@@ -112,22 +101,18 @@ def data(run: Run) -> Section | None:
             numbers = [numbers[0], len(present), int(present.min(initial=of.max())), int(of.max())]
         rows.append(cells(domain, *numbers))
 
-    faults = [str(line) for line in run.results.get("findings", ())]
-    words = f"{run.results['recipe']['data']['name']}" + (f", {plural(total, 'image')}" if total is not None else "")
-    groups = (saved or {}).get("groups")
-    if groups is not None:
-        words += f" in {plural(groups, 'group')} (patients, slides or sequences)"
-        divided = (saved or {}).get("divided")  # earlier versions did not write it
-        if divided is not None:
-            words += f", of which the split divides {', '.join(divided)}" if divided else ", which no split divides"
-    complete = saved is not None or sum(int(of.sum()) for of in counts.values()) == total
-    only = "" if complete else " Only held-out domains are counted: this run did not keep the others."
+    faults = [*run.results["findings"]]
+    words = f"{run.results['recipe']['data']['name']}, {plural(run.results['environment']['data']['images'], 'image')}"
+    if "groups" in saved:
+        divided = ", ".join(saved["divided"])
+        words += f" in {plural(saved['groups'], 'group')} (patients, slides or sequences)"
+        words += f", of which the split divides {divided}" if divided else ", which no split divides"
     number = plural(len(faults), "fault") if faults else "No fault"
     # a fault names image files, and a page may be handed on to others
     if not run.shows_images:
         faults = list(map(_without_files, faults))
     tables = [Table(caption, header, rows)] if rows else []
-    return make_section("data", tables=tables, notes=faults, data=words, faults=number, only=only)
+    return make_section("data", tables=tables, notes=faults, data=words, faults=number)
 
 
 def _without_files(fault: str) -> str:

@@ -228,7 +228,7 @@ def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[
             values.setdefault(method, {})[where] = value
     if len(values) > 1 and len({tuple(of_method.items()) for of_method in values.values()}) == 1:
         values = {ALL: next(iter(values.values()))}  # of one frozen encoder
-    normalized = {model["method"] for model in measured if model.get("normalized")} & {*values}
+    normalized = {model["method"] for model in measured if model["normalized"]} & {*values}
     if part != "representation_invariance" or normalized == {*values}:
         normalized = set()  # distances of features of length 1 compare with each other alone
     rows = {}

@@ -73,12 +73,12 @@ def _points(audit: Json, finding: Finding) -> float:
     """Returns the largest cost of a finding that is shown, as a fraction; 0 if there is none."""
     twins = finding.kind == "domain_pairs" and finding.rank > UNSEEN
     rows = [*finding.costs, *(audit["domain_pairs"]["left_out"] if twins else [])]
-    return max((abs(row.get("excess") or 0) for row in rows if row["verdict"].startswith((BETTER, WORSE))), default=0)
+    return max((abs(row["excess"] or 0) for row in rows if row["verdict"].startswith((BETTER, WORSE))), default=0)
 
 
 def _copies(audit: Json) -> Finding:
     part = audit["copies"]
-    count, across = part["listed"] - part["sure"], part.get("candidates_across_domains", 0)
+    count, across = part["listed"] - part["sure"], part["candidates_across_domains"]
     more = f"{count_text(count)} more {'candidate' if count == 1 else 'candidates'}, {across} across domains"
     if not part["sure"]:
         return Finding("copies", NOTHING, f"none; {more}: copies.csv" if count else "none", "")
@@ -161,7 +161,7 @@ def _labels(audit: Json) -> Finding:
 def _site_class(audit: Json) -> Finding:
     part = audit["site_class"]
     harmful = {cost["what"] for cost in part["costs"] if cost["verdict"].startswith(BETTER)}
-    marks = [mark for mark in part.get("marks", []) if mark["found"]]
+    marks = [mark for mark in part["marks"] if mark["found"]]
     facts = [fact for fact in _worst_facts(part) if fact["found"] and fact["predicts"] == "class"]
     costly = [fact for fact in facts if f"{fact['domain']} left out of training" in harmful]
     parts, remedy = [], "a model may learn the site, not the class: balance the classes of each site"
@@ -249,7 +249,7 @@ def cost_words(cost: Json) -> str:
     before, after = (_percent(cost[key]) for key in ("before", "after"))
     ends = "" if cost["interval"] is None else f" (95%: {between('accuracy', cost['interval'], True)} points)"
     why = f" ({cost['note']})" if cost["p"] is None and cost["note"] else ""
-    random = "" if cost.get("matched") is None else f"; without as many random ones {_percent(cost['matched'])}"
+    random = "" if cost["matched"] is None else f"; without as many random ones {_percent(cost['matched'])}"
     return f"{start}: accuracy {before} → {after}{random}{ends}, {cost['verdict']}{why}"
 
 
@@ -309,9 +309,8 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
 def _costs_table(costs: Iterable[tuple[Finding, Json]]) -> Table:
     rows = []
     for finding, cost in costs:
-        accuracies = [metric_cell(cost.get(key), "accuracy") for key in ("before", "after", "matched")]
-        excess = cost.get("excess", cost["difference"])  # earlier versions compared with `before`
-        numbers = cost["images"], *accuracies, _change(excess, cost["interval"], signed=True)
+        accuracies = [metric_cell(cost[key], "accuracy") for key in ("before", "after", "matched")]
+        numbers = cost["images"], *accuracies, _change(cost["excess"], cost["interval"], signed=True)
         rows.append(cells(finding.name, cost["what"], *numbers, p_value(cost["p_holm"]), _verdict(cost)))
     header = ["what", "its images", "images", "before", "after", "without as many others", "more than these (95%)"]
     caption = "What the findings cost: accuracy on held-out domains in %, and its difference to others in points."
@@ -450,7 +449,7 @@ def site_class_details(part: Json, files: bool) -> Section:
         header = ["facts", "predict", "in", "accuracy in % (95%)", "chance in %", "p (Holm)", "beyond chance"]
         caption = "What facts about the files alone tell, by a classifier that sees no pixels."
         tables.append(Table(caption + _some(len(rows), len(facts), "facts", "audit.json"), header, rows, labels=3))
-    if part.get("marks"):
+    if part["marks"]:
         rows = []
         for mark in part["marks"][:MAX_FACTS]:
             shares = [metric_cell(mark[key], "accuracy") for key in ("share", "low", "elsewhere")]

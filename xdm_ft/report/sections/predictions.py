@@ -105,7 +105,7 @@ OTHERS = Look(MUTED, "", "-", width=0.7)
 def reliability(run: Run) -> Section | None:
     """Whether a probability means what it says, per held-out domain."""
     method = run.shown_method
-    sets = [held for held in run.shown_sets(method) if run.pools.of[method or "", held].calibrated]
+    sets = run.shown_sets(method)
     if method is None or not sets:
         return None
 
@@ -118,7 +118,7 @@ def reliability(run: Run) -> Section | None:
     panels, captions = {}, []
     for held in sets:
         others = [pool for (name, where), pool in run.pools.of.items()
-                  if where == held and name != method and pool.calibrated and pool.read]  # fmt: skip
+                  if where == held and name != method and pool.read]  # fmt: skip
         points = drawn(run.pools.of[method, held])
         lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
         lines.append(Line(method, Look(run.looks[method].colour), points[:, :2].tolist(), bars=points[:, ::2].tolist()))
@@ -163,7 +163,7 @@ def risk_coverage(run: Run) -> Section | None:
     by_method: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # coverage and accuracy from the highest threshold on
     for row in run.drawn_rows:
         pools = [pool for held in run.held_out_sets if (pool := run.pools.of.get((row.method, held)))]
-        if pools and all(pool.calibrated and pool.read for pool in pools):
+        if pools and all(pool.read for pool in pools):
             # every held-out set weighs the same, as in the mean of the first table
             shares = sum(pool.levels / pool.levels[:, 0].sum() for pool in pools) / len(pools)  # [LEVELS,2]
             answered, right = np.cumsum(np.asarray(shares)[::-1], axis=0).T
@@ -249,10 +249,7 @@ def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
     sure, unsure, predicted = list[np.ndarray](), list[np.ndarray](), []
     for record in records:
         prediction = run.prediction(record)
-        known = confidences(prediction)
-        if known is None:
-            return []
-        for values, confidence in zip((sure, unsure), known, strict=True):
+        for values, confidence in zip((sure, unsure), confidences(prediction), strict=True):
             values.append(np.where(prediction.predicted != prediction.images.labels, confidence, 0.0))
         predicted.append(prediction.predicted)
     images, names, total = run.images(records[0]), run.image_names(records[0]), np.sum(sure, axis=0)

@@ -40,7 +40,7 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
             unit = words.unit_of_difference(rows[0].metric)
             best = f"If all rows were equally good, the best by test value would be about {luck} {unit} too good"
             notes = [f"{best}; the quoted value is not.", *notes]
-    evaluations = {row.method: (row.budget or {}).get("gradient_evaluations") for row in rows}
+    evaluations = {row.method: row.budget["gradient_evaluations"] for row in rows}
     in_steps = [row for row in rows if (taken := evaluations[row.method]) and taken["high"] > 0]
     budgets = grouped(in_steps, lambda row: budget_text({"budget": row.budget}))
     if len(budgets) > 1:
@@ -59,7 +59,7 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
         rule=rule,
         remark=f" — {words.CHEATING}" if rule == ORACLE else " (the recipe's rule)" if own else "",
         unit=in_unit(rows[0].metric),
-        tested_on=run.results.get("tested_on", "held-out domains"),
+        tested_on=run.results["tested_on"],
         better="Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower",
         methods=plural(len(rows), "method"),
         held_out=words.listed(list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))),
@@ -240,7 +240,7 @@ def cost(run: Run) -> Section | None:
     for label, encoder in encoders_of(run.results).items():
         model = f"{encoder['component']} {encoder['model'] or ''}".rstrip()
         parameters, ms, size = (encoder[key] for key in ("parameters", "ms_per_image", "feature_bytes"))
-        index = encoder.get("robustness_index")  # runs of earlier versions have none
+        index = encoder["robustness_index"]
         of_encoder = (
             words.count_text(parameters),
             EMPTY if ms is None else f"{ms:.3g}",
@@ -257,8 +257,7 @@ def cost(run: Run) -> Section | None:
         )
         tables.append(Table(caption, header, rows, labels=3))
 
-    # runs of earlier versions measure neither
-    missing = [m for m, spent in shown.items() if spent.trained_parameters is not None and spent.peak_memory is None]
+    missing = [method for method, spent in shown.items() if spent.peak_memory is None]
     shared = "their models trained together and share their memory, so a model has no peak of its own"
     where = "they are a part of the test images" if run.rule == ORACLE else "test images are not in it"
     notes = [f"{', '.join(missing)}: {shared}"] if missing else []
@@ -287,7 +286,7 @@ def averaged(run: Run) -> Section | None:
     None if the recipe does not ask for it, or no method has two complete seeds. Reads the predictions of all picked
     models. Raises `UserError` if a file is damaged.
     """
-    if not run.results["recipe"].get("report", {}).get("seeds_averaged"):
+    if not run.results["recipe"]["report"]["seeds_averaged"]:
         return None
     held_out = tuple(dict.fromkeys(record.test_domains for record in run.picked))
     rows, notes = [], []

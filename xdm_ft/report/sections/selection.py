@@ -132,8 +132,8 @@ def _against_key(run: Run, name: str, method: str, keys: Sequence[str], key: str
     logarithmic = False
     if names is None and max(values) > 0 and min(values) >= 0:
         # where the recipe draws the logarithm uniformly, or the values span much
-        space = run.results["recipe"].get("search", {}).get("space", {})
-        parts = str(items(run.results).get(method, {}).get("name", method)).split("+")
+        space = run.results["recipe"]["search"]["space"]
+        parts = str(items(run.results)[method]["name"]).split("+")
         drawn = next((own for part in parts if (own := space.get(f"{part}.{key}"))), None) or space.get(key) or {}
         positive = [float(value) for value in values if value > 0]
         logarithmic = bool(drawn.get("log_uniform")) or max(positive) > MAX_RATIO * min(positive)

@@ -179,7 +179,7 @@ class _Chunk(TrainingState):
         splits, annotations = [job.split for job in self.jobs], self.data.annotations
         rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
         return {
-            "layout": 2,  # of `state`; raise it when an earlier version's checkpoint can't be loaded
+            "layout": 2,  # of `state`; raise it when it changes
             "device": self.device.type,
             "features": self.data.features.key,
             "data": tensors_digest(dict(enumerate([annotations.labels, annotations.domains, *rows]))),

@@ -277,7 +277,7 @@ class _Loop(TrainingState):
         split, annotations = self.job.split, self.annotations
         data = [annotations.labels, annotations.domains, *split.train, *split.evaluation.values()]
         return {
-            "layout": 2,  # of `state`; raise it when an earlier version's checkpoint can't be loaded
+            "layout": 2,  # of `state`; raise it when it changes
             "processes": self.accelerator.num_processes,
             "device": self.device.type,
             "data": tensors_digest(dict(enumerate(data))),
