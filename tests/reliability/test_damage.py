@@ -484,7 +484,7 @@ RESULT_EDITS = [
     (with_value("recipe", "training", "lr", value=2.0), False, "its checksum differs"),
     (with_value("summary", 0, "mean", value=0.99), False, "its checksum differs"),
     (with_value("schema", value=2), False, "made by another version of xdm_ft (it has the schema 2, not 1)"),
-    (with_value("new", value=0), True, "another version"),
+    (with_value("runs", 0, "new", value=0), True, "made by another version of xdm_ft (runs.0 has the key"),
 ]
 
 
