@@ -333,8 +333,11 @@ def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert 'ls methods: no gropdro; did you mean "groupdro"?' in capsys.readouterr().err
     held = {entry.name: entry.holds for entry in listing("methods").document if entry.holds}
     assert held["prototypes"] == "its head holds the mean feature of each class" and {*held} == {"knn", "prototypes"}
-    assert main(["ls", "methods", "--json"]) == 0
-    methods = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    named = dict[str, dict[str, Any]]()
+    for what in lines:
+        assert main(["ls", what, "--json"]) == 0
+        named[what] = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    methods = named["methods"]
     assert {one["key"]: one["default"] for one in methods["xdomainmix"]["settings"]}["p_discard"] == 0.2
     name = os.fsdecode(b"\xff\n.yaml")
     assert main(["cp", "demo", name, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"file": name}

@@ -132,4 +132,5 @@ def _entry(folder: str, name: str, prefix: str = "") -> Entry:
             default = list(default)
         settings.append(Setting(key, field.description or "", required, default))
     summary = (inspect.getdoc(cls) or "").split("\n")[0]
-    return Entry(name, summary, source=getattr(cls, "source", None), settings=tuple(settings))
+    source = getattr(cls, "source", None) if folder in ("algorithms", *ADD_ONS) else None  # of others no paper
+    return Entry(name, summary, source=source, settings=tuple(settings))
