@@ -1,6 +1,5 @@
 """The queue that the processes of a run share, forked processes, and one bar for all of them."""
 
-import itertools
 import json
 import logging
 import os
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -315,37 +313,19 @@ class Lost(Exception):
     """An error of Ray."""
 
 
-def lost_tasks(progress):
-    """Tasks on a cluster that loses them all; `progress` is what it is at each look."""
-    exceptions = SimpleNamespace(RayError=Lost, TaskCancelledError=type("TaskCancelledError", (Lost,), {}))
-
+def test_a_task_that_is_lost_too_often_ends_the_run():
     def lose(task):
         raise Lost
 
-    def submit(part):
-        tasks.running[object()] = part
-
-    tasks = cluster.Tasks(None, 1, ("output.dir", Path("state")), done=None, look=lambda: next(progress))
-    tasks.ray = SimpleNamespace(wait=lambda running, **_: (running, []), get=lose, exceptions=exceptions)
-    tasks.submit, tasks.running, tasks.losses, tasks.next_look = submit, {}, Counter(), 0.0
-    tasks.progress, tasks.folder, tasks.logged = None, Path("no logs"), {}
-    tasks.look_at_nodes = lambda: None
-    return tasks
-
-
-def test_a_node_that_dies_takes_many_tasks_with_it_once():
-    tasks = lost_tasks(itertools.repeat(0))
-    for number in range(20):
-        tasks.submit(cluster.Part(f"worker-{number}", None))
-    for _ in range(cluster.MAX_LOSSES - 1):
-        tasks.poll()
-    assert len(tasks.running) == 20
-    with pytest.raises(UserError, match=r"worker-\d+: its task was lost \(Lost\), 5 times without progress"):
-        tasks.poll()
-    advancing = lost_tasks(itertools.count())
-    advancing.submit(cluster.Part("worker-0", None))
-    for _ in range(2 * cluster.MAX_LOSSES):
-        advancing.poll()
+    tasks = cluster.Tasks(None, 1, ("output.dir", Path("state")), done=None)
+    tasks.ray = SimpleNamespace(wait=lambda running, **_: (running, []), get=lose)
+    tasks.ray.exceptions = SimpleNamespace(RayError=Lost)
+    tasks.folder, tasks.next_look, tasks.look_at_nodes = Path("no logs"), 0.0, lambda: None
+    for answers, error in ((True, UserError), (False, Lost)):
+        tasks.head_answers = lambda answers=answers: answers
+        tasks.running = {object(): cluster.Part("worker-3", None)}
+        with pytest.raises(error, match=r"worker-3: its task was lost 11 times \(Lost\)" if answers else "^$"):
+            tasks.poll()
 
 
 def test_what_a_dead_process_took_is_released_unless_it_is_done(tmp_path):
