@@ -39,7 +39,7 @@ def test_every_picked_model_is_measured_and_the_state_is_gone(in_bank):
     content, run = document(RUN, "analysis"), read_run(RUN)
     keys = [(m["method"], tuple(m["test_domains"]), m["seed"], m["trial"]) for m in content["models"]]
     assert keys == [record.key for record in run.picked] and len(keys) == 7 * 2
-    assert not (RUN / "state").exists() and run.analysis == content
+    assert not (RUN / "state").exists() and run.analysis | {"checksum": content["checksum"]} == content
     assert content["images"]["sketch"] == {
         "training": TRAINING, "used": TRAINING, "validation": VALIDATION, "validation_used": VALIDATION, "test": TEST,
         "test_used": TEST,

@@ -455,7 +455,7 @@ def test_lost_and_damaged_files_come_back_with_the_recipe(copied: Enter, caplog:
     with pytest.raises(UserError, match=r"distance: unknown for this model.* run its recipe again"):
         load(RUN, choice=head).distance(held_out())
     file.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
-    with pytest.raises(UserError, match="the file is damaged"):
+    with pytest.raises(UserError, match="the file was damaged"):
         load(RUN, choice=head).distance(held_out())
     assert "photo.safetensors: is damaged (its checksum differs), so distances are not known" in caplog.text
     weights = RUN / records()[0]["selected"]["train_val"]["weights"]
