@@ -3,6 +3,7 @@
 Their products are small: a second thread gains nothing, and waits for its core for ever where others want it too.
 """
 
+import contextlib
 import gc
 import os
 import shutil
@@ -12,13 +13,15 @@ import tempfile
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported anywhere
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is: as the command does
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 
 # a slow machine is no failure, and no run draws other examples than the one before
@@ -50,6 +53,45 @@ def pytest_collection() -> Generator[None, Any, Any]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def small_pacs(in_folder: Path, made_once: Callable[[str, Callable[[], object]], Path]) -> None:
+    """In a folder of its own, with miniature PACS under data/."""
+    import miniature
+
+    folder = made_once("pacs", lambda: miniature.domainbed(Path("data"), "pacs"))
+    shutil.copytree(folder, in_folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[], object]], Path]:
+    """made_once(name, make): the folder that `make()`, called inside, has filled for all processes of the tests.
+
+    Only for reading: who writes takes a copy.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = (base if worker_id == "master" else base.parent) / "made_once"
+    base.mkdir(exist_ok=True)
+
+    def made_once(name: str, make: Callable[[], object]) -> Path:
+        folder, made = base / name, base / f"{name}.made"
+        with FileLock(base / f"{name}.lock"):
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # what a process left that failed
+                folder.mkdir()
+                with contextlib.chdir(folder):
+                    make()
+                made.touch()
+        return folder
+
+    return made_once
 
 
 @pytest.fixture(autouse=True, scope="module")

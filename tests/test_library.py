@@ -140,9 +140,8 @@ def test_what_is_no_finished_run_is_one_clear_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    recipe = QUICK | {"name": "quick", "features": {"dir": str(tmp_path / "cache"), "workers": 0}}
+def test_a_run(in_folder, capsys):
+    recipe = QUICK | {"name": "quick", "features": {"dir": str(in_folder / "cache"), "workers": 0}}
     recipe |= {"methods": ["erm", "linear_probe"], "training": {"steps": 500, "batch_size": 4}}
     recipe |= {"protocol": {"test_domains": ["ink"], "seeds": 1}}
     results = xdm_ft.run(recipe, training={"steps": 6})

@@ -20,6 +20,7 @@ from xdm_ft.experiment import run
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 
+pytestmark = pytest.mark.usefixtures("in_folder")
 RECIPE = """\
 name: audited
 data: {name: features, file: features.npz}
@@ -28,11 +29,6 @@ methods: [erm]
 training: {steps: 40, batch_size: 32, sampler: pooled, lr: 0.02}
 report: {page: false}
 """
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def write(z, labels, domains, **more):

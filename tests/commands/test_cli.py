@@ -175,13 +175,12 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
     ],
 )  # fmt: skip
 def test_a_fault_is_one_line_and_status_2(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also as a document: the same message."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "images").touch()
-    (tmp_path / "mine.yml").touch()
-    (tmp_path / "folder").mkdir()
+    (in_folder / "images").touch()
+    (in_folder / "mine.yml").touch()
+    (in_folder / "folder").mkdir()
     for flags in ([], ["--json"]):
         try:
             status = main([*arguments, *flags])
@@ -194,7 +193,7 @@ def test_a_fault_is_one_line_and_status_2(
             assert fault["status"] == 2 and fault["error"] in err and fault["error"]
         else:
             assert out == ""
-    assert not (tmp_path / "output").exists()
+    assert not (in_folder / "output").exists()
 
 
 def without_times(found: dict[str, Any]) -> dict[str, Any]:
@@ -308,8 +307,7 @@ def test_activations_of_a_cut(folder: Path) -> None:
     assert sorted(entry["encoder"].get("cut", "") for entry in entries) == ["", "model.blocks.5"]
 
 
-def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_lists_and_copies(in_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = {what: listing(what).text().splitlines() for what in ("benchmarks", "methods", "heads", "data", "encoders")}
     for what, word in {
         "benchmarks": "clip_camelyon",
@@ -342,7 +340,7 @@ def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     name = os.fsdecode(b"\xff\n.yaml")
     assert main(["cp", "demo", name, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"file": name}
     assert main(["cp", "demo", "."]) == 0 and capsys.readouterr().out == "wrote demo.yaml\n"
-    assert (tmp_path / name).read_text() == (tmp_path / "demo.yaml").read_text() == find_recipe("demo").read_text()
+    assert (in_folder / name).read_text() == (in_folder / "demo.yaml").read_text() == find_recipe("demo").read_text()
 
 
 def test_the_glossary_has_the_concepts_first_and_every_word_of_a_table() -> None:

@@ -24,15 +24,14 @@ features: {dir: cache}
 
 
 @pytest.fixture
-def images(tmp_path, monkeypatch):
+def images(in_folder):
     """Three domains of two classes of six different images, and a recipe for them."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "small.yaml").write_text(RECIPE)
+    (in_folder / "small.yaml").write_text(RECIPE)
     for d, domain in enumerate("abc"):
         for c, name in enumerate(("cat", "dog")):
             for i in range(6):
-                miniature.save(tmp_path / "images" / domain / name / f"{i}.png", c, d, i)
-    return tmp_path / "images"
+                miniature.save(in_folder / "images" / domain / name / f"{i}.png", c, d, i)
+    return in_folder / "images"
 
 
 @pytest.fixture

@@ -29,9 +29,8 @@ def made(path: Path, **recipe: Any) -> None:
 
 
 @pytest.fixture
-def pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[bool]:
+def pages(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> list[bool]:
     """Two runs in the current folder, `one` and `two`; the settings of the pages that were drawn."""
-    monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
         made(Path(name))
     settings: list[bool] = []

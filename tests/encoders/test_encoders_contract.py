@@ -581,14 +581,13 @@ def test_faults_of_the_recipe(
     name: str,
     keys: dict[str, Any],
     wording: str,
-    tmp_path: Path,
+    in_folder: Path,
     monkeypatch,
     capfd,
     caplog,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("sub/folder").mkdir(parents=True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(in_folder))
     with pytest.raises(UserError, match=wording) as raised:
         families[name].encoder(**keys)
     assert "\n" not in str(raised.value)

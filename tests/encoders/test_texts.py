@@ -119,18 +119,17 @@ def test_two_classes_that_are_one_text_are_refused(families: dict[str, Family], 
 
 
 @pytest.mark.parametrize("command", ["run", "validate", "doctor"])
-def test_commands_refuse_two_classes_that_are_one_text(tmp_path: Path, monkeypatch, capsys, command: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    miniature.domainbed(tmp_path / "data", "pacs")
+def test_commands_refuse_two_classes_that_are_one_text(in_folder: Path, capsys, command: str) -> None:
+    miniature.domainbed(in_folder / "data", "pacs")
     text = RECIPE.replace("POOLING", "null").replace(
         "data}", "data, counts: any, class_names: {dog: hot_dog, horse: hot dog}}"
     )
     Path("hot.yaml").write_text(text.replace("METHODS", "zero_shot"))
-    assert main([command, "hot.yaml", f"features.dir={tmp_path}/cache"]) != 0
+    assert main([command, "hot.yaml", f"features.dir={in_folder}/cache"]) != 0
     screen = capsys.readouterr()
     assert '"hot_dog" and "hot dog" are one text to the encoder ("a photo of a hot dog")' in screen.out + screen.err
     Path("cold.yaml").write_text(text.replace("METHODS", "erm"))  # which reads no text
-    assert main(["validate", "cold.yaml", f"features.dir={tmp_path}/cache"]) == 0
+    assert main(["validate", "cold.yaml", f"features.dir={in_folder}/cache"]) == 0
 
 
 @pytest.mark.parametrize("template", ["a photo", "a {} of a {}", "a photo of a {class_name}", "a {} of {x}"])

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import clusters
@@ -17,38 +18,24 @@ def quick_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xdm_ft.analysis.embedding.STEPS", 5)
 
 
-@pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def small_pacs(in_folder: Path) -> None:
-    """In a folder of its own, with miniature PACS under data/."""
-    miniature.domainbed(in_folder / "data", "pacs")
-
-
-def finished(folder: Path, *overrides: str) -> Path:
-    """The folder of a run that was analysed, with few steps for the maps of embeddings."""
-    miniature.domainbed(folder / "data", "pacs", per_class=8)
+def analysed(*overrides: str) -> None:
+    """A run on miniature PACS, with few steps for the maps of embeddings."""
+    miniature.domainbed(Path("data"), "pacs", per_class=8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
         patch.setattr("xdm_ft.analysis.embedding.STEPS", 5)
         small_runs.results(*overrides)
-    return folder
 
 
 @pytest.fixture(scope="session")
-def bank(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bank(made_once: Callable[..., Path]) -> Path:
     """The folder of a finished run on cached features, small_runs.BANK. Only for reading."""
-    return finished(tmp_path_factory.mktemp("bank"), *small_runs.BANK)
+    return made_once("bank", partial(analysed, *small_runs.BANK))
 
 
 @pytest.fixture(scope="session")
-def end_to_end(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def end_to_end(made_once: Callable[..., Path]) -> Path:
     """The folder of a finished run that trained its encoder, small_runs.END_TO_END. Only for reading."""
-    return finished(tmp_path_factory.mktemp("end_to_end"), *small_runs.END_TO_END)
+    return made_once("end_to_end", partial(analysed, *small_runs.END_TO_END))
 
 
 @pytest.fixture

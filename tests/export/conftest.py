@@ -1,9 +1,9 @@
 """Runs and exported models that the tests of this folder share. Who changes one takes a copy."""
 
-import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +11,9 @@ import miniature
 import pytest
 import small_models
 import small_runs
-from exported import CLIP, LAST, run
+from exported import CLIP, LAST, RUN, run
 from small_models import parts
 
-from xdm_ft.experiment import run as run_recipe
 from xdm_ft.export.choose import Choice, read_parts, with_training_images
 from xdm_ft.export.directory import write_directory
 from xdm_ft.report.finished import read_run
@@ -45,24 +44,18 @@ RUNS = {
 }
 
 
+def make_run(name: str) -> None:
+    miniature.domainbed(Path("data"), "pacs")
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "two encoders":
+            patch.setattr(small_runs, "RECIPE", re.sub("encoder: .*", f"encoders: [{VIT}, {CNN}]", small_runs.RECIPE))
+        run(*RUNS[name])
+
+
 @pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folder_of(made_once: Callable[..., Path]) -> Callable[[str], Path]:
     """Name in `RUNS` → folder with miniature PACS in `data` and the run in `output/small`, photo held out."""
-    made: dict[str, Path] = {}
-
-    def folder_of(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name.replace(" ", "-"))
-            miniature.domainbed(made[name] / "data", "pacs", per_class=4)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.chdir(made[name])
-                if name == "two encoders":
-                    text = re.sub("encoder: .*", f"encoders: [{VIT}, {CNN}]", small_runs.RECIPE)
-                    patch.setattr(small_runs, "RECIPE", text)
-                run(*RUNS[name])
-        return made[name]
-
-    return folder_of
+    return lambda name: made_once(name.replace(" ", "-"), partial(make_run, name))
 
 
 @pytest.fixture
@@ -82,41 +75,33 @@ def copied(folder_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest
     return enter
 
 
-@pytest.fixture
-def small_pacs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder of its own, with miniature PACS under data/."""
-    monkeypatch.chdir(tmp_path)
-    miniature.domainbed(tmp_path / "data", "pacs", per_class=4)
+def make_model() -> None:
+    miniature.domainbed(Path("data"), "pacs")
+    small_runs.results(
+        "methods=[erm]", "encoder.normalize=true", "protocol.test_domains=sketch", "features.batch_size=8"
+    )
+    found = read_run(RUN.absolute())
+    chosen = read_parts(found, Choice(held_out=("sketch",)))
+    write_directory(with_training_images(found, chosen), Path("model"), with_encoder=True)
 
 
 @pytest.fixture(scope="session")
-def small_model(tmp_path_factory):
+def small_model(made_once):
     """Miniature PACS in `data/`, a run on it in `run`, with its features in `cache`; the exported model in `model`."""
-    folder, before = tmp_path_factory.mktemp("small"), Path.cwd()
-    os.chdir(folder)
-    try:
-        miniature.domainbed(folder / "data", "pacs")
-        made = small_runs.recipe(
-            "methods=[erm]", "encoder.normalize=true", "protocol.test_domains=sketch", "features.batch_size=8"
-        )
-        assert not run_recipe(made).failed
-        directory = folder / made.output.dir / made.name
-        found = read_run(directory)
-        chosen = read_parts(found, Choice(held_out=("sketch",)))
-        write_directory(with_training_images(found, chosen), folder / "model", with_encoder=True)
-    finally:
-        os.chdir(before)
-    paths = SimpleNamespace(folder=folder, data=folder / "data", cache=folder / "cache", run=directory)
-    paths.model = folder / "model"
-    return paths
+    folder = made_once("small", make_model)
+    paths = {name: folder / name for name in ("data", "cache", "model")}
+    return SimpleNamespace(folder=folder, run=folder / RUN, **paths)
+
+
+def make_clip() -> None:
+    encoder, settings = small_models.demo_clip()
+    made = parts(encoder, settings, "cosine", name="open_clip", normalize=True)
+    write_directory(made, Path("model"), with_encoder=True)
 
 
 @pytest.fixture(scope="session")
-def exported_clip(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    encoder, settings = small_models.demo_clip()
-    write_directory(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
-    return folder
+def exported_clip(made_once):
+    return made_once("exported_clip", make_clip) / "model"
 
 
 @pytest.fixture

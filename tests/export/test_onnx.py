@@ -186,10 +186,9 @@ def run_example(name: str) -> dict[str, object]:
 
 
 @pytest.fixture
-def images(tmp_path, monkeypatch):
+def images(in_folder):
     """The folder of the programs, with their two images."""
-    monkeypatch.chdir(tmp_path)
-    for path, name in zip(photographs(tmp_path, 2), ("a.png", "b.png"), strict=True):
+    for path, name in zip(photographs(in_folder, 2), ("a.png", "b.png"), strict=True):
         Path(path).rename(name)
     return ["a.png", "b.png"]
 

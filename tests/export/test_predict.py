@@ -51,9 +51,8 @@ def model(small_model):
 
 
 @pytest.fixture
-def images(small_model, tmp_path, monkeypatch):
+def images(small_model, in_folder):
     """Copies of images of two domains, in a folder `new`, with other bytes than those in the cache."""
-    monkeypatch.chdir(tmp_path)
     originals = sorted(small_model.data.rglob("*/photo/*/*"))[:6] + sorted(small_model.data.rglob("*/cartoon/*/*"))[:5]
     assert len(originals) == 11
     for number, path in enumerate(originals):
@@ -99,20 +98,22 @@ def test_a_stream_is_the_model_and_starts_again_with_the_same_bits(small_model, 
 
 
 def test_cached_features_are_used_and_are_the_same_bits(small_model, model, images, tmp_path):
+    cache = shutil.copytree(small_model.cache, tmp_path / "cache")
+
     def state():
-        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in small_model.cache.rglob("*")}
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in cache.rglob("*")}
 
     before, sources = state(), Sources([str(small_model.data)])
     for loaded in (model, library.load(small_model.run, held_out="sketch")):
-        logits, z, computed = joined(stream(loaded, sources, batch_size=8, cache=small_model.cache))
+        logits, z, computed = joined(stream(loaded, sources, batch_size=8, cache=cache))
         again = joined(stream(loaded, sources, batch_size=8, cache=tmp_path / "missing"))
         assert len(logits) > 20 and (computed, again[2]) == (0, sources.count())
         assert torch.equal(z, again[1]) and torch.equal(logits, again[0])
     known = [item.path for item in sources]
     mixed = [Item(path, path) for pair in zip(known, images, strict=False) for path in pair]
-    logits, _, computed = joined(stream(model, mixed, batch_size=8, cache=small_model.cache))
+    logits, _, computed = joined(stream(model, mixed, batch_size=8, cache=cache))
     assert computed == 11 and torch.equal(logits, joined(stream(model, mixed, batch_size=8))[0])
-    assert len(cached_features(model, small_model.cache)) == len({Path(path).read_bytes() for path in known})
+    assert len(cached_features(model, cache)) == len({Path(path).read_bytes() for path in known})
     assert state() == before and not (tmp_path / "missing").exists(), "nothing is written"
 
 
@@ -185,10 +186,9 @@ def test_a_directory_of_other_versions_finds_the_features_of_its_run(small_model
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
+def test_drafts_are_those_of_the_run(in_folder, monkeypatch, trainable):
     """Training, extraction and the model that comes of it decode large JPEGs alike, at a fraction of their size."""
-    monkeypatch.chdir(tmp_path)
-    for path in miniature.domainbed(tmp_path / "data", "pacs", suffix=".jpg").rglob("*.jpg"):
+    for path in miniature.domainbed(in_folder / "data", "pacs", suffix=".jpg").rglob("*.jpg"):
         Image.open(path).resize((400, 300), Image.Resampling.BICUBIC).save(path)
     encoder = {"name": "timm", "model": "test_resnet", "trainable": trainable}
     encoder["preprocessing"] = {"size": 32, "crop": 1.0, "draft": True}
@@ -202,7 +202,7 @@ def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
     assert sizes == ({(400, 300), (100, 75)} if trainable else {(100, 75)})  # all are decoded whole once, as a check
     model, sources = library.load(Path(made.output.dir) / made.name, held_out="sketch"), Sources(["data"])
     paths = [item.path for item in sources]
-    logits, z, computed = joined(stream(model, sources, batch_size=8, cache=tmp_path / "cache"))
+    logits, z, computed = joined(stream(model, sources, batch_size=8, cache=in_folder / "cache"))
     assert computed == (len(paths) if trainable else 0)
     assert torch.equal(logits, joined(stream(model, sources, batch_size=8))[0])
     np.testing.assert_allclose(model.module.as_read(z).numpy(), model.encode(paths), rtol=1e-4, atol=1e-5)

@@ -32,12 +32,11 @@ PREDICT = "import sys, numpy, xdm_ft; numpy.save('found.npy', xdm_ft.load(sys.ar
 
 
 @pytest.fixture
-def results(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, in_folder: Path) -> dict[str, Any]:
     """results.json of a run with photo held out; the test's parameter is its overrides."""
-    monkeypatch.chdir(tmp_path)
     for domain in ("photo", "sketch", "cartoon"):
         for name in sorted(path.name for path in (SHARED / "pacs" / domain).iterdir()):
-            target = tmp_path / "data" / domain / name
+            target = in_folder / "data" / domain / name
             target.mkdir(parents=True)
             for image in sorted((SHARED / "pacs" / domain / name).iterdir())[:IMAGES]:
                 shutil.copy(image, target)

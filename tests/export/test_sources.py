@@ -18,13 +18,12 @@ NAMES = ("b/2.png", "b/1.JPG", "a/x/deep.tif", "b/notes.txt", ".hidden/h.png", "
 
 
 @pytest.fixture
-def scans(tmp_path, monkeypatch):
+def scans(in_folder):
     """Some empty files: a source knows images by their extension alone."""
-    monkeypatch.chdir(tmp_path)
     for name in NAMES:
-        (tmp_path / "scans" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "scans" / name).touch()
-    return tmp_path / "scans"
+        (in_folder / "scans" / name).parent.mkdir(parents=True, exist_ok=True)
+        (in_folder / "scans" / name).touch()
+    return in_folder / "scans"
 
 
 def paths(*given, **how):

@@ -17,15 +17,16 @@ METHODS = (
 )
 
 
+def exported_run():
+    miniature.domainbed(Path("data"), "pacs", per_class=8)
+    small_runs.results("protocol.test_domains=[photo]", "training.steps=60", METHODS)
+    export_model("output/small", "model", Choice("erm", ("photo",)))
+
+
 @pytest.fixture(scope="session")
-def made(tmp_path_factory):
+def made(made_once):
     """`folder` with PACS in `data`, the run, and in `model` ERM without photo; `site`: the images of photo."""
-    folder = tmp_path_factory.mktemp("site")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        miniature.domainbed(folder / "data", "pacs", per_class=8)
-        small_runs.results("protocol.test_domains=[photo]", "training.steps=60", METHODS)
-        export_model("output/small", "model", Choice("erm", ("photo",)))
+    folder = made_once("site", exported_run)
     site = folder / "data/PACS/photo"
     return SimpleNamespace(folder=folder, run=folder / "output/small", model=folder / "model", site=site)
 

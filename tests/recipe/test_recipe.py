@@ -550,9 +550,8 @@ def test_recipes_are_found_by_file_and_by_name(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_finished_run_is_said_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     caplog.set_level("INFO", "xdm_ft")
 
     def said(text: str) -> list[str]:
@@ -562,14 +561,14 @@ def test_a_finished_run_is_said_at_once(
 
     other = "{name: one, output: {dir: other}}"
     assert said("name: one") == said(other) == []
-    (tmp_path / "other/one").mkdir(parents=True)
+    (in_folder / "other/one").mkdir(parents=True)
     for file in ("results.json", "results.md"):
-        (tmp_path / "other/one" / file).touch()
+        (in_folder / "other/one" / file).touch()
     assert said(other) == ["other/one: a finished run is here"] and said("name: one") == []
     odd = ("{}", "{name: [one]}", "{name: one, output: 3}", "{name: one, output: {dir: [a]}}", f"name: {'x' * 300}")
     assert all(said(text) == [] for text in odd)
     monkeypatch.setenv("RANK", "1")
     assert said(other) == []
     monkeypatch.delenv("RANK")
-    (tmp_path / "other/one/state").mkdir()  # of a run that was interrupted
+    (in_folder / "other/one/state").mkdir()  # of a run that was interrupted
     assert said(other) == []

@@ -75,15 +75,14 @@ BAD = {
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch):
+def root(in_folder):
     """The current folder: small.yaml, and 12 images data/<a, b, c>/<cat, dog>/<0, 1>.png, all of them different."""
-    monkeypatch.chdir(tmp_path)
     for n, name in enumerate(f"{d}/{c}/{i}.png" for d in "abc" for c in ("cat", "dog") for i in (0, 1)):
-        path = tmp_path / "data" / name
+        path = in_folder / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(Image.fromarray(np.roll(PIXELS, n, axis=0))))
-    (tmp_path / "small.yaml").write_text(RECIPE)
-    return tmp_path / "data"
+    (in_folder / "small.yaml").write_text(RECIPE)
+    return in_folder / "data"
 
 
 def xdm_ft(verb, *overrides):

@@ -49,12 +49,11 @@ TINY = """\
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
+def here(in_folder):
     """The current folder, with small.yaml and its data; its paths are relative."""
-    monkeypatch.chdir(tmp_path)
-    recipe = on_images(tmp_path, steps=2)
-    recipe.write_text(recipe.read_text().replace(f"{tmp_path}/", ""))
-    return tmp_path
+    recipe = on_images(in_folder, steps=2)
+    recipe.write_text(recipe.read_text().replace(f"{in_folder}/", ""))
+    return in_folder
 
 
 # ---- Files of weights: one line, no code run, nothing written

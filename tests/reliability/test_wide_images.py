@@ -51,13 +51,12 @@ def save(path, values):
 
 
 @pytest.fixture
-def root(tmp_path, monkeypatch):
+def root(in_folder):
     """The current folder: small.yaml, and four images in 8 bits of each domain and class; those of c are written."""
-    monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(RECIPE)
     for n, name in enumerate(f"{d}/{c}/{i}.png" for d in "abc" for c in ("cat", "dog") for i in range(4)):
-        save(tmp_path / "data" / name, (grey() // 2 + n).astype(np.uint8))
-    return tmp_path / "data"
+        save(in_folder / "data" / name, (grey() // 2 + n).astype(np.uint8))
+    return in_folder / "data"
 
 
 def png16(values, kind=2):
