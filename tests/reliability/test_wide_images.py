@@ -123,7 +123,7 @@ def test_every_verb_names_the_domain_its_pixels_and_the_key(root, capsys, caplog
     assert [message for message in caplog.messages if message.startswith(f"finding: {line}")]
     document = json.loads(Path("out/small/results.json").read_text())
     assert [text for text in document["findings"] if text.startswith(line)]
-    assert "intensity" not in document["recipe"]["data"] and "intensity" not in document["environment"]["data"]
+    assert document["recipe"]["data"]["intensity"] == "type" and "intensity" not in document["environment"]["data"]
     page = Path("out/small/report.html").read_text()
     assert "c is nearly black: in its 8 images, pixels wider than 8 bits reach 4095 of 65535" in page
     caplog.clear()
