@@ -67,7 +67,7 @@ def test_a_planted_format_is_named_where_it_is(share, named):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("num_draws", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_draws", [3, pytest.param(60, marks=pytest.mark.soak)])
 def test_few_false_findings_without_association(grouped, num_draws):
     """Over draws of 6 cells each; patients have one class and facts of their own."""
     labels, domains, names = data(2, 3, 30)

@@ -178,13 +178,13 @@ def call_once(monkeypatch, ready, function):
     monkeypatch.setattr(cluster_module.Tasks, "poll", polled)
 
 
-@pytest.mark.slow
 @pytest.mark.needs("ray")
 class TestModels:
     @pytest.fixture(autouse=True)
     def here(self, small_pacs, one_core):
         pass
 
+    @pytest.mark.soak
     @pytest.mark.parametrize("what", ["heads", "end to end"])
     def test_a_node_dies_and_one_comes(self, what, nodes, monkeypatch, caplog):
         Path("small.yaml").write_text(HEADS if what == "heads" else small_runs.RECIPE)
@@ -201,6 +201,7 @@ class TestModels:
         assert len(content["runs"]) == models
         assert same_models("here", "there") and not Path("there/small/state").exists()
 
+    @pytest.mark.soak
     @pytest.mark.parametrize("where", ["same cluster", "no cluster"])
     def test_ctrl_c_saves_and_the_same_command_resumes_anywhere(self, where, nodes, in_folder):
         small_runs.results(*MODEL, "output.dir=here")
@@ -215,6 +216,7 @@ class TestModels:
         assert process.exitcode == 0 and "resumes after" in Path("err").read_text(), Path("err").read_text()
         assert same_models("here", "there")
 
+    @pytest.mark.slow
     def test_the_head_dies_and_the_same_command_resumes(self, in_folder):
         small_runs.results(*MODEL, "output.dir=here")
         arguments, files = ["run", "small.yaml", "output.dir=there", *MODEL], (in_folder / "out", in_folder / "err")
@@ -231,6 +233,7 @@ class TestModels:
         assert "raylet" not in (in_folder / "out").read_text() + (in_folder / "err").read_text()
         assert main(arguments) == 0 and same_models("here", "there")
 
+    @pytest.mark.soak
     def test_what_a_node_lacks_is_one_line(self, nodes, monkeypatch):
         with pytest.raises(UserError, match=r"cluster.gpus_per_model: 1, but no node .* has more than 0 \(.* 0 GPUs\)"):
             run(small_runs.recipe(*on(nodes), "cluster.gpus_per_model=1"))
@@ -254,7 +257,6 @@ def expected(tmp_path_factory):
         return stored("cache")
 
 
-@pytest.mark.slow
 @pytest.mark.needs("ray")
 class TestFeatures:
     @pytest.fixture(autouse=True)
@@ -271,6 +273,7 @@ class TestFeatures:
 
         monkeypatch.setattr(extraction.Extraction, "run", refuse)
 
+    @pytest.mark.slow
     def test_features_activations_and_models_are_those_of_one_process(self, nodes, request):
         views = "features.views=1", "data.train_augmentation=domainbed", "features.batch_size=16"
         own = LAST, "protocol.test_domains=[sketch]", *views
@@ -281,6 +284,7 @@ class TestFeatures:
         assert stored("cache") == local and len(local) == 4 * IMAGES, "features and activations in two views"
         assert same_models("here", "there")
 
+    @pytest.mark.soak
     def test_nodes_die_and_others_come(self, nodes, expected, monkeypatch, caplog, idle_driver):
         def replace_all(_):
             """All that have tasks: of one node alone the task may just have ended."""
@@ -294,6 +298,7 @@ class TestFeatures:
         assert [line for line in caplog.messages if re.match(r"node \S+ \(\S+\) was lost", line)]
         assert stored("cache") == expected
 
+    @pytest.mark.soak
     @pytest.mark.parametrize("where", ["on the cluster", "without it"])
     def test_ctrl_c_and_the_same_command(self, where, nodes, expected, in_folder):
         small_runs.recipe()  # writes small.yaml
@@ -306,6 +311,7 @@ class TestFeatures:
         assert main([*arguments, *(on(nodes) if where == "on the cluster" else ())]) == 0
         assert kept < shards() and stored("cache") == expected
 
+    @pytest.mark.soak
     def test_faults_of_a_user_are_one_line(self, nodes, monkeypatch, capsys):
         small_runs.recipe()
         arguments = ["features", "small.yaml", PROBE, "--quiet"]
@@ -340,6 +346,7 @@ class TestFeatures:
         assert line.startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
         assert not [*Path("cache").glob("tasks-*")]
 
+    @pytest.mark.soak
     def test_images_in_parquet_files_on_a_server(self, nodes, monkeypatch, in_folder):
         monkeypatch.setenv("XDM_FT_CACHE", str(in_folder / "indexes"))
         for number in range(3):

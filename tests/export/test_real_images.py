@@ -74,7 +74,14 @@ def load_needs_weights(target: str) -> bool:
     return encoder["file"] is None
 
 
-@pytest.mark.parametrize("results", [("methods=[erm, xdomainmix+sam]", "training.batch_size=7")], indirect=True)
+@pytest.mark.parametrize(
+    "results",
+    [
+        ("methods=[xdomainmix+sam]", "training.batch_size=7"),
+        pytest.param(("methods=[erm, xdomainmix+sam]", "training.batch_size=7"), marks=pytest.mark.soak),
+    ],
+    indirect=True,
+)
 def test_heads_on_a_frozen_encoder(results: dict[str, Any]) -> None:
     for record in results["runs"]:
         for with_encoder in (False, True):
@@ -82,6 +89,7 @@ def test_heads_on_a_frozen_encoder(results: dict[str, Any]) -> None:
             shutil.rmtree(f"with-{with_encoder}")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("results", [("methods=[erm]", "features.precision=bf16")], indirect=True)
 def test_bf16(results: dict[str, Any]) -> None:
     check(results["runs"][0], with_encoder=True, atol=1e-2)

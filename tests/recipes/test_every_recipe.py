@@ -264,14 +264,20 @@ def shrink(values, folder, clip):
     values["output"] = {"dir": str(folder / "output")}
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_digits")
-@pytest.mark.parametrize("name", RECIPES)
-def test_it_validates_and_runs(name, clip, tmp_path):
+# one of each kind of data, engine and selection, the others with methods or encoders that only they have
+RUN = (
+    "ablation", "adaptation", "all_methods", "camelyon17", "clip_camelyon_search", "clip_pacs", "demo", "encoders",
+    "features", "pacs",
+)  # fmt: skip
+assert {*RUN} <= {*RECIPES}
+
+
+def small(name, clip, folder):
+    """The recipe on miniature data, and what `xdm-ft validate` says of it."""
     values = yaml.safe_load(RECIPES[name].read_text(encoding="utf-8"))
     labels = [item.label for item in load(str(RECIPES[name])).methods]
-    shrink(values, tmp_path, clip)
-    file = tmp_path / "small.yaml"
+    shrink(values, folder, clip)
+    file = folder / "small.yaml"
     file.write_text(yaml.safe_dump(values, sort_keys=False))
     recipe = load(str(file))
     assert [item.label for item in recipe.methods] == labels
@@ -280,6 +286,23 @@ def test_it_validates_and_runs(name, clip, tmp_path):
     assert "gradient evaluations" in printed
     for item in recipe.methods:
         assert (f"# prompts of {item.label}," in printed) == (item.block.prompts is not None)
+    return recipe
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_digits")
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in RUN])
+def test_it_validates(name, clip, tmp_path):
+    small(name, clip, tmp_path)
+
+
+@pytest.mark.usefixtures("few_digits")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in RUN else pytest.mark.soak) for name in RECIPES]
+)
+def test_it_runs(name, clip, tmp_path):
+    recipe = small(name, clip, tmp_path)
+    labels = [item.label for item in recipe.methods]
     assert not run(recipe).failed
 
     folder = tmp_path / "output" / name

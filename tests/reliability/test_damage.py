@@ -186,33 +186,33 @@ def tensor_files(run):
 # ---- The matrix
 
 TEXTS = "truncate, empty, other type, flip a digit, folder, remove, pipe, link to nothing, endless, brackets, nested"
-TENSORS = "truncate, garbage, flip a digit, remove"
+TENSORS = "truncate, garbage, flip a digit, remove, empty, folder, pipe, link to nothing, link to itself, endless"
+# every damage of one file that each reader reads, one or two of the others
 FILES = {
     "finished": {
         "results.json": f"{TEXTS}, link to itself",
-        "recipe.yaml": TEXTS,
-        "results.md": "folder, remove, link to nothing",
-        "run.lock": "garbage, folder, remove, pipe, link to nothing",
+        "recipe.yaml": "truncate, brackets, folder",
+        "results.md": "folder, link to nothing",
+        "run.lock": "garbage, folder, pipe",
         "models": "text, link to nothing",
-        "models/erm": "text",
-        "models/erm/*/*/predictions.safetensors": f"{TENSORS}, empty, folder, pipe, link to itself, endless",
-        "models/erm/*/*/train_val.safetensors": f"{TENSORS}, link to nothing, header of brackets, empty tensors",
-        "models/final_fit/erm/model.safetensors": f"{TENSORS}, empty, folder, pipe, empty tensors",
-        "test_images/*.safetensors": f"{TENSORS}, empty, folder",
-        "training_features/*.safetensors": "truncate, remove, folder",
-        "events": "text, link to nothing",
+        "models/erm/*/*/predictions.safetensors": "flip a digit, folder",
+        "models/erm/*/*/train_val.safetensors": f"{TENSORS}, header of brackets, empty tensors",
+        "models/final_fit/erm/model.safetensors": "remove, folder",
+        "test_images/*.safetensors": "flip a digit, folder",
+        "training_features/*.safetensors": "truncate, folder",
+        "events": "text",
         "events/*": "folder",
     },
     "interrupted": {
-        "results.json": "garbage, flip a digit, remove",
+        "results.json": "garbage",
         "recipe.yaml": "remove",
-        "models/erm/**/predictions.safetensors": TENSORS,
-        "models/erm/**/cross_domain.safetensors": "truncate, remove",
-        "test_images/*.safetensors": "flip a digit, remove",
-        "state": "text, link to nothing",
+        "models/erm/**/predictions.safetensors": "flip a digit",
+        "models/erm/**/cross_domain.safetensors": "remove",
+        "test_images/*.safetensors": "remove",
+        "state": "text",
         "state/records": "text",
         "state/records/0.jsonl": f"{TEXTS}, garbage, drop a line",
-        "state/cross_domain/0.jsonl": "garbage, drop a line, truncate, flip a digit, folder, remove",
+        "state/cross_domain/0.jsonl": "drop a line, folder",
     },
 }
 ROWS = [(kind, file) for kind, files in FILES.items() for file in files]

@@ -96,9 +96,10 @@ def undisturbed(command: Command, recipe: Path, folder: Path) -> dict[str, str]:
     return before
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "bank" else pytest.mark.slow) for name in COMMANDS]
-)
+MARKS = {"bank": (), "end to end": pytest.mark.slow, "growth": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.soak)) for name in COMMANDS])
 def test_a_run_that_is_killed_again_and_again(name: str, tmp_path: Path) -> None:
     """At its first writes, in its middle, and before its last files are in their places."""
     command, expected, folder = COMMANDS[name], tmp_path / "expected", tmp_path / "out"
@@ -175,7 +176,7 @@ def test_interrupted_runs_save_and_say_so(tmp_path: Path) -> None:
     assert outcome(tmp_path / "out") == outcome(tmp_path / "expected") and leftovers(tmp_path / "out") == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes(tmp_path: Path) -> None:
     """One of them is killed; then both are interrupted; then one process resumes alone, from the first step."""
     recipe = end_to_end(tmp_path, steps=30)
@@ -212,7 +213,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert restarted == expected
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("command", ["shared files", "analysis"])
 def test_two_processes_make_the_files_of_one(command: str, tmp_path: Path) -> None:
     settings = COMMANDS[command]
@@ -246,8 +247,9 @@ def hang_at_the_third_step(cores: int) -> None:
         engine.take_step, bank_engine.step = hanging(engine.take_step), hanging(bank_engine.step)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [bank, end_to_end])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(bank, marks=pytest.mark.soak), pytest.param(end_to_end, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_hangs_ends_the_run(recipe: Callable[[Path], Path], tmp_path: Path) -> None:
     both = ranks(recipe(tmp_path), tmp_path / "out", first=hang_at_the_third_step)
     assert all(run.end() != 0 for run in both)
