@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shutil
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +16,7 @@ from safetensors.torch import save_file
 from small_models import add_to_hub, config_of, parts, photographs, write_config
 
 import xdm_ft
+from xdm_ft.cli.parser import main
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.encoders.transformers import Transformers
@@ -53,21 +49,22 @@ CLIP = {
 
 
 @pytest.fixture
-def home(tmp_path):
+def home(tmp_path, monkeypatch):
     """HF_HOME with the repository attacker/text, whose code writes a file, and attacker/clip, which needs it."""
     cache = tmp_path / "home" / "hub"
     (text := tmp_path / "text").mkdir()
     (text / "config.json").write_text(json.dumps(TEXT))
     (text / "evil.py").write_text(CODE)
-    (text / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": MARKER, "auto_map": {"AutoTokenizer": [f"evil.{MARKER}", None]}})
-    )
+    tokenizer = {"tokenizer_class": MARKER, "auto_map": {"AutoTokenizer": [f"evil.{MARKER}", None]}}
+    (text / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     add_to_hub(cache, "attacker/text", text)
     (clip := tmp_path / "clip").mkdir()
     config = {**CLIP, "text_cfg": {"hf_model_name": "attacker/text"}}
     (clip / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
     save_file({"logit_scale": torch.zeros(1)}, clip / "open_clip_model.safetensors")
     add_to_hub(cache, "attacker/clip", clip)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("MARKED", str(cache.parent / MARKER))
     return cache.parent
 
 
@@ -85,35 +82,9 @@ def edit_architecture(model: Path, **text: Any) -> None:
     path.write_text(json.dumps(document).replace("/", "\\u002f").replace("trust", "\\u0074rust"))
 
 
-def answered_with_yes(arguments: list[str], home: Path) -> tuple[int, str]:
-    """Runs xdm-ft on a terminal on which someone answers "y" to everything; returns status and what was shown."""
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "MARKED": str(home / MARKER)}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "xdm_ft", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    os.write(ours, b"y\n" * 20)
-    shown = bytearray()
-
-    def read() -> None:
-        try:
-            while part := os.read(ours, 4096):
-                shown.extend(part)
-        except OSError:  # the process has closed its side
-            pass
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    status = process.wait(timeout=120)
-    reader.join(timeout=20)
-    os.close(ours)
-    return status, shown.decode().replace("y\r\n", "")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["directory", "hub", "encoder of the hub", "encoder of a recipe"])
-def test_no_question_is_asked_and_no_code_runs_on_a_terminal(model, home, tmp_path, case):
+def test_no_question_is_asked_and_no_code_runs(model, home, tmp_path, case, capsys, monkeypatch):
+    """Whoever is asked says yes."""
     [image] = photographs(tmp_path, 1)
     arguments = ["predict", str(model), image, "--out", str(tmp_path / "out.csv")]
     if case.startswith("encoder"):
@@ -127,19 +98,17 @@ def test_no_question_is_asked_and_no_code_runs_on_a_terminal(model, home, tmp_pa
     if case == "encoder of a recipe":
         arguments = ["features", "demo", "encoder.model=hf-hub:attacker/clip", "encoder.weights=pretrained"]
         arguments += [f"output.dir={tmp_path}", f"features.dir={tmp_path}"]
-    status, shown = answered_with_yes(arguments, home)
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "y")
+    asked = []
+    assert main(arguments) == 2 and not asked
     assert not (home / MARKER).exists(), "the code has run"
-    assert status == 2 and "[y/N]" not in shown and "Traceback" not in shown, shown
-    lines = [line for line in shown.splitlines() if line.startswith("xdm-ft: ")]
-    assert len(lines) == 1, shown
-    assert "names another source" in lines[0] or "needs code of a repository, which is never run" in lines[0]
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
+    assert "names another source" in line or "needs code of a repository, which is never run" in line
     assert not (tmp_path / "out.csv").exists()
 
 
-def test_the_tokenizer_of_a_repository_runs_no_code(home, tmp_path, monkeypatch):
+def test_the_tokenizer_of_a_repository_runs_no_code(home, tmp_path):
     """Its arguments are those of a config, and may ask for it."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
-    monkeypatch.setenv("MARKED", str(home / MARKER))
     (clip := tmp_path / "whole").mkdir()
     text = {**CLIP["text_cfg"], "hf_tokenizer_name": "attacker/text", "tokenizer_kwargs": {"trust_remote_code": True}}
     config = clip / "open_clip_config.json"
@@ -155,55 +124,50 @@ def test_the_tokenizer_of_a_repository_runs_no_code(home, tmp_path, monkeypatch)
     assert len(str(found.value).splitlines()) == 1 and not (home / MARKER).exists()
 
 
-SOURCES = ("attacker/text", "hf-hub:attacker", "local-dir:x", "..", "~x", r"a\b", "https:x")
-PLAIN = [("hf_model_name", "gpt2"), ("hf_tokenizer_name", "gpt2")]  # of the hub, or a folder
+SOURCES = ("attacker/text", "hf-hub:attacker", "local-dir:x", "..", "~x", r"a\b", "https:x", "gpt2")
+PLAIN = [("hf_model_name", "gpt2"), ("hf_tokenizer_name", "gpt2"), ("timm_model_name", "attacker/text")]
 
 
-@pytest.mark.parametrize(
-    ("key", "name"), [*(("hf_model_name", name) for name in SOURCES), *PLAIN, ("timm_model_name", "attacker/text")]
-)
-def test_an_architecture_names_no_other_source(model, key, name):
-    edit_architecture(model, **{key: name})
-    with pytest.raises(UserError, match=rf"demo_clip\.json: text_cfg\.{key}: .* names another source") as found:
+def refused(model, message):
+    """Loading ends in one line."""
+    with pytest.raises(UserError, match=message) as found:
         xdm_ft.load(model)
     assert len(str(found.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_an_architecture_names_no_other_source(model):
+    for key, name in [*(("hf_model_name", name) for name in SOURCES), *PLAIN]:
+        edit_architecture(model, **dict.fromkeys(dict(PLAIN), None) | {key: name})
+        refused(model, rf"demo_clip\.json: text_cfg\.{key}: .* names another source")
+
+
+def test_arguments_name_no_other_source_and_no_endless_model(model):
+    settings = config_of(model)["encoder"]["settings"]
+    for kwargs, message in (
         *(({"text_cfg": {key: name}}, rf'text_cfg\.{key}: "{name}" names another source') for key, name in PLAIN),
         ({"vision_cfg": [{"x": [{"timm_model_name": "hf-hub:a/b"}]}]}, r"timm_model_name: .* names another source"),
         ({"text_cfg": {"tokenizer_kwargs": {"trust_remote_code": True}}}, "asks for code of a repository"),
         ({"auto_map": {"AutoModel": "evil.Evil"}}, "asks for code of a repository"),
-    ],
-)
-def test_arguments_name_no_other_source(model, kwargs, message):
-    edit(model, settings=config_of(model)["encoder"]["settings"] | {"kwargs": kwargs})
-    with pytest.raises(UserError, match=rf"config\.json: encoder\.settings\.kwargs: .*{message}"):
-        xdm_ft.load(model)
+    ):
+        edit(model, settings=settings | {"kwargs": kwargs})
+        refused(model, rf"config\.json: encoder\.settings\.kwargs: .*{message}")
+    edit(model, settings=settings)
+    edit_architecture(model, layers=10**7)
+    refused(model, r"demo_clip\.json: text_cfg\.layers is 10000000, more than any model has")
 
 
-@pytest.fixture(scope="module")
-def vit(tmp_path_factory):
-    """A model directory whose encoder is of transformers."""
-    folder = tmp_path_factory.mktemp("vit")
+def test_a_config_of_transformers_with_wrong_values_is_one_line(tmp_path):
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     config = transformers.ViTConfig(**size, image_size=32, patch_size=8)
-    transformers.ViTModel(config).save_pretrained(folder / "saved")
-    settings = {"model": f"local-dir:{folder}/saved", "weights": "pretrained", "kwargs": {}}
-    encoder = Transformers(**settings, preprocessing=small_models.SMALL.model_copy(update={
-        "interpolation": "bicubic", "resize": "squash"
-    }))  # fmt: skip
-    write_directory(parts(encoder, settings, name="transformers"), folder / "model", with_encoder=True)
-    return folder / "model"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    transformers.ViTModel(config).save_pretrained(tmp_path / "saved")
+    settings = {"model": f"local-dir:{tmp_path}/saved", "weights": "pretrained", "kwargs": {}}
+    squashed = small_models.SMALL.model_copy(update={"interpolation": "bicubic", "resize": "squash"})
+    encoder = Transformers(**settings, preprocessing=squashed)
+    model, path = tmp_path / "model", tmp_path / "model" / "vit.json"
+    write_directory(parts(encoder, settings, name="transformers"), model, with_encoder=True)
+    whole = json.loads(path.read_text())
+    for changes, message in (
         ({"backbone": "attacker/repo"}, "backbone: .* names another source"),
-        ({"attn_implementation": "attacker/kernel"}, "attn_implementation: .* names another source"),
         ({"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map.AutoModel asks for code"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, more than any model has; it may be 1,000 at"),
         ({"num_hidden_layers": "two"}, "cannot read the config of"),
@@ -213,15 +177,9 @@ def vit(tmp_path_factory):
         ({"patch_size": 0}, "."),
         ({"model_type": "timm_wrapper"}, "."),
         ({"model_type": 3}, "has no model_type"),
-    ],
-)
-def test_a_config_of_transformers_with_wrong_values_is_one_line(vit, tmp_path, changes, message):
-    shutil.copytree(vit, tmp_path / "model")
-    path = tmp_path / "model" / "vit.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=message) as found:
-        xdm_ft.load(tmp_path / "model")
-    assert len(str(found.value).splitlines()) == 1
+    ):
+        path.write_text(json.dumps(whole | changes))
+        refused(model, message)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +198,7 @@ def test_an_endless_model_is_refused_before_it_is_built(encoder, arguments, mess
         encoder(**own | arguments)
 
 
-def test_an_endless_architecture_is_refused_before_it_is_built(model, home, tmp_path, monkeypatch):
-    """In a directory, in an open_clip and a timm repository and in one of transformers."""
-    edit_architecture(model, layers=10**7)
-    with pytest.raises(UserError, match=r"demo_clip\.json: text_cfg\.layers is 10000000, more than any model has"):
-        xdm_ft.load(model)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+def test_an_endless_architecture_of_the_hub_is_refused_before_it_is_built(home, tmp_path):
     (large := tmp_path / "large").mkdir()
     (large / "open_clip_config.json").write_text(
         json.dumps({"model_cfg": {**CLIP, "vision_cfg": CLIP["vision_cfg"] | {"layers": 10**7}}})
@@ -264,9 +217,6 @@ def test_an_endless_architecture_is_refused_before_it_is_built(model, home, tmp_
 
 PUBLIC = {
     "EVA-E": {"vision_cfg": {"layers": 64, "width": 1792, "mlp_ratio": 8.571428571428571, "image_size": 224}},
-    "DINOv2-g": {"num_hidden_layers": 40, "hidden_size": 1536, "mlp_ratio": 4, "image_size": 518},
-    "DINOv3 7B": {"num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32},
-    "InternViT-6B": {"num_hidden_layers": 48, "hidden_size": 3200, "intermediate_size": 12800, "image_size": 448},
     "EVA-CLIP-18B": {"num_hidden_layers": 48, "hidden_size": 5120, "intermediate_size": 25600, "vocab_size": 49408},
     "ConvNeXt-XXL": {"depths": [3, 4, 30, 3], "dims": [384, 768, 1536, 3072]},
     "ResNet-1202": {"layers": [200, 200, 200]},
@@ -275,13 +225,12 @@ PUBLIC = {
 
 def test_public_models_are_within_the_limits():
     models = open_clip.list_models()
-    assert len(models) > 100 and "ViT-bigG-14" in models and "ViT-SO400M-14-SigLIP2" in models
-    for name in models:
-        check_sizes(open_clip.get_model_config(name), name)
-    for name, config in PUBLIC.items():
+    assert len(models) > 100
+    configs = PUBLIC | {name: open_clip.get_model_config(name) for name in models}
+    for kind in ("dinov2", "dinov3_vit", "siglip2", "swinv2", "sam", "vit_mae"):
+        configs[kind] = architecture(transformers.AutoConfig.for_model(kind))
+    for name, config in configs.items():
         check_sizes(config, name)
-    for kind in ("dinov2", "dinov3_vit", "siglip2", "swinv2", "convnextv2", "sam", "clip", "beit", "vit_mae"):
-        check_sizes(architecture(transformers.AutoConfig.for_model(kind)), kind)
 
 
 def test_a_text_side_of_transformers_goes_with_the_model(tmp_path):

@@ -73,18 +73,16 @@ def test_the_files_of_a_model_are_uploaded(model, api):
     assert "model.onnx" in what["delete_patterns"], "that of an earlier model"
 
 
-@pytest.mark.parametrize("name", ["scan_017.png", "notes.txt", ".DS_Store", "events", "README.md"])
-def test_any_other_file_and_any_link_is_refused_by_name(model, api, tmp_path, name):
+def test_any_other_file_and_any_link_is_refused_by_name(model, api, tmp_path):
     (tmp_path / "secret").write_text("x")
-    if name == "events":
-        (model / name).mkdir()
-    elif name == "README.md":
-        (model / name).unlink()
-        (model / name).symlink_to(tmp_path / "secret")
-    else:
-        (model / name).write_text("x")
-    with pytest.raises(UserError, match=rf"model: {name}: not a file of a model, so it is not uploaded"):
-        push(model, "org/name", private=True)
+    makers = {"scan_017.png": Path.touch, ".DS_Store": Path.touch, "events": Path.mkdir}
+    for name, make in (makers | {"README.md": lambda path: path.symlink_to(tmp_path / "secret")}).items():
+        path = model / name
+        path.unlink(missing_ok=True)
+        make(path)
+        with pytest.raises(UserError, match=rf"model: {name}: not a file of a model, so it is not uploaded"):
+            push(model, "org/name", private=True)
+        path.rmdir() if name == "events" else path.unlink()
     assert not api.calls
 
 
@@ -100,28 +98,24 @@ def answered(status: int, kind: type[Exception] = errors.HfHubHTTPError) -> Exce
     return kind("no", response=response)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
+def test_errors_of_the_hub_are_one_line_with_a_remedy(model, api):
+    for api.fault, message in (
         (answered(401), r"needs a token with the right to write; run `hf auth login`, or set HF_TOKEN"),
         (answered(403), r"the token has no right to write there"),
         (errors.LocalTokenNotFoundError("none"), r"needs a token"),
         (errors.OfflineModeIsEnabled("offline"), r"HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"),
         (ConnectionRefusedError("no route"), r"the upload failed \(ConnectionRefusedError\); check the network"),
         (answered(500), r"the upload failed \(HfHubHTTPError\)"),
-    ],
-)
-def test_errors_of_the_hub_are_one_line_with_a_remedy(model, api, fault, message):
-    api.fault = fault
-    with pytest.raises(UserError, match=rf"^org/name: .*{message}") as found:
-        push(model, "org/name", private=True)
-    assert len(str(found.value).splitlines()) == 1
+    ):
+        with pytest.raises(UserError, match=rf"^org/name: .*{message}") as found:
+            push(model, "org/name", private=True)
+        assert len(str(found.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["name", "a/b/c", "org/na me", "org/name@main", ""])
-def test_a_wrong_name_and_a_folder_without_a_model_are_refused(model, api, tmp_path, name):
-    with pytest.raises(UserError, match="is not a name of a repository; write ORGANISATION/NAME"):
-        push(model, name, private=True)
+def test_a_wrong_name_and_a_folder_without_a_model_are_refused(model, api, tmp_path):
+    for name in ("name", "a/b/c", "org/na me", "org/name@main", ""):
+        with pytest.raises(UserError, match="is not a name of a repository; write ORGANISATION/NAME"):
+            push(model, name, private=True)
     with pytest.raises(UserError, match=r"config\.json: cannot be read"):
         push(tmp_path, "org/name", private=True)
     assert not api.calls
@@ -164,36 +158,24 @@ def hub(tmp_path, monkeypatch):
     return partial(add_to_hub, tmp_path / "hub", "org/name")
 
 
-def test_a_model_of_the_hub_loads(model, hub, tmp_path):
-    hub(model)
+def test_a_model_of_the_hub_loads_and_is_never_read_as_a_run(model, hub, tmp_path):
     images = photographs(tmp_path)
     expected = xdm_ft.load(model, device="cpu").predict_proba(images)
-    for name in ("hf-hub:org/name", "hf-hub:org/name@main", f"hf-hub:org/name@{'0' * 40}"):
-        assert np.array_equal(xdm_ft.load(name, device="cpu").predict_proba(images), expected)
-
-
-def test_a_repository_is_never_read_as_a_run(model, hub, tmp_path):
     (model / "results.json").write_text('{"runs": [], "checksum": "x"}')
     hub(model)
-    assert xdm_ft.load("hf-hub:org/name", device="cpu").class_names == small_models.CLASSES
+    for name in ("hf-hub:org/name", "hf-hub:org/name@main", f"hf-hub:org/name@{'0' * 40}"):
+        assert np.array_equal(xdm_ft.load(name, device="cpu").predict_proba(images), expected)
     with pytest.raises(UserError, match="is not a run directory, so method, held-out domain, seed and trial cannot be"):
         xdm_ft.load("hf-hub:org/name", seed=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+    for name, message in (
         ("hf-hub:org/other", r"is not on this machine and did not download .*run `hf download org/other` on a machine"),
         ("hf-hub:org/name@v2", r"is not on this machine .*run `hf download org/name` on"),
         ("hf-hub:name", r"is not a name of a model on the hub; write hf-hub:ORGANISATION/NAME"),
         ("hf-hub:org/../etc", "is not a name of a model on the hub"),
-    ],
-)
-def test_what_does_not_load_is_reported_in_one_line(model, hub, name, message):
-    hub(model)
-    with pytest.raises(UserError, match=f"^{name}: .*{message}") as found:
-        xdm_ft.load(name)
-    assert len(str(found.value).splitlines()) == 1
+    ):
+        with pytest.raises(UserError, match=f"^{name}: .*{message}") as found:
+            xdm_ft.load(name)
+        assert len(str(found.value).splitlines()) == 1
 
 
 def test_a_repository_without_a_model_is_refused(tmp_path, hub):
