@@ -210,7 +210,11 @@ def test_a_solver_has_the_median_strength_and_one_model_under_every_seed():
 @small_pacs
 @pytest.mark.parametrize(
     ("method", "trainable"),
-    [("{name: erm+swad, swad.n_converge: 1}", False), ("erm", True), ("{name: erm+swad, swad.n_converge: 1}", True)],
+    [
+        ("{name: erm+swad, swad.n_converge: 1}", False),
+        pytest.param("erm", True, marks=pytest.mark.soak),
+        ("{name: erm+swad, swad.n_converge: 1}", True),
+    ],
 )
 def test_nothing_is_measured_while_it_trains(method, trainable, monkeypatch):
     """Neither a metric nor a loss: the validation of the fit has no images."""

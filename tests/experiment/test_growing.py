@@ -291,7 +291,7 @@ def test_a_start_that_ends_before_the_first_new_record(moment, monkeypatch):
 
 @pytest.mark.slow
 @small_pacs
-@pytest.mark.parametrize("selection", ["train_val", "cross_domain"])
+@pytest.mark.parametrize("selection", [pytest.param("train_val", marks=pytest.mark.soak), "cross_domain"])
 def test_models_share_chunks_with_those_of_their_generation(selection, monkeypatch):
     """Also the models of an interrupted run that grows, and a model of a grown run whose file is damaged."""
     short = *SHORT, f"protocol.selection={selection}"
@@ -328,8 +328,11 @@ def test_models_share_chunks_with_those_of_their_generation(selection, monkeypat
 @pytest.mark.parametrize(
     ("short", "grown"),
     [
-        (["methods=[erm, {name: xdomainmix, warmup_steps: 2}]"],
-         ["methods=[{name: xdomainmix, warmup_steps: 2}, erm+swad, erm]"]),
+        pytest.param(
+            ["methods=[erm, {name: xdomainmix, warmup_steps: 2}]"],
+            ["methods=[{name: xdomainmix, warmup_steps: 2}, erm+swad, erm]"],
+            marks=pytest.mark.soak,
+        ),
         (["protocol.selection=cross_domain", "protocol.seeds=1"], ["protocol.seeds=[0, 4]", "protocol.final_fit=true"]),
         (["methods=[erm, rsc]", TWO, "search.sampler=sobol", "protocol.final_fit=true"],
          ["search.trials=7", "methods=[groupdro, erm, rsc]"]),

@@ -302,7 +302,8 @@ def test_the_message_of_a_hung_rank():
     ("mode", "message"),
     [
         ("hangs beside work", "rank 1 has made no progress"),
-        ("stops", "rank 1 has made no progress"),  # its launcher waits 30 seconds before it kills it
+        # its launcher waits 30 seconds before it kills it
+        pytest.param("stops", "rank 1 has made no progress", marks=pytest.mark.soak),
         ("hangs in a step", "all ranks have made no progress"),  # the first rank stands still too, in the same step
         ("works", None),
     ],

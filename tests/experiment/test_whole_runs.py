@@ -66,7 +66,7 @@ def test_camelyon17_as_wilds_splits_it_and_each_hospital_in_turn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("domains", ["region", "year"])
+@pytest.mark.parametrize("domains", ["region", pytest.param("year", marks=pytest.mark.soak)])
 def test_the_worst_region_of_fmow_leaves_other_out_whatever_the_domains_are(domains):
     miniature.fmow(Path("data"))
     data = f"data={{name: fmow, root: data, domains: {domains}}}"
@@ -118,7 +118,7 @@ def test_a_run_on_remote_data(trainable, parquet):
 
 @pytest.mark.slow
 @pytest.mark.needs("moto", "s3fs")
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.soak), "2"])
 def test_a_run_on_an_object_store(workers, parquet):
     """The libraries behind `s3://` run threads and a loop of events: worker processes are forked all the same."""
     changes = ONLY_ERM, "protocol.test_domains=photo"

@@ -129,9 +129,9 @@ NEIGHBOURS = {"keys": KEYS, "labels": torch.arange(30) % 4, "k": torch.tensor(5)
     ("head", "changes"),
     [
         ("linear", {"normalize": True, "temperature": 0.5}),
-        ("cosine", {}),
-        ("mlp", {"temperature": 3.0}),
-        ("linear", {"members": 3}),
+        pytest.param("cosine", {}, marks=pytest.mark.soak),
+        pytest.param("mlp", {"temperature": 3.0}, marks=pytest.mark.soak),
+        pytest.param("linear", {"members": 3}, marks=pytest.mark.soak),
         ("mlp", {"members": 2, "normalize": True}),
         ("neighbours", {}),
     ],
@@ -144,9 +144,14 @@ def test_every_head_exports(tmp_path, head, changes):
     assert file.difference < 1e-5
 
 
+OTHERS = ("mobilenetv2_100", "densenet121", "convnext_atto")
+
+
 @pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["test_vit", "test_resnet", "mobilenetv2_100", "densenet121", "convnext_atto"])
+@pytest.mark.parametrize(
+    "network", ["test_vit", "test_resnet", *(pytest.param(name, marks=pytest.mark.soak) for name in NETWORKS)]
+)
 def test_encoders_of_timm_export(tmp_path, network):
     model, paths = parts(*small_models.timm(network)), photographs(tmp_path, 5)
     file = write_onnx(model, tmp_path, opened(paths[:4]), include_preprocessing=False)
@@ -256,7 +261,7 @@ def test_onnx_runtime_predicts_from_image_files(images):
 @pytest.mark.parametrize(
     ("head", "changes"),
     [
-        ("cosine", {}),
+        pytest.param("cosine", {}, marks=pytest.mark.soak),
         ("cosine", {"normalize": True, "temperature": 2.0}),
         ("linear", {"normalize": True, "temperature": 0.5}),
         ("linear", {"normalize": True, "members": 3}),

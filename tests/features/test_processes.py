@@ -192,7 +192,7 @@ def server(tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_extraction_reads_each_row_group_once(workers: int, server: Served, tmp_path: Path) -> None:
     for number in range(2):  # four shards of 32 images each, eight row groups
         write_parquet(tmp_path / "data" / f"{number}.parquet", range(128 * number, 128 * number + 128), 32)
@@ -234,7 +234,7 @@ def measured(folder: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_extraction_over_http_killed_and_resumed_at_flat_memory(tmp_path: Path) -> None:
     """The benchmark with few images: its second start resumes the first one, which is killed."""
     killed = measured(tmp_path, "--seconds-per-batch", "0.2")

@@ -247,9 +247,8 @@ def hang_at_the_third_step(cores: int) -> None:
         engine.take_step, bank_engine.step = hanging(engine.take_step), hanging(bank_engine.step)
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(bank, marks=pytest.mark.soak), pytest.param(end_to_end, marks=pytest.mark.slow)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("recipe", [bank, end_to_end])
 def test_a_rank_that_hangs_ends_the_run(recipe: Callable[[Path], Path], tmp_path: Path) -> None:
     both = ranks(recipe(tmp_path), tmp_path / "out", first=hang_at_the_third_step)
     assert all(run.end() != 0 for run in both)
