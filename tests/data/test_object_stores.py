@@ -26,26 +26,20 @@ def bucket() -> Iterator[Bucket]:
         yield found
 
 
-def test_parquet_files(bucket: Bucket, tmp_path: Path) -> None:
+def test_parquet_files_and_tars(bucket: Bucket, tmp_path: Path) -> None:
     for number in range(2):
         write_parquet(tmp_path / "data/sites" / f"{number}.parquet", range(50 * number, 50 * number + 50), 20)
+        write_tar(tmp_path / "data/tars" / f"{number:03d}.tar", range(30 * number, 30 * number + 30), about=True)
     bucket.upload(tmp_path / "data")
-    columns = Columns(group="group")
-    local = Parquet(file=tmp_path / "data/sites", columns=columns)
+    columns, keys = Columns(group="group"), Keys(domain="domain", group="group")
     for address in ("sites", "sites/*.parquet"):
+        local = Parquet(file=tmp_path / "data/sites", columns=columns)
         same(Parquet(file=f"{bucket.address}/{address}", columns=columns), local)
+    for address in ("tars", "tars/*.tar", "tars/{000..001}.tar"):
+        local = WebDataset(file=tmp_path / "data/tars", keys=keys)
+        same(WebDataset(file=f"{bucket.address}/{address}", keys=keys), local)
     found = Parquet(file=f"{bucket.address}/sites/1.parquet", columns=columns)
     assert found.name(3) == f"{bucket.address}/sites/1.parquet, row 3" and len(found) == 50
-
-
-def test_tars(bucket: Bucket, tmp_path: Path) -> None:
-    for number in range(2):
-        write_tar(tmp_path / "data" / f"{number:03d}.tar", range(30 * number, 30 * number + 30), about=True)
-    bucket.upload(tmp_path / "data")
-    keys = Keys(domain="domain", group="group")
-    local = WebDataset(file=tmp_path / "data", keys=keys)
-    for address in ("", "/*.tar", "/{000..001}.tar"):
-        same(WebDataset(file=f"{bucket.address}{address}", keys=keys), local)
 
 
 def test_an_object_that_is_replaced_is_hashed_again(bucket: Bucket, tmp_path: Path) -> None:

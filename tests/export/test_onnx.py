@@ -150,7 +150,7 @@ OTHERS = ("mobilenetv2_100", "densenet121", "convnext_atto")
 @pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "network", ["test_vit", "test_resnet", *(pytest.param(name, marks=pytest.mark.soak) for name in NETWORKS)]
+    "network", ["test_vit", "test_resnet", *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)]
 )
 def test_encoders_of_timm_export(tmp_path, network):
     model, paths = parts(*small_models.timm(network)), photographs(tmp_path, 5)
