@@ -177,7 +177,7 @@ def test_a_run_is_audited_before_and_after_it_and_shows_it_on_its_page(capsys):
         main(Namespace(recipe="moved/run", overrides=[], images=False))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_prints_what_it_writes_after_a_kill_too():
     write(*clusters(images=20, domains=3))
     command = [sys.executable, "-m", "xdm_ft", "audit", "audited.yaml", "--json"]
@@ -192,16 +192,8 @@ def test_the_command_prints_what_it_writes_after_a_kill_too():
 @pytest.mark.slow
 def test_two_processes_write_what_one_does():
     one = audited(*clusters(images=20, domains=3))
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1"]
     command = [*launch, "--mixed_precision", "no", "--dynamo_backend", "no", "-m", "xdm_ft", "audit", "audited.yaml"]
     subprocess.run(command, capture_output=True, check=True, timeout=300)
     assert document("output/audited/audit", "audit") == one
