@@ -27,10 +27,10 @@ import torch
 import yaml
 
 import xdm_ft
-from xdm_ft.evaluation import Record, trials
-from xdm_ft.evaluation.intervals import values_by_set
 from xdm_ft.evaluation.metrics import per_image_nll
-from xdm_ft.report.finished import Run, read_run
+from xdm_ft.results import trials, values_by_set
+from xdm_ft.results.model import Record
+from xdm_ft.results.run import Run, read_run
 
 Chosen = tuple[str, float]  # method, and the value that is quoted for it
 

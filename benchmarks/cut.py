@@ -36,13 +36,13 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.core import Task
 from xdm_ft.cut import LastBlocks, Trainable
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features.cache import Features, contents_of, open_shard, write_shard
 from xdm_ft.features.key import key_of
 from xdm_ft.images.transforms import PreprocessingOverrides
-from xdm_ft.runtime.tensors import Task
 from xdm_ft.training.end_to_end.inputs import CachedActivations
 from xdm_ft.training.end_to_end.model import EndToEnd
 

@@ -37,16 +37,15 @@ from torch import nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.averaging.swad import SWAD
+from xdm_ft.core import Annotations, Criteria, ModelKey, Task
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.evaluation import ModelKey
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.components import find
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import Progress
-from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Trained, Training

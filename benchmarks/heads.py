@@ -49,11 +49,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import Annotations, Batch, Criteria, ModelKey, Task
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.machine import keep_freed_memory
-from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.data import BankValidation, CachedData, batches

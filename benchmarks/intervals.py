@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from xdm_ft.evaluation import ModelKey, Pick, Record
+from xdm_ft.core import ModelKey, Score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.evaluation.summary import summarise
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.summary import summarise
 from xdm_ft.runtime.machine import PeakMemory
-from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
 
 CLASSES, GROUPS, RULE, HELD = 62, 5000, "val_domain", ("site",)

@@ -36,7 +36,7 @@ from xdm_ft.heads.linear import Linear
 from xdm_ft.new_site.adapt import doubts
 from xdm_ft.new_site.reference import site_of
 from xdm_ft.new_site.stored import Stored
-from xdm_ft.report.finished import read_run
+from xdm_ft.results.run import read_run
 from xdm_ft.training.adaptation import adapted_head, correct, do_no_harm
 
 DRAWS, ADAPTATIONS = 20, 10

@@ -58,10 +58,9 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import Annotations, Batch, Criteria, ModelKey, Task
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import chunks, solve, train_chunk
 from xdm_ft.xdomainmix.masks import domain_quantile

@@ -28,12 +28,11 @@ from torch import Tensor
 from xdm_ft.algorithms import Method, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import Annotations, Criteria, ModelKey, Task
 from xdm_ft.features import cache
 from xdm_ft.features.cache import Contents, Features, Store, contents_of, write_shard
 from xdm_ft.features.key import key_of
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.data import BankValidation
 from xdm_ft.training.bank.train import CHUNK_HEADS, chunks, train_chunk

@@ -30,7 +30,7 @@ from xdm_ft.evaluation.metrics import wins
 from xdm_ft.features.cache import standard
 from xdm_ft.new_site import reference
 from xdm_ft.new_site.stored import Heads, Stored
-from xdm_ft.report.finished import Run, read_run
+from xdm_ft.results.run import Run, read_run
 
 NEAREST, RIDGE = 10, 0.1  # means; of the covariance, in mean variances
 CLASSES, DRAWS, IMAGES = 5, 20, 300

@@ -54,19 +54,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from xdm_ft.evaluation import Record, verdicts
+from xdm_ft.core import ALPHA
+from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate, Term, over_images
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, effective_number, jackknife_variance
-from xdm_ft.evaluation.verdicts import (
-    ALPHA,
-    BETTER,
-    FEWEST_SETS,
-    WORSE,
-    Comparison,
-    Estimate,
-    PValue,
-    Term,
-    over_images,
-)
+from xdm_ft.results import verdicts
+from xdm_ft.results.model import Record
+from xdm_ft.results.table import BETTER, WORSE, Comparison, PValue
 from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import RunDirectory
 

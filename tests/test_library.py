@@ -101,7 +101,7 @@ def test_a_finished_run_is_opened_without_its_recipe(tmp_path, monkeypatch):
             found.table("val_domain")
         assert repr(found) == "<Results of run: 8 models of erm, xdomainmix; selection: train_val>"
     many = written(tmp_path / "many", runs=[run for run in results_of(two_sets())["runs"] for _ in range(100)])
-    for shown in (xdm_ft.open(many), xdm_ft.open(many).records[0], xdm_ft.open(many).as_read):
+    for shown in (xdm_ft.open(many), xdm_ft.open(many).records[0], xdm_ft.open(many).run):
         assert len(repr(shown)) < 2000
     assert "open" not in xdm_ft.__all__, "`from xdm_ft import *` must leave Python's own"
 

@@ -5,7 +5,7 @@ python tools/glossary.py > docs/glossary.md
 
 from collections.abc import Iterator
 
-from xdm_ft.runtime.texts import glossary
+from xdm_ft.runtime.terminal import glossary
 
 ABOUT = """The words of screens, tables and documents. The first group is enough to ship a model."""
 

@@ -10,7 +10,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
-    from xdm_ft.experiment.results import Results
+    from xdm_ft.cli.library import Results
     from xdm_ft.export.predictor import Model
 
 __all__ = ["UserError", "__version__", "load", "run"]  # not `open`: `import *` would replace Python's own
@@ -32,7 +32,7 @@ def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) ->
 
     text = recipe_of(recipe, overrides)
     say_if_finished(text)
-    from xdm_ft.experiment import run as run_recipe  # this imports torch
+    from xdm_ft.cli.library import run as run_recipe  # this imports torch
     from xdm_ft.recipe.check import check
 
     return run_recipe(check(text))
@@ -44,7 +44,7 @@ def open(run_dir: str | os.PathLike[str]) -> Results:
     `open("output/demo").table()` has the rows of the recipe's own selection rule, `table(selection="oracle")` those of
     another one. Raises `UserError` if the directory holds no run, a damaged one, or one that is not finished.
     """
-    from xdm_ft.experiment.results import read_results  # this imports torch
+    from xdm_ft.cli.library import read_results  # this imports torch
     from xdm_ft.storage.names import expand_user
 
     return read_results(expand_user(os.fspath(run_dir), "run_dir"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.runtime.tensors import Batch, Losses, Task
+from xdm_ft.core import Batch, Losses, Task
 
 DOMAINS, PER_DOMAIN, CLASSES, WIDTH = 3, 5, 3, 8
 SETUP = Setup(Task(tuple("abc"), tuple("xyz")), WIDTH, steps=100, seed=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.clipood import CLIPood
-from xdm_ft.runtime.tensors import Batch, Task
+from xdm_ft.core import Batch, Task
 
 CLASSES, WIDTH, SCALE = 4, 6, 100.0
 Y, DOMAIN = torch.tensor([0, 3, 2, 2, 1]), torch.tensor([0, 0, 1, 1, 1])

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from xdm_ft.algorithms import Algorithm, Method, Setup, Solver
+from xdm_ft.core import Batch, Losses, Task
 from xdm_ft.recipe.components import find, names
-from xdm_ft.runtime.tensors import Batch, Losses, Task
 from xdm_ft.training.bank.step import InputMixing
 
 METHODS = {name: find("algorithms", name) for name in names("algorithms")}

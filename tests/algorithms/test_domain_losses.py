@@ -24,8 +24,8 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.vrex import VREx
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.core import Batch, Task
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Batch, Task
 
 UNEQUAL = [[0] * 4 + [1] * 4 + [2] * 4, [0, 1, 2, 2, 1, 0, 0, 2, 1, 0, 0], [0, 1, 0, 0, 0], [1] * 6]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.fish import Fish, meta_step
-from xdm_ft.runtime.tensors import Batch, Task
+from xdm_ft.core import Batch, Task
 
 RECORDED = golden("fish.npz")
 TASK = Task(tuple("abc"), tuple("xyz"))

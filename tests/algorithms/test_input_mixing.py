@@ -15,8 +15,8 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA, box, cut_mix
 from xdm_ft.algorithms.mixup import Mixup, draw_partners, mix_up, pick_other
+from xdm_ft.core import Batch, Samples, Task
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Batch, Samples, Task
 
 STEPS, BATCH, TRAINING = 50, 12, 40
 TASK = Task(tuple("abcd"), tuple("xyz"))

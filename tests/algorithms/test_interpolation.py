@@ -9,7 +9,7 @@ import torch
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.wise_ft import ALPHAS, WiseFT, interpolate
-from xdm_ft.runtime.tensors import Criteria, Task
+from xdm_ft.core import Criteria, Task
 from xdm_ft.training import Selected
 from xdm_ft.training.selection import best_finish
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.runtime.tensors import Losses
+from xdm_ft.core import Losses
 
 
 class Smoothed(Algorithm):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.rsc import RSC, as_fraction
-from xdm_ft.runtime.tensors import Batch, Task
+from xdm_ft.core import Batch, Task
 
 
 def test_recorded_training() -> None:

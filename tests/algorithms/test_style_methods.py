@@ -12,9 +12,9 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.dsu import DSU, redraw, spread
 from xdm_ft.algorithms.mixstyle import MixStyle, mix_style, moments
+from xdm_ft.core import Batch, Task
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
-from xdm_ft.runtime.tensors import Batch, Task
 
 SETUP = Setup(Task(tuple("ab"), tuple("xy")), width=4, steps=10, seed=3)
 EXACT = {"atol": 1e-6, "rtol": 0}

@@ -12,12 +12,12 @@ from torch import Tensor
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import Augmented, XDomainMix, mixed_domains
+from xdm_ft.core import Batch, Task
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream
-from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
 
 WIDTH = 40

@@ -17,8 +17,8 @@ from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.analysis.augmented import QUANTILES, augmented_in_encoder, halves, mixed_features, xdomainmix_features
+from xdm_ft.core import Task
 from xdm_ft.heads.cosine import Cosine
-from xdm_ft.runtime.tensors import Task
 
 TASK = Task(tuple("abc"), tuple("xyz"))
 SETUP = Setup(TASK, width=16, steps=100, seed=3)

@@ -16,7 +16,7 @@ from tests.audit.test_audit_heads import with_twins
 from tests.experiment.small_runs import document
 from xdm_ft.audit.labels import SUSPECT
 from xdm_ft.cli.audit import main
-from xdm_ft.experiment import run
+from xdm_ft.cli.library import run
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 

@@ -26,13 +26,13 @@ from xdm_ft.cli.cache import referenced_by
 from xdm_ft.cli.ls import Setting, listing
 from xdm_ft.cli.parser import main, parser
 from xdm_ft.cli.validate import validate
-from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT
 from xdm_ft.protocol.splits import Rule
 from xdm_ft.recipe.check import known_keys, load
 from xdm_ft.recipe.text import find_recipe
 from xdm_ft.report.comparisons import ELSEWHERE, HERE
+from xdm_ft.results.table import EQUAL, NO_VERDICT
 from xdm_ft.runtime.progress import progress
-from xdm_ft.runtime.texts import glossary
+from xdm_ft.runtime.terminal import glossary
 from xdm_ft.storage.results_file import COSTS, write_results
 
 PARSERS = next(action.choices for action in parser()._actions if action.dest == "verb")

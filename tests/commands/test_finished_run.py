@@ -18,7 +18,7 @@ from torch import nn
 from xdm_ft.analysis.reconstruction import decoder, vgg_encoder
 from xdm_ft.cli import analyse
 from xdm_ft.cli.parser import main
-from xdm_ft.report.finished import Run, read_run
+from xdm_ft.results.run import Run, read_run
 from xdm_ft.storage.run_directory import LOCK
 
 RECIPE = """\
@@ -171,7 +171,7 @@ def test_features_of_another_device_are_noted(
 
 
 def test_a_run_without_a_trained_model(run: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr("xdm_ft.report.finished.Run.picked", [])
+    monkeypatch.setattr("xdm_ft.results.run.Run.picked", [])
     assert main(["analyse", str(run)]) == 0
     assert capsys.readouterr().out == f"no trained model to measure; written to {run / 'analysis.json'}\n"
     assert small_runs.document(run, "analysis")["models"] == [] and small_runs.document(run, "analysis")["images"] == {}

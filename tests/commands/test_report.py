@@ -16,11 +16,11 @@ from filelock import FileLock
 from xdm_ft.cli.parser import main
 from xdm_ft.report import Section, written
 from xdm_ft.report.csv import COLUMNS
-from xdm_ft.report.finished import Run
 from xdm_ft.report.sections import brief_sections
+from xdm_ft.results.run import Run
 from xdm_ft.storage.run_directory import RunDirectory
 
-NAME = "a|<script>\n\x1b[31m=1\u202e"
+NAME = "a|<script>[31m=1 $x_1$"
 
 
 def made(path: Path, **recipe: Any) -> None:
@@ -37,7 +37,7 @@ def pages(monkeypatch: pytest.MonkeyPatch, in_folder: Path) -> list[bool]:
 
     def draw(run: Run) -> list[Section]:
         (run.path / "report.html").write_text("page")
-        settings.append(run.results["recipe"]["report"]["images"])
+        settings.append(run.recipe.report.images)
         return list(brief_sections(run))
 
     monkeypatch.setattr(written, "write_page", draw)
@@ -48,7 +48,7 @@ def test_one_run(pages: list[bool], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "one"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(
-        "On a new domain expect about 65.0%; 2 held-out domains give no interval. Method: a|<script>\\n\\x1b"
+        "On a new domain expect about 65.0%; 2 held-out domains give no interval. Method: a|<script>[31m=1 $x_1$"
     )
     ranks = (
         "A new site like these lies below the worst of the 2 held-out ones (50.0%) with probability 1 in 3, between "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.runtime.tensors import Batch, Samples
+from xdm_ft.core import Batch, Samples
 
 
 def partnered(algorithm: Algorithm, batch: Batch, step: int) -> Batch:

@@ -13,7 +13,8 @@ from example_runs import comparison
 from scipy import stats
 
 from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
-from xdm_ft.evaluation.verdicts import Comparison, Family, PValue, judge, more_seeds, smallest
+from xdm_ft.results.table import Comparison, PValue
+from xdm_ft.results.verdicts import Family, judge, more_seeds, smallest
 
 
 def by_hand(alpha: float, comparisons: int, freedom: float, error: float) -> float:

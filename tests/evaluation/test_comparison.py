@@ -12,30 +12,24 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation import ModelKey, Pick, Record, runs_by_method
-from xdm_ft.evaluation.predictions import BLOCKS, HeldOutImages, Prediction, jackknife_variance, without_each_group
-from xdm_ft.evaluation.verdicts import (
-    EQUAL,
-    NO_VERDICT,
-    UNKNOWN,
-    Comparison,
+from xdm_ft.core import ModelKey, Score
+from xdm_ft.evaluation.estimates import (
     Estimate,
-    Pair,
-    PValue,
     Term,
-    WithoutGroups,
-    compared,
     harmonic,
     here,
     holm,
-    judge,
     over_images,
     over_paired_seeds,
     over_seeds,
     over_sets,
     welch,
 )
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.evaluation.predictions import BLOCKS, HeldOutImages, Prediction, jackknife_variance, without_each_group
+from xdm_ft.results import runs_by_method
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.table import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue
+from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
 
 VIT: dict[str, Any] = {"encoder": "vit", "trainable": False}  # of a record
 

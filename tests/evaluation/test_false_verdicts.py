@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation.verdicts import Comparison, over_images
+from xdm_ft.evaluation.estimates import over_images
+from xdm_ft.results.table import Comparison
 
 POOL = json.loads(Path(__file__).with_name("pacs_pool.json").read_text())
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/verdicts.py"))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.covariance import ledoit_wolf
 
-from xdm_ft.evaluation.distance import Blocks, Reference, fit, within_class_covariance
+from xdm_ft.evaluation.neighbours import Blocks, Reference, fit, within_class_covariance
 
 SEEDS = st.integers(0, 2**31)
 

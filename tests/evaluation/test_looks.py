@@ -12,8 +12,9 @@ from example_runs import comparison
 from test_results_schema import SCHEMA
 from test_summary import grid, record, trouble
 
-from xdm_ft.evaluation import runs_by_method
-from xdm_ft.evaluation.summary import Look, look_at, place_of, with_earlier_verdicts
+from xdm_ft.results import runs_by_method
+from xdm_ft.results.summary import look_at, place_of, with_earlier_verdicts
+from xdm_ft.results.table import Look
 
 TWO = ("erm", "sam")
 

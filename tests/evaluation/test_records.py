@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from xdm_ft.evaluation import ModelKey, Pick, Record, SummaryRow
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.core import ModelKey, Score
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.table import SummaryRow
 
 VIT = {"encoder": "vit", "trainable": False}  # of a record
 

@@ -12,23 +12,24 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation import ModelKey, Pick, Record, Status, split_label
+from xdm_ft.core import ModelKey, Score
+from xdm_ft.evaluation.estimates import holm
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.summary import (
+from xdm_ft.recipe.method import split_label
+from xdm_ft.results.model import Pick, Record, Status
+from xdm_ft.results.summary import (
     DOMAINBED,
     LINEAR,
     WILDS,
     Compared,
     Convention,
-    Look,
     Summary,
     encoder_pairs,
     erm_of_each,
     protocol_line,
     summarise,
 )
-from xdm_ft.evaluation.verdicts import holm
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.results.table import Look
 
 VIT: dict[str, Any] = {"encoder": "vit", "trainable": False}  # of a record
 

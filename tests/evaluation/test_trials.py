@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from xdm_ft.evaluation import ModelKey, Pick, Record, Status, SummaryRow
-from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials, selection_values
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.core import ModelKey, Score
+from xdm_ft.results.model import Pick, Record, Status
+from xdm_ft.results.table import SummaryRow
+from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials, selection_values
 
 VIT: dict[str, Any] = {"encoder": "vit", "trainable": False}  # of a record
 

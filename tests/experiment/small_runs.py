@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jsonschema
 
-from xdm_ft.experiment import run
+from xdm_ft.cli.library import run
 from xdm_ft.recipe.check import load
 
 RECIPE = """\

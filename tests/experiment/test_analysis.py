@@ -15,14 +15,14 @@ from xdm_ft.analysis import Encoded
 from xdm_ft.analysis.calibration import calibration
 from xdm_ft.analysis.invariance import Invariance
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import ModelKey
 from xdm_ft.experiment import analyse
 from xdm_ft.experiment.analyse import FROZEN, Limits, read_model, split_images
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.work import launched
-from xdm_ft.report.finished import read_run
+from xdm_ft.results.run import read_run
 from xdm_ft.storage.run_directory import RunDirectory
 
 RUN = Path("output/small")

@@ -21,8 +21,8 @@ from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.results import data_facts
 from xdm_ft.features import hashes as hashing
 from xdm_ft.recipe.check import load
-from xdm_ft.report.finished import read_run
 from xdm_ft.report.sections.about import data as section_about
+from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError
 
 RUN = Path("output/small")

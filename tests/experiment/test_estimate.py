@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_runs import recipe
 
+from xdm_ft.cli.library import run
 from xdm_ft.experiment import estimate as module
-from xdm_ft.experiment import run
 from xdm_ft.experiment.estimate import Estimate, ImageSeconds, estimate, first_line
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders
@@ -120,7 +120,8 @@ def test_what_can_not_be_measured_is_named_and_the_run_is_done(measuring, monkey
 def test_pieces_side_by_side_divide_the_time_of_a_table():
     def seconds(*runs, **environment):
         keys = "method", "train_seconds", "trainable"
-        return _wall_seconds({"environment": environment, "runs": [dict(zip(keys, run, strict=True)) for run in runs]})
+        every = [SimpleNamespace(**dict(zip(keys, run, strict=True))) for run in runs]
+        return _wall_seconds(SimpleNamespace(results={"environment": environment}, every=every))
 
     cpu = {"device": "cpu", "processes": 1, "threads": 2}
     chunk, other, deep = [("erm", 5.0, False)] * 2, ("linear_probe", 20.0, False), ("erm last", 7.0, True)

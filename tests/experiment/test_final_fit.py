@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.averaging import Interval, Segment
-from xdm_ft.evaluation import ModelKey, Record
-from xdm_ft.experiment import run
+from xdm_ft.cli.library import run
+from xdm_ft.core import Criteria, ModelKey, Task
 from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.work import start
 from xdm_ft.protocol.splits import all_domains
+from xdm_ft.results.model import Record
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Criteria, Task
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.bank import train as bank_module

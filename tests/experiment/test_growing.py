@@ -21,7 +21,7 @@ from xdm_ft.algorithms.knn import KNN
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.algorithms.zero_shot import ZeroShot
-from xdm_ft.evaluation import ModelKey, Record
+from xdm_ft.core import ModelKey
 from xdm_ft.experiment import pieces, results, run
 from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.experiment.plan import make_plan, read_data
@@ -32,6 +32,7 @@ from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
+from xdm_ft.results.model import Record
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.results_file import COSTS
 from xdm_ft.storage.run_directory import RunDirectory

@@ -8,8 +8,8 @@ import small_runs
 import torch
 from safetensors.torch import load_file
 
+from xdm_ft.cli.library import run
 from xdm_ft.cli.validate import resolved_with_meanings, validate
-from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check

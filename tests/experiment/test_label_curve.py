@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from scipy.stats import t
 from small_runs import document, wait_for
 
+from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import label_curve as curve
-from xdm_ft.experiment import run
 from xdm_ft.experiment.label_curve import Adapted, points_of
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from warm_processes import PATIENCE, begin, interrupted
 
 from xdm_ft.cli.features import fill_cache
+from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import cluster as cluster_module
-from xdm_ft.experiment import run
 from xdm_ft.experiment.cluster import versions_of
 from xdm_ft.experiment.resume import refused_changes
 from xdm_ft.features import extract as extraction

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from small_runs import recipe
 
-from xdm_ft.experiment import run
+from xdm_ft.cli.library import run
 from xdm_ft.report import written
 from xdm_ft.report.sections import brief_sections
 

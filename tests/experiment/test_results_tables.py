@@ -11,10 +11,10 @@ from exported import exported, held_out, run
 from small_runs import document
 
 from xdm_ft.cli.run import run_recipe
-from xdm_ft.evaluation.summary import DOMAINBED, WILDS
 from xdm_ft.export.choose import Choice
-from xdm_ft.report.finished import read_run
 from xdm_ft.report.sections.results import averaged_log_probabilities
+from xdm_ft.results.run import read_run
+from xdm_ft.results.summary import DOMAINBED, WILDS
 from xdm_ft.runtime.errors import signed
 
 RUN = Path("output/small")

@@ -9,9 +9,9 @@ import small_runs
 import torch
 from safetensors.torch import load_file
 
+from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
 from xdm_ft.cli.validate import validate
-from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.work import launched

@@ -12,18 +12,18 @@ from small_runs import document, load, recipe, results, results_of
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.evaluation import ModelKey, Pick, Record
-from xdm_ft.evaluation.trials import picked_trials, selection_value
-from xdm_ft.experiment import run
+from xdm_ft.cli.library import run
+from xdm_ft.core import Criteria, ModelKey, Task
 from xdm_ft.experiment.plan import describe, hparams, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import RECORDS
 from xdm_ft.experiment.work import start
 from xdm_ft.export.expected import expected_performance
 from xdm_ft.protocol.splits import LEFT_OUT, mean_course, splits, without
-from xdm_ft.report.finished import read_run
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.run import read_run
+from xdm_ft.results.trials import picked_trials, selection_value
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Criteria, Task
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
@@ -104,7 +104,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         assert set(record["selected"]) == {"cross_domain", "train_val", "oracle"}
         gains.append(record["selected"]["cross_domain"]["metrics"]["test"]["accuracy"] - means[best])
     finished = read_run(RUN)
-    expected = expected_performance(finished.path, finished.results, finished.runs_of("erm"), {})
+    expected = expected_performance(finished, finished.runs_of("erm"), {})
     assert expected.one_more_domain == pytest.approx(np.mean(gains)) and len(gains) == 4
     assert "extra models" in content["summary"][0]["protocol"]
 

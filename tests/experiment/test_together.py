@@ -8,14 +8,14 @@ import pytest
 from scipy.stats import t
 from small_runs import document, recipe, results
 
+from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.directory import read_config
 from xdm_ft.new_site import reference
 from xdm_ft.new_site.stored import read_stored
-from xdm_ft.report.finished import read_run
 from xdm_ft.report.headline import details
+from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pacs")

@@ -16,11 +16,11 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation import ModelKey, Pick, Record
+from xdm_ft.core import ModelKey, Score
 from xdm_ft.experiment import pieces, tracking
 from xdm_ft.experiment import plan as plan_module
 from xdm_ft.experiment.tracking import write_curves, write_sessions
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.results.model import Pick, Record
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import read_scalars, sub_run
 

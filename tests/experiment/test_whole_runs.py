@@ -19,10 +19,10 @@ from object_store import object_store
 from range_server import served
 from safetensors.numpy import load_file
 
+from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
 from xdm_ft.cli.validate import validate
 from xdm_ft.data.fmow import Fmow
-from xdm_ft.experiment import run
 from xdm_ft.experiment.pieces import profiled
 from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.runtime.errors import UserError

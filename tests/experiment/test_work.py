@@ -17,13 +17,12 @@ import torch
 from clusters import weights_and_predictions
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.experiment import cluster, pieces
 from xdm_ft.experiment import work as module
 from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress
-from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 

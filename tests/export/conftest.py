@@ -16,7 +16,7 @@ from small_models import parts
 
 from xdm_ft.export.choose import Choice, read_parts, with_training_images
 from xdm_ft.export.directory import write_directory
-from xdm_ft.report.finished import read_run
+from xdm_ft.results.run import read_run
 
 VIT = "{label: vit, name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}"
 CNN = "{label: cnn, name: timm, model: test_resnet, preprocessing: {size: 32}}"

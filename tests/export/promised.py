@@ -1,17 +1,20 @@
 """A run directory with predictions of random models, for the tests of what a model promises."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from xdm_ft.evaluation import ModelKey, Pick, Record, Runs
+from xdm_ft.core import ModelKey
 from xdm_ft.evaluation.intervals import new_site
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.expected import expected_performance
+from xdm_ft.results import Runs
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.trials import picked_trials
 from xdm_ft.storage.names import images_file, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -55,7 +58,10 @@ def promise(path, results, records, rule, method):
     """What to expect of one method."""
     metric, held_out = results["recipe"]["protocol"]["metric"], tuple(dict.fromkeys(r.test_domains for r in records))
     picked = tuple(record for record in picked_trials(records, rule, metric) if record.method == method)
-    return expected_performance(path, results, Runs(method, rule, metric, held_out, picked), {})
+    protocol, data = (SimpleNamespace(**results["recipe"][key]) for key in ("protocol", "data"))
+    every = [SimpleNamespace(test_domains=tuple(entry["test_domains"])) for entry in results["runs"]]
+    run = SimpleNamespace(path=path, results=results, every=every, recipe=SimpleNamespace(protocol=protocol, data=data))
+    return expected_performance(run, Runs(method, rule, metric, held_out, picked), {})
 
 
 def expected_of(values, metric="accuracy", **changes):

@@ -11,10 +11,11 @@ from markdown_it import MarkdownIt
 from promised import DOMAINS, METHOD, RULE, made_run, promise
 
 from tests.report.audit_examples import rich
+from xdm_ft.cli.export import with_audit
 from xdm_ft.export.card import card, escaped, metadata
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import read_config
-from xdm_ft.report.finished import read_run
+from xdm_ft.results.run import read_run
 from xdm_ft.storage.lines import with_checksum
 
 ODD = ("<script>alert(1)</script>", "a|b", "new\nline", "`tick`", "![x](http://y)", "_under_score_", "---", "&amp; <b>")
@@ -96,7 +97,7 @@ def test_what_an_audit_of_the_run_found_is_a_line(config, small_model, tmp_path)
     (run / "audit").mkdir()
     content = read_run(run).results["environment"]["data"]["content"]
     (run / "audit" / "audit.json").write_text(json.dumps(with_checksum(rich() | {"content": content})))
-    audited = read_parts(read_run(run), choice).config
+    audited = with_audit(read_run(run), read_parts(read_run(run), choice)).config
     line = "* Audit of the data. Found: twin domains, copies, label errors, site × class.\n"
     assert line in card(audited, {}) and "/mug/" not in card(audited, {}), "no file is named"
 

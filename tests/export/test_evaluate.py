@@ -22,23 +22,17 @@ from scipy.stats import t
 
 from xdm_ft import load
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation import Runs
+from xdm_ft.evaluation.estimates import Estimate
 from xdm_ft.evaluation.few_labels import clopper_pearson, enough_for, widest_half_width
-from xdm_ft.evaluation.intervals import (
-    NewSite,
-    gain_words,
-    new_site,
-    one_more_domain,
-    rank_words,
-)
+from xdm_ft.evaluation.intervals import NewSite, gain_words, new_site, rank_words
 from xdm_ft.evaluation.metrics import metric, score
-from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export import ExpectedPerformance
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import TRAINING_IMAGES
 from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, first_of_each, judged
 from xdm_ft.export.sources import Item, Site, read_site
-from xdm_ft.report.finished import read_run
+from xdm_ft.results import Runs, one_more_domain
+from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 

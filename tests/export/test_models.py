@@ -32,7 +32,7 @@ from xdm_ft.export.directory import TRAINING_IMAGES, read_config
 from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.export.predictor import Model, load
 from xdm_ft.recipe.check import load as load_recipe
-from xdm_ft.report.finished import read_run
+from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.results_file import write_results
 from xdm_ft.storage.run_directory import RunDirectory

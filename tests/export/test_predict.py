@@ -29,8 +29,8 @@ from warm_processes import begin
 
 import xdm_ft as library
 import xdm_ft.images.decode as decode_module
+from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import run
 from xdm_ft.export import predict as unfinished
 from xdm_ft.export import predictor as inference
 from xdm_ft.export import probabilities

@@ -19,10 +19,10 @@ from torch import Tensor
 from xdm_ft.algorithms import Candidate, Setup
 from xdm_ft.algorithms.knn import KNN
 from xdm_ft.algorithms.prototypes import Prototypes, best_scale, class_means
+from xdm_ft.core import Batch, Criteria, Task
 from xdm_ft.features.cache import Features
 from xdm_ft.heads import neighbours
 from xdm_ft.heads.neighbours import Neighbours
-from xdm_ft.runtime.tensors import Batch, Criteria, Task
 from xdm_ft.training import Trained
 from xdm_ft.training.bank.data import CachedData, CachedPredictor
 from xdm_ft.training.bank.train import solve

@@ -21,7 +21,6 @@ from xdm_ft.export.choose import Choice
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.predictor import load
 from xdm_ft.new_site import adapt as driver
-from xdm_ft.new_site import one_more_domain
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import read_stored
 from xdm_ft.runtime.errors import UserError
@@ -288,13 +287,13 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
         Image.fromarray(np.asarray(Image.open(file)) // 2).save(target)
     out, heads = tmp_path / "new", []
     argv = ("output/small", tmp_path / "site", "--method", "xdomainmix", "--out", out)
-    trained = one_more_domain.trained_head
+    trained = driver.trained_head
 
     def recorded(job, features, annotations):
         heads.append((job, trained(job, features, annotations)))
         return heads[-1][1]
 
-    monkeypatch.setattr(one_more_domain, "trained_head", recorded)
+    monkeypatch.setattr(driver, "trained_head", recorded)
     status, text, err = answer(capsys, *argv, "--json")
     found = json.loads(text)
     assert status == 0 and found["labels"] == 56, err
@@ -303,7 +302,7 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
     assert sizes == [4 * 56, *[5 * 56 - 14] * 4, 5 * 56]  # the baseline, four folds, all
     assert heads[-1][0].split.train_domains == ("art_painting", "cartoon", "photo", "sketch", "site")
     assert found["kept"] == out.exists() == (found["after"] > found["before"] and found["p"] <= 0.3)
-    monkeypatch.setattr(one_more_domain, "compared", lambda *of: compared(*of)._replace(after=999, better=99))
+    monkeypatch.setattr(driver, "compared", lambda *of: compared(*of)._replace(after=999, better=99))
     if not out.exists():
         answer(capsys, *argv)
     model = load(out)

@@ -15,14 +15,14 @@ import pytest
 import small_models
 from PIL import Image
 
-from xdm_ft.cli.label import lines
+from xdm_ft.cli.label import COLUMNS, lines
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.few_labels import choose_images
 from xdm_ft.export.directory import CHECKSUMS, digest_of, write_directory
 from xdm_ft.export.expected import checksums
 from xdm_ft.export.sources import Item, read_site
 from xdm_ft.new_site import label as driver
-from xdm_ft.new_site.label import COLUMNS, Labelling
+from xdm_ft.new_site.label import Labelling
 from xdm_ft.new_site.stored import Bought
 from xdm_ft.storage.tensors import tensors_of
 
@@ -103,12 +103,12 @@ def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
 
 
 def test_a_budget_for_five_points_is_named_where_the_site_has_the_images():
-    made = Labelling("m", Path("t.csv"), None, 1552, 25, 75, 0, 0.2045, None, None, 0, 0, 0, {})
+    made = Labelling("m", [], 1552, 25, 75, 0, 0.2045, None, None, 0, 0, 0, {})
     line = "From 25 images the accuracy is then known to ±20 points or better; ±5 takes 388 images"
-    assert f"{line} (--budget 1552)" in lines(made, ["cat"])
-    assert line in lines(dataclasses.replace(made, images=1551), ["cat"])
+    assert f"{line} (--budget 1552)" in lines(made, Path("t.csv"), None, ["cat"])
+    assert line in lines(dataclasses.replace(made, images=1551), Path("t.csv"), None, ["cat"])
     bought = Bought(budget=100, images=25, half_width=0.16, threshold=0.62, gain=None)
-    told = "\n".join(lines(dataclasses.replace(made, bought=bought), ["cat"]))
+    told = "\n".join(lines(dataclasses.replace(made, bought=bought), Path("t.csv"), None, ["cat"]))
     assert re.search(r"\n100 +25 +±16 points +62% of draws +–\n", told)
 
 

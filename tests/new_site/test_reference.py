@@ -24,7 +24,7 @@ from xdm_ft.new_site.reference import atc_threshold, budgets_of, pairs_of, risk_
 from xdm_ft.new_site.stored import Heads, read_stored
 from xdm_ft.protocol.splits import splits
 from xdm_ft.recipe.check import load as load_recipe
-from xdm_ft.report.finished import read_run
+from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.bank.train import train_chunk
 

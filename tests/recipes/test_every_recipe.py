@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from sklearn.utils import Bunch
 
 from xdm_ft.algorithms import Setup
+from xdm_ft.cli.library import run
 from xdm_ft.cli.ls import OWN_IMAGES, listing
 from xdm_ft.cli.validate import validate
-from xdm_ft.experiment import run
+from xdm_ft.core import Task
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.text import recipe_folder
-from xdm_ft.runtime.tensors import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}

@@ -23,7 +23,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment import pieces, plan, results
 from xdm_ft.experiment.results import RECORDS, read_records
 from xdm_ft.export.choose import Choice, read_parts
-from xdm_ft.report.finished import Run, read_run
+from xdm_ft.results.run import Run, read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.checkpoint import Checkpoint, Pace

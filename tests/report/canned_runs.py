@@ -15,13 +15,14 @@ import torch
 from example_runs import OF_MODELS, run_of, whole
 from PIL import Image
 
-from xdm_ft.evaluation import ModelKey, Pick, Record
+from xdm_ft.core import ModelKey
 from xdm_ft.evaluation.metrics import metric, per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
-from xdm_ft.evaluation.summary import summarise
 from xdm_ft.images import ImageDataset
-from xdm_ft.report.finished import Run, read_run
-from xdm_ft.report.means import Pools
+from xdm_ft.results.measured import Pools
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.run import Run, read_run
+from xdm_ft.results.summary import summarise
 from xdm_ft.storage.names import images_file, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, sub_run

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from canned_runs import ALPHAS, label_curve, run_in_memory, write_run
-from example_runs import comparison, run_of, whole, with_comparisons
+from example_runs import comparison, run_of, set_recipe, whole, with_comparisons
 
-from xdm_ft.evaluation.verdicts import PValue
-from xdm_ft.report.finished import Run
 from xdm_ft.report.written import write_page
+from xdm_ft.results.run import Run
+from xdm_ft.results.table import PValue
 
 EXAMPLE = Path(__file__).parent / "results_example.json"
 
@@ -37,7 +37,7 @@ def example() -> Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A directory with predictions and its page."""
     run = write_run(tmp_path_factory.mktemp("runs") / "made_up", label_curve=label_curve())
-    run.results["recipe"]["report"] |= {"seeds_averaged": True}
+    set_recipe(run, report={"seeds_averaged": True})
     write_page(run)
     return run
 

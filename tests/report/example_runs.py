@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from xdm_ft.evaluation import ModelKey, Pick, Record, SummaryRow, split_label
+from xdm_ft.core import ModelKey, Score
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.summary import Summary, summarise
-from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue
-from xdm_ft.report.finished import Run
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.components import names
+from xdm_ft.recipe.method import MethodItem, split_label, split_name, with_encoder
+from xdm_ft.recipe.settings import Recipe
+from xdm_ft.recipe.text import RecipeText
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.run import Run
+from xdm_ft.results.summary import Summary, summarise
+from xdm_ft.results.table import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue, SummaryRow
+from xdm_ft.results.trials import picked_trials
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -30,35 +35,58 @@ def assert_golden(name: str, text: str) -> None:
     assert text == (GOLDEN / name).read_bytes().decode()
 
 
-BLOCKS: dict[str, Any] = {
-    "data": {"name": "pets", "class_names": {}, "train_augmentation": None},
-    "protocol": {
-        "name": "leave_one_domain_out", "selection": "train_val", "metric": "accuracy", "seeds": [0, 1], "together": [],
-        "final_fit": False,
-    },
-    "features": {"views": 0},
-    "training": {},
-    "search": {"trials": 1, "space": {}},
-    "report": {"page": False, "images": False, "seeds_averaged": False, "compare": [], "margin": None},
-}  # fmt: skip
+RECIPE: dict[str, Any] = {
+    "name": "made",
+    "data": {"name": "digits"},
+    "encoder": {"name": "timm", "model": "tiny", "trainable": False},
+    "protocol": {"name": "leave_one_domain_out", "selection": "train_val", "metric": "accuracy", "seeds": [0, 1]},
+    "training": {"steps": 10},
+    "report": {"page": False},
+}
 ENVIRONMENT = {"device": "cpu", "processes": 1, "threads": 1, "code": {}}
 DATA = {"images": 40, "annotations": "a", "content": "of all images"}
-OF_MODELS = {"encoder": "tiny", "trainable": True}
+OF_MODELS = {"encoder": "tiny", "trainable": False}
 ROW = {**OF_MODELS, "augmentation": "none", "budget": {"draws": 1, "gradient_evaluations": None}}
+
+
+def recipe_of(values: dict[str, Any]) -> Recipe:
+    """The recipe with these keys; one that does not exist is another method with this label.
+
+    Its name and labels may be what no recipe may hold: reports must not rely on that.
+    """
+    blocks = {key: block | values.get(key, {}) if isinstance(block, dict) else block for key, block in RECIPE.items()}
+    items = [{"name": item} if isinstance(item, str) else item for item in values["methods"]] or [{"name": "erm"}]
+    made = RECIPE | values | blocks | {"name": "made"}
+    known = {*names("algorithms")} - {"clipood", "coral", "dsu", "lisa", "mixstyle", "wise_ft", "zero_shot"}
+    real = [item["name"] if split_name(item["name"])[0] in known else "prototypes" for item in items]
+    made["methods"] = [
+        {**item, "name": name, "label": str(i)} for i, (item, name) in enumerate(zip(items, real, strict=True))
+    ]
+    if "encoders" in values:
+        del made["encoder"]
+        made["encoders"] = [RECIPE["encoder"] | block for block in values["encoders"]]
+    if made["data"]["name"] in ("folder", "pacs"):
+        made["data"] = {"root": "nowhere", **made["data"]}
+    compare = made["report"].pop("compare", ())
+    recipe = check(RecipeText("example", made))
+
+    def labelled(item: MethodItem) -> MethodItem:
+        own = items[item.index].get("label") or items[item.index]["name"]
+        label = own if item.encoder_label is None else with_encoder(own, item.encoder_label)
+        return replace(item, label=label, block=item.block.model_copy(update={"label": own}))
+
+    report = recipe.report.model_copy(update={"compare": tuple(map(tuple, compare))})
+    methods = tuple(map(labelled, recipe.methods)) if values["methods"] else ()
+    return replace(recipe, name=values.get("name", RECIPE["name"]), report=report, methods=methods)
 
 
 def whole(results: dict[str, Any]) -> dict[str, Any]:
     """The results with what every run writes and an example may leave out."""
-    recipe, environment = results["recipe"], results["environment"]
-    methods = [{"name": item} if isinstance(item, str) else item for item in recipe["methods"]]
-    blocks = {key: block | recipe.get(key, {}) for key, block in BLOCKS.items()}
-    blocks["methods"] = [{"label": None, "trainable": None} | item for item in methods]
-    if "encoders" in recipe:
-        blocks["encoders"] = [{"label": None} | block for block in recipe["encoders"]]
+    environment = results["environment"]
     counts = {"classes": ["cat", "dog", "elk"], "images": {"a": [10, 10, 0], "b": [10, 10, 0]}}
     return {"data": counts, "tested_on": "domains never trained on", "findings": [], "comparisons": [], "looks": []} | {
         **results,
-        "recipe": recipe | blocks,
+        "recipe": recipe_of(results["recipe"]).resolved(),
         "environment": ENVIRONMENT | environment | {"data": DATA | environment.get("data", {})},
         "runs": [OF_MODELS | {"trial": 0, "hparams": {}, "selected": {}} | run for run in results["runs"]],
         "summary": [ROW | row for row in results["summary"]],
@@ -68,8 +96,21 @@ def whole(results: dict[str, Any]) -> dict[str, Any]:
 def run_of(results: dict[str, Any], path: Path = Path("example")) -> Run:
     """A run with these results; what the example leaves out, and every run has, is filled in."""
     made = whole(results)
-    records = [Record.from_json(run) for run in made["runs"] if run["status"] == "ok"]
-    return Run(path, made, records, [SummaryRow.from_json(row) for row in made["summary"]])
+    records = [Record.from_json(run) for run in made["runs"]]
+    rows = [SummaryRow.from_json(row) for row in made["summary"]]
+    return Run(path, recipe_of(made["recipe"]), made, records, rows)
+
+
+def set_recipe(run: Run, **changes: Any) -> None:
+    """Changes keys of blocks of a run's recipe, or its name, in place."""
+    recipe = run.recipe
+    for key, value in changes.items():
+        if key == "data":
+            value = replace(recipe.data, block=recipe.data.block.model_copy(update=value))
+        elif isinstance(value, dict):
+            value = getattr(recipe, key).model_copy(update=value)
+        recipe = replace(recipe, **{key: value})
+    run.__dict__["recipe"] = recipe
 
 
 def model(
@@ -142,12 +183,10 @@ def results_of(
     own = {
         "name": name,
         "protocol": {"split_rule": "stratified", "val_fraction": 0.2},
-        "encoder": {"model": "tiny", "trainable": False},
         "methods": methods,
     }
     if encoders:
         own |= {"methods": list(dict.fromkeys(split_label(method, encoders)[0] for method in methods))}
-        del own["encoder"]
         own |= {"encoders": [{"label": one, "model": f"vit_{one}"} for one in encoders]}
     erm = {method: f"erm @ {one}" if (one := split_label(method, encoders)[1]) else "erm" for method in methods}
     records = [Record.from_json(run) for run in runs]
@@ -267,18 +306,16 @@ def made_run(
     recipe = {
         "name": "made",
         "protocol": {"selection": rule, "metric": metric},
-        "methods": [
-            {"name": "erm" if method in first.values() else "m", "label": split_label(method, encoders)[0]}
-            for method in values
-        ],
+        "methods": list(dict.fromkeys(split_label(method, encoders)[0] for method in values)),
     }
     if encoders:
         recipe["encoders"] = [{"label": one} for one in encoders]
     results = {"recipe": recipe, "environment": {}, "runs": runs, "summary": [row.to_json() for row in rows]}
     results = whole(results | {"tested_on": tested_on})
-    run = Run(path, with_comparisons(results, *compared, *further), records, rows)
+    made = with_comparisons(results, *compared, *further)
+    run = Run(path, recipe_of(made["recipe"]), made, records, rows)
     if chosen_by and run.choice is not None:
         chosen = (max if HIGHER_IS_BETTER[metric] else min)(chosen_by, key=lambda method: chosen_by[method])
         at = dict.fromkeys(run.choice.at, chosen)
-        run.__dict__["choice"] = dataclasses.replace(run.choice, method=chosen, at=at)  # cached, whatever the tests say
+        run.__dict__["choice"] = replace(run.choice, method=chosen, at=at)  # cached, whatever the tests say
     return run

@@ -15,11 +15,11 @@ import pytest
 import yaml
 from audit_examples import clean, cost, fact, rich, undefined, unknown, wide
 from canned_runs import HOSTILE, write_run
+from example_runs import set_recipe
 from PIL import Image
 from test_page import Page, check_structure
 
 from xdm_ft.report import Section, Table
-from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.sections import audit as panels
 from xdm_ft.report.sections.audit import (
     NOTHING,
@@ -32,6 +32,7 @@ from xdm_ft.report.sections.audit import (
     headline,
 )
 from xdm_ft.report.written import copies_sheet, html, refresh_reports
+from xdm_ft.results.run import Run, read_run
 from xdm_ft.storage.lines import with_checksum
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -203,7 +204,7 @@ def test_names_of_files_are_on_the_page_only_if_the_recipe_says_so(audited: Run)
     assert "Is the data what it says?" in page and "15.6" in page
     assert "dslr/mug/0.jpg" not in page and "amazon/bike/0.jpg" not in page and "names of files are in" in page
     assert "dslr/mug/0.jpg" in audit_markdown(rich())
-    run.results["recipe"]["report"] |= {"images": True}
+    set_recipe(run, report={"images": True})
     assert "dslr/mug/0.jpg" in page_of(run)
 
 
@@ -224,13 +225,13 @@ def test_every_example_has_a_small_page_and_tables_in_form(audited: Run, make: A
 
 def test_the_reports_follow_the_audit(audited: Run) -> None:
     run = with_audit(audited, rich())
-    run.results["recipe"]["report"] |= {"page": True}
+    set_recipe(run, report={"page": True})
     directory = RunDirectory(run.path)
     refresh_reports(directory, run)
     assert "## Is the data what it says?" in (run.path / "results.md").read_text(encoding="utf-8")
     assert "14 pairs of images are copies" in (run.path / "report.html").read_text(encoding="utf-8")
     again = with_audit(audited, clean())
-    again.results["recipe"]["report"] |= {"page": True}
+    set_recipe(again, report={"page": True})
     refresh_reports(directory, again)
     assert "Nothing was found." in (run.path / "report.html").read_text(encoding="utf-8")
 
@@ -263,7 +264,7 @@ def test_hostile_names_stay_text(audited: Run) -> None:
     names |= {"dslr/mug/0.jpg": script + ".jpg", "amazon/bike/0.jpg": formula, "office": pipe}
     audit = renamed(copy.deepcopy(rich()), names)
     run = with_audit(audited, audit)
-    run.results["recipe"]["report"] |= {"images": True}
+    set_recipe(run, report={"images": True})
     (run.path / "audit.html").write_text(page_of(run), encoding="utf-8")
     page = Page(run.path / "audit.html")
     check_structure(page)

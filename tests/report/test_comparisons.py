@@ -7,11 +7,7 @@ from typing import Any
 from example_runs import assert_golden, comparison, results_of, run_of, two_sets, under_both, with_comparisons
 from scipy import stats
 
-from xdm_ft.evaluation.summary import Look
-from xdm_ft.evaluation.verdicts import Comparison, PValue
 from xdm_ft.report.comparisons import (
-    beside_rows,
-    comparisons_of,
     further,
     here_words,
     verdict_cells,
@@ -22,6 +18,7 @@ from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown_lines
 from xdm_ft.report.sections import table_sections
 from xdm_ft.report.side_by_side import side_by_side
+from xdm_ft.results.table import Comparison, Look, PValue
 
 
 def table_of(*rows: Comparison, looks: list[Look] | None = None, **recipe: Any) -> dict[str, Any]:
@@ -31,13 +28,13 @@ def table_of(*rows: Comparison, looks: list[Look] | None = None, **recipe: Any) 
 
 def test_the_first_comparison_under_its_own_encoder_stands_beside_a_row() -> None:
     rows = [
-        comparison("erm @ small", "erm @ large"), comparison("xdomainmix @ small", "sam @ small"),
+        comparison("erm @ small", "erm @ large"), comparison("xdomainmix @ small", "erm @ small", 0.2),
         comparison("xdomainmix @ small", "erm @ small"), comparison("erm @ small", "erm @ large", selection="oracle"),
     ]  # fmt: skip
-    results = with_comparisons(under_both(), *rows)
-    assert comparisons_of(results, "train_val") == rows[:3]
-    assert beside_rows(results, "train_val") == {"xdomainmix @ small": rows[1]}
-    assert further(results, "train_val") == [rows[0], rows[2]] and further(results, "oracle") == rows[3:]
+    run = run_of(with_comparisons(under_both(), *rows))
+    assert run.comparisons_of("train_val") == rows[:3]
+    assert run.beside_rows("train_val") == {"xdomainmix @ small": rows[1]}
+    assert further(run, "train_val") == [rows[0], rows[2]] and further(run, "oracle") == rows[3:]
 
 
 def test_cells() -> None:
@@ -90,7 +87,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def lines_of(*rows: Comparison, metric: str = "accuracy", **rest: Any) -> list[str]:
-    return what_it_finds(table_of(*rows, **rest), "train_val", metric)
+    protocol = {"protocol": {"metric": metric}} if metric != "accuracy" else {}
+    return what_it_finds(run_of(table_of(*rows, **rest, **protocol)), "train_val")
 
 
 def finds(freedom: float, error: float = 0.02, comparisons: int = 1, alpha: float = 0.05) -> str:
@@ -109,7 +107,7 @@ def test_what_a_table_finds() -> None:
     for seconds in (10, 0):  # each model trains for a second above: four for each seed
         for entry in results["runs"]:
             entry["train_seconds"] = seconds
-        lines += [f"{seconds} seconds:", *(f"  {line}" for line in what_it_finds(results, "train_val", "accuracy"))]
+        lines += [f"{seconds} seconds:", *(f"  {line}" for line in what_it_finds(run_of(results), "train_val"))]
     assert_golden("finds.txt", "\n".join(lines) + "\n")
     row = comparison("m", **SEEDS)
     assert f"found: {finds(5)} (in four of five runs, 3 seeds, 1 comparison)" in lines_of(row)[0]
@@ -125,16 +123,19 @@ def test_looks_and_declarations() -> None:
     line, second = lines_of(row, looks=[look(), look(alpha=0.0125)])
     assert second == "look 2 at this run, at α = 0.0125; 0.0625 is spent in all"
     assert f"found: {finds(5, alpha=0.0125)} (in" in line and len(lines_of(row, looks=[look()])) == 1
-    changed, pair = "the recipe's report.compare was changed after the first look, which declared ", [["m", "erm"]]
+    changed, pair = (
+        "the recipe's report.compare was changed after the first look, which declared ",
+        [["xdomainmix", "erm"]],
+    )
     assert lines_of(row, looks=[look()], report={"compare": pair})[-1] == f"{changed}nothing"
     two = [*pair, ["n", "erm"]]
-    assert lines_of(row, looks=[look(two)], report={"compare": pair})[-1] == f"{changed}m − erm, n − erm"
+    assert lines_of(row, looks=[look(two)], report={"compare": pair})[-1] == f"{changed}xdomainmix − erm, n − erm"
     for same in ([], pair):
         assert "changed" not in lines_of(row, looks=[look(same)], report={"compare": same})[-1]
     pairs = [[f"xdomainmix @ {encoder}", f"erm @ {encoder}"] for encoder in ("small", "large")]
     for declared, same in (([["xdomainmix", "erm"]], True), (pairs, True), (pairs[:1], False)):
         results = with_comparisons(under_both(report={"compare": declared}), comparison(*pairs[0]))
-        lines = what_it_finds(results | {"looks": [look(pairs).to_json()]}, "train_val", "accuracy")
+        lines = what_it_finds(run_of(results | {"looks": [look(pairs).to_json()]}), "train_val")
         assert any("report.compare was changed" in line for line in lines) != same, declared
 
 

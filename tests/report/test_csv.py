@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 from example_runs import OF_MODELS, assert_golden, comparison, model, results_of, run_of, two_sets, with_comparisons
 
-from xdm_ft.evaluation import ModelKey, Pick, Record
+from xdm_ft.core import ModelKey, Score
 from xdm_ft.report.csv import COLUMNS, csv_rows, csv_text, parquet_of, properties
-from xdm_ft.report.finished import Run
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.run import Run
 from xdm_ft.storage.lines import read_cell
 
 
@@ -30,7 +30,7 @@ def test_golden_tables(run: Run, example: Run) -> None:
     bad = {**OF_MODELS, "method": "irm", "test_domains": ["a"], "seed": 0, "trial": 0, "hparams": {}, "selected": {}}
     failed = results_of([*runs, bad | {"status": "failed", "reason": "the loss is nan"}])
     pair = comparison("xdomainmix", here="better", equal_within=0.2, look=2)
-    rows = [pair, comparison("xdomainmix", "sam", here="no verdict", error=None)]
+    rows = [pair, comparison("erm", "xdomainmix", here="no verdict", error=None)]
     made = [run, example, *map(run_of, (results_of(together), failed, with_comparisons(results_of(two_sets()), *rows)))]
     assert_golden("tables.csv", "".join(csv_text(csv_rows(of)) for of in made))
     assert {name for of in made for row in csv_rows(of) for name in row} <= {*COLUMNS}, "or they would vanish"
@@ -70,7 +70,7 @@ def test_properties_tell_two_encoders_apart() -> None:
 
     big = {"name": "timm", "model": "vit", "weights": "/private/home/big.bin", "trainable": True}
     assert of(encoder=big) == ["vit (big.bin)", "end to end", "none"]
-    assert of(encoder={"name": "own"}) == ["own", "frozen", "none"]
+    assert of(encoder={"name": "timm", "model": "own"}) == ["own", "frozen", "none"]
 
 
 def test_models_parquet() -> None:

@@ -20,12 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xdm_ft.report import TEXTS, Section, Table, cells
-from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import show_headline
 from xdm_ft.report.markup import as_text, escape_latex, latex, markdown, markdown_lines
 from xdm_ft.report.sections import AFTER_THE_TABLES, brief_sections, sections, selection, table_sections
 from xdm_ft.report.sections.about import GLOSSARY, NEEDS, how_to_read
 from xdm_ft.report.sections.results import intervals
+from xdm_ft.results.run import Run
+from xdm_ft.results.table import Look
 from xdm_ft.runtime.terminal import write
 
 
@@ -68,7 +69,7 @@ def on_a_frozen_encoder() -> Run:
 
 
 def searched_widely() -> Run:
-    space = {"lr": {"log_uniform": [1e-3, 2e-3]}, "xdomainmix.weight_decay": {"uniform": [0, 1]}}
+    space = {"lr": {"log_uniform": [1e-3, 2e-3]}, "weight_decay": {"uniform": [0, 1]}}
     made = run_in_memory(["xdomainmix+sam"], HELD[:1], [0], trials=20, search={"trials": 3, "space": space})
     for record in made.records:
         record.hparams["lr"] = 1e-3 * (1 + record.trial / 10)
@@ -271,7 +272,7 @@ def test_tables_fit_what_they_are_printed_to(
 def test_only_what_the_tables_need_is_explained(results: dict[str, Any]) -> None:
     every = {word for words in GLOSSARY.values() for word in words}
     assert set(NEEDS) <= {*GLOSSARY, *every} and len(NEEDS) > 8
-    whole = how_to_read(results)
+    whole = how_to_read(run_of(results))
     assert next(iter(whole)) == "numbers" and whole["oracle"] == GLOSSARY["selection"]["oracle"]
     assert every - set(whole) == {
         "val_domain", "cross_domain", "selected hyper-parameters", "published numbers", "at the edge of its range",
@@ -283,15 +284,16 @@ def test_only_what_the_tables_need_is_explained(results: dict[str, Any]) -> None
     results["summary"] = [row for row in results["summary"] if row["method"] == "erm" and row["selection"] != "oracle"]
     results["runs"] = [run | {"trial": 1} for run in results["runs"] if run["method"] == "erm"]
     results["recipe"]["report"] |= {"margin": 1.0}
-    results |= {"comparisons": [], "looks": [{}, {}]}
-    less = set(how_to_read(results))
+    look = Look([], [], {}, 0.05).to_json()
+    results |= {"comparisons": [], "looks": [look, look]}
+    less = set(how_to_read(run_of(results)))
     assert less & {"selected hyper-parameters", "at the edge of its range"} and "mean ±" in less
     gone = {*GLOSSARY["comparison"], *GLOSSARY["verdicts"], "oracle", "mixed steps", "failed, skipped"}
     assert len(gone) > 10 and not less & gone
     results["comparisons"] = [comparison("sam").to_json()]
-    assert {"equal within", "look", "95% here", "no verdict"} <= set(how_to_read(results))
+    assert {"equal within", "look", "95% here", "no verdict"} <= set(how_to_read(run_of(results)))
     results["summary"] = []
-    assert how_to_read(results) == {}
+    assert how_to_read(run_of(results)) == {}
 
 
 # --------------------------------------------------------------------------------------------------------------- LaTeX

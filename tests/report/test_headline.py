@@ -14,9 +14,9 @@ import pytest
 from example_runs import assert_golden, comparison, made_run
 from scipy.stats import t
 
-from xdm_ft.evaluation.verdicts import NO_VERDICT, UNDECLARED
-from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import details, sentence, show_headline
+from xdm_ft.results.run import Run
+from xdm_ft.results.table import NO_VERDICT, UNDECLARED
 
 FOUR = {
     "erm": {"art": 0.6, "photo": 0.7, "real": 0.66, "sketch": 0.6},

@@ -1,7 +1,5 @@
 """What a notebook shows of results and of facts."""
 
-import json
-
 from example_runs import results_of, two_sets
 from markupsafe import escape
 
@@ -13,12 +11,12 @@ from xdm_ft.storage.run_directory import RunDirectory
 
 
 def test_results_show_the_finding_and_the_table_with_names_escaped(tmp_path):
-    text = json.dumps(results_of(two_sets())).replace("xdomainmix", "<script>x</script>")
-    RunDirectory(tmp_path / "run").write_results(json.loads(text))
+    runs = [run | {"method": run["method"].replace("xdomainmix", "<script>x</script>")} for run in two_sets()]
+    RunDirectory(tmp_path / "run").write_results(results_of(runs))
     results = xdm_ft.open(tmp_path / "run")
     html = results._repr_html_()
     assert "<script>" not in html and "<td>&lt;script&gt;x&lt;/script&gt;</td>" in html
-    assert f"<strong>{escape(sentence(results.as_read))}</strong>" in html
+    assert f"<strong>{escape(sentence(results.run))}</strong>" in html
     assert "<td>erm</td>" in html and "mean ± stderr" in html and html.count("<tr>") == 3
 
 

@@ -18,17 +18,18 @@ import numpy as np
 import pytest
 import torch
 from canned_runs import HOSTILE, METHODS, Named, write_run
+from example_runs import set_recipe
 from scipy import stats
 
 from xdm_ft.evaluation.metrics import ECE_BINS
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.report import means
 from xdm_ft.report.charts import SERIES, VARIABLES
-from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.headline import sentence
-from xdm_ft.report.means import LEVELS, confidence_level, confidences
 from xdm_ft.report.sections.results import domain_interval, mean_interval
 from xdm_ft.report.written import write_page
+from xdm_ft.results import measured as means
+from xdm_ft.results.measured import LEVELS, confidence_level, confidences
+from xdm_ft.results.run import Run, read_run
 from xdm_ft.runtime.errors import UserError, printable
 
 VOID = {"meta", "link", "img", "br"}
@@ -165,7 +166,6 @@ def test_structure_and_headline(run: Run, page: Page) -> None:
         error = "" if row.stderr is None else f" ± {100 * row.stderr:.1f}"
         assert rows[row.method]["mean ± stderr"] == f"{100 * (row.mean or 0):.1f}{error}"
     whole = json.loads((run.path / "results.json").read_text(encoding="utf-8"))
-    whole["recipe"]["report"] = run.results["recipe"]["report"]
     assert whole == run.results | {"runs": [*run.results["runs"]]}, "results.json is not touched"
 
 
@@ -213,14 +213,14 @@ def test_coverage_as_a_loop_over_thresholds_finds_it(run: Run, page: Page) -> No
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     data = Named(HOSTILE[:3], HOSTILE[3:], each=6)
     faults = ["images: folder/secret.png is twice in the data"]
-    made = write_run(tmp_path, data, ("erm", *HOSTILE[:3]), range(2), findings=faults)
-    made.results["recipe"]["name"] = HOSTILE[0]
+    made = write_run(tmp_path, data, ("erm", HOSTILE[0], HOSTILE[4], HOSTILE[7]), range(2), findings=faults)
+    set_recipe(made, name=HOSTILE[0])
     write_page(made)
     page = Page(tmp_path / "report.html")
     check_structure(page)
     assert page.all("h1")[0].text == HOSTILE[0] and not page.all("img")
     rows = page.table("Protocol: made up; step picked by train_val").by_first()
-    assert list(rows) == ["erm", *map(printable, HOSTILE[:3])]
+    assert list(rows) == ["erm", HOSTILE[0], HOSTILE[4], HOSTILE[7]]
     assert page.table("Images per domain and class").rows[0][2:] == [printable(name) for name in HOSTILE[3:]]
     assert "secret" not in page.text and ".png" not in page.text, "names of images"
     plots = sorted((tmp_path / "plots").glob("*.svg"))
@@ -268,10 +268,10 @@ def test_runs_without_models_unfinished_and_failed_have_a_page(tmp_path: Path) -
         check_structure(page)
         return page
 
-    nothing = page_of(Run(tmp_path, made.results | {"runs": [], "summary": []}, [], []))
+    nothing = page_of(Run(tmp_path, made.recipe, made.results | {"runs": [], "summary": []}, [], []))
     assert "No model has been trained yet." in nothing.text and not nothing.all("svg")
     assert not (tmp_path / "plots").exists() or not list((tmp_path / "plots").iterdir())
-    begun = page_of(Run(tmp_path, made.results | {"summary": []}, made.records[:3], []))
+    begun = page_of(Run(tmp_path, made.recipe, made.results | {"summary": []}, made.records[:3], []))
     assert not begun.all("svg") and "3 trained models" in begun.text
     lost = {"status": "failed", "selected": {}, "reason": "the loss is nan at step 7"}
     failed = [entry | (lost if entry["method"] == "sam" else {}) for entry in made.results["runs"]]
@@ -280,7 +280,7 @@ def test_runs_without_models_unfinished_and_failed_have_a_page(tmp_path: Path) -
     empty = {"mean": None, "std": None, "stderr": None, "n": 0, "per_test_domain": {}, "versus_erm": None}
     rows = [erm, dataclasses.replace(sam, **empty, failed=4, reason=reason)]
     records = [record for record in made.records if record.method == "erm"]
-    page = page_of(Run(tmp_path, made.results | {"runs": failed}, records, rows))
+    page = page_of(Run(tmp_path, made.recipe, made.results | {"runs": failed}, records, rows))
     assert page.table("Protocol: made up; step picked by train_val").by_first()["sam"]["mean ± stderr"] == "failed"
     assert f"sam: {reason}" in page.all("main")[0].text and "4 failed" in page.all("main")[0].text
     [file, *_] = sorted(tmp_path.rglob("predictions.safetensors"))
@@ -352,7 +352,9 @@ def test_intervals_are_over_seeds_and_images(run: Run) -> None:
     [row] = [row for row in run.own_rows if row.method == "sam"]  # the mean has one only with every seed
     interval = mean_interval(run, row)
     assert interval is not None and row.mean is not None and interval.low < row.mean < interval.high
-    fewer = Run(run.path, run.results, [one for one in run.records if one.key != ("sam", ("art",), 2, 0)], run.rows)
+    fewer = Run(
+        run.path, run.recipe, run.results, [one for one in run.records if one.key != ("sam", ("art",), 2, 0)], run.rows
+    )
     assert mean_interval(fewer, row) is None
     assert mean_interval(run, next(one for one in run.rows if one.selection == "oracle")) is None
 

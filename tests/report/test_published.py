@@ -5,23 +5,17 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from example_runs import model, run_of
+from example_runs import model, recipe_of, run_of
 
-from xdm_ft.evaluation.summary import DOMAINBED, WILDS
 from xdm_ft.report import Table
-from xdm_ft.report.published import (
-    BENCHMARKS,
-    COMPARABLE,
-    METRICS,
-    benchmark_of,
-    images_tested,
-    published,
-    published_name,
-)
+from xdm_ft.report.published import COMPARABLE, METRICS, published, published_name
 from xdm_ft.report.sections import table_sections
+from xdm_ft.results.model import Record
+from xdm_ft.results.summary import BENCHMARKS, DOMAINBED, WILDS, benchmark_of, images_tested
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "published_results.csv"
 PACS = {"art_painting": 2048, "cartoon": 2344, "photo": 1670, "sketch": 3929}
@@ -134,9 +128,15 @@ def test_no_column_mixes_two_protocols(results: dict[str, Any]) -> None:
 
 def test_published_encoders_and_metrics_have_tables_of_their_own(results: dict[str, Any]) -> None:
     results["recipe"] |= {"data": {"name": "camelyon17"}, "methods": ["zero_shot", "erm"]}
+    results["summary"] = [one for one in results["summary"] if one["method"] == "erm"]
     assert not beside(results), "each hospital held out in turn is another test set"
     results["recipe"]["protocol"]["name"] = "official"
-    results["recipe"]["encoder"] = {"name": "open_clip", "model": "ViT-B-16-quickgelu", "trainable": False}
+    results["recipe"]["encoder"] = {
+        "name": "open_clip",
+        "model": "ViT-B-16-quickgelu",
+        "weights": "openai",
+        "trainable": False,
+    }
     spread = {"kind": WILDS.kind, "value": 0.002}
     results["summary"] = [row(*pair, spread_as_published=spread) for pair in (("zero_shot", 0.68), ("erm", 0.864))]
     clip, densenet = beside(results)
@@ -164,13 +164,16 @@ def test_a_published_mean_stands_only_beside_a_mean_over_all_its_domains(results
     results["runs"] = [one for one in whole if one["test_domains"] != ["sketch"]]
     for one in results["summary"]:
         del one["per_test_domain"]["sketch"]
-    assert benchmark_of({"name": "folder"}, images_tested(results["runs"])) == "pacs"  # still known to be PACS
+    tested = images_tested(map(Record.from_json, results["runs"]))
+    assert benchmark_of(run_of(results).recipe.data, tested) == "pacs"  # still known to be PACS
     assert not beside(results)
 
 
 def test_an_edited_number_of_images_is_that_of_no_benchmark() -> None:
     edited = {"a": 5, "b": {}, "c": {"n": 3}}
-    assert images_tested([{"selected": {"oracle": {"metrics": {"test": {"per_domain": edited}}}}}]) == {("c", 3)}
+    entry = model("erm", ("c",), 0)
+    entry["selected"]["train_val"]["metrics"]["test"]["per_domain"] = edited
+    assert images_tested([Record.from_json(entry)]) == {("c", 3)}
 
 
 def test_other_data_and_methods_have_no_such_table(results: dict[str, Any]) -> None:
@@ -203,7 +206,8 @@ def test_other_data_and_methods_have_no_such_table(results: dict[str, Any]) -> N
     ],
 )
 def test_which_data_set_it_is(data: dict[str, Any], tested: dict[str, int], expected: str | None) -> None:
-    assert benchmark_of(data, set(tested.items())) == expected
+    component = SimpleNamespace(name=data.get("name"), kwargs=lambda: data)
+    assert benchmark_of(component, set(tested.items())) == expected
 
 
 @pytest.mark.parametrize(
@@ -224,10 +228,10 @@ def test_which_data_set_it_is(data: dict[str, Any], tested: dict[str, int], expe
         ),
         ({"name": "xdomainmix", "mix_class_generic": False}, None),
         ({"name": "xdomainmix", "domain_head_augmented": True}, None),
-        ({"name": "xdomainmix", "other_partner": "same_as_first"}, None),
+        ({"name": "xdomainmix", "other_partner": "same_as_x_i"}, None),
         ({"name": "xdomainmix+sam", "p_discard": 0}, None),
     ],
 )
 def test_what_the_paper_calls_a_method(item: dict[str, Any], expected: str | None) -> None:
-    assert published_name(item) == expected
+    assert published_name(recipe_of({"methods": [item]}).methods[0]) == expected
     assert expected in {None, "swad"} | {line.method for line in published()}

@@ -13,9 +13,10 @@ import torch
 from canned_runs import label_curve
 from example_runs import comparison
 
-from xdm_ft.evaluation import Record
 from xdm_ft.evaluation.metrics import score
-from xdm_ft.evaluation.summary import Look, summarise
+from xdm_ft.results.model import Record
+from xdm_ft.results.summary import summarise
+from xdm_ft.results.table import Look
 
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
 LOOK = Look([0, 1, 2], ["erm"], {"erm": [1]}, 0.05, [["sam|wide", "erm"]])

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from canned_runs import Named, write_run
-from example_runs import comparison, model, results_of, run_of, two_sets
+from example_runs import comparison, model, results_of, run_of, set_recipe, two_sets
 
-from xdm_ft.evaluation.verdicts import Comparison, holm
-from xdm_ft.report.finished import Run
+from xdm_ft.evaluation.estimates import holm
 from xdm_ft.report.markup import as_text, markdown_lines
 from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
+from xdm_ft.results.run import Run
+from xdm_ft.results.table import Comparison
 from xdm_ft.runtime.errors import UserError
 
 
@@ -158,7 +159,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
         found = write_run(
             tmp_path_factory.mktemp(name), Named(each=4), methods, seeds, rules=["train_val", "oracle"], **changes
         )
-        found.results["recipe"]["name"] = name
+        set_recipe(found, name=name)
         return found
 
     return write
@@ -194,7 +195,7 @@ def test_runs_that_can_not_be_compared(directory: Callable[..., Run]) -> None:
     cheating = [directory(name, "erm", "sam", seeds=[0, 1, 2], selection="oracle") for name in ("one", "two")]
     assert between(*cheating) == []
     one, two = directory("one", "erm", seeds=[0, 1, 2]), directory("two", "sam", seeds=[0, 1, 2])
-    one.results["comparisons"] = [comparison("erm", "gone").to_json()]
+    one.results["comparisons"] = [comparison("erm", "erm").to_json()]
     assert between(one, two) == []
     [row] = between(run_of(results_of(two_sets()[:4]), Path("out/a")), other("b"))
     assert row.here == "no verdict" and "predictions are missing" in row.note

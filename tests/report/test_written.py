@@ -11,9 +11,9 @@ import pytest
 from example_runs import results_of, run_of, two_sets
 
 from xdm_ft.report import Section, written
-from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.sections import brief_sections
 from xdm_ft.report.written import refresh_reports, write_reports
+from xdm_ft.results.run import Run, read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 

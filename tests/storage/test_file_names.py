@@ -12,7 +12,8 @@ import pytest
 import torch
 import xxhash
 
-from xdm_ft.evaluation import ModelKey, Pick, Record
+from xdm_ft.core import ModelKey
+from xdm_ft.results.model import Pick, Record
 from xdm_ft.storage import digest, json_digest, tensors_digest
 from xdm_ft.storage.lines import csv_line, read_cell
 from xdm_ft.storage.names import MAX_BYTES, address_in, file_name, model_folder, parts_of, predictions_in

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import Annotations, Batch, Criteria, Losses, ModelKey, Task
 from xdm_ft.features.cache import Features
 from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.randomness import Stream
-from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.training import Job, Trained, Training

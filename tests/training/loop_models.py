@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.core import Annotations, Batch, Criteria, ModelKey, Task
 from xdm_ft.cut import LastBlocks, Lora, LowRank
 from xdm_ft.cut.cut import Below
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.evaluation import ModelKey
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.extract import extract
@@ -33,7 +33,6 @@ from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.end_to_end.inputs import Images, StepBatch, TrainingBatches

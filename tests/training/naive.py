@@ -9,7 +9,7 @@ import torch
 from partnered import mixed
 from torch import Tensor, nn
 
-from xdm_ft.runtime.tensors import Batch
+from xdm_ft.core import Batch
 from xdm_ft.training import Job, Training
 
 State = dict[str, Tensor]

@@ -50,12 +50,12 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging import Averaging
 from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
+from xdm_ft.core import Batch
 from xdm_ft.heads import Head
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.recipe.components import find, names
-from xdm_ft.runtime.tensors import Batch
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training

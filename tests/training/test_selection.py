@@ -22,10 +22,10 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.averaging import Segment
 from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
+from xdm_ft.core import Annotations, Criteria
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.protocol.splits import Metric, Split
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Schedule, Selected, Trained, Training, balanced_class_weight
 from xdm_ft.training.bank.data import batches
 from xdm_ft.training.bank.step import Bank

@@ -23,8 +23,8 @@ from torch import Tensor
 from xdm_ft.algorithms import LossAverage, Setup, linear_probe, normalised_sample_weight
 from xdm_ft.algorithms.linear_probe import Candidate, LinearProbe
 from xdm_ft.algorithms.zero_shot import ZeroShot
+from xdm_ft.core import Batch, Criteria, Task
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.runtime.tensors import Batch, Criteria, Task
 from xdm_ft.training import Job, Trained, balanced_class_weight
 from xdm_ft.training.bank.data import CachedData
 from xdm_ft.training.bank.train import solve
@@ -148,7 +148,7 @@ from bank_problems import job_of
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.machine import PeakMemory
-from xdm_ft.runtime.tensors import Criteria
+from xdm_ft.core import Criteria
 from xdm_ft.training.bank.train import solve
 n, width, classes = 200_000, 512, bank_problems.CLASSES
 job = job_of(LinearProbe)

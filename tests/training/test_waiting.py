@@ -32,10 +32,10 @@ from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.algorithms.vrex import VREx
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.core import Batch, Losses
 from xdm_ft.features.cache import Features
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM

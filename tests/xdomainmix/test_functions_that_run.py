@@ -22,9 +22,9 @@ from torch import Tensor
 import xdm_ft.xdomainmix
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.core import Batch, Task
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Training
 from xdm_ft.xdomainmix import _numba  # compiled here, not while calls are counted

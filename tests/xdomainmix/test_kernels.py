@@ -18,9 +18,9 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.core import Batch, Task
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners, _numba, decompose, draw_partners, linear_scores, mix
 from xdm_ft.xdomainmix.masks import exceeds_by_sorting
 from xdm_ft.xdomainmix.mixing import mix_masked, select_and_mix

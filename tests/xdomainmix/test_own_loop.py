@@ -10,8 +10,8 @@ from torch import nn
 import xdm_ft.xdomainmix
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.core import Batch, Task
 from xdm_ft.runtime.randomness import Stream, uniform
-from xdm_ft.runtime.tensors import Batch, Task
 
 README = Path(xdm_ft.xdomainmix.__file__).with_name("README.md")
 WIDTH, CLASSES, DOMAINS, SIZE, WARMUP = 20, 4, 3, 48, 5

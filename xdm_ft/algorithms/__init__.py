@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from xdm_ft.core import Batch, InputPartners, Losses, Samples, Task
 from xdm_ft.encoders import Encoder
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.randomness import Stream
 from xdm_ft.runtime.settings import SearchRanges
-from xdm_ft.runtime.tensors import Batch, InputPartners, Losses, Samples, Task
 
 LossAverage = Literal["domain", "sample"]
 HeadInit = Literal["random", "zero_shot"]

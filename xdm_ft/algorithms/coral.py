@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.runtime.tensors import Batch, Losses
+from xdm_ft.core import Batch, Losses
 
 
 class CORAL(Algorithm):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.mixstyle import keys_at, moments
+from xdm_ft.core import Batch
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, normal, uniform
-from xdm_ft.runtime.tensors import Batch
 
 
 class DSU(ERM):

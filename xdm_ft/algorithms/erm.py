@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.runtime.tensors import Batch, Losses
+from xdm_ft.core import Batch, Losses
 
 
 class ERM(Algorithm):

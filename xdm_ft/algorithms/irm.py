@@ -11,8 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup, domain_means
+from xdm_ft.core import Batch, Losses
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.tensors import Batch, Losses
 
 
 class AnnealedPenalty(Algorithm):

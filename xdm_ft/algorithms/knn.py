@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Setup, Solver
+from xdm_ft.core import Batch
 from xdm_ft.runtime.settings import OneOrMany
-from xdm_ft.runtime.tensors import Batch
 
 LARGE = 1 << 30  # bytes of training features of which a log line warns
 logger = logging.getLogger("xdm_ft")

@@ -17,9 +17,9 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Setup, Solver
+from xdm_ft.core import Batch
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.settings import OneOrMany
-from xdm_ft.runtime.tensors import Batch
 
 MAX_ITERATIONS = 2000
 MEMORY = 20  # pairs of steps and gradient changes that L-BFGS keeps

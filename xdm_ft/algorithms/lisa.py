@@ -11,9 +11,9 @@ from torch import Tensor
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.mixup import PartnerSource, draw_partners, mix_labels, mix_up, partners_of
+from xdm_ft.core import Batch, InputPartners, Samples
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
-from xdm_ft.runtime.tensors import Batch, InputPartners, Samples
 
 
 class LISA(ERM):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.core import Batch
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
-from xdm_ft.runtime.tensors import Batch
 from xdm_ft.xdomainmix.mixing import pick
 
 PartnerKind = Literal["random", "other_domain"]

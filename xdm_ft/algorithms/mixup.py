@@ -11,8 +11,8 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.core import Batch, InputPartners, Samples
 from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
-from xdm_ft.runtime.tensors import Batch, InputPartners, Samples
 
 PartnerSource = Annotated[
     Literal["batch", "all"],

@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, LossAverage, Setup, Solver
+from xdm_ft.core import Batch
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.runtime.tensors import Batch
 
 SCALES = (1.0, 100.0)  # limits of the fitted scale; CLIP limits its own to 100
 HALVINGS = 40  # of the logarithm of that range: far below float32's rounding

@@ -12,8 +12,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.core import Batch, Losses
 from xdm_ft.heads.linear import Linear
-from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.xdomainmix.masks import as_tensor, specific_mask, target_gradient
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.irm import AnnealedPenalty
-from xdm_ft.runtime.tensors import Batch
+from xdm_ft.core import Batch
 
 
 class VREx(AnnealedPenalty):

@@ -11,11 +11,11 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.core import Batch, Losses
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, uniform
-from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.xdomainmix.masks import (
     autograd_scores,
     exceeds,

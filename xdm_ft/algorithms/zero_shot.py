@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Solver
-from xdm_ft.runtime.tensors import Batch
+from xdm_ft.core import Batch
 
 
 class ZeroShot(Solver):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.core import Batch, Samples
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.randomness import Stream, permutation
-from xdm_ft.runtime.tensors import Batch, Samples
 from xdm_ft.training.end_to_end.model import StageModules
 from xdm_ft.xdomainmix import domain_quantile
 

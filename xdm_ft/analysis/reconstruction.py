@@ -16,10 +16,10 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.xdomainmix import CLASS_QUANTILE, Augmented, XDomainMix
 from xdm_ft.analysis import Encoded
 from xdm_ft.analysis.importance import fitted_domain_head
+from xdm_ft.core import Batch, Task
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress, pulse
-from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.weights.source import read_weights
 from xdm_ft.xdomainmix import linear_scores, specific_mask
 

@@ -1,7 +1,7 @@
 """What a finding costs: held-out accuracy of heads trained without the affected images, less that of heads trained
 without as many random ones.
 
-A difference is judged as two rows of a table are (`evaluation/verdicts.py`): over seeds and test images, with Holm's
+A difference is judged as two rows of a table are (`results/verdicts.py`): over seeds and test images, with Holm's
 correction over the findings of a kind.
 """
 
@@ -15,9 +15,11 @@ import numpy as np
 import torch
 
 from xdm_ft.audit.heads import Study, Wanted
-from xdm_ft.evaluation import Held, Runs
+from xdm_ft.core import Held, Interval
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.verdicts import NO_VERDICT, Comparison, Interval, Pair, WithoutGroups, compared, judge
+from xdm_ft.results import Runs
+from xdm_ft.results.table import NO_VERDICT, Comparison
+from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
 
 RULE = "audit"  # in place of a selection rule's name
 

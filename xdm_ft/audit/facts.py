@@ -26,8 +26,9 @@ from PIL import Image
 from scipy.ndimage import uniform_filter
 from scipy.special import stdtr
 
+from xdm_ft.core import ALPHA, Interval
+from xdm_ft.evaluation.estimates import holm
 from xdm_ft.evaluation.few_labels import clopper_pearson
-from xdm_ft.evaluation.verdicts import ALPHA, Interval, holm
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import UnreadableImage, memory_of
 from xdm_ft.images.facts import CONTENT, FACTS, ImageFacts

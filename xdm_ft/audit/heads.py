@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, make_job
 from xdm_ft.features.cache import Features
@@ -25,7 +25,6 @@ from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress
-from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.bank.data import CachedPredictor
 from xdm_ft.training.bank.train import chunks, train_chunk

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +18,9 @@ from xdm_ft.audit.facts import FactRow, Mark, facts_findings, low_level, marks
 from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
 from xdm_ft.audit.labels import FOLDS, MAX_SEEDS, Labels, confused, label_costs, label_scores, training_of
 from xdm_ft.audit.twins import domain_pairs, units_of
+from xdm_ft.core import Held, set_name
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.evaluation import Held, set_name
 from xdm_ft.evaluation.neighbours import directions, neighbours
 from xdm_ft.experiment.estimate import heads_time
 from xdm_ft.experiment.faults import roles
@@ -34,13 +32,9 @@ from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.protocol.splits import Split, split_of_rows
 from xdm_ft.recipe.method import encoder_label
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.report.finished import AUDIT_VERSION, Run
-from xdm_ft.report.sections.audit import audit_markdown
-from xdm_ft.report.written import copies_sheet
+from xdm_ft.results.run import AUDIT_VERSION, Run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import sample
-from xdm_ft.storage.atomic import disk_errors, replace_bytes
-from xdm_ft.storage.lines import csv_line, with_checksum
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -76,12 +70,19 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None)
     return Study(plan, prepared.to(accelerator.device), hashes.duplicates(), problem)
 
 
-def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), of: str | None = None) -> Json:
-    """Measures, writes the files of an audit into `folder`, and returns the content of audit.json.
+class Audit(NamedTuple):
+    """What was found, as the files of an audit hold it."""
 
-    `images`: also write copies.html, with the images of the first pairs. `notes`: for its readers. `of`: the
-    `audited_part` of the recipe. Raises `UserError` if features hold NaN or ∞, if a head fails, or if a file can't be
-    written.
+    document: Json  # the content of audit.json
+    copies: list[list[object]]  # rows of copies.csv, of the columns `COPIES`
+    labels: list[Json]  # rows of labels.csv
+    shown: list[tuple[Json, int, int]]  # the listed pairs of copies, with the rows of their images
+
+
+def audit(study: Study, notes: Sequence[str] = (), of: str | None = None) -> Audit:
+    """Measures what an audit says. `notes`: for its readers. `of`: the `audited_part` of the recipe.
+
+    Raises `UserError` if features hold NaN or ∞, or if a head fails.
     """
     dataset, rows = study.dataset, study.readable
     if not len(rows):
@@ -155,13 +156,8 @@ def audit(study: Study, folder: Path, images: bool, notes: Sequence[str] = (), o
         }
     copies = [_as_row(study, *pair) for pair in zip(pairs, straddles, strict=True)]
     labels_table = [] if scores is None else _label_rows(study, scores, doubtful)
-    sheet = None
-    if images and not isinstance(dataset, FeatureTable):
-        shown = zip(document["copies"]["pairs"], pairs, strict=False)
-        both = ((entry, dataset.image(pair.first), dataset.image(pair.second)) for entry, pair in shown)
-        sheet = copies_sheet(both, f"Copies in {document['name']}")
-    _write(folder, document, copies, labels_table, sheet)
-    return document
+    shown = [(entry, pair.first, pair.second) for entry, pair in zip(document["copies"]["pairs"], pairs, strict=False)]
+    return Audit(document, copies, labels_table, shown)
 
 
 def _time(study: Study, units: int) -> str:
@@ -294,19 +290,3 @@ def _aligned(study: Study, unit: Tensor) -> Aligned | None:
     tested = np.concatenate([head.rows.numpy() for head in wanted])
     predicted = np.concatenate(study.predictions(wanted, "aligned halves"))
     return aligned_accuracy(halves, tested, predicted == labels[tested])
-
-
-def _write(folder: Path, document: Json, copies: list[list[object]], labels: list[Json], sheet: str | None) -> None:
-    """Writes the files of an audit; audit.json last, as a reader takes the others to be of the same audit."""
-    with disk_errors(folder):
-        (folder / "copies.html").unlink(missing_ok=True)  # of an earlier audit
-    if sheet is not None:
-        replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
-    of_labels = [column for column in LABELS if column != "group" or any("group" in row for row in labels)]
-    label_cells = [[row[column] for column in of_labels] for row in labels]
-    for name, columns, lines in (("copies", COPIES, copies), ("labels", of_labels, label_cells)):
-        text = "".join(csv_line(columns, cells) for cells in (columns, *lines))
-        replace_bytes(folder / f"{name}.csv", text.encode("utf-8"))
-    replace_bytes(folder / "audit.md", audit_markdown(document).encode("utf-8", "replace"))
-    text = json.dumps(with_checksum(document), indent=1, allow_nan=False)
-    replace_bytes(folder / "audit.json", f"{text}\n".encode())

@@ -10,10 +10,10 @@ import numpy as np
 
 from xdm_ft.audit.costs import Answered, difference, judged, prediction
 from xdm_ft.audit.heads import Study, Wanted
-from xdm_ft.evaluation import set_name
+from xdm_ft.core import Interval, set_name
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.verdicts import NO_VERDICT, WORSE, Interval
 from xdm_ft.protocol.splits import Split, in_domains, with_groups
+from xdm_ft.results.table import NO_VERDICT, WORSE
 
 FEWEST_UNITS = 3  # with two, nothing is left to train on
 ALL_PAIRS = 12  # of more domains, only pairs that may be twins are left out together

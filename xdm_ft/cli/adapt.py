@@ -13,9 +13,8 @@ from xdm_ft.export.directory import refuse_taken
 from xdm_ft.new_site.adapt import ADVISED, Adaptation, adapt, adapt_run
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import refuse_run
-from xdm_ft.report.finished import is_run
-from xdm_ft.report.words import listed
-from xdm_ft.runtime.errors import UserError, plural, signed
+from xdm_ft.results.run import is_run
+from xdm_ft.runtime.errors import UserError, listed, plural, signed
 from xdm_ft.storage.names import expand_user
 from xdm_ft.training.adaptation import DOUBT
 

@@ -20,9 +20,9 @@ from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.experiment.work import launched
 from xdm_ft.features.given import NO_IMAGES
 from xdm_ft.recipe.check import check
-from xdm_ft.report.finished import read_run
 from xdm_ft.report.words import range_text
 from xdm_ft.report.written import write_reports
+from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
 from xdm_ft.storage.names import expand_user

@@ -35,7 +35,7 @@ def recipe_names(prefix: str, **_: Any) -> Iterable[str]:
 
 def explained_words(prefix: str, **_: Any) -> Iterable[str]:
     """Returns the words and groups of the glossary."""
-    from xdm_ft.runtime.texts import glossary
+    from xdm_ft.runtime.terminal import glossary
 
     return [*(groups := glossary()), *(word for entries in groups.values() for word in entries)]
 

@@ -13,16 +13,15 @@ from torch import Tensor
 
 from xdm_ft.cli import UNKNOWN_TRAINING, Answer, columns, copies_left_out, unreadable_left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
-from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.core import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.directory import THRESHOLD
 from xdm_ft.export.expected import WITHIN, AtSite, Labelled, at_site
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import Site, Sources, read_site
 from xdm_ft.new_site.images import Distinct, distinct, known_training_images, readable
-from xdm_ft.new_site.measure import AtRisk, WithImages, at_risk, with_images
-from xdm_ft.new_site.threshold import refuse_other_directories, store
-from xdm_ft.report.finished import is_run
+from xdm_ft.new_site.measure import AtRisk, WithImages, at_risk, refuse_other_directories, store, with_images
+from xdm_ft.results.run import is_run
 from xdm_ft.runtime.errors import UserError, plural
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from xdm_ft.cli import Answer
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.texts import glossary
+from xdm_ft.runtime.terminal import glossary
 
 WIDTH = 80  # characters
 

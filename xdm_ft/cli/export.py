@@ -12,8 +12,8 @@ from typing import Any
 from PIL import Image
 
 from xdm_ft.cli import Answer
+from xdm_ft.cli.library import run as run_recipe
 from xdm_ft.cli.predict import choice_of
-from xdm_ft.experiment import run as run_recipe
 from xdm_ft.experiment.final_fit import Wanted
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
@@ -27,7 +27,8 @@ from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.new_site.reference import with_site
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import apply_override
-from xdm_ft.report.finished import ORACLE, Run, read_run
+from xdm_ft.report.sections.audit import findings, headline
+from xdm_ft.results.run import ORACLE, Run, read_run
 from xdm_ft.runtime.errors import UserError
 
 COMPARED_IMAGES = 8  # that ONNX Runtime and torch are compared on
@@ -88,14 +89,14 @@ def export_model(
     refuse_taken(folder)  # before a training of hours
     method, _ = chosen_method(run, choice)
     # an official split has no folds: its models are of use as they are
-    needs_fit = best or run.results["recipe"]["protocol"]["name"] != "official" or method in run.final_fits
+    needs_fit = best or run.recipe.protocol.name != "official" or method in run.final_fits
     if needs_fit and choice == Choice(choice.method):
         has_options = wise_ft is not None or temperature or push_to_hub is not None
         if ensemble or (has_options and method not in run.final_fits):
             # before a training of hours: options that do not fit a model of the run do not fit its final fit either
             parts_of(Choice(method, next(record.test_domains for record in run.records if record.method == method)))
         run = _with_final_fit(run, method, ensemble)
-    parts = with_training_images(run, parts_of(choice))
+    parts = with_audit(run, with_training_images(run, parts_of(choice)))
     if not no_site:
         parts = with_site(run, parts)
     onnx_file = None
@@ -149,6 +150,13 @@ def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None
     return Answer(document, lines)
 
 
+def with_audit(run: Run, parts: Parts) -> Parts:
+    """Returns the parts with what an audit of the run's data found, for the card."""
+    if run.audit is None:
+        return parts
+    return replace(parts, config=parts.config.model_copy(update={"audit": headline(findings(run.audit))}))
+
+
 def _images(run: Run) -> list[Image.Image]:
     """Returns some images of the run's data set; none if it cannot be read here."""
     try:
@@ -166,7 +174,7 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     if final is not None and final["status"] == "ok" and (not ensemble or "seeds" in final):
         return run
     by_held_out = "export a model of the estimate by --held-out DOMAIN"
-    if run.results["recipe"]["protocol"]["selection"] == ORACLE:
+    if run.recipe.protocol.selection == ORACLE:
         problem = "a final fit needs an unbiased estimate; selection: oracle has none"
         raise UserError(f"{run.path}: {problem}; {by_held_out}")
     if not run.rows:  # it is written without a summary as long as models train

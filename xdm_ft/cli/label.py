@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 from xdm_ft.cli import Answer, left_out
 from xdm_ft.cli.assess import budget_table
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.few_labels import enough_for
-from xdm_ft.new_site.label import Labelling, label, refuse_taken
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.export.sources import FOR, Item
+from xdm_ft.images import Range
+from xdm_ft.images.decode import UnreadableImage, decode
+from xdm_ft.new_site.label import Labelling, ToLabel, label
+from xdm_ft.report import SIDE, Thumbnail
+from xdm_ft.report.written import sheet
+from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.storage.atomic import TAKEN, Together, disk_errors
+from xdm_ft.storage.lines import csv_line
 from xdm_ft.storage.names import expand_user
 
+COLUMNS = ("path", "group", FOR, "predicted", "probability", "label")
+FIRST_ROW = 2  # of the table, as a spreadsheet numbers it
 WANTED = 0.05  # half of an interval of the accuracy, for which the screen says the number of images
 
 
@@ -31,17 +43,20 @@ def main(arguments: argparse.Namespace) -> Answer:
     refuse_taken(out, html)  # before the model is loaded
     model, images = load_model(arguments), arguments.images
     made = label(
-        model, arguments.model, images, arguments.budget, out, html, arguments.group, arguments.batch_size,
+        model, arguments.model, images, arguments.budget, arguments.group, arguments.batch_size,
         allow_few_groups=arguments.allow_few_groups,
     )  # fmt: skip
-    return Answer(made, list(lines(made, model.class_names)))
+    write(made.rows, out, html, model.config.intensity)
+    document = {"model": made.model, "out": out, "sheet": html, **vars(made)}
+    del document["rows"]
+    return Answer(document, list(lines(made, out, html, model.class_names)))
 
 
-def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
+def lines(made: Labelling, out: Path, html: Path | None, class_names: Sequence[str]) -> Iterator[str]:
     """Yields the text of what was chosen."""
     number = made.evaluate + made.adapt
     groups = "" if made.groups is None else f" in {plural(made.groups, 'group')}"
-    yield f"wrote {made.out}: {number} of {plural(made.images, 'image')} to label{groups}"
+    yield f"wrote {out}: {number} of {plural(made.images, 'image')} to label{groups}"
     yield f"{made.evaluate} drawn at random to evaluate the model, {made.adapt} chosen to adapt it (seed {made.seed})"
     enough = enough_for(WANTED, made.groups is not None)
     takes = plural(enough, "image" if made.groups is None else "group")
@@ -50,13 +65,61 @@ def lines(made: Labelling, class_names: Sequence[str]) -> Iterator[str]:
     known = f"the accuracy is then known to ±{100 * made.half_width:.0f} points or better"
     yield f"From {plural(made.evaluate, 'image')} {known}; ±{100 * WANTED:.0f} takes {takes}"
     yield from budget_table([] if made.bought is None else [made.bought])
-    if made.sheet is not None:
-        yield f"wrote {made.sheet}: the images of its rows"
+    if html is not None:
+        yield f"wrote {html}: the images of its rows"
     yield from left_out(made.unreadable, made.copies, 0, made.training_images)
     if made.unknown:
         yield f"{plural(made.unknown, 'image')} to adapt it may belong to no class: leave their label empty if so"
     yield f"Fill in its column label ({', '.join(class_names)}), from the first row on, then run"
-    command = f"{shlex.quote(made.model)} {shlex.quote(str(made.out))}"
+    command = f"{shlex.quote(made.model)} {shlex.quote(str(out))}"
     yield f"  xdm-ft evaluate {command}"
     if made.adapt:
         yield f"  xdm-ft adapt {command} --out DIR"
+
+
+def write(rows: Sequence[ToLabel], out: Path, html: Path | None, intensity: Range | None = None) -> None:
+    """Writes the table with an empty column label, and the page of small images: both are new, or none is written.
+
+    Raises `UserError`.
+    """
+    paths = [path_from(out, row.item) for row in rows]
+    cells = [
+        (path, row.item.group, row.purpose, row.predicted, row.probability, "")
+        for row, path in zip(rows, paths, strict=True)
+    ]
+    texts = {out: "".join(csv_line(COLUMNS, row) for row in (COLUMNS, *cells))}
+    if html is not None:
+        thumbnails = []
+        for number, (row, path) in enumerate(zip(rows, paths, strict=True), start=FIRST_ROW):
+            try:
+                image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE, intensity)
+            except (UnreadableImage, OSError) as error:
+                reason = error.reason if isinstance(error, UnreadableImage) else error.strerror
+                raise UserError(f"{printable(path)}: cannot be read any more ({reason}); run again") from error
+            thumbnails.append(Thumbnail.of(image, f"row {number}", (f"row {number}", path)))
+        # without the model's predictions: a label must not depend on them
+        about = f"Rows of {out.name}. Write the class of each image into its column label."
+        texts[html] = sheet(f"{plural(len(rows), 'image')} to label", about, thumbnails)
+    with Together(new=True) as files:
+        for file, text in texts.items():
+            files.add(file, partial(Path.write_bytes, data=text.encode()))
+        files.replace()
+
+
+def path_from(table: Path, item: Item) -> str:
+    """Returns the path of an image as a table has it, whose paths start at the table's folder.
+
+    It is as the user gave it if that leads to the image from there, else absolute.
+    """
+    content = os.path.join(os.getcwd(), os.fsdecode(item.content))
+    given = os.path.join(os.path.abspath(table.parent), item.path)
+    return item.path if os.path.normpath(given) == os.path.normpath(content) else content
+
+
+def refuse_taken(*files: Path | None) -> None:
+    """Raises `UserError` for a file that exists."""
+    for file in files:
+        if file is not None:
+            with disk_errors(file):
+                if os.path.lexists(file):
+                    raise UserError(f"{file}: {TAKEN}")

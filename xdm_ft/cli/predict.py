@@ -17,8 +17,8 @@ from xdm_ft.export.predict import Columns, Format, Predictions, Tally, open_unfi
 from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
 from xdm_ft.export.sources import Sources
 from xdm_ft.features import fast_batch_size
+from xdm_ft.new_site.measure import read_threshold
 from xdm_ft.new_site.stored import read_unknown
-from xdm_ft.new_site.threshold import read_threshold
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress

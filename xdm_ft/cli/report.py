@@ -13,12 +13,12 @@ from pathlib import Path
 from xdm_ft.cli import Answer
 from xdm_ft.cli.arguments import FORMATS
 from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
-from xdm_ft.report.finished import Run, encoders_of, read_run
 from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import as_text, latex, markdown, markdown_lines
 from xdm_ft.report.sections import brief_sections, table_sections
 from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
 from xdm_ft.report.written import write_reports
+from xdm_ft.results.run import Run, encoders_of, read_run
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.terminal import show, write, write_data
 from xdm_ft.storage.atomic import replace_text
@@ -102,8 +102,7 @@ def _write_reports(run: Run, images: bool) -> list[Path]:
         return []
     with RunDirectory(run.path) as directory:
         directory.lock()
-        recipe = run.results["recipe"]
-        block = recipe["report"] | ({"images": True} if images else {})
-        written = write_reports(directory, replace(run, results=run.results | {"recipe": recipe | {"report": block}}))
+        block = run.recipe.report.model_copy(update={"images": True} if images else {})
+        written = write_reports(directory, replace(run, recipe=replace(run.recipe, report=block)))
     logger.info("wrote %s", ", ".join(str(path) for path in written))
     return written

@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 def run_recipe(recipe: Recipe) -> Answer:
     """Returns what stands in results.json, but for the recipe and the single models. Status 1: a model failed."""
-    from xdm_ft.experiment import run
+    from xdm_ft.cli.library import run
     from xdm_ft.report.headline import show_headline
 
     results = run(recipe)
@@ -49,4 +49,4 @@ def run_recipe(recipe: Recipe) -> Answer:
         "final_fit": results.final_fit,
         "failed": results.failed,
     }
-    return Answer(document, lambda: show_headline(results.as_read), status=1 if results.failed else 0)
+    return Answer(document, lambda: show_headline(results.run), status=1 if results.failed else 0)

@@ -31,9 +31,8 @@ from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
 from xdm_ft.report.comparisons import forecast
-from xdm_ft.report.finished import is_run, read_run
-from xdm_ft.report.words import listed
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.results.run import is_run, read_run
+from xdm_ft.runtime.errors import UserError, listed
 from xdm_ft.runtime.settings import Block
 from xdm_ft.weights.prompts import warn_of_class_names
 
@@ -154,11 +153,11 @@ def _power(recipe: Recipe) -> list[str]:
     path = Path(recipe.output.dir) / recipe.name
     if not is_run(path):
         return []
-    results = read_run(path).results
+    run = read_run(path)
     # as launched: the run wrote its precision, which the recipe itself may leave out
-    if refused_changes(results["recipe"], as_launched(recipe).resolved()):
+    if refused_changes(run.recipe.resolved(), as_launched(recipe).resolved()):
         return []
-    return forecast(results, recipe.protocol.metric, len(recipe.protocol.seeds), len(recipe.declared))
+    return forecast(run, len(recipe.protocol.seeds), len(recipe.declared))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:

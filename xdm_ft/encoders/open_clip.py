@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
+from xdm_ft.blocks import PoolingChoice, clip_blocks, clip_pooled, clip_reason, clip_stage_names, outside_text_space
 from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import (
     OWN_PREPROCESSING,
@@ -24,14 +25,6 @@ from xdm_ft.encoders import (
     square_preprocessing,
 )
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.weights.blocks import (
-    PoolingChoice,
-    clip_blocks,
-    clip_pooled,
-    clip_reason,
-    clip_stage_names,
-    outside_text_space,
-)
 from xdm_ft.weights.prompts import (
     DEFAULT_PROMPTS,
     EncoderPrompts,

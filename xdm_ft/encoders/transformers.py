@@ -20,6 +20,7 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
 
+from xdm_ft.blocks import PoolingChoice, no_class_token, outside_text_space, pool, with_root
 from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import (
     OWN_PREPROCESSING,
@@ -38,7 +39,6 @@ from xdm_ft.images.transforms import (
 )
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expand_user
-from xdm_ft.weights.blocks import PoolingChoice, no_class_token, outside_text_space, pool, with_root
 from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, warn_of_cut
 from xdm_ft.weights.source import (
     NOT_TAKEN,

@@ -30,9 +30,9 @@ from pydantic import Field
 from scipy.optimize import minimize
 from scipy.special import logsumexp, ndtr, ndtri, softmax, stdtrit
 
+from xdm_ft.core import ALPHA
 from xdm_ft.evaluation.few_labels import clopper_pearson
 from xdm_ft.evaluation.metrics import wins
-from xdm_ft.evaluation.verdicts import ALPHA
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.settings import Block
 

@@ -13,7 +13,8 @@ from scipy.optimize import brentq
 from scipy.special import betaincinv, stdtrit
 from torch import Tensor
 
-from xdm_ft.evaluation.verdicts import ALPHA, Estimate, Interval
+from xdm_ft.core import ALPHA, Interval
+from xdm_ft.evaluation.estimates import Estimate
 
 ROUNDS = 8  # of k-means
 ROWS_AT_ONCE = 2048  # that are float32 in memory

@@ -19,17 +19,16 @@ logit((x + ½)/(n + 1)), which is finite for x = n too. The ends are transformed
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from scipy.special import expit, logit, stdtrit
+from scipy.special import expit, stdtrit
 from scipy.stats import binomtest
 
-from xdm_ft.evaluation import Held, Runs
+from xdm_ft.core import ALPHA, Held, Interval
+from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate, Term, welch
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.trials import selection_value
-from xdm_ft.evaluation.verdicts import ALPHA, FEWEST_SETS, Estimate, Interval, Term, welch
 from xdm_ft.runtime.errors import signed
 
 LEVELS = (0.8, 1 - ALPHA)  # of the intervals that are printed
@@ -85,15 +84,6 @@ def new_site(by_set: Sequence[np.ndarray], scale: Scale = "plain") -> NewSite | 
     return NewSite(float(means.mean()), float(variance**0.5), sets - 1, scale)
 
 
-def new_site_of(runs: Runs) -> NewSite | None:
-    """Returns the distribution of a method's metric at a new site; None for fewer than three held-out sets."""
-    by_set = values_by_set(runs)
-    if runs.metric != "accuracy":
-        return new_site([*by_set.values()])
-    images = {record.test_domains: score.n for record in runs.records if (score := runs.score(record)) is not None}
-    return new_site([logit(smoothed(values, images[held])) for held, values in by_set.items()], "logit")
-
-
 def rank_words(metric: str, held_out: Sequence[Held], values: Sequence[float], shown: Callable[[float], str]) -> str:
     """Returns in words where a new site ranks among the held-out sets. `values`: of these; `shown` formats one."""
     higher, sets = HIGHER_IS_BETTER[metric], len(values)
@@ -107,24 +97,6 @@ def rank_words(metric: str, held_out: Sequence[Held], values: Sequence[float], s
     )
 
 
-def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
-    """Returns the mean test value minus that of models that trained on one domain less; None if it is not known.
-
-    The selection value of `cross_domain` is the mean over models that leave out one more domain and are measured on it,
-    on all of its images but the validation part, a stratified sample. If each of the `domains` of the data is held out
-    once, every domain counts the same in both means. A selection value is the best of the steps, so the difference is
-    rather too small.
-    """
-    if runs.rule != "cross_domain" or {*runs.held_out} != {(name,) for name in domains}:
-        return None
-    selected = {r.key[1:3]: value for r in runs.records if (value := selection_value(r, runs.rule)) is not None}
-    values = runs.values
-    pairs = [(held, seed) for held in runs.held_out for seed in runs.complete_seeds]
-    if not pairs or not selected.keys() >= {*pairs}:
-        return None
-    return float(np.mean([values[pair] - selected[pair] for pair in pairs]))
-
-
 def gain_words(metric: str, gain: float) -> str:
     amount = signed(gain, 3) if metric == "nll" else f"{signed(100 * gain)} points"
     return f"one more training domain brought {amount}{'' if HIGHER_IS_BETTER[metric] else ' (lower is better)'}"
@@ -133,18 +105,6 @@ def gain_words(metric: str, gain: float) -> str:
 def within_bounds(metric: str, low: float, high: float) -> Bounds:
     """Cuts an interval off where the metric cannot be."""
     return max(low, 0.0), high if metric == "nll" else min(high, 1.0)
-
-
-def values_by_set(runs: Runs) -> dict[Held, np.ndarray]:
-    """{held-out set: the values [S] that count}."""
-    values = runs.values
-    return {held: np.array([values[held, s] for s in seeds]) for held, seeds in seeds_by_set(runs).items()}
-
-
-def seeds_by_set(runs: Runs) -> dict[Held, list[int]]:
-    """{held-out set: the seeds whose values count}: those that have every set; if there is none, all that it has."""
-    seeds, values = runs.complete_seeds, runs.values
-    return {held: [s for s in seeds or runs.planned_seeds if (held, s) in values] for held in runs.held_out}
 
 
 class HeldOut(NamedTuple):
@@ -189,3 +149,6 @@ def interval_of(metric: str, estimate: Estimate | None, groups: float) -> Interv
     trials = max(1, math.floor(groups))
     exact = binomtest(int(estimate.value) * trials, trials).proportion_ci(1 - ALPHA)
     return Interval(float(exact.low), float(exact.high))
+
+
+MAX_WIDTH = 0.5  # of the interval for one new site; a mean in a wider one would promise what nobody knows

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xdm_ft.core import Score
 from xdm_ft.runtime.randomness import Stream, permutation
-from xdm_ft.runtime.tensors import Score
 
 HIGHER_IS_BETTER: dict[str, bool] = {
     "accuracy": True,
@@ -333,3 +333,8 @@ def reliability(logits: Tensor, labels: np.ndarray) -> list[Bin]:
         means = (float(confidence[inside].mean()), float(right[inside].mean())) if inside.any() else (None, None)
         diagram.append(Bin(number / ECE_BINS, (number + 1) / ECE_BINS, int(inside.sum()), *means))
     return diagram
+
+
+IN_PERCENT = (
+    "accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "worst_class_recall", "ece",
+)  # fmt: skip

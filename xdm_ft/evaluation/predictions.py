@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import ModelKey
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.images import ImageDataset
 from xdm_ft.runtime.randomness import Stream, permutation

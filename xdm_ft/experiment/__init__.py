@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from xdm_ft.recipe.settings import Recipe
 
 if TYPE_CHECKING:
     from xdm_ft.experiment.final_fit import Wanted
-    from xdm_ft.experiment.results import Results
+    from xdm_ft.results.run import Run
+    from xdm_ft.storage.run_directory import RunDirectory
 
 logger = logging.getLogger("xdm_ft")
 
 
-def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
+def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits: Sequence[Wanted] = ()) -> Run:
     """Trains and compares all methods of the recipe, and returns the results.
 
-    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. `fits`: the final
-    fits to train besides those that the recipe asks for.
+    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. `write_reports`
+    makes them, before the run counts as complete. `fits`: the final fits to train besides those of the recipe.
 
     If several processes were launched, each one calls this and returns the same results. Raises `UserError` for faults
     of recipe, data, weights or disk.
@@ -47,7 +48,6 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.experiment.work import as_launched, launched
     from xdm_ft.images.facts import counting_pixels
-    from xdm_ft.report.written import refresh_reports
     from xdm_ft.runtime.progress import pulse
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone
     from xdm_ft.storage.run_directory import COPIES
@@ -108,10 +108,10 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             finished = results.write()
             if recipe.analyse:
                 if main:
-                    analyse(finished.as_read, context)
+                    analyse(finished, context)
                 wait_for_everyone(accelerator)
             if main:
-                refresh_reports(directory, finished.as_read)
+                write_reports(directory, finished)
                 directory.complete()
                 # last, as a tracker may fail for want of a network: the run directory is complete then
                 log_results(accelerator, recipe, finished)

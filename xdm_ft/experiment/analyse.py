@@ -38,7 +38,7 @@ from xdm_ft.analysis.embedding import embedding
 from xdm_ft.analysis.importance import fitted_domain_head, removal_curves
 from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_variance
 from xdm_ft.analysis.reconstruction import COLUMNS, SIDE, Autoencoder, reconstructions, write_png
-from xdm_ft.evaluation import ModelKey, Record
+from xdm_ft.core import ModelKey
 from xdm_ft.evaluation.metrics import per_image_nll
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import Plan, PlannedModel
@@ -50,7 +50,8 @@ from xdm_ft.heads.linear import Linear
 from xdm_ft.images.loader import DTYPES, ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.splits import with_validation
-from xdm_ft.report.finished import Run
+from xdm_ft.results.model import Record
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import Progress, progress, pulse

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Solver
+from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.cut.cut import Below
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation import ModelKey
 from xdm_ft.evaluation.neighbours import sampled_robustness
 from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.pieces import SOLVER_PASSES
@@ -42,7 +42,6 @@ from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import cores, keep_freed_memory, on_gpu, own_cores
 from xdm_ft.runtime.progress import duration
-from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.bank.data import BLOCK_STEPS, BankValidation, CachedData, batches
 from xdm_ft.training.bank.step import Bank, step

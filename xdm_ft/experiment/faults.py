@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from xdm_ft.containers.tables import alike, whole_number
-from xdm_ft.evaluation import set_name
+from xdm_ft.core import set_name
 from xdm_ft.experiment.plan import Plan, index_folder
 from xdm_ft.features.hashes import FileHashes, hash_files, pixels_of
 from xdm_ft.images import ImageDataset, Range

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
-from xdm_ft.evaluation import ModelKey, Record, SummaryRow
-from xdm_ft.evaluation.trials import MethodChoice, picked_trials
+from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.experiment.estimate import training_time
 from xdm_ft.experiment.models import keep_references, own_reference, restarts, weights_metadata
 from xdm_ft.experiment.pieces import Piece, RunContext, do_pieces, pieces_of
@@ -33,8 +32,10 @@ from xdm_ft.protocol.splits import all_domains
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
 from xdm_ft.recipe.settings import Recipe
+from xdm_ft.results.model import Record
+from xdm_ft.results.table import SummaryRow
+from xdm_ft.results.trials import MethodChoice, picked_trials
 from xdm_ft.runtime.errors import plural
-from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage import digest
 from xdm_ft.storage.names import file_name, reference_beside

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from xdm_ft.evaluation import Held, Record, set_name
+from xdm_ft.core import Held, set_name
+from xdm_ft.evaluation.estimates import FEWEST_SETS, over_sets
 from xdm_ft.evaluation.few_labels import choose_images
-from xdm_ft.evaluation.trials import choose_method, picked_trials
-from xdm_ft.evaluation.verdicts import FEWEST_SETS, over_sets
 from xdm_ft.experiment.analyse import read_weights
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.prepare import make_job
@@ -24,6 +23,8 @@ from xdm_ft.experiment.results import RunResults, inputs
 from xdm_ft.experiment.work import one_thread
 from xdm_ft.features.cache import standard
 from xdm_ft.protocol.splits import stratified_part
+from xdm_ft.results.model import Record
+from xdm_ft.results.trials import choose_method, picked_trials
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import from_main
 from xdm_ft.storage import json_digest

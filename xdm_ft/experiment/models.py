@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method, Solver
-from xdm_ft.evaluation import Held, ModelKey, Pick, Record
-from xdm_ft.evaluation.distance import fit
+from xdm_ft.core import Criteria, Held, ModelKey
 from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_nll
+from xdm_ft.evaluation.neighbours import fit
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
@@ -30,9 +30,9 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import LEFT_OUT, SELECTION_SPLIT, Split, mean_course, with_validation
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.search import at_the_edge
+from xdm_ft.results.model import Pick, Record
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.randomness import Stream, permutation
-from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage.names import (
     address_in,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from xdm_ft.algorithms import Solver
+from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation import ModelKey, Record
 from xdm_ft.experiment.cluster import Part, Tasks, device_of, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
@@ -29,10 +29,10 @@ from xdm_ft.features.key import weights_digest
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
+from xdm_ft.results.model import Record
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import stop_requested
 from xdm_ft.runtime.machine import libraries_left_out, out_of_memory_as_user_error, own_cores
-from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage import digest, json_digest
 from xdm_ft.storage.atomic import replace_file

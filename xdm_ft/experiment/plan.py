@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xdm_ft.evaluation import ModelKey
+from xdm_ft.core import Annotations, Criteria, ModelKey, Task
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.hashes import extremes_of, hash_files
 from xdm_ft.images import ImageDataset, Range
@@ -27,7 +27,6 @@ from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training, unfreez
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
-from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.storage import digest
 from xdm_ft.training import Training
 from xdm_ft.training.selection import BY_DOMAIN, LOSS_SPLIT, defined_domains

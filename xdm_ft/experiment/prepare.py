@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
+from xdm_ft.core import Task
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.cut.cut import Below, Cut, require_blocks
 from xdm_ft.encoders import Encoder, TextEncoder
@@ -33,7 +34,6 @@ from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import own_cores
-from xdm_ft.runtime.tensors import Task
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import is_writable

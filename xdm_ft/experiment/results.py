@@ -1,4 +1,4 @@
-"""What a run keeps: records with their files, the summary, results.json, and `Results` as Python reads them."""
+"""What a run keeps: records with their files, the summary, and results.json."""
 
 from __future__ import annotations
 
@@ -16,21 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from xdm_ft.core import Held, ModelKey
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
-from xdm_ft.evaluation import Entries, Held, ModelKey, Record, SummaryRow, runs_by_method
+from xdm_ft.evaluation.metrics import IN_PERCENT
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.summary import (
-    Compared,
-    Look,
-    Summary,
-    erm_of_each,
-    look_at,
-    place_of,
-    protocol_line,
-    summarise,
-)
-from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials
-from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.faults import Finding, divided_groups
 from xdm_ft.experiment.plan import Plan, annotations_digest, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
@@ -47,12 +36,24 @@ from xdm_ft.experiment.resume import (
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.report import words
-from xdm_ft.report.comparisons import all_comparisons, beside_rows
-from xdm_ft.report.finished import Run, final_fits_of, read_run
-from xdm_ft.report.published import BENCHMARKS, benchmark_of
-from xdm_ft.report.words import IN_PERCENT, listed
-from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
+from xdm_ft.results import runs_by_method
+from xdm_ft.results.model import Entries, Record
+from xdm_ft.results.run import Run
+from xdm_ft.results.summary import (
+    BENCHMARKS,
+    Compared,
+    Summary,
+    benchmark_of,
+    erm_of_each,
+    images_tested,
+    look_at,
+    place_of,
+    protocol_line,
+    summarise,
+)
+from xdm_ft.results.table import Comparison, Look, SummaryRow
+from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials
+from xdm_ft.runtime.errors import UserError, listed, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.checkpoint import differences
@@ -79,96 +80,6 @@ INPUT_WORDS = {
     "encoder": "the encoder's weights",
     "features": "weights, libraries or settings that determine features",
 }
-
-
-@dataclass(frozen=True, repr=False)
-class Results:
-    """The results of a run, as in its results.json. Accuracies are fractions."""
-
-    path: Path  # the run directory
-    records: list[Record]  # one per model, in the recipe's order
-    rows: list[SummaryRow]  # one per selection rule and method, the recipe's own rule first
-    streamed: dict[str, Any]  # all of results.json; its models are made when they are read
-
-    @property
-    def document(self) -> dict[str, Any]:
-        """All of results.json."""
-        return self.streamed | {"runs": [*self.streamed["runs"]]}
-
-    @property
-    def final_fit(self) -> dict[str, Any] | None:
-        """The method that held-out domains prefer, trained on all images."""
-        return self.streamed.get("final_fit")
-
-    @property
-    def final_fits(self) -> dict[str, dict[str, Any]]:
-        """{method: its final fit}"""
-        return final_fits_of(self.streamed)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the training of a model failed."""
-        statuses = [record.status for record in self.records] + [fit["status"] for fit in self.final_fits.values()]
-        return "failed" in statuses
-
-    @property
-    def comparisons(self) -> list[Comparison]:
-        """The comparisons between the rows, with both verdicts."""
-        return all_comparisons(self.streamed)
-
-    @property
-    def as_read(self) -> Run:
-        """These results as reports read them from the run directory."""
-        return Run(self.path, self.streamed, self.records, self.rows)
-
-    def __repr__(self) -> str:
-        run = self.as_read
-        methods = words.listed([words.short(row.method) for row in run.own_rows])
-        what = f"{plural(len(self.records), 'model')}{', some failed' * self.failed} of {methods or 'no method'}"
-        return f"<Results of {printable(self.path)}: {what}; selection: {run.own_rule}>"
-
-    def _repr_html_(self) -> str:
-        """The finding and the table, as a notebook shows them."""
-        from xdm_ft.report.headline import sentence
-        from xdm_ft.report.markup import notebook_html
-        from xdm_ft.report.sections.results import results
-
-        run = self.as_read
-        return notebook_html(sentence(run), results(run, run.own_rule).tables)
-
-    def table(self, selection: str | None = None) -> list[dict[str, Any]]:
-        """Returns the rows of one selection rule as flat dicts: `pandas.DataFrame(results.table())`.
-
-        Under the recipe's own rule, `mean_low` and `mean_high` are the mean's 95% interval over seeds and test images.
-        The difference to `compared_with`, its intervals and the verdicts `here` and `elsewhere` are named as in
-        results.csv. What is not known is None.
-
-        `selection`: by default the recipe's own rule; "oracle", which reads test labels, and the run's other rules on
-        request. Raises `UserError` for a rule that the run does not have, and for damaged predictions.
-        """
-        from xdm_ft.report.csv import COMPARED, comparison_row
-        from xdm_ft.report.sections.results import mean_intervals
-
-        rules = list(dict.fromkeys([self.as_read.own_rule, *self.as_read.rules]))
-        rule = rules[0] if selection is None else selection
-        if rule not in rules:
-            raise UserError(f'{self.path}: selection: the run has no rule "{rule}"{did_you_mean(rule, rules)}')
-        rows = [row for row in self.rows if row.selection == rule]
-        ends, beside = mean_intervals(self.as_read, rows), beside_rows(self.streamed, rule)
-        table = []
-        for row in rows:
-            end, compared = ends.get(row.method), beside.get(row.method)
-            interval = {"mean_low": end and end.low, "mean_high": end and end.high}
-            versus = comparison_row(compared, row.metric) if compared else {}
-            table.append(row.flat() | interval | dict.fromkeys(COMPARED) | versus)
-        return table
-
-
-def read_results(path: Path) -> Results:
-    """Returns the results of a finished run. Raises `UserError` if the folder holds none, or damaged ones."""
-    run = read_run(path)
-    run.refuse_unfinished()
-    return Results(run.path, run.every, run.rows, {key: of for key, of in run.results.items() if key != "checksum"})
 
 
 class RunResults:
@@ -204,11 +115,11 @@ class RunResults:
             results.label_curve = before.get("label_curve")
             results.final_fits = {
                 method: fit
-                for method, fit in final_fits_of(before).items()
+                for method, fit in before.get("final_fits", {}).items()
                 if "weights" in fit and directory.verify_or_warn(fit["weights"], fit["files"])
             }
             entries = (record.files for record in before["runs"])
-            files = (*entries, *(fit.get("files", {}) for fit in final_fits_of(before).values()))
+            files = (*entries, *(fit.get("files", {}) for fit in before.get("final_fits", {}).values()))
             results.known_files = {
                 address: digest for of in files for address, digest in of.items() if not is_of_one_model(address)
             }
@@ -275,7 +186,7 @@ class RunResults:
             common = {file: common[file] for file in common if file == images_file(record.test_domains)}
         return dataclasses.replace(record, files=record.files | common)
 
-    def write(self) -> Results:
+    def write(self) -> Run:
         """Returns the results; the main process writes them."""
         records, rows = [self._with_common(record) for record in self.records.values()], self.summary.rows
         choice = self.choice if self.final_fits else None
@@ -296,7 +207,7 @@ class RunResults:
         }
         if self.directory.main:
             self.directory.write_results(document)
-        return Results(self.directory.path, records, rows, document)
+        return Run(self.directory.path, self.recipe, document, records, rows)
 
 
 def refuse_other_inputs(
@@ -493,9 +404,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     records, directory, looks = [*results.records.values()], results.directory, results.summary.looks
     recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
     encoders = list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None))
-    picks = [pick for record in records for pick in record.selected.values()]
-    tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
-    benchmark = benchmark_of(recipe.data.block.model_dump(mode="json"), tested)
+    benchmark = benchmark_of(recipe.data, images_tested(records))
     images = {
         held: HeldOutImages.of(plan.dataset, directory.test_images(held, results.common[held])["rows"])
         for held in (split.test_domains for split in plan.splits)

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.evaluation import ModelKey, with_encoder
-from xdm_ft.evaluation.verdicts import ALPHA
+from xdm_ft.core import ALPHA, ModelKey
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.features import FeatureSettings
+from xdm_ft.recipe.method import with_encoder
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
-from xdm_ft.report.finished import encoder_label
-from xdm_ft.report.words import listed
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.errors import UserError, listed, plural
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage import digest, json_digest
 from xdm_ft.storage.checkpoint import differences
@@ -80,7 +78,7 @@ def labels_of(recipe: Values) -> dict[str, Any]:
     items = {label_of(item): item for item in recipe["methods"]}
     if "encoders" not in recipe:
         return items
-    encoders = map(encoder_label, recipe["encoders"])
+    encoders = [str(block["label"] or block["model"]) for block in recipe["encoders"]]
     return {with_encoder(label, encoder): item for encoder in encoders for label, item in items.items()}
 
 

@@ -8,11 +8,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.evaluation import Record
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.results import Results
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.report.finished import ORACLE
+from xdm_ft.results.model import Record
+from xdm_ft.results.run import ORACLE, Run
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import file_name
@@ -124,16 +123,16 @@ def installed_trackers(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(recipe.report.log_with))
 
 
-def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> None:
+def log_results(accelerator: Accelerator, recipe: Recipe, run: Run) -> None:
     """Logs a finished run to the trackers of the accelerator. Called by the main process, after results are written.
 
     Raises `UserError` if a tracker fails: the run directory is complete then.
     """
     if not accelerator.log_with:
         return
-    steps = curves(results)
+    steps = curves(run)
     last = max(steps, default=0)
-    steps[last] = steps.get(last, {}) | tested(results)
+    steps[last] = steps.get(last, {}) | tested(run)
     try:
         with pulse.waiting():  # for the network
             accelerator.init_trackers(recipe.name)
@@ -150,10 +149,10 @@ def log_results(accelerator: Accelerator, recipe: Recipe, results: Results) -> N
         accelerator.trackers.clear()
 
 
-def curves(results: Results) -> dict[int, dict[str, float]]:
+def curves(run: Run) -> dict[int, dict[str, float]]:
     """Returns {step: {METHOD/HELD_OUT/TAG: mean over the models with a value there}} of the curves in `events/`."""
     points: dict[int, dict[str, list[tuple[float, float]]]] = {}  # pairs (value, number of heads)
-    for name_of_run, scalars in read_scalars(results.path / "events").items():
+    for name_of_run, scalars in read_scalars(run.path / "events").items():
         heads = dict(scalars.get("train/heads", ()))
         for tag, of_tag in scalars.items():
             if tag.startswith(("train/", "val/", "oracle/")) and tag != "train/heads":
@@ -169,10 +168,10 @@ def curves(results: Results) -> dict[int, dict[str, float]]:
     }
 
 
-def tested(results: Results) -> dict[str, float]:
+def tested(run: Run) -> dict[str, float]:
     """Returns {name: value} of the summary under the recipe's own rule, for methods that have results."""
     values: dict[str, float | None] = {}
-    for row in results.as_read.own_rows:
+    for row in run.own_rows:
         method = file_name(row.method, safe="+ ")
         values |= {f"{method}/test/{row.metric}": row.mean, f"{method}/test/{row.metric}_stderr": row.stderr}
         for domain, of_domain in row.per_test_domain.items():

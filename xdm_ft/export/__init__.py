@@ -25,10 +25,10 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation.distance import Reference
 from xdm_ft.evaluation.expected_site import Unknown
 from xdm_ft.evaluation.intervals import NewSite, Scale
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, HIGHEST, LOWEST
+from xdm_ft.evaluation.neighbours import Reference
 from xdm_ft.features.extract import frozen_copy
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from xdm_ft.evaluation import sets_noun
+from xdm_ft.core import sets_noun
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.export import AdaptedConfig, ExpectedPerformance, ModelConfig

@@ -16,11 +16,10 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from xdm_ft.algorithms.wise_ft import interpolate
+from xdm_ft.core import Held
 from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.evaluation import Held, Record
-from xdm_ft.evaluation.distance import Reference
-from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.neighbours import Reference
 from xdm_ft.experiment.final_fit import median
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
@@ -49,7 +48,9 @@ from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.protocol.splits import SELECTION_SPLIT, all_domains, splits
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
-from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.results.model import Record
+from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.trials import picked_trials
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.lines import Damaged
@@ -79,7 +80,7 @@ class Choice:
 
 def refuse_given_features(run: Run) -> None:
     """Raises `UserError` for a run on features that were computed elsewhere: its models cannot read images."""
-    if not run.has_images:
+    if not run.recipe.has_images:
         problem = f"{NO_IMAGES}, so its heads lack the encoder that a model for images needs"
         raise UserError(f"{run.path}: {problem}; use the weights in {run.path}/models, or run a recipe on the images")
 
@@ -126,7 +127,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
         if ensemble and final.get("seeds"):
             files = {int(seed): file for seed, file in final["seeds"].items()}
         return files, f"final fit: {final['how']}", final
-    if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
+    if choice.held_out is None and run.recipe.protocol.name != "official":
         command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
         remedy = f"`{command}` trains it; or name another model of the run: "
         if run.own_rule == ORACLE:
@@ -153,7 +154,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
                 raise UserError(f"{run.path}: {option}: no model {value}{did_you_mean(str(value), names)}")
         problem = f"no trained model of {method} fits all of the options"
         raise UserError(f"{run.path}: {problem}; results.json lists the models")
-    order = {seed: position for position, seed in enumerate(run.results["recipe"]["protocol"]["seeds"])}
+    order = {seed: position for position, seed in enumerate(run.recipe.protocol.seeds)}
     models.sort(key=lambda record: order.get(record.seed, len(order)))
     first, files = models[0], {record.seed: record.selected[run.rule].weights for record in models}
     how = f"trained without {', '.join(first.test_domains)} (held out), seed {first.seed}, trial {first.trial}; {why}"
@@ -171,8 +172,6 @@ def read_parts(
     seeds. `temperature`: divide the logits by the temperature that was fitted in the run. Raises `UserError` if files
     are missing or damaged, or if the model cannot be combined so.
     """
-    from xdm_ft.report.sections.audit import findings, headline  # the charts of the sections take time to import
-
     if wise_ft is not None and (ensemble or temperature):
         lacking = "ensemble" if ensemble else "fitted temperature"
         raise UserError(f"{run.path}: --wise-ft makes a new model, which has no {lacking}; leave one out")
@@ -228,7 +227,7 @@ def read_parts(
     if choice.method is None and run.choice is not None:
         at = run.choice.at
     quoted = run.runs_of(label, at)
-    names, results = run.results["recipe"]["data"]["class_names"], description["results"]
+    names, results = run.recipe.data_common.class_names, description["results"]
     if final_fit is not None:
         results = {key: final_fit[key] for key in ("images", "chosen_by", "estimate")}
     config = ModelConfig(
@@ -236,7 +235,6 @@ def read_parts(
         encoder=_encoder_config(description["encoder"], encoder, tuple(trained)),
         members=tuple(files) if len(files) > 1 else (),
         chosen=how,
-        audit=None if run.audit is None else headline(findings(run.audit)),
         wise_ft=wise_ft,
         temperature=fitted if temperature and fitted is not None else 1.0,
         fitted_temperature=fitted,
@@ -244,7 +242,7 @@ def read_parts(
         results=results,
         intensity=description.get("intensity"),  # absent where it is `type`
         renamed={name: words for name, words in names.items() if name != words},
-        expected=expected_performance(run.path, run.results, quoted, at),
+        expected=expected_performance(run, quoted, at),
         **{key: description[key] for key in COPIED},
     )
     return Parts(config, encoder, heads, reference, trained_names=tuple(trained))

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation.distance import LEVELS, Reference
+from xdm_ft.evaluation.neighbours import LEVELS, Reference
 from xdm_ft.export import (
     FORMAT,
     SINGLE,

@@ -21,30 +21,29 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from xdm_ft.evaluation import Held, Runs, sets_noun
+from xdm_ft.core import ORACLE, Held, sets_noun
+from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate
 from xdm_ft.evaluation.few_labels import FEWEST_EXACT, clopper_pearson
 from xdm_ft.evaluation.intervals import (
+    MAX_WIDTH,
     Bounds,
     HeldOut,
     NewSite,
     interval_of,
-    new_site_of,
-    one_more_domain,
     over_seeds_and_groups,
-    seeds_by_set,
     smoothed,
-    values_by_set,
     within_bounds,
 )
 from xdm_ft.evaluation.metrics import (
     HIGHER_IS_BETTER,
+    IN_PERCENT,
     Bin,
     confidences,
     expected_calibration_error,
@@ -60,13 +59,11 @@ from xdm_ft.evaluation.predictions import (
     jackknife_variance,
     without_each_group,
 )
-from xdm_ft.evaluation.trials import ORACLE
-from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.sources import Item, Site
 from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
-from xdm_ft.report.headline import MAX_WIDTH
-from xdm_ft.report.words import IN_PERCENT
+from xdm_ft.results import Runs, new_site_of, one_more_domain, seeds_by_set, values_by_set
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.run_directory import RunDirectory
@@ -74,19 +71,15 @@ from xdm_ft.storage.run_directory import RunDirectory
 WITHIN = "within what the card promises"
 
 
-def expected_performance(
-    path: Path, results: Mapping[str, Any], runs: Runs, chosen_at: Mapping[Held, str]
-) -> ExpectedPerformance | None:
+def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[Held, str]) -> ExpectedPerformance | None:
     """Returns what to expect of a method at a new site; None if no model of it has a test result.
 
     Args:
-        path: the run directory, whose stored predictions give the intervals over images.
-        results: its results.json.
+        run: whose stored predictions give the intervals over images.
         runs: `Run.quoted`, or the models of a method that was named.
         chosen_at: {held-out set: the method that the other sets choose, of which its models are}.
     """
-    protocol, metric = results["recipe"]["protocol"], runs.metric
-    planned = tuple(dict.fromkeys(tuple(run["test_domains"]) for run in results["runs"]))
+    metric, planned = runs.metric, tuple(dict.fromkeys(record.test_domains for record in run.every))
     tested = {held for held, _ in runs.values}
     if not tested:
         return None
@@ -95,7 +88,7 @@ def expected_performance(
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     at_new_site = new_site_of(runs)
-    stored = [_read_stored(path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
+    stored = [_read_stored(run.path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
     at = [
         _at_held_out(runs, held, by_set[held], part.predictions, chosen_at.get(held))
         for held, part in zip(by_set, stored, strict=True)
@@ -113,7 +106,7 @@ def expected_performance(
         notes.append("stored predictions are missing, damaged or of another run, so that some intervals are unknown")
     if any(site.groups is None for site in at):
         notes.append("images assumed independent: patients, slides or sequences are unknown")
-    if divided := results["data"].get("divided"):
+    if divided := run.results["data"].get("divided"):
         notes.append(f"the split divides groups (patients, slides or sequences): {', '.join(divided)}")
     if any(site.seeds == 1 for site in at):
         notes.append("one seed: intervals are over images alone")
@@ -125,8 +118,8 @@ def expected_performance(
         )
 
     return ExpectedPerformance(
-        source="official test" if protocol["name"] == "official" else "leave one domain out",
-        data=str(results["recipe"]["data"]["name"]),
+        source="official test" if run.recipe.protocol.name == "official" else "leave one domain out",
+        data=run.recipe.data.name,
         method=runs.method,
         selection=runs.rule,
         metric=metric,
@@ -139,7 +132,7 @@ def expected_performance(
         others=_others(runs),
         calibrated=_calibrated(stored),
         new_site=None if at_new_site is None else at_new_site.between(metric),
-        one_more_domain=one_more_domain(runs, results["data"]["images"]),
+        one_more_domain=one_more_domain(runs, run.results["data"]["images"]),
         **({} if at_new_site is None else at_new_site._asdict()),
         notes=tuple(notes),
     )

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from xdm_ft.evaluation.distance import Reference
+from xdm_ft.evaluation.neighbours import Reference
 from xdm_ft.export import Classifier, ModelPrecision, Parts, probabilities
 from xdm_ft.export.card import HUB, WORDS, interval, shown
 from xdm_ft.export.choose import Choice, read_parts
@@ -41,7 +41,7 @@ from xdm_ft.images.decode import (
 )
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_transform
-from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.storage.atomic import is_writable
@@ -111,8 +111,7 @@ class Model:
 
     def _repr_html_(self) -> str:
         """What the model is, and what to expect of it at a new site, as a notebook shows it."""
-        from xdm_ft.report import Table, cells
-        from xdm_ft.report.markup import notebook_html
+        from html import escape
 
         encoder, method, expected = self.config.encoder, self.config.method, self.config.expected
         facts = [
@@ -126,7 +125,8 @@ class Model:
             facts.append((WORDS[expected.metric], f"{shown(expected.metric, expected.mean)} on held-out domains"))
             ends = None if site is None else site.between(expected.metric)
             facts.append(("at a new site (95%)", interval(expected.metric, ends)))
-        return notebook_html(repr(self), [Table("", [], [cells(*fact) for fact in facts])])
+        rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts)
+        return f"<p><strong>{escape(repr(self))}</strong></p><table>{rows}</table>"
 
     def predict(self, images: Images) -> list[str]:
         """Returns the most probable class of every image. Raises `UserError` for one that does not decode."""
@@ -401,8 +401,7 @@ def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
 def cache_of(folder: str) -> Path:
     """Returns the feature cache of a run, or the default one."""
     path = Path(folder).expanduser()
-    settings = read_run(path).results["recipe"]["features"] if is_run(path) else {}
-    return cache_of_run(FeatureSettings(dir=settings.get("dir")))
+    return cache_of_run(read_run(path).recipe.features if is_run(path) else FeatureSettings())
 
 
 def cached_features(model: Model, cache: Path) -> Lookup | None:

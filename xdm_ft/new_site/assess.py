@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xdm_ft.core import ORACLE
 from xdm_ft.evaluation.expected_site import ExpectedAccuracy, Unknown, UnknownShare, card_mean
 from xdm_ft.evaluation.predictions import effective_number
-from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch.nn.functional as F
@@ -17,22 +14,14 @@ from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export import probabilities
 from xdm_ft.export.predict import decimals
 from xdm_ft.export.predictor import Model
-from xdm_ft.export.sources import FOR, Item, Purpose, Sources
-from xdm_ft.images import Range
-from xdm_ft.images.decode import UnreadableImage, decode
+from xdm_ft.export.sources import Item, Purpose, Sources
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
 from xdm_ft.new_site.stored import Bought, read_stored
-from xdm_ft.report import SIDE, Thumbnail
-from xdm_ft.report.written import sheet
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.storage.atomic import TAKEN, Together, disk_errors
-from xdm_ft.storage.lines import csv_line
 
 logger = logging.getLogger("xdm_ft")
 SEED = 0  # of all draws: the same images, model and budget give the same table
-COLUMNS = ("path", "group", FOR, "predicted", "probability", "label")
 FEW_GROUPS = 8  # that half of them are enough to adapt: 4 folds
-FIRST_ROW = 2  # of the table, as a spreadsheet numbers it
 
 
 @dataclass(frozen=True)
@@ -48,8 +37,7 @@ class ToLabel:
 @dataclass(frozen=True)
 class Labelling:
     model: str
-    out: Path
-    sheet: Path | None
+    rows: list[ToLabel]
     images: int  # that were chosen from
     evaluate: int  # chosen at random, to measure the model
     adapt: int  # chosen to adapt it
@@ -68,19 +56,16 @@ def label(
     name: str,
     paths: Sequence[str],
     budget: int,
-    out: Path,
-    html: Path | None,
     group: str | None,
     batch_size: int | None,
     *,
     allow_few_groups: bool = False,
 ) -> Labelling:
-    """Chooses at most `budget` of the images of `paths`, see `Sources`, and writes their table.
+    """Chooses at most `budget` of the images of `paths`, see `Sources`.
 
-    Groups are the column `group` of a table, or what `group` says. `html`: the page of small images to write. Raises
-    `UserError` for images that cannot be listed or have no group, for few groups, and for a file that exists.
+    Groups are the column `group` of a table, or what `group` says. Raises `UserError` for images that cannot be listed
+    or have no group, and for few groups.
     """
-    refuse_taken(out, html)
     stored = None if model.config.site_xxh3 is None else read_stored(model.folder, model.config)
     budgets = () if stored is None else stored.about.budgets
     sources = Sources(paths, group, option="--group", column="group")
@@ -120,14 +105,12 @@ def label(
         ToLabel(items[row], purpose, model.class_names[classes[row]], value)
         for (purpose, row), value in zip(pairs, values, strict=True)
     ]
-    write(rows_to_label, out, html, model.config.intensity)
     drawn = (
         len(chosen.evaluate) if groups is None else effective_number(np.unique_counts(groups[chosen.evaluate]).counts)
     )
     return Labelling(
         model=name,
-        out=out,
-        sheet=html,
+        rows=rows_to_label,
         images=n,
         evaluate=len(chosen.evaluate),
         adapt=len(chosen.adapt),
@@ -142,56 +125,8 @@ def label(
     )
 
 
-def refuse_taken(*files: Path | None) -> None:
-    """Raises `UserError` for a file that exists."""
-    for file in files:
-        if file is not None:
-            with disk_errors(file):
-                if os.path.lexists(file):
-                    raise UserError(f"{file}: {TAKEN}")
-
-
 def _refuse_names(items: Sequence[Item]) -> None:
     """Raises `UserError` for a name that no table can hold: tables are UTF-8."""
     for item in items:
         if not item.path.isprintable() and any("\ud800" <= character <= "\udfff" for character in item.path):
             raise UserError(f"{printable(item.path)}: the name is not UTF-8, so a table cannot hold it; rename it")
-
-
-def write(rows: Sequence[ToLabel], out: Path, html: Path | None, intensity: Range | None = None) -> None:
-    """Writes the table with an empty column label, and the page of small images: both are new, or none is written.
-
-    Raises `UserError`.
-    """
-    paths = [path_from(out, row.item) for row in rows]
-    cells = [
-        (path, row.item.group, row.purpose, row.predicted, row.probability, "")
-        for row, path in zip(rows, paths, strict=True)
-    ]
-    texts = {out: "".join(csv_line(COLUMNS, row) for row in (COLUMNS, *cells))}
-    if html is not None:
-        thumbnails = []
-        for number, (row, path) in enumerate(zip(rows, paths, strict=True), start=FIRST_ROW):
-            try:
-                image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE, intensity)
-            except (UnreadableImage, OSError) as error:
-                reason = error.reason if isinstance(error, UnreadableImage) else error.strerror
-                raise UserError(f"{printable(path)}: cannot be read any more ({reason}); run again") from error
-            thumbnails.append(Thumbnail.of(image, f"row {number}", (f"row {number}", path)))
-        # without the model's predictions: a label must not depend on them
-        about = f"Rows of {out.name}. Write the class of each image into its column label."
-        texts[html] = sheet(f"{plural(len(rows), 'image')} to label", about, thumbnails)
-    with Together(new=True) as files:
-        for file, text in texts.items():
-            files.add(file, partial(Path.write_bytes, data=text.encode()))
-        files.replace()
-
-
-def path_from(table: Path, item: Item) -> str:
-    """Returns the path of an image as a table has it, whose paths start at the table's folder.
-
-    It is as the user gave it if that leads to the image from there, else absolute.
-    """
-    content = os.path.join(os.getcwd(), os.fsdecode(item.content))
-    given = os.path.join(os.path.abspath(table.parent), item.path)
-    return item.path if os.path.normpath(given) == os.path.normpath(content) else content

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.evaluation import ModelKey, set_name
-from xdm_ft.evaluation.distance import class_means, fit
+from xdm_ft.core import Annotations, Criteria, ModelKey, set_name
 from xdm_ft.evaluation.expected_site import (
     FEWEST_CLASSES,
     MIN_DOMAINS,
@@ -33,7 +32,7 @@ from xdm_ft.evaluation.expected_site import (
 )
 from xdm_ft.evaluation.few_labels import expected_half_width, threshold_for
 from xdm_ft.evaluation.metrics import temperature
-from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.neighbours import class_means, fit
 from xdm_ft.experiment.estimate import heads_time
 from xdm_ft.experiment.final_fit import Fit, fit_of_runs
 from xdm_ft.experiment.plan import Plan, PlannedModel, domains_needed, make_plan, read_data
@@ -51,11 +50,11 @@ from xdm_ft.recipe.check import check
 from xdm_ft.recipe.components import Component, find
 from xdm_ft.recipe.method import MethodCommon, MethodItem
 from xdm_ft.recipe.settings import Cluster
-from xdm_ft.report.finished import Run
+from xdm_ft.results.run import Run
+from xdm_ft.results.trials import picked_trials
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
-from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import chunks, solve, train_chunk
 from xdm_ft.training.selection import FINAL_FIT

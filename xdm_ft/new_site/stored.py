@@ -37,7 +37,7 @@ from xdm_ft.export import ModelConfig, first_fault
 from xdm_ft.export.choose import refuse_given_features
 from xdm_ft.export.directory import AGAIN, SITE, read_described
 from xdm_ft.export.predictor import Model
-from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import Damaged, OtherVersion, json_object, one_line

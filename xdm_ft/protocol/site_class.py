@@ -11,8 +11,8 @@ from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
 from scipy.special import chndtr, ndtri
 
+from xdm_ft.core import ALPHA, Interval
 from xdm_ft.evaluation.predictions import effective_number
-from xdm_ft.evaluation.verdicts import ALPHA, Interval
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 

@@ -12,12 +12,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, get_args
 
+import torch
 from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
+from xdm_ft.blocks import outside_text_space
+from xdm_ft.core import ORACLE, Task
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.evaluation import with_encoder
-from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.given import NO_IMAGES, GivenFeatures
 from xdm_ft.images.decode import EncodedImages
@@ -37,16 +38,14 @@ from xdm_ft.recipe.method import (
     method_names,
     split_name,
     unfreeze_problem,
+    with_encoder,
 )
 from xdm_ft.recipe.search import TRAINING_KEYS, Search
-from xdm_ft.recipe.settings import Cluster, DataCommon, Output, Recipe
+from xdm_ft.recipe.settings import Cluster, DataCommon, Output, Recipe, ReportSettings
 from xdm_ft.recipe.text import KEYS, Faults, Key, RecipeText, dotted, read_recipe, recipe_keys
-from xdm_ft.report import ReportSettings
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
-from xdm_ft.runtime.tensors import Task
 from xdm_ft.training import Training
-from xdm_ft.weights.blocks import outside_text_space
 
 logger = logging.getLogger("xdm_ft")
 IN_QUOTES = "write it in quotes, as YAML reads no, 010, 12:30 and dates as other values"
@@ -534,7 +533,8 @@ def checked_algorithm(item: MethodItem, recipe: Recipe) -> Algorithm:
     # with epochs the number of steps is not known before the data; the plan checks these settings again
     steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))
     setup = Setup(task, width=2, steps=steps, seed=0, loss_average=recipe.training.loss_average)
-    algorithm: Algorithm = item.algorithm.build(setup)
+    with torch.random.fork_rng(devices=[]):  # its layers draw initial weights
+        algorithm: Algorithm = item.algorithm.build(setup)
     return algorithm
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -111,6 +111,11 @@ class MethodItem:
     encoder: Component
     encoder_label: str | None = None  # None: the recipe has one encoder
     skipped: str | None = None  # why its encoder cannot serve it; its models become skipped rows
+
+    @property
+    def own_label(self) -> str:
+        """The label of the entry, without that of its encoder."""
+        return self.block.label or self.block.name
 
     @property
     def encoder_common(self) -> EncoderCommon:
@@ -351,3 +356,23 @@ def _keys_in_items(items: list[Any], name: str, setting: str) -> list[tuple[int,
         rank = 2 if name == _text(items[i], "label") else 1
         changed.append((rank, i, next(iter(keys.values()), setting)))
     return changed
+
+
+SEPARATOR = " @ "
+
+
+def split_label(label: str, encoders: Collection[str]) -> tuple[str, str | None]:
+    """Returns (METHOD, ENCODER) of the label of a row; the encoder is None if none of `encoders` stands in it.
+
+    A method's own label may hold the separator, and so may an encoder's: the longest encoder that fits is returned.
+    """
+    fitting = [name for name in encoders if label.endswith(f"{SEPARATOR}{name}")]
+    if not fitting:
+        return label, None
+    encoder = max(fitting, key=len)
+    return label.removesuffix(f"{SEPARATOR}{encoder}"), encoder
+
+
+def with_encoder(label: str, encoder: str) -> str:
+    """Returns the label in results of a method under one of several encoders."""
+    return f"{label}{SEPARATOR}{encoder}"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from xdm_ft.cut import LowRank
-from xdm_ft.evaluation import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.images import Augmentation, Intensity
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe.components import Component
-from xdm_ft.recipe.method import ListedEncoder, MethodItem
+from xdm_ft.recipe.method import ListedEncoder, MethodItem, with_encoder
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import as_text
-from xdm_ft.report import ReportSettings
-from xdm_ft.runtime.settings import Block, Name
+from xdm_ft.runtime.settings import Block, Name, OneOrMany
 from xdm_ft.training import Training
 
 
@@ -68,6 +66,50 @@ class Cluster(Block):
         ge=1,
         description="CPU cores per model trained end to end and per part of the features; a chunk of heads takes one",
     )
+
+
+class ReportSettings(Block):
+    """Keys of the block `report`."""
+
+    page: Annotated[bool, Field(description="write report.html and plots/ at the end of the run")] = True
+    images: Annotated[bool, Field(description="show the most confident mistakes as small images in report.html")] = (
+        False
+    )
+    seeds_averaged: Annotated[
+        bool,
+        Field(
+            description="results.md has a table of each method's models of all seeds as one model, with the mean of "
+            "their logits; reads the predictions of all models"
+        ),
+    ] = False
+    compare: Annotated[
+        tuple[tuple[Name, Name], ...],
+        Field(
+            description="pairs of rows, such as [[xdomainmix, erm]]: the comparisons that you decided on before the "
+            "run. With encoders, a pair of methods stands for one pair under each of them"
+        ),
+    ] = ()
+    margin: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="in points (nats for nll), e.g. 1.0: rows whose interval lies inside ±margin are equal within "
+            "it; null: no such verdict",
+        ),
+    ] = None
+    log_with: Annotated[
+        tuple[Literal["wandb", "trackio", "mlflow", "comet_ml", "clearml", "dvclive", "swanlab"], ...],
+        OneOrMany,
+        Field(description="other trackers that the end of the run logs curves and test values to"),
+    ] = ()
+
+    @field_validator("compare", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        pairs = value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError("must be a list of pairs of rows, such as [[xdomainmix, erm]]")
+        return value
 
 
 class Output(Block):
@@ -140,10 +182,14 @@ class Recipe:
     def with_seeds(self, count: int) -> Recipe:
         return replace(self, protocol=self.protocol.model_copy(update={"seeds": tuple(range(count))}))
 
+    def item(self, label: str) -> MethodItem:
+        """Returns the method of a row of results."""
+        return next(item for item in self.methods if item.label == label)
+
     @property
     def labels(self) -> list[str]:
         """What `report.compare` may name: the rows, and with `encoders` the methods that have one under each."""
-        methods = [item.block.label or item.block.name for item in self.own_methods] if self.several_encoders else []
+        methods = [item.own_label for item in self.own_methods] if self.several_encoders else []
         return [*(item.label for item in self.methods), *methods]
 
     @property

@@ -11,63 +11,16 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field, field_validator
+from typing import TYPE_CHECKING
 
 from xdm_ft.report.charts import Figure
 from xdm_ft.report.words import EMPTY, number, significant
-from xdm_ft.runtime.settings import Block, Name, OneOrMany
-from xdm_ft.runtime.texts import packaged_texts
+from xdm_ft.runtime.terminal import packaged_texts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 SIDE = 96  # pixels of the longer side of a small image, at most
-
-
-class ReportSettings(Block):
-    """Keys of the block `report`."""
-
-    page: Annotated[bool, Field(description="write report.html and plots/ at the end of the run")] = True
-    images: Annotated[bool, Field(description="show the most confident mistakes as small images in report.html")] = (
-        False
-    )
-    seeds_averaged: Annotated[
-        bool,
-        Field(
-            description="results.md has a table of each method's models of all seeds as one model, with the mean of "
-            "their logits; reads the predictions of all models"
-        ),
-    ] = False
-    compare: Annotated[
-        tuple[tuple[Name, Name], ...],
-        Field(
-            description="pairs of rows, such as [[xdomainmix, erm]]: the comparisons that you decided on before the "
-            "run. With encoders, a pair of methods stands for one pair under each of them"
-        ),
-    ] = ()
-    margin: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="in points (nats for nll), e.g. 1.0: rows whose interval lies inside ±margin are equal within "
-            "it; null: no such verdict",
-        ),
-    ] = None
-    log_with: Annotated[
-        tuple[Literal["wandb", "trackio", "mlflow", "comet_ml", "clearml", "dvclive", "swanlab"], ...],
-        OneOrMany,
-        Field(description="other trackers that the end of the run logs curves and test values to"),
-    ] = ()
-
-    @field_validator("compare", mode="before")
-    @classmethod
-    def _pairs(cls, value: object) -> object:
-        pairs = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-            raise ValueError("must be a list of pairs of rows, such as [[xdomainmix, erm]]")
-        return value
 
 
 MAX_ROWS = 240  # of a table with a row per model
@@ -167,12 +120,6 @@ def cells(*values: str | int | Cell) -> list[Cell]:
 
 def metric_cell(value: float | None, metric: str) -> Cell:
     return Cell(number(value, metric), value)
-
-
-def mean_of(values: Iterable[float | None]) -> float | None:
-    """Returns the mean of the values that are defined; None if there is none."""
-    defined = [value for value in values if value is not None]
-    return fmean(defined) if defined else None
 
 
 def mean_cell(values: Iterable[float | None], form: str = "") -> Cell:

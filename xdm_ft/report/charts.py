@@ -18,8 +18,8 @@ from xml.sax.saxutils import quoteattr
 
 import numpy as np
 
-from xdm_ft.report.words import listed, short
-from xdm_ft.runtime.errors import printable
+from xdm_ft.report.words import short
+from xdm_ft.runtime.errors import listed, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,57 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from xdm_ft.evaluation import verdicts
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.summary import Look as LookAtRun
-from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, Comparison, Family
+from xdm_ft.core import ALPHA
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, IN_PERCENT
 from xdm_ft.report import MAX_UNFOLDED_ROWS, Cell, Section, Table, cells, make_section, words
 from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Look, Mark, Row, points
-from xdm_ft.report.finished import Run, declared_pairs, split_row
-from xdm_ft.report.words import (
-    EMPTY,
-    IN_PERCENT,
-    axis_value,
-    oracle_mark,
-    p_value,
-    scaled,
-)
+from xdm_ft.report.words import EMPTY, axis_value, oracle_mark, p_value, scaled
+from xdm_ft.results import verdicts
+from xdm_ft.results.run import Run
+from xdm_ft.results.table import NO_VERDICT, Comparison
+from xdm_ft.results.verdicts import Family
 from xdm_ft.runtime.errors import plural
 
 HERE = "95% here (unadjusted)", "p here (Holm)", "here"
 ELSEWHERE = "95% elsewhere (unadjusted)", "p elsewhere (Holm)", "elsewhere"
-Results = Mapping[str, Any]
 
 
-def all_comparisons(results: Results) -> list[Comparison]:
-    """Returns the comparisons under all selection rules."""
-    return [Comparison.from_json(entry) for entry in results["comparisons"]]
-
-
-def comparisons_of(results: Results, rule: str) -> list[Comparison]:
-    """Returns the comparisons under a selection rule."""
-    return [row for row in all_comparisons(results) if row.selection == rule]
-
-
-def beside_rows(results: Results, rule: str) -> dict[str, Comparison]:
-    """Returns {label of a row: the comparison that is shown beside it}: its first one under its own encoder."""
-    rows = comparisons_of(results, rule)
-    own = [row for row in rows if split_row(row.first, results)[1] == split_row(row.second, results)[1]]
-    return {first: rows_of[0] for first, rows_of in words.grouped(own, lambda row: row.first).items()}
-
-
-def further(results: Results, rule: str) -> list[Comparison]:
+def further(run: Run, rule: str) -> list[Comparison]:
     """Returns the comparisons that are not shown beside a row, such as those between encoders."""
-    beside = beside_rows(results, rule)
-    return [row for row in comparisons_of(results, rule) if beside.get(row.first) != row]
+    beside = run.beside_rows(rule)
+    return [row for row in run.comparisons_of(rule) if beside.get(row.first) != row]
 
 
-def between_encoders(row: Comparison, results: Results) -> bool:
+def between_encoders(row: Comparison, run: Run) -> bool:
     """Returns whether both sides are one method under two encoders."""
-    (first, encoder), (second, other) = split_row(row.first, results), split_row(row.second, results)
-    return first == second and encoder != other
+    first, second = run.recipe.item(row.first), run.recipe.item(row.second)
+    return first.own_label == second.own_label and first.encoder_label != second.encoder_label
 
 
 def here_words(row: Comparison, metric: str) -> str:
@@ -82,9 +57,9 @@ def versus_columns(
     return {"difference": differences, word: [name or EMPTY for name in names]}
 
 
-def reference_name(row: Comparison | None, results: Results) -> str | None:
+def reference_name(row: Comparison | None, run: Run) -> str | None:
     """Returns what a row is compared with, without the encoder, which is the row's own."""
-    return None if row is None else split_row(row.second, results)[0]
+    return None if row is None else run.recipe.item(row.second).own_label
 
 
 def verdict_cells(rows: Sequence[Comparison | None], metric: str) -> tuple[tuple[str, ...], list[list[Cell]]]:
@@ -117,16 +92,16 @@ LOOKS = {"elsewhere": Look(SERIES[1]), "here": Look(SERIES[0], width=3.2), "diff
 
 def differences(run: Run, rule: str) -> Section | None:
     """The differences of the rows to what they are compared with: a forest plot and its numbers."""
-    beside = beside_rows(run.results, rule)
-    shown = {method: beside[method] for method in run.looks if method in beside}
+    beside = run.beside_rows(rule)
+    shown = {method: beside[method] for method in run.drawn_methods if method in beside}
     if not shown:
         return None
-    names = {method: reference_name(row, run.results) for method, row in shown.items()}
+    names = {method: reference_name(row, run) for method, row in shown.items()}
     reference = "the reference" if len({*names.values()}) > 1 else next(iter(names.values()))
     notes = words.each_once(
         (method, row.note and f"versus {names[method]}: {row.note}") for method, row in shown.items()
     )
-    notes += what_it_finds(run.results, rule, run.metric)
+    notes += what_it_finds(run, rule)
     return _section("differences", run, rule, shown, notes, f"Differences to {reference}", reference)
 
 
@@ -141,8 +116,8 @@ def further_comparisons(run: Run, rule: str) -> Section | None:
 
 
 def _others(id_: str, run: Run, rule: str, of_encoders: bool) -> Section | None:
-    rows = [row for row in further(run.results, rule) if between_encoders(row, run.results) == of_encoders]
-    seconds = [(of_encoders and split_row(row.second, run.results)[1]) or row.second for row in rows]
+    rows = [row for row in further(run, rule) if between_encoders(row, run) == of_encoders]
+    seconds = [(of_encoders and run.recipe.item(row.second).encoder_label) or row.second for row in rows]
     shown = {f"{row.first} − {second}": row for row, second in zip(rows, seconds, strict=True)}
     notes = words.each_once((label, row.note) for label, row in shown.items())
     return _section(id_, run, rule, shown, notes, "First − second,") if shown else None
@@ -213,16 +188,15 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
 # ------------------------------------------------------------------------------------------------ what they could find
 
 
-def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
+def what_it_finds(run: Run, rule: str) -> list[str]:
     """Returns lines that stand below a table: the smallest difference that it finds, what limits it, and its look."""
-    rows = comparisons_of(results, rule)
-    looks = [LookAtRun(**entry) for entry in results["looks"]]
+    rows, looks, metric = run.comparisons_of(rule), run.looks, run.metric
     alpha = looks[-1].alpha if looks else ALPHA
     family = Family.of(rows, alpha)
     if family is None:
         reasons = (note for row in rows for note in row.note.split("; ") if note.startswith(NO_VERDICT))
         return [f"no difference can be found; {reason}" for reason in [*reasons][:1]]
-    lines = [_smallest_here(family, metric, results)]
+    lines = [_smallest_here(family, run)]
     if (smallest := family.elsewhere()) is not None:
         alone = family.elsewhere(1) if family.count > 1 else None
         hint = f"; if report.compare declares one comparison, {_size(alone, metric)}" if alone is not None else ""
@@ -233,22 +207,22 @@ def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
         spent = math.fsum(look.alpha for look in looks)
         lines.append(f"look {len(looks)} at this run, at α = {alpha:g}; {spent:g} is spent in all")
 
-    if looks and sorted(looks[0].compare) != sorted(declared_pairs(results)):
+    if looks and sorted(looks[0].compare) != sorted(map(list, run.recipe.declared)):
         was = ", ".join(" − ".join(pair) for pair in looks[0].compare) or "nothing"
         lines.append(f"the recipe's report.compare was changed after the first look, which declared {was}")
     return lines
 
 
-def forecast(results: Results, metric: str, seeds: int, declared: int) -> list[str]:
+def forecast(run: Run, seeds: int, declared: int) -> list[str]:
     """Returns what a run of this plan with so many seeds will find, by the variances of an earlier one; [] if unknown.
 
     `declared`: number of comparisons that it declares; 0: all are in the family.
     """
-    family = Family.of(comparisons_of(results, results["recipe"]["protocol"]["selection"]), ALPHA)
+    family = Family.of(run.comparisons_of(run.own_rule), ALPHA)
     if family is None or family.seeds is None:
         return []
     family = replace(family, count=declared or family.count)
-    size, among = _size(family.here(seeds), metric), _among(family.count)
+    size, among = _size(family.here(seeds), run.metric), _among(family.count)
     return [f"{plural(seeds, 'seed')} will find {size} {among} in four of five runs"]
 
 
@@ -260,9 +234,9 @@ def _size(difference: float, metric: str) -> str:
     return f"{scaled(difference, metric)}{' points' if metric in IN_PERCENT else ''}"
 
 
-def _smallest_here(family: Family, metric: str, results: Results) -> str:
+def _smallest_here(family: Family, run: Run) -> str:
     """The smallest difference here, what limits it and what would help."""
-    now, seeds = family.here(), family.seeds
+    now, seeds, metric = family.here(), family.seeds, run.metric
     who = "test images alone" if seeds is None else plural(seeds, "seed")
     line = f"smallest difference that this table would have found: {_size(now, metric)} (in four of five runs, {who}, "
     line += f"{plural(family.count, 'comparison')})"
@@ -275,22 +249,22 @@ def _smallest_here(family: Family, metric: str, results: Results) -> str:
     then = family.here(more)
     if family.images_limit and then > 0.9 * now:  # so little gain is none
         return f"{line}; the test images, or their groups, limit it: more seeds would not help"
-    seconds = (more - seeds) * _wall_seconds(results) / max(len({run["seed"] for run in results["runs"]}), 1)
+    seconds = (more - seeds) * _wall_seconds(run) / max(len({record.seed for record in run.every}), 1)
     duration = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     cost = f" ({duration} more training)" if seconds else ""
     limit = "the test images, or their groups, limit it most" if family.images_limit else "the seeds limit it"
     return f"{line}; {limit}; {more} seeds: {_size(then, metric)}{cost}"
 
 
-def _wall_seconds(results: Results) -> float:
+def _wall_seconds(run: Run) -> float:
     """Returns the time of all trainings. Frozen heads are trained side by side, on a CPU by `threads`."""
-    of = results["environment"]
+    of = run.results["environment"]
     workers = of["processes"] * (of["threads"] if of["device"] == "cpu" else 1)
     frozen, alone = list[tuple[str, float]](), 0.0
-    for run in results["runs"]:
-        seconds = run.get("train_seconds", 0.0)
-        if run["trainable"] is False:
-            frozen.append((run["method"], seconds))
+    for record in run.every:
+        seconds = record.train_seconds or 0.0
+        if record.trainable is False:
+            frozen.append((record.method, seconds))
         else:
             alone += seconds
     pieces = len(set(frozen))  # heads that train together have equal seconds

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation import Record, set_name
-from xdm_ft.evaluation.summary import Spread
-from xdm_ft.evaluation.verdicts import Comparison
-from xdm_ft.report.comparisons import beside_rows, between_encoders, further
-from xdm_ft.report.finished import Run, encoder_block, trainable_of
-from xdm_ft.report.means import MEASURES, Cost, Measure, Picked, costs
+from xdm_ft.core import set_name
+from xdm_ft.evaluation.estimates import Spread
+from xdm_ft.report.comparisons import between_encoders, further
 from xdm_ft.report.words import trained_words
+from xdm_ft.results.measured import MEASURES, Cost, Measure, Picked, costs
+from xdm_ft.results.model import Record
+from xdm_ft.results.run import Run
+from xdm_ft.results.table import Comparison
 from xdm_ft.storage.lines import csv_line
 
 Row = dict[str, Any]
@@ -49,7 +50,7 @@ def csv_text(rows: Iterable[Row]) -> str:
 def csv_rows(run: Run) -> Iterator[Row]:
     """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
     picked = {rule: Picked(run.every, rule, run.metric) for rule in dict.fromkeys(row.selection for row in run.rows)}
-    cost, beside = costs(run.records), {rule: beside_rows(run.results, rule) for rule in picked}
+    cost, beside = costs(run.records), {rule: run.beside_rows(rule) for rule in picked}
     for row in run.rows:
         models, evaluations = picked[row.selection], row.budget["gradient_evaluations"] or {}
         start = properties(run, row.method) | {
@@ -78,19 +79,20 @@ def csv_rows(run: Run) -> Iterator[Row]:
                 of_domain = {"of": "domain", "held_out": domain, "metric": "accuracy"}
                 yield start | of_domain | _numbers(accuracy, {"accuracy": accuracy})
     for rule in beside:
-        for pair in further(run.results, rule):
-            kind = "encoders" if between_encoders(pair, run.results) else "compared"
+        for pair in further(run, rule):
+            kind = "encoders" if between_encoders(pair, run) else "compared"
             yield properties(run, pair.first) | comparison_row(pair, run.metric) | {"of": kind}
 
 
 def properties(run: Run, method: str) -> Row:
     """Returns what the models of a method have beside the protocol."""
-    recipe, encoder = run.results["recipe"], encoder_block(method, run.results)
-    model, weights = encoder.get("model", encoder.get("name", "unknown encoder")), encoder.get("weights")
+    item = run.recipe.item(method)
+    block = item.encoder.block
+    model, weights = getattr(block, "model", "unknown encoder"), getattr(block, "weights", None)
     return {
-        "run": str(recipe["name"]),
+        "run": run.recipe.name,
         "encoder": f"{model} ({Path(weights).name})" if isinstance(weights, str) else str(model),
-        "encoder_trained": trained_words(trainable_of(method, run.results)),
+        "encoder_trained": trained_words(item.of_records["trainable"]),
         "augmentation": next(row.augmentation for row in run.rows if row.method == method),
     }
 

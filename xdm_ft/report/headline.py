@@ -15,20 +15,20 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xdm_ft.evaluation import SummaryRow
-from xdm_ft.evaluation.intervals import LEVELS, gain_words, new_site_of, one_more_domain, rank_words, values_by_set
+from xdm_ft.evaluation.intervals import LEVELS, MAX_WIDTH, gain_words, rank_words
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.trials import MethodChoice
-from xdm_ft.evaluation.verdicts import BETTER, EQUAL, NO_VERDICT, UNDECLARED, UNKNOWN, WORSE, Comparison
 from xdm_ft.report import comparisons, words
-from xdm_ft.report.finished import ORACLE, Run, split_row
 from xdm_ft.report.words import (
     EMPTY,
     in_unit,
     number,
     with_unit,
 )
-from xdm_ft.runtime.errors import plural, printable
+from xdm_ft.results import new_site_of, one_more_domain, values_by_set
+from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.table import BETTER, EQUAL, NO_VERDICT, UNDECLARED, UNKNOWN, WORSE, Comparison, SummaryRow
+from xdm_ft.results.trials import MethodChoice
+from xdm_ft.runtime.errors import listed, plural, printable
 from xdm_ft.runtime.terminal import write
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
 SHOWN_LABELS = 20  # of the label curve
-MAX_WIDTH = 0.5  # of the interval for one new site; a mean in a wider one would promise what nobody knows
 NAMED = 3  # methods, or encoders, at most, that the sentence names
 
 
@@ -137,7 +136,7 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
     if run.results["tested_on"] != UNSEEN:
         return f"On test images of {printable(run.results['tested_on'])}, {who} reaches {value}."
     if len(sets) == 1:
-        on, noun = words.listed([printable(name) for name in sets[0]]), plural(len(sets[0]), "domain").split()[1]
+        on, noun = listed([printable(name) for name in sets[0]]), plural(len(sets[0]), "domain").split()[1]
         what = f"a {noun}" if len(sets[0]) == 1 else noun
         return f"On {on}, {what} that no model was trained on, {who} reaches {value}."
     site = new_site_of(run.quoted)
@@ -195,10 +194,10 @@ def _arrow(run: Run, row: Comparison) -> str:
 
 def _under_its_encoder(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> list[Comparison]:
     """Returns the declared comparisons beside the rows that count, under the encoder of the chosen method."""
-    encoder = split_row(chosen.method, run.results)[1]
-    beside = comparisons.beside_rows(run.results, run.rule).values()
+    encoder = run.recipe.item(chosen.method).encoder_label
+    beside = run.beside_rows(run.rule).values()
     declared = [row for row in beside if not row.note.startswith(UNDECLARED)]
-    return [row for row in declared if row.first in methods and split_row(row.first, run.results)[1] == encoder]
+    return [row for row in declared if row.first in methods and run.recipe.item(row.first).encoder_label == encoder]
 
 
 def _versus(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> str:
@@ -225,9 +224,9 @@ def _versus(run: Run, chosen: SummaryRow, methods: Sequence[str]) -> str:
 
 def _between_encoders(run: Run, chosen: SummaryRow) -> str:
     """How the encoder of the chosen method compares with the others under that method; empty for one encoder."""
-    method, encoder = split_row(chosen.method, run.results)
-    further = comparisons.further(run.results, run.rule)
-    pairs = [row for row in further if comparisons.between_encoders(row, run.results)]
+    method, encoder = run.recipe.item(chosen.method).own_label, run.recipe.item(chosen.method).encoder_label
+    further = comparisons.further(run, run.rule)
+    pairs = [row for row in further if comparisons.between_encoders(row, run)]
     rows = [row for row in pairs if row.first == chosen.method]
     rows += [row.turned() for row in pairs if row.second == chosen.method]
     if not rows or encoder is None:
@@ -235,7 +234,7 @@ def _between_encoders(run: Run, chosen: SummaryRow) -> str:
     start = f"Under {printable(method)}, {printable(encoder)}"
     if len(rows) > NAMED:
         return f"{start} was compared with {len(rows)} other encoders: {_listed(Counter(map(_verdict, rows)))}"
-    named = [dataclasses.replace(row, second=split_row(row.second, run.results)[1] or row.second) for row in rows]
+    named = [dataclasses.replace(row, second=run.recipe.item(row.second).encoder_label or row.second) for row in rows]
     return f"{start} is " + ", and ".join(_difference(run, row) for row in named)
 
 
@@ -266,7 +265,7 @@ def _verdict(row: Comparison) -> str:
 
 def _against(rows: Sequence[Comparison]) -> str:
     """What the rows are compared with."""
-    return " against " + words.listed(list(dict.fromkeys(printable(row.second) for row in rows)), NAMED)
+    return " against " + listed(list(dict.fromkeys(printable(row.second) for row in rows)), NAMED)
 
 
 def _counts(rows: Sequence[Comparison]) -> str:
@@ -315,7 +314,7 @@ def show_headline(run: Run) -> None:
     if not is_terminal:
         console.width = UNBOUNDED  # rich assumes 80 columns there and would fold the text
     above = [Text(_on_terminal(_title(run)), style="bold")]
-    smallest = comparisons.what_it_finds(run.results, run.own_rule, run.metric)
+    smallest = comparisons.what_it_finds(run, run.own_rule)
     below = [Text(), Text(_on_terminal(sentence(run)), style="bold")]
     below += [Text(_on_terminal(f"{line[0].upper()}{line[1:]}."), style="dim") for line in smallest]
     below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if is_terminal else None)]
@@ -337,7 +336,7 @@ def show_headline(run: Run) -> None:
 
 
 def _title(run: Run) -> str:
-    name = run.results["recipe"]["name"]
+    name = run.recipe.name
     if not run.own_rows:
         return str(name)
     on = f" on {run.results['tested_on']}" if "tested_on" in run.results else ""
@@ -358,7 +357,8 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
             most += 1
         return full if width is None else [_cut(name, most) for name in full]
 
-    methods, encoders = zip(*(split_row(row.method, run.results) for row in rows), strict=True)
+    items = [run.recipe.item(row.method) for row in rows]
+    methods, encoders = [item.own_label for item in items], [item.encoder_label for item in items]
     if any(encoders):  # a column each, which share the width
         names = [Column("method", cut(methods), gap=0, left=True), Column("encoder", cut(encoders))]
     else:
@@ -370,9 +370,9 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
     mean = "mean" if several else cut([*domains])[0]
     means = [words.with_spread(row.to_json(), row.stderr) for row in rows]
     after = [Column(f"{mean}{words.oracle_mark(run.own_rule)}", means)]
-    if beside := comparisons.beside_rows(run.results, run.own_rule):
+    if beside := run.beside_rows(run.own_rule):
         compared = [beside.get(row.method) for row in rows]
-        references = [comparisons.reference_name(row, run.results) for row in compared]
+        references = [comparisons.reference_name(row, run) for row in compared]
         references = [name and short for name, short in zip(references, cut(references), strict=True)]
         versus = comparisons.versus_columns(compared, references, run.metric, "vs").items()
         after += [Column(head, cells, left=i > 0) for i, (head, cells) in enumerate(versus)]
@@ -422,7 +422,7 @@ def _most_important(run: Run, lines: int) -> list[SummaryRow]:
     """
     if len(run.own_rows) <= lines:
         return run.own_rows
-    beside = comparisons.beside_rows(run.results, run.own_rule)
+    beside = run.beside_rows(run.own_rule)
 
     def rank(row: SummaryRow) -> int:
         comparison = beside.get(row.method)
@@ -463,7 +463,7 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
     failed = any(entry["status"] == "failed" for entry in run.results["runs"])
     if failed:
         yield "next", "repair the cause and run the same command: only failed models train"
-    if run.records and run.own_rule != ORACLE and run.has_images:
+    if run.records and run.own_rule != ORACLE and run.recipe.has_images:
         yield "export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR"
 
 
@@ -471,7 +471,7 @@ def _labels(curve: Mapping[str, Any]) -> str:
     """What few labels of a new site bring: the mean gain, and those of the domains that were the site."""
     by_label = [point for point in curve["points"] if point["chosen"] == "label"]
     point = next((point for point in by_label if point["labels"] == SHOWN_LABELS), by_label[0])
-    gains = words.listed([words.scaled(gain, "accuracy", signed=True) for gain in point["past_gains"].values()])
+    gains = listed([words.scaled(gain, "accuracy", signed=True) for gain in point["past_gains"].values()])
     mean = words.scaled(point["gain"], "accuracy", signed=True)
     return f"{point['labels']} of a new site bring {curve['method']} {mean} points (by domain: {gains})"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 from xdm_ft.report import Section, Table
-from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.words import encoded, plain
+from xdm_ft.results.run import Run
 
 LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page of LaTeX is too narrow,
 LEFT_OUT_STARTS = "95% here", "95% elsewhere"  # and those that begin so; results.csv has them
@@ -43,7 +43,7 @@ FONTS = "% has names beyond ASCII: use LuaLaTeX or XeLaTeX, and a font that has 
 
 def markdown(run: Run, sections: Iterable[Section]) -> str:
     """Returns the text of results.md: the finding with its details, and of these sections those that have a table."""
-    name, finding = escape_markdown(str(run.results["recipe"]["name"])), escape_markdown(sentence(run))
+    name, finding = escape_markdown(run.recipe.name), escape_markdown(sentence(run))
     lines = markdown_lines(section for section in sections if section.tables)
     more = [escape_markdown(text), ""] if (text := details(run)) else []
     return "\n".join([f"# {name}", "", f"**{finding}**", "", *more, *lines])

@@ -8,20 +8,25 @@ encoders and settings may differ from ours, so its numbers have tables of their 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xdm_ft.evaluation import SummaryRow
-from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Convention
-from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.core import ORACLE
+from xdm_ft.recipe.method import MethodItem
 from xdm_ft.report import Cell, Section, Table, cells, make_section
-from xdm_ft.report.finished import Run, encoder_block, items, trainable_of
 from xdm_ft.report.words import EMPTY, trained_words, with_spread
+from xdm_ft.results.run import Run
+from xdm_ft.results.summary import (
+    BENCHMARKS,
+    benchmark_of,
+    domainbed_folders,
+    images_tested,
+)
+from xdm_ft.results.table import SummaryRow
 
 if TYPE_CHECKING:
-    from xdm_ft.containers.domainbed import BenchmarkFolders
+    pass
 
 SOURCE = "Liu et al. 2024 (IJCAI)"
 FROZEN = "ViT-B/16 CLIP, frozen encoder"
@@ -53,16 +58,6 @@ class Published(NamedTuple):
     spread: str  # "" if the paper gives none
 
 
-IN_TURN = "pacs", "vlcs", "officehome", "terraincognita", "domainnet"  # DomainBed's data sets
-PROTOCOL = "each domain held out in turn, picked on validation images of the training domains, 3 runs"
-BENCHMARKS: dict[str, tuple[Convention, str]] = {
-    "camelyon17": (WILDS, "official split, picked on the validation domain, 10 runs"),
-    "fmow": (WILDS, "official split, picked on the validation domain, 3 runs"),
-    **dict.fromkeys(IN_TURN, (DOMAINBED, PROTOCOL)),
-}
-"""{data set: the kind of its ±, and the protocol of the paper on it}"""
-
-
 @cache
 def published() -> tuple[Published, ...]:
     """All rows of published_results.csv."""
@@ -70,64 +65,24 @@ def published() -> tuple[Published, ...]:
     return tuple(Published(**row) for row in csv.DictReader(text.splitlines()))
 
 
-def benchmark_of(data: Mapping[str, Any], tested: set[tuple[str, int]]) -> str | None:
-    """Returns the name of the published data set that a run was tested on, or None.
-
-    `data` is the recipe's block, which may name it. `tested` holds (held-out domain, number of its test images): a
-    folder or table is one of DomainBed's five data sets if each of these domains has its name and number of images.
-    """
-    name = data.get("name")
-    if name in BENCHMARKS:
-        return str(name)
-    if name == "hub":
-        from xdm_ft.data.hub import KNOWN
-
-        for known, (repository, _) in KNOWN.items():
-            if data["repository"] in (known, repository):
-                return known
-    for dataset, cls in _domainbed().items():
-        for counts in cls.published.values():
-            sizes = set(zip(cls.domain_folders, counts, strict=True))
-            if tested and {(cls.canonical(domain), n) for domain, n in tested} <= sizes:
-                return dataset
-    return None
+def _model(item: MethodItem) -> str:
+    return str(getattr(item.encoder.block, "model", "unknown encoder"))
 
 
-def _domainbed() -> dict[str, type[BenchmarkFolders]]:
-    from xdm_ft.data.domainnet import DomainNet
-    from xdm_ft.data.officehome import OfficeHome
-    from xdm_ft.data.pacs import Pacs
-    from xdm_ft.data.terraincognita import TerraIncognita
-    from xdm_ft.data.vlcs import Vlcs
-
-    return dict(zip(IN_TURN, (Pacs, Vlcs, OfficeHome, TerraIncognita, DomainNet), strict=True))
-
-
-def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
-    """{(held-out domain, number of its test images)} of the `runs` of results.json."""
-    return {
-        (domain, score["n"])
-        for run in runs
-        for selected in run["selected"].values()
-        for domain, score in selected["metrics"]["test"]["per_domain"].items()
-        if isinstance(score, dict) and "n" in score  # not checked as the file is read: there may be thousands
-    }
-
-
-def published_name(item: Mapping[str, Any]) -> str | None:
+def published_name(item: MethodItem) -> str | None:
     """Returns the paper's name for the method of a recipe's item; None if it has no such ablation."""
-    name = str(item["name"])
+    keys = item.block.model_dump()
     # the paper's SAM and SAGM are those of ERM
-    plain = name.removeprefix("erm+")
+    plain = item.block.name.removeprefix("erm+")
     if plain.partition("+")[0] != "xdomainmix":
         return plain
-    if item.get("other_partner", "other_class_other_domain") != "other_class_other_domain":
+    if keys.get("other_partner", "other_class_other_domain") != "other_class_other_domain":
         return None
     switches = (  # the ablations switch these
-        item.get("mix_class_specific", True),
-        item.get("mix_class_generic", True),
-        item.get("p_discard", 0.2) > 0,
-        item.get("domain_head_augmented", False),
+        keys.get("mix_class_specific", True),
+        keys.get("mix_class_generic", True),
+        keys.get("p_discard", 0.2) > 0,
+        keys.get("domain_head_augmented", False),
     )
     if switches == (True, True, True, False):
         return plain
@@ -146,14 +101,13 @@ def published_section(run: Run, rule: str) -> Section | None:
     None for a rule that is not the recipe's own, for oracle, and if our metric or test domains differ from the
     published ones.
     """
-    results = run.results
-    dataset = benchmark_of(results["recipe"]["data"], images_tested(results["runs"]))
+    dataset = benchmark_of(run.recipe.data, images_tested(run.every))
     if dataset is None or rule != run.own_rule or rule == ORACLE:
         return None
     # WILDS: the official test set. DomainBed's means are over all domains, so the run must have held out each in turn
-    tests_as_published = results["recipe"]["protocol"]["name"] == "official"
-    if benchmark := _domainbed().get(dataset):
-        held_out = {tuple(entry["test_domains"]) for entry in results["runs"]}
+    tests_as_published = run.recipe.protocol.name == "official"
+    if benchmark := domainbed_folders().get(dataset):
+        held_out = {record.test_domains for record in run.every}
         alone = {benchmark.canonical(held[0]) for held in held_out if len(held) == 1}
         tests_as_published = alone == {*benchmark.domain_folders}
     if not tests_as_published:
@@ -162,9 +116,10 @@ def published_section(run: Run, rule: str) -> Section | None:
     pairs: dict[tuple[Any, ...], list[tuple[SummaryRow, Published | None]]] = {}
     unpublished: list[tuple[tuple[Any, ...], SummaryRow]] = []
     for row in run.own_rows:
-        trained = trained_words(trainable_of(row.method, results)).replace("end to end", "fine-tuned")
-        ours = f"{encoder_block(row.method, results).get('model', 'unknown encoder')}, {trained}"
-        item, convention = items(results)[row.method], (row.spread_as_published or {}).get("kind")
+        item = run.recipe.item(row.method)
+        trained = trained_words(item.of_records["trainable"]).replace("end to end", "fine-tuned")
+        ours = f"{_model(item)}, {trained}"
+        convention = (row.spread_as_published or {}).get("kind")
         name, own = published_name(item), (ours, convention, row.protocol)
         lines = [line for line in published() if line.table in COMPARABLE and METRICS[line.metric] == row.metric]
         lines = [line for line in lines if (line.dataset, line.method) == (dataset, name)]
@@ -207,8 +162,7 @@ def _number(line: Published | None) -> Cell:
 
 def paper_table(run: Run, *tables: str) -> list[Table]:
     """Returns a table with a column per named table of the paper, of the same data set; [] for other data sets."""
-    results = run.results
-    dataset = benchmark_of(results["recipe"]["data"], images_tested(results["runs"]))
+    dataset = benchmark_of(run.recipe.data, images_tested(run.every))
     lines = [line for line in published() if line.dataset == dataset and line.table in tables]
     if not lines:
         return []
@@ -220,8 +174,8 @@ def paper_table(run: Run, *tables: str) -> list[Table]:
     ]
 
     methods = dict.fromkeys(record.method for record in run.records)
-    models = {m: str(encoder_block(m, results).get("model", "unknown encoder")) for m in methods}
-    trained = {method: trainable_of(method, results) for method in methods}
+    models = {method: _model(run.recipe.item(method)) for method in methods}
+    trained = {method: run.recipe.item(method).of_records["trainable"] for method in methods}
     kind = lines[0].encoder.partition(" ")[0]
     comparable = all(trained[method] is True and model.startswith(kind) for method, model in models.items())
     words = "The paper does not say which images it measured: compare the order of methods, not the numbers."

@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation import Runs, set_name
-from xdm_ft.evaluation.verdicts import Comparison, Pair, WithoutGroups, compared, judge
+from xdm_ft.core import set_name
 from xdm_ft.report import Section, Table, cells, comparisons, make_section, metric_cell
 from xdm_ft.report.csv import properties
-from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.report.means import Picked
 from xdm_ft.report.sections.results import metric_table, results
-from xdm_ft.report.words import budget_text, each_once, grouped, in_unit, oracle_mark, unit_of_difference, with_spread
+from xdm_ft.report.words import budget_text, each_once, in_unit, oracle_mark, unit_of_difference, with_spread
+from xdm_ft.results import Runs, grouped
+from xdm_ft.results.measured import Picked
+from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.table import Comparison
+from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -34,20 +36,22 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
     for run in runs:
         if not run.own_rows:
             raise UserError(f"{run.path}: has no table, as the run is not finished; run the same command to finish it")
-        protocol, data = run.results["recipe"]["protocol"], run.results["environment"]["data"]
+        protocol, data = run.recipe.protocol, run.results["environment"]["data"]
         of_run = {
             "data: images": data["images"],
             DATA: [data["annotations"], data["content"]],
-            "split": [protocol.get(key) for key in ("name", "split_rule", "val_fraction")],
-            "protocol.together": protocol["together"],  # cross_domain leaves these sets out of training, too
-            "held-out domains": sorted({set_name(entry["test_domains"]) for entry in run.results["runs"]}),
+            "split": [protocol.name, protocol.split_rule, protocol.val_fraction],
+            "protocol.together": protocol.together,  # cross_domain leaves these sets out of training, too
+            "held-out domains": sorted({set_name(record.test_domains) for record in run.every}),
             "protocol.selection": run.own_rule,
             "protocol.metric": run.metric,
             "tested on": run.results["tested_on"],
         }
         protocols.append(of_run)
-    for run, protocol in zip(runs[1:], protocols[1:], strict=True):
-        pairs = [(what, value, protocol[what]) for what, value in protocols[0].items() if value != protocol[what]]
+    for run, other_protocol in zip(runs[1:], protocols[1:], strict=True):
+        pairs = [
+            (what, value, other_protocol[what]) for what, value in protocols[0].items() if value != other_protocol[what]
+        ]
         differs = [
             what if what == DATA else f"{what} ({short(value)} and {short(other)})" for what, value, other in pairs
         ]
@@ -60,7 +64,7 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     """Returns {path of a run: what the table calls it}: its name, or its path if another run has that name."""
-    names = [str(run.results["recipe"]["name"]) for run in runs]
+    names = [run.recipe.name for run in runs]
     return {run.path: str(run.path) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)}
 
 
@@ -95,7 +99,7 @@ def _table(runs: Sequence[Run], caption: str) -> Table:
     names, metric, mark = run_names(runs), runs[0].metric, oracle_mark(runs[0].own_rule)
     domains = list(dict.fromkeys(domain for run in runs for row in run.own_rows for domain in row.per_test_domain))
     beside = [row for run in runs for row in _beside(run)]
-    references = [comparisons.reference_name(row, run.results) for run in runs for row in _beside(run)]
+    references = [comparisons.reference_name(row, run) for run in runs for row in _beside(run)]
     versus = comparisons.versus_columns(beside, references, metric)
     tested_header, tested = comparisons.verdict_cells(beside, metric)
     rows = []
@@ -114,7 +118,7 @@ def _table(runs: Sequence[Run], caption: str) -> Table:
 
 
 def _beside(run: Run) -> list[Comparison | None]:
-    shown = comparisons.beside_rows(run.results, run.own_rule)
+    shown = run.beside_rows(run.own_rule)
     return [shown.get(row.method) for row in run.own_rows]
 
 

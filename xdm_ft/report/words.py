@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.core import ORACLE
+from xdm_ft.evaluation.metrics import IN_PERCENT
 from xdm_ft.runtime.errors import printable
 from xdm_ft.runtime.errors import signed as with_sign
 
-Item = TypeVar("Item")
-Key = TypeVar("Key", bound=Hashable)
 EMPTY = "–"
-IN_PERCENT = (
-    "accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "worst_class_recall", "ece",
-)  # fmt: skip
 CHEATING = "CHEATING: the step was picked on test-domain images; not a result"
-
-
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Returns {key: the items with it}; keys and items keep their order."""
-    groups: dict[Key, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def metric_words(metric: str) -> str:
@@ -157,12 +145,6 @@ def each_once(pairs: Iterable[tuple[str, str | None]]) -> list[str]:
         for note, methods in by_note.items()
     }
     return [f"{who[note]}: {note}" for note in by_note if note]
-
-
-def listed(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:
-    """Returns the names in a sentence: all of them, or the first ones and how many more there are."""
-    more = len(names) - count
-    return sign.join(names) if more <= 1 else f"{sign.join(names[:count])} and {more} more"
 
 
 def short(name: str, longest: int = 22) -> str:

@@ -24,19 +24,19 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from xdm_ft.evaluation import set_name, sets_noun
-from xdm_ft.evaluation.intervals import values_by_set
+from xdm_ft.core import set_name, sets_noun
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import PARTS, SIDE, Section, Thumbnail
-from xdm_ft.report.comparisons import beside_rows, here_words
+from xdm_ft.report.comparisons import here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
-from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown
-from xdm_ft.report.means import ECE, Picked
 from xdm_ft.report.sections import brief_sections, sections
 from xdm_ft.report.sections.results import mean_interval
 from xdm_ft.report.words import between, metric_words, scaled, with_unit
+from xdm_ft.results import values_by_set
+from xdm_ft.results.measured import ECE, Picked
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_text
@@ -138,7 +138,7 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     models = f"{plural(len(run.records), 'trained model')} in models/ of the run directory, one folder each."
     return _rendered(
         "page.html.j2",
-        name=str(run.results["recipe"]["name"]),
+        name=run.recipe.name,
         sentence=sentence(run),
         details=details(run),
         numbers=list(_numbers(run)),
@@ -201,7 +201,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
             yield f"test {words}, {on}, each of the method that the others choose", quoted, own
         else:
             yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
-        versus = beside_rows(run.results, row.selection).get(row.method)
+        versus = run.beside_rows(row.selection).get(row.method)
         if versus is not None:
             difference = scaled(versus.difference, metric, True)
             yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric)
@@ -224,7 +224,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     """Yields (what, command) of each thing to do next."""
     path = shlex.quote(str(_shareable(run.path)))
-    if run.has_images:
+    if run.recipe.has_images:
         yield "Export a model: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
         yield "Predict the classes of new images.", "xdm-ft predict my_model IMAGES --out predictions.csv"
         yield "Is it good enough at a new site? No labels needed.", "xdm-ft assess my_model IMAGES"
@@ -252,7 +252,7 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
     The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
     do not depend on it. Raises `UserError` for faults of the disk.
     """
-    page = run.results["recipe"]["report"]["page"]
+    page = run.recipe.report.page
     try:
         written = read_object(run.path / REPORTS)
         sources = _sources_of(run)

@@ -2,6 +2,7 @@
 
 import difflib
 import unicodedata
+from collections.abc import Sequence
 
 MAX_WORD = 200  # characters of a word whose nearest is looked for: that takes the square of its length
 
@@ -51,3 +52,9 @@ def did_you_mean(word: str, known: list[str], command: str = "") -> str:
     if len(word) <= MAX_WORD and (close := difflib.get_close_matches(word, known, n=1)):
         return f'; did you mean "{close[0]}"?'
     return f"; {command} lists them" if command else f"; known: {', '.join(known)}"
+
+
+def listed(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:
+    """Returns the names in a sentence: all of them, or the first ones and how many more there are."""
+    more = len(names) - count
+    return sign.join(names) if more <= 1 else f"{sign.join(names[:count])} and {more} more"

@@ -10,9 +10,11 @@ import io
 import logging
 import os
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import Any, Protocol, TextIO
 
 from xdm_ft.runtime.errors import UserError, printable
@@ -183,3 +185,21 @@ def _log_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
     logging.getLogger("py.warnings").warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno)
+
+
+def packaged_texts(file: str) -> dict[str, dict[str, Any]]:
+    """Returns the tables of a TOML file of the package. The lines of a text are joined by single spaces."""
+
+    def joined(value: Any) -> Any:
+        if isinstance(value, list):
+            return [joined(text) for text in value]
+        return " ".join(value.split()) if isinstance(value, str) else value
+
+    # `files` of a room would import it: `xdm-ft explain` answers at once
+    text = files("xdm_ft").joinpath(file).read_text(encoding="utf-8")
+    return {name: {key: joined(value) for key, value in table.items()} for name, table in tomllib.loads(text).items()}
+
+
+def glossary() -> dict[str, dict[str, str]]:
+    """Returns {group: {word: meaning}}. The first group has the concepts that a reader needs to ship a model."""
+    return packaged_texts("report/glossary.toml")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
-from xdm_ft.evaluation import ModelKey, OfModel
+from xdm_ft.core import ModelKey, OfModel
 from xdm_ft.protocol.samplers import MAX_STEPS, BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.errors import UserError

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Finish
 from xdm_ft.averaging import Averaging, Segment, Tensors
+from xdm_ft.core import ORACLE, Annotations, Criteria, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, is_defined, per_image_nll
 from xdm_ft.evaluation.metrics import metric as metric_of
-from xdm_ft.evaluation.trials import ORACLE, honest_rule
 from xdm_ft.protocol.splits import SELECTION_SPLIT
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, RuleValues, Selected
 
 FINAL_FIT = "final_fit"

@@ -27,12 +27,12 @@ from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
+from xdm_ft.core import Batch, Criteria, Losses
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.features import cache as feature_cache
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
 from xdm_ft.runtime.randomness import Stream, integers
-from xdm_ft.runtime.tensors import Batch, Criteria, Losses
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Trained, Training

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
-from xdm_ft.evaluation import ModelKey
-from xdm_ft.runtime.tensors import Batch, Task
+from xdm_ft.core import Batch, ModelKey, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.step import SGD, Adam, Bank, Optimizer, clip, step
 from xdm_ft.xdomainmix import Partners

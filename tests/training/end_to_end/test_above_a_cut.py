@@ -39,13 +39,13 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle, _MixStyleAt
 from xdm_ft.algorithms.wise_ft import interpolate
+from xdm_ft.core import Batch, Losses
 from xdm_ft.cut import LastBlocks, LowRank
 from xdm_ft.cut.lora import merged_state
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted
-from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank.data import CachedData, batches

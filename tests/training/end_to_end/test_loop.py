@@ -34,13 +34,13 @@ from xdm_ft.algorithms.dsu import DSU
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
+from xdm_ft.core import Batch, Losses
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.transforms import evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits
-from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from xdm_ft.report import PARTS, Section, comparisons
-from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.published import published_section
 from xdm_ft.report.sections import about, analysis, audit, predictions, results, selection
+from xdm_ft.results.run import ORACLE, Run
 
 AFTER_THE_TABLES = (
     results.intervals, predictions.confusion, predictions.other_confusions, predictions.reliability,

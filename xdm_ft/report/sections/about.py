@@ -11,75 +11,72 @@ from typing import Any
 
 import numpy as np
 
-from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.core import ORACLE
 from xdm_ft.report import Section, Table, cells, make_section
-from xdm_ft.report.finished import Run, several_encoders
 from xdm_ft.report.words import in_unit
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import plural
-from xdm_ft.runtime.texts import glossary
+from xdm_ft.runtime.terminal import glossary
 
 MAX_CLASSES = 60  # that have a column each; of more, each domain has its number of classes and images
-Results = Mapping[str, Any]
 GLOSSARY = glossary()
 
 
-def _is_measured(name: str) -> Callable[[Results], bool]:
-    return lambda results: any(run.get(name) is not None for run in results["runs"])
+def _is_measured(name: str) -> Callable[[Run], bool]:
+    return lambda run: any(getattr(record, name) is not None for record in run.every)
 
 
-def _is_selected_by(rule: str) -> Callable[[Results], bool]:
-    return lambda results: any(row["selection"] == rule for row in results["summary"])
+def _is_selected_by(rule: str) -> Callable[[Run], bool]:
+    return lambda run: any(row.selection == rule for row in run.rows)
 
 
-def _is_searched(results: Results) -> bool:
-    return any(run["trial"] > 0 for run in results["runs"])
+def _is_searched(run: Run) -> bool:
+    return any(record.trial > 0 for record in run.every)
 
 
-def _is_compared(results: Results) -> bool:
-    return bool(results["comparisons"])
+def _is_compared(run: Run) -> bool:
+    return bool(run.comparisons)
 
 
-NEEDS: dict[str, Callable[[Results], bool]] = {
-    "draws × gradients": lambda results: any(
-        row["budget"]["gradient_evaluations"] is not None for row in results["summary"]
-    ),
+NEEDS: dict[str, Callable[[Run], bool]] = {
+    "draws × gradients": lambda run: any(row.budget["gradient_evaluations"] is not None for row in run.rows),
     "mixed steps": _is_measured("mixed_steps"),
     "comparison": _is_compared,
     "verdicts": _is_compared,
-    "equal within": lambda results: bool(results["recipe"]["report"]["margin"]),
-    "look": lambda results: len(results["looks"]) > 1,
+    "equal within": lambda run: bool(run.recipe.report.margin),
+    "look": lambda run: len(run.looks) > 1,
     **{rule: _is_selected_by(rule) for rule in ("train_val", "val_domain", "cross_domain", ORACLE)},
     "selected hyper-parameters": _is_searched,
     "trained parameters": _is_measured("trained_parameters"),
     "peak memory": _is_measured("peak_memory"),
-    "encoders": lambda results: bool(several_encoders(results)),
-    **dict.fromkeys(("analysis", "training", "data", "shipping"), lambda results: False),  # words of other tables
-    "labels": lambda results: "label_curve" in results,
-    "published numbers": lambda results: any(row.get("spread_as_published") for row in results["summary"]),
-    "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),
+    "encoders": lambda run: run.recipe.several_encoders,
+    **dict.fromkeys(("analysis", "training", "data", "shipping"), lambda run: False),  # words of other tables
+    "labels": lambda run: "label_curve" in run.results,
+    "published numbers": lambda run: any(row.spread_as_published for row in run.rows),
+    "failed, skipped": lambda run: any(record.status != "ok" for record in run.every),
     "at the edge of its range": _is_searched,
-    "held out together": lambda results: bool(results["recipe"]["protocol"]["together"]),
+    "held out together": lambda run: bool(run.recipe.protocol.together),
 }
 """{group or word: whether tables of these results need it}; those that are not here are always needed"""
 
 
-def how_to_read(results: Results) -> dict[str, str]:
+def how_to_read(run: Run) -> dict[str, str]:
     """Returns {word: what it means} that the tables of a run need, the first on its numbers; {} without a table."""
-    metrics = dict.fromkeys(row["metric"] for row in results["summary"])
+    metrics = dict.fromkeys(row.metric for row in run.rows)
     if not metrics:
         return {}
 
     def is_needed(name: str) -> bool:
-        return name not in NEEDS or NEEDS[name](results)
+        return name not in NEEDS or NEEDS[name](run)
 
-    tested_on = f" of {results['tested_on']}" if "tested_on" in results else ""
+    tested_on = f" of {run.results['tested_on']}"
     numbers = {"numbers": f"{', '.join(map(in_unit, metrics))} on test images{tested_on}."}
     groups = [texts for group, texts in GLOSSARY.items() if is_needed(group)]
     return numbers | {word: text for texts in groups for word, text in texts.items() if is_needed(word)}
 
 
 def reading(run: Run) -> Section | None:
-    rows = [cells(*item) for item in how_to_read(run.results).items()]
+    rows = [cells(*item) for item in how_to_read(run).items()]
     table = Table("Words and numbers.", ["word", "meaning"], rows, sortable=False)
     return make_section("reading", tables=[table]) if rows else None
 
@@ -109,7 +106,7 @@ def data(run: Run) -> Section | None:
         words += f", of which the split divides {divided}" if divided else ", which no split divides"
     number = plural(len(faults), "fault") if faults else "No fault"
     # a fault names image files, and a page may be handed on to others
-    if not run.shows_images:
+    if not run.recipe.report.images:
         faults = list(map(_without_files, faults))
     tables = [Table(caption, header, rows)] if rows else []
     return make_section("data", tables=tables, notes=faults, data=words, faults=number)
@@ -150,9 +147,9 @@ def recipe(run: Run) -> Section:
         is_path = isinstance(value, str) and value.startswith(("/", "~/")) and "\n" not in value
         return f"…/{PurePath(value).name}" if is_path else value
 
-    shown = without_folders(run.results["recipe"])
+    shown = without_folders(run.recipe.resolved())
     complete = "A file with this text makes the same models."
-    if shown != run.results["recipe"]:
+    if shown != run.recipe.resolved():
         complete = (
             "Paths of the machine that made the run are shortened to their last name; recipe.yaml in the run directory "
             "has them whole."

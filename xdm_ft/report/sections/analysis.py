@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from xdm_ft.evaluation import set_name
-from xdm_ft.report import Cell, Section, cells, long_table, make_section, mean_cell, mean_of
+from xdm_ft.core import set_name
+from xdm_ft.evaluation.estimates import mean_of
+from xdm_ft.report import Cell, Section, cells, long_table, make_section, mean_cell
 from xdm_ft.report.charts import INK, MUTED, SERIES, Figure, Line, Look, Mark, Row, curves, looks, points, scatter
-from xdm_ft.report.finished import Run
 from xdm_ft.report.published import paper_table
-from xdm_ft.report.words import EMPTY, grouped, range_text, short, significant
+from xdm_ft.report.words import EMPTY, range_text, short, significant
+from xdm_ft.results import grouped
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import plural
 
 MAX_BARS, MAX_RELIABILITY, MAX_IMPORTANCE, MAX_EMBEDDINGS = 24, 12, 16, 4  # bars and figures of a panel
@@ -95,7 +97,7 @@ def _ece_figures(run: Run, eces: Mapping[tuple[str, str], tuple[float, float]]) 
         for when in ("before", "after")
     }
     title = "ECE before (hollow) and after (filled) temperature scaling, mean over domains and seeds"
-    drawn = [Row(method, marks, colour=run.looks[method].colour) for method, marks in rows.items()]
+    drawn = [Row(method, marks, colour=looks(run.drawn_methods)[method].colour) for method, marks in rows.items()]
     legend, limits = {name: name for name in series}, (0, None)
     figure = points("calibration-ece", title, f"{title}.", drawn, "ECE in %", series, legend, limits)
     return [figure] if rows else []
@@ -108,7 +110,12 @@ def _reliability_figures(run: Run, measured: Mapping[Domain, list[Entry]]) -> li
     for i, ((_, domain), keys) in enumerate(list(tested.items())[:MAX_RELIABILITY]):
         sides = {
             title: [
-                Line(key[0], run.looks[key[0]]._replace(width=1), pooled_bins(measured[key], name), button=key[0])
+                Line(
+                    key[0],
+                    looks(run.drawn_methods)[key[0]]._replace(width=1),
+                    pooled_bins(measured[key], name),
+                    button=key[0],
+                )
                 for key in keys
             ]
             for title, name in (("before scaling", "reliability"), ("after scaling", "reliability_scaled"))
@@ -237,7 +244,7 @@ def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[
             continue
         own = [model for model in measured if method in (model["method"], ALL)]
         chance = mean_of(part_of(model, part, f"{key}_noise") for model in own)
-        rows[method] = Bar(MUTED if method == ALL else run.looks[method].colour, of_method, {}, chance)
+        rows[method] = Bar(MUTED if method == ALL else looks(run.drawn_methods)[method].colour, of_method, {}, chance)
     one_set = len({where for of_method in values.values() for where in of_method}) == 1
     markers = "" if one_set else ": the bar is the mean over held-out domains, a marker is one of them"
     scale = f" No bar: {', '.join(sorted(normalized))}, which reads features of length 1." if normalized else ""
@@ -285,7 +292,7 @@ def _divergence_figure(run: Run, levels: Levels, key: str, limit: float | None =
     unbiased, rows = key == "unbiased_mmd2", dict[str, Bar]()
     for (method, where, quantile), entries in levels.items():
         label = method if quantile is None else f"{method} {100 * quantile:g}%"
-        row = rows.setdefault(label, Bar(run.looks[method].colour, {}, {}))
+        row = rows.setdefault(label, Bar(looks(run.drawn_methods)[method].colour, {}, {}))
         value, error = (mean_of(entry[name] for entry in entries) for name in (key, "stderr"))
         if value is not None:
             row.values[where] = value

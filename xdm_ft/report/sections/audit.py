@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation.verdicts import BETTER, NO_VERDICT, WORSE
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import Figure, heat_maps
-from xdm_ft.report.finished import Run
 from xdm_ft.report.markup import escape_markdown, markdown_lines
-from xdm_ft.report.words import EMPTY, between, count_text, listed, p_value, scaled, with_unit
-from xdm_ft.runtime.errors import plural
+from xdm_ft.report.words import EMPTY, between, count_text, p_value, scaled, with_unit
+from xdm_ft.results.run import Run
+from xdm_ft.results.table import BETTER, NO_VERDICT, WORSE
+from xdm_ft.runtime.errors import listed, plural
 
 Json = Mapping[str, Any]
 NAMES = {
@@ -272,7 +272,7 @@ def audit_lines(audit: Json) -> list[str]:
 
 def audit(run: Run) -> list[Section]:
     """The sections of a run; none if it was not audited."""
-    return [] if run.audit is None else list(audit_sections(run.audit, run.shows_images))
+    return [] if run.audit is None else list(audit_sections(run.audit, run.recipe.report.images))
 
 
 def audit_markdown(audit: Json) -> str:

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation import Held, set_name
+from xdm_ft.core import Held, set_name
 from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
-from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, Look, curves, heat_maps
-from xdm_ft.report.finished import Run
-from xdm_ft.report.means import ECE, Picked, Pool, confidences
+from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, Look, curves, heat_maps, looks
 from xdm_ft.report.words import short
+from xdm_ft.results.measured import ECE, Picked, Pool, confidences
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, plural
 
 # ----------------------------------------------------------------------------------------------------------- confusions
@@ -121,7 +121,14 @@ def reliability(run: Run) -> Section | None:
                   if where == held and name != method and pool.read]  # fmt: skip
         points = drawn(run.pools.of[method, held])
         lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
-        lines.append(Line(method, Look(run.looks[method].colour), points[:, :2].tolist(), bars=points[:, ::2].tolist()))
+        lines.append(
+            Line(
+                method,
+                Look(looks(run.drawn_methods)[method].colour),
+                points[:, :2].tolist(),
+                bars=points[:, ::2].tolist(),
+            )
+        )
         panels[f"{short(set_name(held), 22)} held out"] = lines
         n, confidence, right = run.pools.of[method, held].bins.sum(0)
         captions.append(f"{set_name(held)}: mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%")
@@ -190,7 +197,7 @@ def risk_coverage(run: Run) -> Section | None:
         steps = np.searchsorted(answered, np.linspace(SMALLEST_SHARE, answered[-1], 200) - 1e-12)
         kept = np.unique(np.minimum(steps, len(answered) - 1))
         curve = [*zip(100 * answered[kept], 100 * accuracy[kept], strict=True)]
-        lines.append(Line(name, run.looks[name], curve, button=name))
+        lines.append(Line(name, looks(run.drawn_methods)[name], curve, button=name))
     figure = curves(
         "risk-coverage",
         "Accuracy of the answers against the share of images that are answered",
@@ -232,7 +239,7 @@ def mistakes(run: Run) -> Section | None:
     section says why and shows no image.
     """
     method = run.shown_method
-    if method is None or not run.shows_images:
+    if method is None or not run.recipe.report.images:
         return None
     sets = run.shown_sets(method)
     each = min(EACH, max(1, MAX_IMAGES // max(len(sets), 1)))
@@ -271,7 +278,7 @@ def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], st
     from xdm_ft.images.decode import UnreadableImage
 
     try:
-        dataset = load_dataset(run.results["recipe"]["data"])
+        dataset = load_dataset(run.recipe.data.block.model_dump(mode="json"))
     except UserError as error:
         return [], f"No image can be shown, because the data cannot be read now: {error}"
     if intensity := run.results["environment"]["data"].get("intensity"):

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from scipy.special import ndtr
 
-from xdm_ft.evaluation import Record, SummaryRow, set_name
+from xdm_ft.core import Interval, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
-from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
 from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Look, Mark, Row, curves, looks, points
-from xdm_ft.report.finished import ORACLE, Run, encoders_of, items
-from xdm_ft.report.means import MEASURES, Picked, costs, interval
-from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, grouped, in_unit, oracle_mark, with_spread
-from xdm_ft.runtime.errors import plural
+from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, in_unit, oracle_mark, with_spread
+from xdm_ft.results import grouped
+from xdm_ft.results.measured import MEASURES, Picked, costs, interval
+from xdm_ft.results.model import Record
+from xdm_ft.results.run import ORACLE, Run, encoders_of
+from xdm_ft.results.table import SummaryRow
+from xdm_ft.runtime.errors import listed, plural
 from xdm_ft.storage.run_directory import RunDirectory
 
 
@@ -27,9 +29,9 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
 
     `with_intervals`: beside each mean its 95% interval, which reads predictions.
     """
-    order = list(items(run.results))
+    order = [item.label for item in run.recipe.methods]
     rows = [row for row in run.rows if row.selection == rule]
-    rows.sort(key=lambda row: order.index(row.method) if row.method in order else len(order))
+    rows.sort(key=lambda row: order.index(row.method))
     notes = each_once((row.method, note) for row in rows for note in (row.reason, *(row.flags or ())))
     means = {row.method: row.mean for row in rows if row.mean is not None}
     best_row = (max if HIGHER_IS_BETTER[rows[0].metric] else min)(means, key=lambda method: means[method], default=None)
@@ -62,7 +64,7 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
         tested_on=run.results["tested_on"],
         better="Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower",
         methods=plural(len(rows), "method"),
-        held_out=words.listed(list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))),
+        held_out=listed(list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))),
         seeds=plural(max(row.n for row in rows), "seed"),
         paper_rule=f"{rule} — {words.CHEATING}" if rule == ORACLE else rule,
     )
@@ -286,7 +288,7 @@ def averaged(run: Run) -> Section | None:
     None if the recipe does not ask for it, or no method has two complete seeds. Reads the predictions of all picked
     models. Raises `UserError` if a file is damaged.
     """
-    if not run.results["recipe"]["report"]["seeds_averaged"]:
+    if not run.recipe.report.seeds_averaged:
         return None
     held_out = tuple(dict.fromkeys(record.test_domains for record in run.picked))
     rows, notes = [], []

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation import Pick, Record, set_name
+from xdm_ft.core import set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.trials import selection_value
 from xdm_ft.report import Cell, Section, Table, cells, long_table, make_section, metric_cell
 from xdm_ft.report.charts import INK, Figure, Line, Look, curves, looks, scatter
-from xdm_ft.report.finished import ORACLE, Run, items
-from xdm_ft.report.means import Picked
-from xdm_ft.report.words import EMPTY, axis_value, grouped, in_unit, number, oracle_mark, setting_text
+from xdm_ft.report.words import EMPTY, axis_value, in_unit, number, oracle_mark, setting_text
+from xdm_ft.results import grouped
+from xdm_ft.results.measured import Picked
+from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.trials import selection_value
 from xdm_ft.runtime.errors import signed
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
@@ -43,7 +45,7 @@ class Trial(NamedTuple):
 def search(run: Run) -> Section | None:
     """Scatter plots of each searched hyper-parameter, and a table of the picked trials per method."""
     picked = {record.key for record in run.picked}
-    by_method: dict[str, list[Trial]] = {label: [] for label in run.looks}
+    by_method: dict[str, list[Trial]] = {label: [] for label in run.drawn_methods}
     for record in run.records:
         value, pick = selection_value(record, run.own_rule), record.selected.get(run.own_rule)
         test = None if pick is None else getattr(pick.metrics["test"], run.metric)
@@ -132,11 +134,11 @@ def _against_key(run: Run, name: str, method: str, keys: Sequence[str], key: str
     logarithmic = False
     if names is None and max(values) > 0 and min(values) >= 0:
         # where the recipe draws the logarithm uniformly, or the values span much
-        space = run.results["recipe"]["search"]["space"]
-        parts = str(items(run.results)[method]["name"]).split("+")
-        drawn = next((own for part in parts if (own := space.get(f"{part}.{key}"))), None) or space.get(key) or {}
+        space = run.recipe.search.space
+        parts = run.recipe.item(method).block.name.split("+")
+        drawn = next((own for part in parts if (own := space.get(f"{part}.{key}"))), None) or space.get(key)
         positive = [float(value) for value in values if value > 0]
-        logarithmic = bool(drawn.get("log_uniform")) or max(positive) > MAX_RATIO * min(positive)
+        logarithmic = (drawn is not None and drawn.log_uniform is not None) or max(positive) > MAX_RATIO * min(positive)
 
     def x(trial: Trial) -> float:
         value: Any = trial.record.hparams.get(key)
@@ -237,7 +239,7 @@ def learning_curves(run: Run) -> Section | None:
         heads = [scalars for name, scalars in run.scalars.items() if name.startswith(f"{folder}/heads-from-")]
         if models or heads:
             recorded.append(Recorded(method, set_name(held), models, [] if models else heads))
-    order = list(run.looks)
+    order = run.drawn_methods
     recorded.sort(key=lambda curve: order.index(curve.method))
     by_set = grouped(recorded, lambda curve: curve.where)
 
@@ -299,7 +301,9 @@ def _curves_figure(
     ring_rule = run.own_rule if where and tag != LOSS else None
     by_method = grouped(recorded, lambda curve: curve.method).items()
     lines = [
-        line for method, of in by_method if (line := _line(of, tag, scale, run.looks[method], ring_rule)) is not None
+        line
+        for method, of in by_method
+        if (line := _line(of, tag, scale, looks(run.drawn_methods)[method], ring_rule)) is not None
     ]
     if not lines:
         return []
@@ -363,7 +367,7 @@ def wise_ft(run: Run) -> Section | None:
         picked = Cell(EMPTY if alpha is None else f"{alpha:g}", alpha)
         tested = [metric_cell(value, run.metric) for value in values]
         rows.append(cells(record.method, set_name(record.test_domains), record.seed, picked, *tested))
-    order = [*run.looks]
+    order = run.drawn_methods
     shown = sorted(groups.items(), key=lambda group: order.index(group[0][0]))[:MAX_WISE_FT_FIGURES]
     figures = [_wise_ft_figure(run, i, *key, [pick for _, pick in group]) for i, (key, group) in enumerate(shown)]
     at = [f"test at {what}" for what in ("α = 0", "α = 0.5", "α = 1", "the picked α")]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method
+from xdm_ft.core import Annotations, Batch, Criteria, InputPartners, Samples
 from xdm_ft.runtime.randomness import Stream, integers
-from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, InputPartners, Samples
 from xdm_ft.sharpness import Tensors
 from xdm_ft.training import Job
 from xdm_ft.training.selection import RuleImages, rows_of_rules, split_of

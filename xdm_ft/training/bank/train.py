@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xdm_ft.algorithms import Solver
+from xdm_ft.core import Annotations, Batch, Criteria
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.interrupt import deferred, stop_requested
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
-from xdm_ft.runtime.tensors import Annotations, Batch, Criteria
 from xdm_ft.sharpness import Tensors
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.checkpoint import Checkpoint, State

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from xdm_ft.blocks import undisturbed
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.training.end_to_end.inputs import StepBatch
-from xdm_ft.weights.blocks import undisturbed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

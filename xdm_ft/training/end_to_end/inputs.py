@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.distributed import all_gather
 from torch.utils.data import Sampler
 
+from xdm_ft.core import Annotations, Batch, InputPartners, Samples
 from xdm_ft.features.cache import Features
 from xdm_ft.images import Augmentation, ImageDataset
 from xdm_ft.images.loader import DrawnRows, ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits, integers
-from xdm_ft.runtime.tensors import Annotations, Batch, InputPartners, Samples
 from xdm_ft.training import Job
 
 if TYPE_CHECKING:

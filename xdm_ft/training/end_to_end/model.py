@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.core import Batch
 from xdm_ft.cut import LastBlocks, LowRank, Trainable, blocks_above
 from xdm_ft.cut.cut import Cut, depth_from_top
 from xdm_ft.cut.lora import add_lora, merged_state, touched_names
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Batch
 from xdm_ft.training import Training, compiled
 from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from xdm_ft.core import Annotations, Criteria
 from xdm_ft.encoders import Encoder
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, Images, Inputs
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart, EndToEnd

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from xdm_ft.core import Annotations, Criteria
 from xdm_ft.encoders import Encoder
 from xdm_ft.images import Augmentation, ImageDataset
 from xdm_ft.runtime.errors import UserError
@@ -29,7 +30,6 @@ from xdm_ft.runtime.interrupt import Interrupted, deferred, stop_requested
 from xdm_ft.runtime.machine import PeakMemory, keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.randomness import Stream, bits
-from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.training import Job, Record, Selected, Trained

@@ -8,16 +8,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from xdm_ft.evaluation import Entries, Held, ModelKey, Record, Runs, SummaryRow, split_label, with_encoder
+from xdm_ft.core import ORACLE, Held, ModelKey, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
-from xdm_ft.report.charts import Look, looks
-from xdm_ft.report.means import Pools, pooled
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.settings import Recipe
+from xdm_ft.recipe.text import RecipeText
+from xdm_ft.results import Runs
+from xdm_ft.results.measured import Pools, pooled
+from xdm_ft.results.model import Entries, Record
+from xdm_ft.results.table import Comparison, Look, SummaryRow
+from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials, selection_values
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged, OtherVersion, read_object
@@ -38,7 +44,8 @@ class Run:
     """The results of a run directory."""
 
     path: Path
-    results: dict[str, Any] = field(repr=False)
+    recipe: Recipe = field(repr=False)
+    results: dict[str, Any] = field(repr=False)  # all of results.json; its models are made when they are read
     every: list[Record] = field(repr=False)  # of all models: those of `results`
     rows: list[SummaryRow] = field(repr=False)
 
@@ -49,7 +56,7 @@ class Run:
 
     def refuse_unfinished(self) -> None:
         """Raises `UserError` if the run has no table yet, or not the final fit that its recipe asks for."""
-        fit_is_missing = self.results["recipe"]["protocol"]["final_fit"] and "final_fit" not in self.results
+        fit_is_missing = self.recipe.protocol.final_fit and self.final_fit is None
         lacks = "no table" if not self.rows else "no final fit" if fit_is_missing else None
         if lacks is not None:
             raise UserError(f"{self.path}: has {lacks}, as its run is not finished; run the same command to finish it")
@@ -60,14 +67,9 @@ class Run:
         return list(dict.fromkeys(record.test_domains for record in self.records))
 
     @property
-    def has_images(self) -> bool:
-        """Whether its models are for images, and not for features that were computed elsewhere."""
-        return bool(self.results["recipe"]["data"]["name"] != "features")
-
-    @property
     def own_rule(self) -> str:
         """The selection rule of the recipe."""
-        return str(self.results["recipe"]["protocol"]["selection"])
+        return self.recipe.protocol.selection
 
     @property
     def rule(self) -> str:
@@ -82,7 +84,7 @@ class Run:
 
     @property
     def metric(self) -> str:
-        return str(self.results["recipe"]["protocol"]["metric"])
+        return self.recipe.protocol.metric
 
     @cached_property
     def picked(self) -> list[Record]:
@@ -128,7 +130,41 @@ class Run:
     @property
     def final_fits(self) -> dict[str, dict[str, Any]]:
         """{method: its final fit}, failed ones too."""
-        return final_fits_of(self.results)
+        fits: dict[str, dict[str, Any]] = self.results.get("final_fits", {})
+        return fits
+
+    @property
+    def final_fit(self) -> dict[str, Any] | None:
+        """The method that held-out domains prefer, trained on all images."""
+        return self.results.get("final_fit")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the training of a model failed."""
+        return "failed" in [of.status for of in self.every] + [fit["status"] for fit in self.final_fits.values()]
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """The comparisons between rows under all selection rules."""
+        return [Comparison.from_json(entry) for entry in self.results["comparisons"]]
+
+    def comparisons_of(self, rule: str) -> list[Comparison]:
+        """Returns the comparisons under a selection rule."""
+        return [row for row in self.comparisons if row.selection == rule]
+
+    def beside_rows(self, rule: str) -> dict[str, Comparison]:
+        """Returns {label of a row: the comparison that is shown beside it}: its first one under its own encoder."""
+        encoder_of = {item.label: item.encoder_label for item in self.recipe.methods}
+        beside = dict[str, Comparison]()
+        for row in self.comparisons_of(rule):
+            if encoder_of.get(row.first) == encoder_of.get(row.second):
+                beside.setdefault(row.first, row)
+        return beside
+
+    @property
+    def looks(self) -> list[Look]:
+        """The looks at this run, as it grew."""
+        return [Look(**entry) for entry in self.results["looks"]]
 
     @cached_property
     def selection_values(self) -> dict[str, float]:
@@ -146,11 +182,6 @@ class Run:
             return directory.predictions_size(record.folder)
 
         return pooled(self.picked, size, self.prediction, classes, rule, self.metric)
-
-    @property
-    def shows_images(self) -> bool:
-        """Whether images of the data, and names of their files, may stand in the page."""
-        return bool(self.results["recipe"]["report"]["images"])
 
     @property
     def shown_method(self) -> str | None:
@@ -260,7 +291,7 @@ class Run:
                 f"{self.path / ANALYSIS}: has schema {schema!r}, and this version reads {ANALYSIS_SCHEMA}; run "
                 "`xdm-ft analyse` again"
             )
-        order = {label: position for position, label in enumerate(self.looks)}
+        order = {label: position for position, label in enumerate(self.drawn_methods)}
         weights = {record.key: record.files.get(record.selected[self.own_rule].weights) for record in self.picked}
         models = [model for model in self.analysis["models"] if _key(model) in weights]
         own = [model for model in models if model["weights"] == weights[_key(model)]]
@@ -295,7 +326,7 @@ class Run:
             reason = f"has version {content.get('version')!r}, and this version of xdm_ft reads {AUDIT_VERSION}"
         if not reason and content["content"] != self.results["environment"]["data"]["content"]:
             reason = "is of other images than the run"
-        if not reason and content.get("of") not in (None, audited_part(self.results["recipe"])):
+        if not reason and content.get("of") not in (None, audited_part(self.recipe)):
             reason = "is of another run"
         if reason:
             logger.warning("%s: %s; run `xdm-ft audit` again", path, reason)
@@ -303,35 +334,27 @@ class Run:
         return content
 
     @cached_property
-    def looks(self) -> dict[str, Look]:
-        """The look of every method, the same in all figures, in their order: methods that the recipe compares come
-        first, those that only have results last."""
-        declared = (label for pair in declared_pairs(self.results) for label in pair)
-        return looks([*declared, *items(self.results), *(record.method for record in self.records)])
+    def drawn_methods(self) -> list[str]:
+        """The methods in the order of figures: those that the recipe compares come first."""
+        return [*dict.fromkeys([*chain(*self.recipe.declared), *(item.label for item in self.recipe.methods)])]
 
     @cached_property
     def drawn_rows(self) -> list[SummaryRow]:
         """`own_rows` in the order of figures."""
-        order = [*self.looks]
-        return sorted(self.own_rows, key=lambda row: order.index(row.method) if row.method in order else len(order))
+        return sorted(self.own_rows, key=lambda row: self.drawn_methods.index(row.method))
 
 
 def _key(model: Mapping[str, Any]) -> ModelKey:
     return ModelKey(model["method"], tuple(model["test_domains"]), model["seed"], model["trial"])
 
 
-def audited_part(recipe: Mapping[str, Any]) -> str:
-    """Returns the checksum of what an audit depends on in a resolved recipe, and what stays when a run grows."""
-    protocol = {key: v for key, v in recipe["protocol"].items() if key not in ("seeds", "final_fit")}
-    data = {key: v for key, v in recipe["data"].items() if key != "train_augmentation"}
-    training = {key: v for key, v in recipe["training"].items() if key != "mixed_precision"}
-    return json_digest([data, protocol, training, recipe.get("encoder"), recipe.get("encoders")])
-
-
-def final_fits_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns {method: its final fit} of results.json."""
-    fits: dict[str, dict[str, Any]] = results.get("final_fits", {})
-    return fits
+def audited_part(recipe: Recipe) -> str:
+    """Returns the checksum of what an audit depends on in a recipe, and what stays when a run grows."""
+    resolved = recipe.resolved()
+    protocol = {key: v for key, v in resolved["protocol"].items() if key not in ("seeds", "final_fit")}
+    data = {key: v for key, v in resolved["data"].items() if key != "train_augmentation"}
+    training = {key: v for key, v in resolved["training"].items() if key != "mixed_precision"}
+    return json_digest([data, protocol, training, resolved.get("encoder"), resolved.get("encoders")])
 
 
 def is_run(path: Path) -> bool:
@@ -349,10 +372,14 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{file}: {error.fault}; {RUN_AGAIN} under another name") from error
     except Damaged as error:
         raise UserError(f"{file}: cannot be read as the results of a run ({error}); name a run directory") from error
+    recipe = check(RecipeText(str(file), results["recipe"]))
     rows = [SummaryRow.from_json(row) for row in results["summary"]]
-    run = Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
-    if others := {record.method for record in run.every} - items(run.results).keys() if rows else set():
+    run = Run(path, recipe, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
+    if others := {record.method for record in run.every} - {item.label for item in recipe.methods} if rows else set():
         raise UserError(f"{file}: was edited: its recipe has no method {min(others)}; {RUN_AGAIN}")
+    compared = {side for entry in results["comparisons"] for side in (entry["first"], entry["second"])}
+    if others := compared - {item.label for item in recipe.methods}:
+        raise UserError(f"{file}: was edited: comparisons has a row {min(others)}, its recipe none; {RUN_AGAIN}")
     counts = {name: len(images) for name, images in results["data"]["images"].items()}
     if odd := [name for name, count in counts.items() if count != len(results["data"]["classes"])]:
         raise UserError(f"{file}: was edited: data.images.{printable(odd[0])} has not a number per class; {RUN_AGAIN}")
@@ -361,63 +388,7 @@ def read_run(path: Path) -> Run:
     return run
 
 
-# ---------------------------------------------------------------------------------- rows of results.json, by its recipe
-
-
-def items(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Returns {label of a row: its item of the recipe}, in the recipe's order, or that of the summary with encoders."""
-    by_method: dict[str, Mapping[str, Any]] = {
-        item["label"] or item["name"]: item for item in results["recipe"]["methods"]
-    }
-    labels = several_encoders(results)
-    if not labels:
-        return by_method
-    methods = {row["method"]: split_label(row["method"], labels)[0] for row in results["summary"]}
-    return {label: by_method[method] for label, method in methods.items() if method in by_method}
-
-
-def several_encoders(results: Mapping[str, Any]) -> list[str]:
-    """Returns the labels of the recipe's `encoders`, in their order; none if it has one `encoder`."""
-    return [encoder_label(block) for block in results["recipe"].get("encoders", ())]
-
-
-def declared_pairs(results: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the pairs of `report.compare` as labels of rows, as `Recipe.declared` does."""
-    encoders = several_encoders(results)
-    methods = {method for method, encoder in (split_label(label, encoders) for label in items(results)) if encoder}
-    declared: list[list[str]] = []
-    for pair in results["recipe"]["report"]["compare"]:
-        under_each = [[with_encoder(method, encoder) for method in pair] for encoder in encoders]
-        declared += under_each if pair[0] in methods else [list(pair)]
-    return declared
-
-
-def encoder_label(block: Mapping[str, Any]) -> str:
-    """Returns the name in results of an item of `encoders`."""
-    return str(block["label"] or block["model"])
-
-
-def split_row(label: str, results: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Returns the method of a row, and the label of its encoder; None in a run of one encoder."""
-    return split_label(label, several_encoders(results))
-
-
 def encoders_of(results: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Returns {label: what the encoder is and costs}; empty for a run of one encoder."""
     encoders: Mapping[str, Mapping[str, Any]] = results["environment"].get("encoders", {})
     return encoders
-
-
-def encoder_block(label: str, results: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the block of the recipe that describes the encoder of a row; {} if the recipe has none."""
-    recipe, encoder = results["recipe"], split_row(label, results)[1]
-    blocks: list[Mapping[str, Any]] = recipe.get("encoders", [])
-    return next((block for block in blocks if encoder_label(block) == encoder), recipe.get("encoder", {}))
-
-
-def trainable_of(label: str, results: Mapping[str, Any]) -> Any:
-    """Returns how much of its encoder a row trains, as in a recipe: the method's own value, else the encoder's."""
-    of_method = items(results)[label]["trainable"]
-    if any(run["method"] == label and run.get("gradient_evaluations") == 0 for run in results["runs"]):
-        return False  # a solver, which reads the features of the frozen encoder
-    return encoder_block(label, results).get("trainable", False) if of_method is None else of_method

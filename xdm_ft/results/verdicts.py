@@ -13,14 +13,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long for one number
+from scipy.special import stdtrit  # scipy.stats takes 50 times as long for one number
 
-from xdm_ft.evaluation import Held, Runs, sets_noun
+from xdm_ft.core import ALPHA, Held, sets_noun
+from xdm_ft.evaluation.estimates import (
+    FEWEST_SETS,
+    Estimate,
+    Term,
+    here,
+    holm,
+    over_images,
+    over_paired_seeds,
+    over_seeds,
+    over_sets,
+)
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import (
     HeldOutImages,
@@ -30,243 +41,11 @@ from xdm_ft.evaluation.predictions import (
     jackknife_variance,
     without_each_group,
 )
+from xdm_ft.results import Runs
+from xdm_ft.results.table import BETTER, EQUAL, UNDECLARED, UNKNOWN, WORSE, Comparison, PValue
 
-ALPHA = 0.05  # significance level of verdicts; intervals are 95%
 SEEDS = 3  # fewest seeds of a verdict, of each side that is not deterministic
 PAIRED_SEEDS = 10  # from so many common seeds on, the two sides are paired by seed
-BETTER, WORSE = "better", "worse"
-EQUAL, NO_VERDICT = "no clear difference", "no verdict"  # here
-UNKNOWN = "unknown"  # elsewhere
-UNDECLARED = f"{NO_VERDICT}: report.compare does not declare it"
-
-
-class Interval(NamedTuple):
-    """The two ends of a 95% interval, in the unit of the estimate."""
-
-    low: float
-    high: float
-
-
-class Estimate(NamedTuple):
-    """A mean whose error follows a t distribution."""
-
-    value: float
-    error: float  # standard error
-    freedom: float  # degrees of freedom; a fraction where groups are unequal
-
-    def interval(self, level: float = 1 - ALPHA) -> Interval:
-        half = float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
-        return Interval(self.value - half, self.value + half)
-
-    def p(self) -> float | None:
-        """Two-sided p value of the hypothesis that the mean is 0. Without an error: 1 for a mean of 0, else None."""
-        if self.error == 0:  # rows that cannot vary; t would be 0/0
-            return 1.0 if self.value == 0 else None
-        return float(2 * stdtr(self.freedom, -abs(self.value) / self.error))
-
-
-class Term(NamedTuple):
-    """The variance of a mean, and its degrees of freedom."""
-
-    variance: float
-    freedom: float
-
-
-def welch(terms: Sequence[Term]) -> Term:
-    """Returns the sum with Welch and Satterthwaite's degrees of freedom, V² / Σ V_i²/f_i."""
-    return _sum(terms, 2)
-
-
-def harmonic(terms: Sequence[Term]) -> Term:
-    """Returns the sum with fewer degrees of freedom than `welch`, V / Σ V_i/f_i."""
-    return _sum(terms, 1)
-
-
-def _sum(terms: Sequence[Term], power: int) -> Term:
-    varying = [term for term in terms if term.variance > 0]
-    total = math.fsum(term.variance for term in varying)
-    return Term(total, total**power / math.fsum(v**power / f for v, f in varying) if varying else math.inf)
-
-
-def over_images(variances: Sequence[float], groups: Sequence[float]) -> Term:
-    """Returns V_I = Σ_d V_d/D² from the variance V_d on each of D held-out sets and its effective number of groups.
-
-    The sets share no image. Each number of groups is at least 2.
-    """
-    sets = len(variances)
-    return welch([Term(v / sets**2, g - 1) for v, g in zip(variances, groups, strict=True)])
-
-
-def _variance(values: np.ndarray) -> np.ndarray:
-    """Returns the variance over the last axis, ddof 1; exactly 0 where all values are equal.
-
-    The mean of equal values is rounded, and would leave a variance of 1e-34, which counts as one over seeds.
-    """
-    return (values - values[..., :1]).var(-1, ddof=1)
-
-
-def over_seeds(first: np.ndarray, second: np.ndarray) -> Term:
-    """Returns V_S of the difference of two methods that are not paired by seed.
-
-    V_S = max(Σ_d (a_md + a_rd), b_m + b_r), a_md = s²_md/(S_m D²), b_m = s²(means over sets)_m/S_m. Were seeds
-    independent between sets, Σ a would be right, with more degrees of freedom; what they have in common on all sets
-    makes b larger, and the part that exceeds Σ a has the degrees of freedom of b.
-
-    Args:
-        first: the metric by held-out set and seed, float64 [D,S_m] with S_m ≥ 2; [D,0] for a deterministic method.
-        second: the same of the reference, [D,S_r].
-    """
-    within, between = list[Term](), list[Term]()
-    for values in (first, second):
-        sets, seeds = values.shape
-        if seeds:
-            within += [Term(v / (seeds * sets**2), seeds - 1) for v in _variance(values).tolist()]
-            between.append(Term(float(_variance(values.mean(0))) / seeds, seeds - 1))
-    a, b = welch(within), welch(between)
-    return harmonic([a, Term(b.variance - a.variance, b.freedom)])
-
-
-def over_paired_seeds(differences: np.ndarray) -> Term:
-    """Returns V_S of the mean of paired differences [D,S]: the variance of the seeds' means over the sets, over S."""
-    seeds = differences.shape[1]
-    variance = float(_variance(differences.mean(0))) / seeds
-    return Term(variance, seeds - 1 if variance > 0 else math.inf)
-
-
-def here(difference: float, seeds: Term, images: Term, *, sets: int, paired: bool) -> Estimate:
-    """Returns the estimate with V = V_S + V_I from D held-out sets.
-
-    It has at most the f_S degrees of freedom of V_S; with one set and seeds that are not paired f_S·√(V/V_S). Without
-    this limit, seeds that agree by chance leave V ≈ V_I and its many degrees of freedom: among 13 methods that are
-    compared with a deterministic one, 9% of tables with three seeds had a false verdict, and 12% where seeds correlate
-    by 0.5 between four domains.
-    """
-    both = harmonic([seeds, images])
-    limit = math.inf
-    if seeds.variance > 0:
-        slack = (both.variance / seeds.variance) ** 0.5 if sets == 1 and not paired else 1.0
-        limit = seeds.freedom * slack
-    return Estimate(difference, both.variance**0.5, min(both.freedom, limit))
-
-
-def over_sets(differences: Sequence[float] | np.ndarray) -> Estimate | None:
-    """Returns the mean of the differences on D held-out sets, with error s/√D (ddof 1); None for one set.
-
-    The error is 0 where they are equal but for rounding: 0.61 − 0.60 and 0.71 − 0.70 differ in the last bits.
-    """
-    n = len(differences)
-    if n < 2:
-        return None
-    spread = float(np.std(differences, ddof=1))
-    equal = spread <= 1e-9 * float(np.abs(differences).max())
-    return Estimate(float(np.mean(differences)), 0.0 if equal else spread / n**0.5, n - 1)
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """Returns Holm's (1979) step-down p values, in the order of `p`.
-
-    If every hypothesis with a value below 0.05 is rejected, the probability of any false rejection is at most 5%. This
-    holds for dependent tests too; here all rows share the reference's models and the test images.
-    """
-    adjusted, largest = [0.0] * len(p), 0.0
-    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        # the smallest p is multiplied by n, the next by n − 1, …; a later value is never below an earlier one
-        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
-        adjusted[i] = largest
-    return adjusted
-
-
-class PValue(NamedTuple):
-    plain: float  # of this comparison alone
-    holm: float | None  # corrected for all comparisons of the family; None: it is not in the family
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """How one row of the summary compares with another: an entry of `comparisons` in results.json.
-
-    Errors and variances are None where they cannot be estimated. `judge` makes the verdicts.
-    """
-
-    selection: str  # selection rule
-    first: str  # label of a row
-    second: str  # label of the row that it is compared with
-    sets: int  # D, held-out sets
-    domains: int  # in these sets
-    seeds: int | None = None  # the smaller number of complete seeds of the sides that vary; None: none does
-    paired: bool  # by seed
-    difference: float  # first − second
-    error: float | None = None  # √V, V = V_S + V_I
-    freedom: float | None = None  # of V; None if V is 0
-    share_seeds: float | None = None  # V_S / V
-    share_images: float | None = None  # V_I / V
-    freedom_seeds: float | None = None  # of V_S; None: V_S is 0
-    freedom_images: float | None = None  # of V_I; None: V_I is 0
-    other_error: float | None = None  # √V in the other regime (paired or not); None unless there are 9 or 10 seeds
-    other_freedom: float | None = None
-    error_elsewhere: float | None = None  # s_D / √D, with D − 1 degrees of freedom; None: one set
-    p_here: PValue | None = None  # None: no verdict, and `note` says why
-    p_elsewhere: PValue | None = None  # `holm`: the larger of both Holm values
-    note: str
-    here: str = NO_VERDICT  # BETTER, WORSE, EQUAL or NO_VERDICT
-    elsewhere: str = UNKNOWN  # BETTER, WORSE or UNKNOWN
-    equal_within: float | None = None  # `report.margin`, if the difference is shown to be smaller
-    look: int = 1  # number of the look that found the verdict, or of the last one
-
-    @property
-    def on_these(self) -> Estimate | None:
-        """The difference with its error on these domains."""
-        freedom = math.inf if self.freedom is None else self.freedom
-        return None if self.error is None else Estimate(self.difference, self.error, freedom)
-
-    @property
-    def on_others(self) -> Estimate | None:
-        """The difference with its error on new domains."""
-        error = self.error_elsewhere
-        return None if error is None else Estimate(self.difference, error, self.sets - 1)
-
-    @property
-    def where(self) -> str:
-        """What follows "better" and "worse", as nothing is said of other domains."""
-        return "on this domain" if self.domains == 1 else "on these domains"
-
-    @property
-    def is_found(self) -> bool:
-        return self.here in (BETTER, WORSE)
-
-    def turned(self) -> Comparison:
-        """Returns the same comparison as second − first."""
-        opposite = {BETTER: WORSE, WORSE: BETTER}
-        return replace(
-            self,
-            first=self.second,
-            second=self.first,
-            difference=-self.difference,
-            here=opposite.get(self.here, self.here),
-            elsewhere=opposite.get(self.elsewhere, self.elsewhere),
-        )
-
-    def versus_erm(self) -> dict[str, Any]:
-        """Returns `versus_erm` of a row of the summary."""
-        estimates = {"domains": self.on_others, "seeds_and_images": self.on_these}
-        return {
-            "difference": self.difference,
-            **{name: estimate and estimate.interval()._asdict() for name, estimate in estimates.items()},
-            "p": self.p_here and self.p_here.plain,
-            "p_holm": self.p_here and self.p_here.holm,
-            "verdict": f"{self.here} {self.where}" if self.is_found else self.here,
-            "note": self.note,
-            "reference": self.second,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        p_values = {"p_here": self.p_here, "p_elsewhere": self.p_elsewhere}
-        return asdict(self) | {name: p and p._asdict() for name, p in p_values.items()}
-
-    @classmethod
-    def from_json(cls, entry: dict[str, Any]) -> Comparison:
-        p_values = {name: entry[name] and PValue(**entry[name]) for name in ("p_here", "p_elsewhere")}
-        return cls(**entry | p_values)
 
 
 def judge(
@@ -323,7 +102,6 @@ def judge(
 # From the values and predictions of two methods to a comparison, before any correction
 
 FEW_GROUPS = 10  # below this effective number the note reports how many groups there are
-FEWEST_SETS = 3  # held-out sets of a verdict on new domains
 
 
 class Pair(NamedTuple):

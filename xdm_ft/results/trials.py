@@ -9,19 +9,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from xdm_ft.evaluation import Held, Record, Score, SummaryRow
+from xdm_ft.core import ORACLE, Held, Score, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-
-ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
-
-
-def honest_rule(rules: Iterable[str]) -> str | None:
-    """Returns the first rule that reads no label of the held-out domain; None if there is none.
-
-    Of steps, trials and candidates that are equally good for `oracle`, it takes the one that this rule picks, so that
-    a difference between both is never one of two ties.
-    """
-    return next((rule for rule in rules if rule != ORACLE), None)
+from xdm_ft.results.model import Record
+from xdm_ft.results.table import SummaryRow
 
 
 def selection_value(record: Record, rule: str) -> float | None:

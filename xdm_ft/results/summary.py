@@ -9,48 +9,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation import (
-    SPLIT,
-    Point,
-    Record,
-    Runs,
-    Status,
-    SummaryRow,
-    runs_by_method,
-    set_name,
-    split_label,
-    with_encoder,
-)
+from xdm_ft.core import ALPHA, ORACLE, set_name
+from xdm_ft.evaluation.estimates import Spread
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.trials import ORACLE
-from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, UNKNOWN, Comparison, Pair, WithoutGroups, compared, judge
+from xdm_ft.recipe.components import Component
+from xdm_ft.recipe.method import split_label, with_encoder
+from xdm_ft.results import SPLIT, Runs, runs_by_method
+from xdm_ft.results.model import Point, Record, Status
+from xdm_ft.results.table import NO_VERDICT, UNKNOWN, Comparison, Look, SummaryRow
+from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
 
-
-@dataclass(frozen=True)
-class Look:
-    """One look: what was complete, its α, and the verdicts that it found. An entry of `looks` in results.json."""
-
-    seeds: list[int]  # complete for a method
-    methods: list[str]  # with a complete seed
-    missing: dict[str, list[int]]  # {method: seeds that it lacks}
-    alpha: float
-    compare: list[list[str]] = field(default_factory=list)  # `report.compare` at that time
-    found: list[list[str]] = field(default_factory=list)  # [selection, first, second, here, elsewhere] of verdicts
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def with_found(self, rows: Iterable[Comparison], before: Sequence[Look] = ()) -> Look:
-        """Returns the look with the verdicts of `rows` that none of the looks before it has found."""
-        earlier = [verdict for look in before for verdict in look.found]
-        verdicts = [[r.selection, r.first, r.second, r.here, r.elsewhere] for r in rows if r.is_found]
-        return replace(self, found=[verdict for verdict in verdicts if verdict not in earlier])
+if TYPE_CHECKING:
+    from xdm_ft.containers.domainbed import BenchmarkFolders
 
 
 def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> Look:
@@ -226,21 +202,6 @@ def summarise(
     return Summary(rows, judged)
 
 
-class Spread(NamedTuple):
-    """Mean and spread of one value per seed."""
-
-    mean: float | None  # None without a value
-    std: float | None  # ddof 1; None for fewer than two
-    stderr: float | None  # std / √n
-    n: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
-        stderr = None if std is None else float(std / np.sqrt(len(values)))
-        return cls(float(np.mean(values)) if values else None, std, stderr, len(values))
-
-
 def _per_test_domain(runs: Runs) -> dict[str, Point]:
     """Mean and std of each held-out set, over all seeds that have it.
 
@@ -351,3 +312,60 @@ def encoder_pairs(labels: Sequence[str], encoders: Sequence[str]) -> list[tuple[
         for first, second in combinations(encoders, 2)
     ]
     return [pair for pair in pairs if {*pair} <= {*labels}]
+
+
+IN_TURN = "pacs", "vlcs", "officehome", "terraincognita", "domainnet"  # DomainBed's data sets
+
+
+PROTOCOL = "each domain held out in turn, picked on validation images of the training domains, 3 runs"
+
+
+BENCHMARKS: dict[str, tuple[Convention, str]] = {
+    "camelyon17": (WILDS, "official split, picked on the validation domain, 10 runs"),
+    "fmow": (WILDS, "official split, picked on the validation domain, 3 runs"),
+    **dict.fromkeys(IN_TURN, (DOMAINBED, PROTOCOL)),
+}
+"""{data set: the kind of its ±, and the protocol of the paper on it}"""
+
+
+def benchmark_of(data: Component, tested: set[tuple[str, int]]) -> str | None:
+    """Returns the name of the published data set that a run was tested on, or None.
+
+    `data`, of the recipe, may name it. `tested` holds (held-out domain, number of its test images): a
+    folder or table is one of DomainBed's five data sets if each of these domains has its name and number of images.
+    """
+    if data.name in BENCHMARKS:
+        return data.name
+    if data.name == "hub":
+        from xdm_ft.data.hub import KNOWN
+
+        for known, (repository, _) in KNOWN.items():
+            if data.kwargs()["repository"] in (known, repository):
+                return known
+    for dataset, cls in domainbed_folders().items():
+        for counts in cls.published.values():
+            sizes = set(zip(cls.domain_folders, counts, strict=True))
+            if tested and {(cls.canonical(domain), n) for domain, n in tested} <= sizes:
+                return dataset
+    return None
+
+
+def domainbed_folders() -> dict[str, type[BenchmarkFolders]]:
+    from xdm_ft.data.domainnet import DomainNet
+    from xdm_ft.data.officehome import OfficeHome
+    from xdm_ft.data.pacs import Pacs
+    from xdm_ft.data.terraincognita import TerraIncognita
+    from xdm_ft.data.vlcs import Vlcs
+
+    return dict(zip(IN_TURN, (Pacs, Vlcs, OfficeHome, TerraIncognita, DomainNet), strict=True))
+
+
+def images_tested(records: Iterable[Record]) -> set[tuple[str, int]]:
+    """{(held-out domain, number of its test images)}"""
+    return {
+        (domain, score["n"])
+        for record in records
+        for pick in record.selected.values()
+        for domain, score in pick.metrics[SPLIT].per_domain.items()
+        if isinstance(score, dict) and "n" in score  # not checked as the file is read: there may be thousands
+    }

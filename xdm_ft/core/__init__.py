@@ -1,12 +1,15 @@
-"""The types that the layers exchange. Imports torch only."""
+"""The types that the layers exchange, the key of a model, and the names of what all of them name."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from xdm_ft.storage.names import model_folder
 
 
 @dataclass(frozen=True)
@@ -122,3 +125,79 @@ class Score:
     def worst_class_recall(self) -> float | None:
         """The lowest recall of a class; None if no class has images."""
         return min((recall for recall in self.per_class_recall.values() if recall is not None), default=None)
+
+
+class ModelKey(NamedTuple):
+    """What identifies a model of a run: "erm, sketch held out, seed 0"."""
+
+    method: str  # its label; under several encoders METHOD @ ENCODER (`with_encoder`)
+    test_domains: tuple[str, ...]
+    seed: int
+    trial: int
+
+    @property
+    def folder(self) -> str:
+        """The folder, relative to the run directory, of a model that has files of its own."""
+        return model_folder(*self)
+
+    def __str__(self) -> str:
+        trial = f", trial {self.trial}" if self.trial else ""
+        return f"{self.method}, {', '.join(self.test_domains)} held out, seed {self.seed}{trial}"
+
+
+class OfModel:
+    """What belongs to one model of a run, and has its key."""
+
+    key: ModelKey
+
+    @property
+    def method(self) -> str:
+        return self.key.method
+
+    @property
+    def test_domains(self) -> tuple[str, ...]:
+        return self.key.test_domains
+
+    @property
+    def seed(self) -> int:
+        return self.key.seed
+
+    @property
+    def trial(self) -> int:
+        return self.key.trial
+
+
+Held = tuple[str, ...]
+"""Held-out domains of one model: one, or several (`protocol.together`, official split), whose images count as one."""
+
+
+def set_name(held: Held) -> str:
+    """The name of a set of held-out domains, as the summary's columns have it."""
+    return " + ".join(held)
+
+
+def sets_noun(held_out: Collection[Held]) -> str:
+    """Returns what several held-out sets are called after their number."""
+    return "held-out domains" if all(len(held) == 1 for held in held_out) else "held-out sets of domains"
+
+
+ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
+
+
+def honest_rule(rules: Iterable[str]) -> str | None:
+    """Returns the first rule that reads no label of the held-out domain; None if there is none.
+
+    Of steps, trials and candidates that are equally good for `oracle`, it takes the one that this rule picks, so that
+    a difference between both is never one of two ties.
+    """
+    return next((rule for rule in rules if rule != ORACLE), None)
+
+
+ALPHA = 0.05  # significance level of verdicts; intervals are 95%
+
+
+class Interval(NamedTuple):
+    """The two ends of a 95% interval, in the unit of the estimate."""
+
+    low: float
+    high: float

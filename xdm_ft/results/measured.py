@@ -8,16 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation import SPLIT, Held, Record
+from xdm_ft.core import Held, Interval, Score
+from xdm_ft.evaluation.estimates import Spread, mean_of
 from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.evaluation.predictions import Prediction, effective_number, jackknife_variance, without_each_group
-from xdm_ft.evaluation.summary import Spread
-from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.evaluation.verdicts import Interval
-from xdm_ft.report import mean_of
-from xdm_ft.report.words import grouped
-from xdm_ft.runtime.tensors import Score
+from xdm_ft.results import SPLIT, grouped
+from xdm_ft.results.model import Record
+from xdm_ft.results.trials import picked_trials
 
 
 class Measure(NamedTuple):

@@ -1,0 +1,182 @@
+"""A row of the table, a comparison of two rows, and a look at a growing run, typed until JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
+
+from xdm_ft.evaluation.estimates import Estimate
+from xdm_ft.results.model import Point
+
+BETTER = "better"
+WORSE = "worse"
+EQUAL = "no clear difference"
+NO_VERDICT = "no verdict"  # here
+UNKNOWN = "unknown"  # elsewhere
+UNDECLARED = f"{NO_VERDICT}: report.compare does not declare it"
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One method under one selection rule: an entry of `summary` in results.json.
+
+    Held-out domains are averaged within a seed first.
+    """
+
+    # not written if None
+    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags"}
+
+    method: str
+    selection: str
+    metric: str
+    split: str
+    mean: float | None  # over complete seeds; None if there is none
+    std: float | None  # over seeds, ddof 1
+    stderr: float | None  # std / √n
+    n: int  # number of complete seeds: those with a value for every held-out domain
+    spread_as_published: dict[str, Any] | None  # {"kind", "value"} as the data set's benchmark prints it
+    per_test_domain: dict[str, Point]  # {name: {"mean", "std"}}
+    versus_erm: dict[str, Any] | None  # difference to its reference; None for a reference
+    protocol: str  # one line: data, split, selection and metric behind the numbers
+    budget: dict[str, Any]  # {"draws", "gradient_evaluations": {"low", "high"} | None}
+    failed: int | None = None  # number of failed models
+    skipped: int | None = None  # number of skipped models
+    reason: str | None = None  # why models failed, were skipped or are missing
+    flags: list[str] | None = None  # reasons to doubt its picks
+    augmentation: str = field(kw_only=True)  # of the images that its models train on
+    encoder: str = field(kw_only=True)  # its label, else its model
+    trainable: bool | dict[str, Any] = field(kw_only=True)  # how much of the encoder trains, as in a recipe
+
+    def to_json(self) -> dict[str, Any]:
+        first = {"method": self.method, "encoder": self.encoder, "trainable": self.trainable}
+        return {name: v for name, v in (first | vars(self)).items() if v is not None or name not in self._OPTIONAL}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> SummaryRow:
+        return cls(**{"spread_as_published": None} | dict(entry))
+
+    def flat(self) -> dict[str, Any]:
+        """Returns the row as a flat dict; nested values get keys such as `mean:DOMAIN` and `versus_erm:p`."""
+        row = {name: value for name, value in self.to_json().items() if not isinstance(value, dict | list)}
+        row.pop("versus_erm", None)  # null where ERM itself is the row; its values follow
+        for domain, values in self.per_test_domain.items():
+            row |= {f"{name}:{domain}": value for name, value in values.items()}
+        versus, names = self.versus_erm or {}, ("reference", "difference", "p", "p_holm", "verdict")
+        row |= {f"versus_erm:{name}": versus.get(name) for name in names}
+        return row | {"draws": self.budget["draws"], "flags": "; ".join(self.flags or ())}
+
+
+class PValue(NamedTuple):
+    plain: float  # of this comparison alone
+    holm: float | None  # corrected for all comparisons of the family; None: it is not in the family
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How one row of the summary compares with another: an entry of `comparisons` in results.json.
+
+    Errors and variances are None where they cannot be estimated. `judge` makes the verdicts.
+    """
+
+    selection: str  # selection rule
+    first: str  # label of a row
+    second: str  # label of the row that it is compared with
+    sets: int  # D, held-out sets
+    domains: int  # in these sets
+    seeds: int | None = None  # the smaller number of complete seeds of the sides that vary; None: none does
+    paired: bool  # by seed
+    difference: float  # first − second
+    error: float | None = None  # √V, V = V_S + V_I
+    freedom: float | None = None  # of V; None if V is 0
+    share_seeds: float | None = None  # V_S / V
+    share_images: float | None = None  # V_I / V
+    freedom_seeds: float | None = None  # of V_S; None: V_S is 0
+    freedom_images: float | None = None  # of V_I; None: V_I is 0
+    other_error: float | None = None  # √V in the other regime (paired or not); None unless there are 9 or 10 seeds
+    other_freedom: float | None = None
+    error_elsewhere: float | None = None  # s_D / √D, with D − 1 degrees of freedom; None: one set
+    p_here: PValue | None = None  # None: no verdict, and `note` says why
+    p_elsewhere: PValue | None = None  # `holm`: the larger of both Holm values
+    note: str
+    here: str = NO_VERDICT  # BETTER, WORSE, EQUAL or NO_VERDICT
+    elsewhere: str = UNKNOWN  # BETTER, WORSE or UNKNOWN
+    equal_within: float | None = None  # `report.margin`, if the difference is shown to be smaller
+    look: int = 1  # number of the look that found the verdict, or of the last one
+
+    @property
+    def on_these(self) -> Estimate | None:
+        """The difference with its error on these domains."""
+        freedom = math.inf if self.freedom is None else self.freedom
+        return None if self.error is None else Estimate(self.difference, self.error, freedom)
+
+    @property
+    def on_others(self) -> Estimate | None:
+        """The difference with its error on new domains."""
+        error = self.error_elsewhere
+        return None if error is None else Estimate(self.difference, error, self.sets - 1)
+
+    @property
+    def where(self) -> str:
+        """What follows "better" and "worse", as nothing is said of other domains."""
+        return "on this domain" if self.domains == 1 else "on these domains"
+
+    @property
+    def is_found(self) -> bool:
+        return self.here in (BETTER, WORSE)
+
+    def turned(self) -> Comparison:
+        """Returns the same comparison as second − first."""
+        opposite = {BETTER: WORSE, WORSE: BETTER}
+        return replace(
+            self,
+            first=self.second,
+            second=self.first,
+            difference=-self.difference,
+            here=opposite.get(self.here, self.here),
+            elsewhere=opposite.get(self.elsewhere, self.elsewhere),
+        )
+
+    def versus_erm(self) -> dict[str, Any]:
+        """Returns `versus_erm` of a row of the summary."""
+        estimates = {"domains": self.on_others, "seeds_and_images": self.on_these}
+        return {
+            "difference": self.difference,
+            **{name: estimate and estimate.interval()._asdict() for name, estimate in estimates.items()},
+            "p": self.p_here and self.p_here.plain,
+            "p_holm": self.p_here and self.p_here.holm,
+            "verdict": f"{self.here} {self.where}" if self.is_found else self.here,
+            "note": self.note,
+            "reference": self.second,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        p_values = {"p_here": self.p_here, "p_elsewhere": self.p_elsewhere}
+        return asdict(self) | {name: p and p._asdict() for name, p in p_values.items()}
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> Comparison:
+        p_values = {name: entry[name] and PValue(**entry[name]) for name in ("p_here", "p_elsewhere")}
+        return cls(**entry | p_values)
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look: what was complete, its α, and the verdicts that it found. An entry of `looks` in results.json."""
+
+    seeds: list[int]  # complete for a method
+    methods: list[str]  # with a complete seed
+    missing: dict[str, list[int]]  # {method: seeds that it lacks}
+    alpha: float
+    compare: list[list[str]] = field(default_factory=list)  # `report.compare` at that time
+    found: list[list[str]] = field(default_factory=list)  # [selection, first, second, here, elsewhere] of verdicts
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def with_found(self, rows: Iterable[Comparison], before: Sequence[Look] = ()) -> Look:
+        """Returns the look with the verdicts of `rows` that none of the looks before it has found."""
+        earlier = [verdict for look in before for verdict in look.found]
+        verdicts = [[r.selection, r.first, r.second, r.here, r.elsewhere] for r in rows if r.is_found]
+        return replace(self, found=[verdict for verdict in verdicts if verdict not in earlier])
