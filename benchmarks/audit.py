@@ -287,9 +287,8 @@ def twin_domains(given: argparse.Namespace, folder: Path) -> dict[str, object]:
         half = np.random.default_rng(0).integers(1, 3, len(labels))
         names = np.where(domains == divided, np.char.add(np.char.add(domains, " "), half.astype(str)), domains)
         np.savez(folder / "features.npz", features=z, label=labels, domain=names)
-        (folder / "audit").mkdir(exist_ok=True)
         with launched(recipe) as accelerator, one_thread():
-            document = audit(read_study(recipe, accelerator, None), folder / "audit", images=False)
+            document = audit(read_study(recipe, accelerator, None)).document
         results[divided or "as they are"] = document["twins"], document["domain_pairs"]["undecided"]
         print(divided or "as they are", *results[divided or "as they are"], flush=True)
     return results

@@ -79,7 +79,7 @@ class Run:
         value = Score(0.8, 0.8, 0.8, 0.9, 0.7, 0.5, 0.1, len(self.labels), {}, {"site": {"accuracy": 0.8, "n": 1}})
         pick = Pick(1, "", {"test": value})
         records = [
-            Record(ModelKey(method, HELD, seed, 0), {}, "ok", selected={RULE: pick})
+            Record(ModelKey(method, HELD, seed, 0), {}, "ok", selected={RULE: pick}, encoder="", trainable=False)
             for method in self.methods
             for seed in range(self.seeds)
         ]

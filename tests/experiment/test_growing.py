@@ -21,8 +21,9 @@ from xdm_ft.algorithms.knn import KNN
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.algorithms.zero_shot import ZeroShot
+from xdm_ft.cli.library import run
 from xdm_ft.core import ModelKey
-from xdm_ft.experiment import pieces, results, run
+from xdm_ft.experiment import pieces, results
 from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.results import RECORDS, RunResults, read_records
