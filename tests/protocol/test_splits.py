@@ -159,8 +159,8 @@ def test_each_validation_part_is_that_of_its_domain_alone(dataset, seed):
         assert found.keys() == expected.keys() and all(np.array_equal(found[key], expected[key]) for key in found)
 
 
-def test_a_protocol_without_sets_is_written_as_before():
-    assert "together" not in Protocol().model_dump(mode="json")
+def test_a_protocol_without_sets_holds_out_each_domain_alone():
+    assert Protocol().model_dump(mode="json")["together"] == []
     assert Protocol(together=[["a", "b"]]).model_dump(mode="json")["together"] == [["a", "b"]]
     assert Protocol().sets_of(("b", "a")) == [("b",), ("a",)]
 

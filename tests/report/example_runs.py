@@ -57,7 +57,8 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
     blocks = {key: block | values.get(key, {}) if isinstance(block, dict) else block for key, block in RECIPE.items()}
     items = [{"name": item} if isinstance(item, str) else item for item in values["methods"]] or [{"name": "erm"}]
     made = RECIPE | values | blocks | {"name": "made"}
-    known = {*names("algorithms")} - {"clipood", "coral", "dsu", "lisa", "mixstyle", "wise_ft", "zero_shot"}
+    without_text = {"zero_shot"} if made["encoder"]["name"] == "timm" else set()
+    known = {*names("algorithms")} - {"clipood", "coral", "dsu", "lisa", "mixstyle", "wise_ft"} - without_text
     real = [item["name"] if split_name(item["name"])[0] in known else "prototypes" for item in items]
     made["methods"] = [
         {**item, "name": name, "label": str(i)} for i, (item, name) in enumerate(zip(items, real, strict=True))
