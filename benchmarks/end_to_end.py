@@ -44,7 +44,7 @@ from xdm_ft.images import ImageDataset
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.components import find
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 from xdm_ft.runtime.progress import Progress
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
@@ -94,7 +94,7 @@ class Stamps(Progress):
 class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        keep_freed_memory()  # for the bare loop, too
+        retain_freed_memory()  # for the bare loop, too
         size = PreprocessingOverrides(size=arguments.size)
         self.encoder: Encoder = Timm(model=arguments.model, weights=None, preprocessing=size)
         self.dataset, self.steps = MadeUp(arguments.size), arguments.steps + 3

@@ -48,7 +48,6 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from xdm_ft.containers.files import ImageFiles
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
@@ -56,11 +55,12 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.features.extract import cached_views, extract, frozen_copy
 from xdm_ft.features.hashes import hash_files
+from xdm_ft.image_files.files import ImageFiles
 from xdm_ft.images import ImageDataset
-from xdm_ft.images.loader import DTYPES, image_loader, loaded
+from xdm_ft.images.loader import DTYPES, image_loader, iterate_batches
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Protocol, splits
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 
 SHARD = 1024  # rows of a made-up shard: as extraction cuts a million
 WIDTH = 512  # of made-up features
@@ -194,7 +194,7 @@ def decoding_rate(dataset: ImageDataset, preprocessing: Preprocessing, batch: in
     )  # fmt: skip
     for again in (False, True):
         started = seconds()
-        for _ in loader if again else loaded(loader, "benchmark", ""):
+        for _ in loader if again else iterate_batches(loader, "benchmark", ""):
             pass
     return len(dataset) / (seconds() - started)
 
@@ -335,7 +335,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if not given.given_back:
-        keep_freed_memory()
+        retain_freed_memory()
     results: dict[str, object] = {"cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
     if given.sizes:
         results["sizes"] = batch_sizes(given)

@@ -52,7 +52,7 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.core import Annotations, Batch, Criteria, ModelKey, Task
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.data import BankValidation, CachedData, batches
@@ -300,7 +300,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--counts", action="store_true", help="count operators and host time, and nothing else")
     given = parser.parse_args()
-    keep_freed_memory()
+    retain_freed_memory()
     torch.set_num_threads(given.threads)
     results: dict[str, object] = {"threads": given.threads, "device": given.device, "torch": torch.__version__}
     if not given.chunks:

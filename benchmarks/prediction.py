@@ -27,7 +27,7 @@ from xdm_ft.export.predictor import Model, read_batches, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features import fast_batch_size
 from xdm_ft.images.transforms import normalized
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 
 
 def forward(model: Model, items: Sequence[Item], batch_size: int) -> Callable[[], float]:
@@ -75,7 +75,7 @@ def main() -> None:
     batch_size = arguments.batch_size or fast_batch_size(model.device.type)
     items = list(islice(Sources(arguments.images), arguments.count // batch_size * batch_size))
     cores = len(os.sched_getaffinity(0))
-    keep_freed_memory()
+    retain_freed_memory()
     measured_forward = forward(model, items, batch_size)
     measured_forward()
     found: dict[str, list[float]] = {}

@@ -36,12 +36,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "data"))
 from range_server import served
 
-from xdm_ft.containers.tables import Columns
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.extract import extract
 from xdm_ft.features.hashes import hash_files
+from xdm_ft.image_files.tables import Columns
 from xdm_ft.images.transforms import Preprocessing
 
 ROWS_PER_FILE = 100_000

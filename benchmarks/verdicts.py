@@ -88,7 +88,7 @@ def compared(first: np.ndarray, second: np.ndarray, images: Term, fixed: bool = 
     else:
         of_seeds = verdicts.over_seeds(first, second[:, :0] if fixed else second)
     by_set = first.mean(1) - second.mean(1)  # [D]
-    on_these = verdicts.here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
+    on_these = verdicts.estimate_here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
     on_others = verdicts.over_sets(by_set)
     p, elsewhere = p_values(sets, on_these, on_others)
     return Comparison(

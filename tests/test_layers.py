@@ -37,9 +37,9 @@ LAYERS = [
     "cut",
     "encoders",
     "blocks",
-    "weights",
+    "model_sources",
     "data",
-    "containers",
+    "image_files",
     "images",
     "core",
     "storage",
@@ -209,3 +209,23 @@ def test_nothing_directly_inside_shadows_another_package():
 def test_only_the_command_line_and_reports_import_reports():
     importing = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.py") if "report" in imports(path)}
     assert importing <= {"cli", "report"}
+
+
+def public_types(package):
+    """{name of a class or of another type: modules that define it}, without components, which their module names."""
+    found = {}
+    for module, path in modules_of(package).items():
+        for node in ast.parse(path.read_text()).body:
+            targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+            names = [node.name] if isinstance(node, ast.ClassDef) else [getattr(of, "id", "") for of in targets]
+            for name in names:
+                if name[:1].isupper() and not name.isupper():
+                    found.setdefault(name, []).append(module)
+    return found
+
+
+def test_no_public_type_has_two_meanings(tmp_path):
+    assert {name: modules for name, modules in public_types(PACKAGE).items() if len(modules) > 1} == {}
+    (tmp_path / "a.py").write_text("class Part:\n    pass\n")
+    (tmp_path / "b.py").write_text("Part = dict[str, int]\nPARTS = 3\n")
+    assert len(public_types(tmp_path)["Part"]) == 2

@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from xdm_ft.runtime.machine import PeakMemory, keep_freed_memory
+from xdm_ft.runtime.machine import PeakMemory, retain_freed_memory
 
 # megabytes; glibc before 2.35 keeps blocks up to 32 MB
 LARGE = [25, *([64] if float(platform.libc_ver()[1] or 0) >= 2.35 else [])]
 
 IN_FRESH_PROCESS = """
 import resource, sys, torch
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 
 def faults(times):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -25,7 +25,7 @@ def faults(times):
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 megabytes = int(sys.argv[1])
-keep_freed_memory()
+retain_freed_memory()
 faults(40)
 print(faults(10))
 """
@@ -57,7 +57,7 @@ def test_a_later_model_has_a_peak_of_its_own_after_an_earlier_one_has_freed_as_m
         held = [torch.ones(250_000) for _ in range(400)]  # 1 MB each: below the size that malloc maps by itself
         assert len(held) == 400
 
-    keep_freed_memory()
+    retain_freed_memory()
     blocks()
     memory = PeakMemory(torch.device("cpu"))
     blocks()

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from xdm_ft.analysis import Encoded, Json
+from xdm_ft.analysis import Encoded
 from xdm_ft.analysis.embedding import embedding, linear_map, pair, silhouette, specific_and_generic
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.randomness import Stream
+from xdm_ft.storage import Json
 from xdm_ft.xdomainmix import linear_scores
 
 WIDTH = 12

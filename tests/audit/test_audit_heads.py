@@ -7,7 +7,7 @@ import torch
 from tests.audit.studies import RECIPE, clusters, study
 from xdm_ft.audit import measure
 from xdm_ft.audit.costs import Change, costs
-from xdm_ft.audit.heads import Study, Wanted
+from xdm_ft.audit.heads import HeadRequest, Study
 from xdm_ft.audit.labels import confused, label_costs, label_scores
 from xdm_ft.audit.twins import _cells, domain_pairs, units_of
 from xdm_ft.protocol.splits import SELECTION_SPLIT
@@ -26,7 +26,8 @@ def test_heads_do_not_see_the_images_that_are_left_out_and_are_those_of_a_run_wi
     assert sum(map(len, changed.train)) + len(rows) == sum(map(len, split.train))
     test = split.evaluation["test"]
     answers = [
-        dict(of.answers([Wanted(changed, test, seed)], "a test"))[0] for of in (whole, study(other, labels, domains))
+        dict(of.answers([HeadRequest(changed, test, seed)], "a test"))[0]
+        for of in (whole, study(other, labels, domains))
     ]
     torch.testing.assert_close(answers[0], answers[1])
 
@@ -37,7 +38,10 @@ def test_equal_heads_are_trained_once_and_answer_for_their_own_images():
     (seed, first), (_, second) = whole.heads[0], whole.heads[3]
     both = [whole.without(first, np.flatnonzero(domains == 1)), whole.without(second, np.flatnonzero(domains == 0))]
     assert [split.test_domains for split in both] == [("d0",), ("d1",)]
-    wanted = [Wanted(both[0], first.evaluation["test"], seed), Wanted(both[1], second.evaluation["test"], seed)]
+    wanted = [
+        HeadRequest(both[0], first.evaluation["test"], seed),
+        HeadRequest(both[1], second.evaluation["test"], seed),
+    ]
     answers = dict(whole.answers(wanted, "a test"))
     alone = dict(whole.answers(wanted[1:], "a test"))
     torch.testing.assert_close(answers[1], alone[0])
@@ -64,7 +68,9 @@ def test_a_head_that_fails_is_one_line():
     z[5] = np.nan
     broken = study(z, labels, domains)
     with pytest.raises(UserError, match="the head has failed"):
-        broken.predictions([Wanted(split, split.evaluation["test"], seed) for seed, split in broken.heads], "a test")
+        broken.predictions(
+            [HeadRequest(split, split.evaluation["test"], seed) for seed, split in broken.heads], "a test"
+        )
 
 
 def test_what_a_change_costs_is_the_difference_of_accuracies():

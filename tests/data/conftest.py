@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from xdm_ft.containers import remote
+from xdm_ft.image_files import remote
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
 
-from xdm_ft.containers.files import group_of
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.imagefolder import ImageFolder
 from xdm_ft.export.sources import Sources
+from xdm_ft.image_files.files import group_of
 from xdm_ft.images.decode import UnreadableImage, decode, extensions, formats
 from xdm_ft.protocol.splits import Protocol, leave_one_domain_out
 from xdm_ft.recipe.components import find, settings_model
@@ -160,7 +160,7 @@ def test_groups(tmp_path: Path, pattern: str, groups: list[int]) -> None:
 def test_expressions_that_take_for_ever_or_are_too_deep_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xdm_ft.containers.files.MATCH_SECONDS", 0.1)
+    monkeypatch.setattr("xdm_ft.image_files.files.MATCH_SECONDS", 0.1)
     name, deep = f"a/c/{'p' * 60}.png", "(" * 2000 + ")" * 2000
     put(tmp_path, name, "b/c/1.png")
     with pytest.raises(UserError, match=r"data\.group: \(\.\*\)\*x: takes more than 0\.1 s at .*without a repetition"):

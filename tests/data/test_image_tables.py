@@ -11,7 +11,6 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from xdm_ft.containers.tables import Columns
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.hub import Hub
 from xdm_ft.data.imagefolder import ImageFolder
@@ -20,6 +19,7 @@ from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.extract import extract
 from xdm_ft.features.hashes import hash_files
+from xdm_ft.image_files.tables import Columns
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Protocol, splits

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.loader import image_loader, iterate_batches
 from xdm_ft.runtime.errors import UserError
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def quickly_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_that_dies_is_one_line(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     loader = image_loader(Rows(number), 2, CPU, batch_size=1)
     with pytest.raises(UserError, match=r"^key: a process that reads images died, .* is full; do this$"):
-        for _ in loaded(loader, "key", "do this"):
+        for _ in iterate_batches(loader, "key", "do this"):
             until = time.monotonic() + 0.1
             while time.monotonic() < until:  # the consumer's own work, in which nothing must be raised
                 sum(range(100))
@@ -73,22 +73,22 @@ class SlowToEnd(Rows):
 
 def test_a_worker_whose_pipes_are_closed_before_it_is_dead() -> None:
     with pytest.raises(UserError, match="a process that reads images died"):
-        list(loaded(image_loader(SlowToEnd(), 2, CPU, batch_size=1), "key", "do this"))
+        list(iterate_batches(image_loader(SlowToEnd(), 2, CPU, batch_size=1), "key", "do this"))
 
 
 def test_an_error_of_the_data_stays_what_it_is() -> None:
     for workers in (0, 2):
         with pytest.raises(FileNotFoundError, match="gone"):
-            list(loaded(image_loader(Rows(error=FileNotFoundError("gone")), workers, CPU), "key", "do this"))
+            list(iterate_batches(image_loader(Rows(error=FileNotFoundError("gone")), workers, CPU), "key", "do this"))
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "pid 7"), EOFError(), RuntimeError("exited")])
 def test_after_a_stop_request_an_error_ends_the_batches(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     loader = image_loader(Rows(error=error), 0, CPU, batch_size=None)
     with pytest.raises(type(error)):
-        list(loaded(loader, "key", "do this"))
+        list(iterate_batches(loader, "key", "do this"))
     monkeypatch.setattr("xdm_ft.images.loader.stop_requested", lambda: True)
-    assert list(loaded(loader, "key", "do this")) == [0, 1, 2, 3, 4]
+    assert list(iterate_batches(loader, "key", "do this")) == [0, 1, 2, 3, 4]
 
 
 class Waits(Dataset[int]):
@@ -114,7 +114,7 @@ def has_ended(pid: int) -> bool:
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        list(loaded(image_loader(Waits(tmp_path), 2, CPU, batch_size=1), "key", "do this"))
+        list(iterate_batches(image_loader(Waits(tmp_path), 2, CPU, batch_size=1), "key", "do this"))
         os._exit(0)
     until = time.monotonic() + 120
     while len(workers := [int(path.name) for path in tmp_path.iterdir()]) < 2:

@@ -10,11 +10,11 @@ import pytest
 from encoded_images import same, write_parquet, write_tar
 from object_store import Bucket, object_store
 
-from xdm_ft.containers import remote
-from xdm_ft.containers.tables import Columns, Keys
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset
 from xdm_ft.features.hashes import hash_files
+from xdm_ft.image_files import remote
+from xdm_ft.image_files.tables import Columns, Keys
 from xdm_ft.runtime.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs"), pytest.mark.usefixtures("own_cache")]

@@ -23,12 +23,12 @@ from encoded_images import labels_of, png, same, write_parquet, write_tar
 from fsspec.registry import _registry
 from range_server import Served, served
 
-from xdm_ft.containers import RecentlyUsed, remote
-from xdm_ft.containers.tables import Columns, Keys
 from xdm_ft.data import webdataset
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset, expanded_braces
 from xdm_ft.features.hashes import hash_files
+from xdm_ft.image_files import RecentlyUsed, remote
+from xdm_ft.image_files.tables import Columns, Keys
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import cache_root
 from xdm_ft.storage.cache_root import remembered

@@ -9,9 +9,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from xdm_ft.containers.tables import column_meant
 from xdm_ft.data import load_dataset
-from xdm_ft.data.table import Table
+from xdm_ft.data.table import TableDataset
+from xdm_ft.image_files.tables import column_meant
 from xdm_ft.protocol.splits import Protocol, splits
 from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
@@ -58,7 +58,7 @@ def write(folder: Path, text: str, name: str = "t.csv", encoding: str = "utf-8")
 
 
 def test_rows_keep_the_order_of_the_table(folder: Path) -> None:
-    dataset = Table(file=write(folder, CSV))
+    dataset = TableDataset(file=write(folder, CSV))
     assert [os.path.relpath(path, folder) for path in dataset.paths] == ["b.png", "a.png", "c d.png", "sub/e.png"]
     assert (dataset.class_names, dataset.domain_names) == (("cat", "dog"), ("photo", "sketch"))
     assert (dataset.labels.tolist(), dataset.domains.tolist()) == ([1, 0, 1, 0], [0, 0, 1, 1])
@@ -66,7 +66,7 @@ def test_rows_keep_the_order_of_the_table(folder: Path) -> None:
     assert dataset.image(3).size == (5, 4) and dataset.name(3) == dataset.content(3) == str(folder / "sub/e.png")
     frame = pandas.read_csv(folder / "t.csv").assign(domain=[3, 3, 5, 5], group=["x", "x", "y", "z"])
     frame.to_parquet(folder / "t.parquet")
-    parquet = Table(file=folder / "t.parquet")
+    parquet = TableDataset(file=folder / "t.parquet")
     assert parquet.domain_names == ("3", "5"), "hospital numbers become names"
     assert parquet.labels.tolist() == [1, 0, 1, 0] and parquet.groups.tolist() == [0, 0, 1, 2]
     assert parquet.paths == dataset.paths
@@ -82,13 +82,13 @@ def test_optional_columns_in_any_order_blanks_and_other_columns(folder: Path) ->
         "\r\n"
         "3,test,sketch,p2,c d.png,none\r\n\r\n"
     )
-    dataset = Table(file=write(folder, text, encoding="utf-8-sig"))
+    dataset = TableDataset(file=write(folder, text, encoding="utf-8-sig"))
     assert (dataset.class_names, dataset.domain_names) == (("none", "other"), ("photo", "sketch"))
     assert dataset.groups.tolist() == [1, 2, 0, 1] and dataset.splits.tolist() == ["train", "train", "val", "test"]
     (split,) = splits(dataset, Protocol(name="official"), seed=0)
     assert {name: rows.tolist() for name, rows in split.evaluation.items()} == {"train_val": [2], "test": [3]}
     assert split.test_domains == ("sketch",)
-    by_path = Table(file=folder / "t.csv", group=r"^\w+")
+    by_path = TableDataset(file=folder / "t.csv", group=r"^\w+")
     assert by_path.groups.tolist() == [0, 3, 1, 2], "the recipe's group overrides the column"
 
 
@@ -96,7 +96,7 @@ def test_names_that_were_quoted_for_spreadsheets(folder: Path) -> None:
     for name, sign in (("a.png", "="), ("b.png", "@")):
         (folder / name).rename(folder / f"{sign}{name}")
     text = "path,label,domain,group\n./=a.png,'=1+1,'-1,'+49\n./@b.png,''=1+1,photo,'@home\n./c d.png,'a',-1,x\n"
-    dataset = Table(file=write(folder, text))
+    dataset = TableDataset(file=write(folder, text))
     assert [os.path.relpath(path, folder) for path in dataset.paths] == ["=a.png", "@b.png", "c d.png"]
     assert set(dataset.class_names) == {"=1+1", "'=1+1", "'a'"} and set(dataset.domain_names) == {"-1", "photo"}
     assert dataset.domains[0] == dataset.domains[2], "an unquoted one is read as before"
@@ -105,12 +105,12 @@ def test_names_that_were_quoted_for_spreadsheets(folder: Path) -> None:
 def test_root_and_absolute_paths(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     file = write(elsewhere, f"path,label,domain\na.png,x,d\n{folder}/b.png,y,d\n")
-    assert Table(file=file, root=folder).paths == [str(folder / "a.png"), str(folder / "b.png")]
+    assert TableDataset(file=file, root=folder).paths == [str(folder / "a.png"), str(folder / "b.png")]
 
 
 def fault(file: Path) -> str:
     with pytest.raises(UserError) as caught:
-        Table(file=file)
+        TableDataset(file=file)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -160,10 +160,10 @@ def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) ->
 
 def test_the_columns_that_are_read_and_the_others_are_known(folder: Path) -> None:
     file = write(folder, "age,path,label,domain,group\n7,a.png,x,d,p1\n8,b.png,y,d,p2\n")
-    assert Table(file=file).columns == (["path", "label", "domain", "group"], ["age"])
-    of_paths = Table(file=file, group=r"^\w")
+    assert TableDataset(file=file).columns == (["path", "label", "domain", "group"], ["age"])
+    of_paths = TableDataset(file=file, group=r"^\w")
     assert of_paths.columns == (["path", "label", "domain"], ["age", "group"]) and of_paths.group_names == ("a", "b")
-    assert Table(file=file).group_names == ("p1", "p2")
+    assert TableDataset(file=file).group_names == ("p1", "p2")
 
 
 def test_the_recipe_names_the_columns(folder: Path) -> None:
@@ -175,17 +175,17 @@ def test_the_recipe_names_the_columns(folder: Path) -> None:
         )
         .columns
     )  # type: ignore[attr-defined]
-    dataset = Table(file=file, columns=columns)
+    dataset = TableDataset(file=file, columns=columns)
     assert (dataset.class_names, dataset.domain_names, dataset.group_names) == (("x", "y"), ("d",), ("p1", "p2"))
     assert dataset.columns == (["File", "diagnosis", "site", "pid"], ["label"])
     pandas.read_csv(file).to_parquet(folder / "c.parquet")
-    assert Table(file=folder / "c.parquet", columns=columns).labels.tolist() == [0, 1]
+    assert TableDataset(file=folder / "c.parquet", columns=columns).labels.tolist() == [0, 1]
     for named, problem in ({"group": "who"}, "there is no column who"), ({"label": "dx"}, "label: diagnosis}"):
         with pytest.raises(UserError, match=problem):
-            Table(file=file, columns=columns.model_copy(update=named))
+            TableDataset(file=file, columns=columns.model_copy(update=named))
     file.write_text(file.read_text().replace("b.png,y", "b.png,"))
     with pytest.raises(UserError, match="row 3, column diagnosis: the cell is empty"):
-        Table(file=file, columns=columns)
+        TableDataset(file=file, columns=columns)
 
 
 def test_a_column_is_suggested_by_its_meaning() -> None:
@@ -200,7 +200,7 @@ def test_names_and_paths_in_either_encoding(folder: Path) -> None:
     one, two = "é", "e\u0301"
     for name, on_disk in ((one, two), (f"o{two}", f"o{one}")):
         Image.new("RGB", (5, 4)).save(folder / f"{on_disk}.png")
-        dataset = Table(file=write(folder, f"path,label,domain\n{name}.png,{one},d\na.png,{two},d\n"))
+        dataset = TableDataset(file=write(folder, f"path,label,domain\n{name}.png,{one},d\na.png,{two},d\n"))
         assert dataset.class_names == (one,) and dataset.paths[0] == str(folder / f"{on_disk}.png")
         assert dataset.image(0).size == (5, 4)
     again = write(folder, f"path,label,domain\n{one}.png,x,d\n{two}.png,x,d\n")

@@ -28,13 +28,13 @@ from safetensors.torch import load_file, save_file
 from tiny_models import NAMES, TINY, Family, images, tiny_clip, tiny_resnet
 from torch import Tensor
 
-from xdm_ft.containers import remote
 from xdm_ft.encoders import LibraryEncoder, TextEncoder
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm, _current_name, _resolve
 from xdm_ft.encoders.transformers import Transformers
 from xdm_ft.features.extract import frozen_copy
 from xdm_ft.features.key import weights_digest
+from xdm_ft.image_files import remote
 from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
 from xdm_ft.recipe import components
 from xdm_ft.runtime.errors import UserError

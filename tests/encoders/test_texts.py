@@ -17,10 +17,10 @@ from tiny_models import TEXT, Family, tiny_clip
 from torch import Tensor
 
 from xdm_ft.cli.parser import main
+from xdm_ft.model_sources.prompts import warn_of_class_names
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.prompts import warn_of_class_names
 
 CLASSES = ("dog", "polar_bear", "guitar")
 WORDS = ("dog", "polar bear", "guitar")

@@ -12,7 +12,7 @@ import pytest
 from example_runs import comparison
 from scipy import stats
 
-from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.intervals import HeldOutValues, interval_of, over_seeds_and_groups
 from xdm_ft.results.table import Comparison, PValue
 from xdm_ft.results.verdicts import Family, judge, more_seeds, smallest
 
@@ -37,10 +37,10 @@ def test_medians_of_variance_and_freedom_count_here_and_in_the_other_regime() ->
     rows = [{"error": e, "freedom": f} for e, f in zip(errors, freedoms, strict=True)]
     expected = [by_hand(alpha, 4, 7.0, median(e**2 for e in errors) ** 0.5) for alpha in (0.05, 0.0125)]
     made = changed(*rows)
-    assert [made.here(), family(*made.rows, alpha=0.0125).here()] == pytest.approx(expected)
+    assert [made.detectable_here(), family(*made.rows, alpha=0.0125).detectable_here()] == pytest.approx(expected)
     other = changed(*({"other_error": e, "other_freedom": f} for e, f in ((0.01, 9.0), (0.03, 5.0))), {}, seeds=9)
-    assert other.other == pytest.approx(by_hand(0.05, 3, 7.0, ((0.01**2 + 0.03**2) / 2) ** 0.5))
-    assert changed({}).other is None
+    assert other.detectable_if_pairing_changed == pytest.approx(by_hand(0.05, 3, 7.0, ((0.01**2 + 0.03**2) / 2) ** 0.5))
+    assert changed({}).detectable_if_pairing_changed is None
 
 
 def test_only_tested_rows_of_the_family_count() -> None:
@@ -50,7 +50,7 @@ def test_only_tested_rows_of_the_family_count() -> None:
     ]  # fmt: skip
     made = family(*rows)
     assert (made.rows, made.count) == (rows[:1], 2), "Holm's correction counts equal predictions too"
-    assert made.here() == pytest.approx(by_hand(0.05, 2, 5.0, 0.02))
+    assert made.detectable_here() == pytest.approx(by_hand(0.05, 2, 5.0, 0.02))
     assert Family.of(rows[1:], 0.05) is None and Family.of([], 0.05) is None
 
 
@@ -71,13 +71,13 @@ def test_a_forecast_by_hand(before: int, seeds: int, sets: int) -> None:
     slack = (total / v_seeds) ** 0.5 if sets == 1 and not paired else 1
     freedom = min(total / (v_seeds / f_seeds + v_images / f_images), f_seeds * slack)
     assert (freedom == 19) == paired, "that of the paired seeds"
-    assert family(row).here(seeds) == pytest.approx(by_hand(0.05, 1, freedom, total**0.5))
+    assert family(row).detectable_here(seeds) == pytest.approx(by_hand(0.05, 1, freedom, total**0.5))
 
 
 def test_deterministic_sides_gain_nothing_from_seeds() -> None:
     sides = {"seeds": None, "share_seeds": 0.0, "share_images": 1.0, "freedom_seeds": None}
     fixed = family(comparison("m", freedom=50.0, **sides))
-    assert fixed.seeds is None and fixed.here(20) == pytest.approx(fixed.here())
+    assert fixed.seeds is None and fixed.detectable_here(20) == pytest.approx(fixed.detectable_here())
     mixed = family(comparison("m", **sides), comparison("o", seeds=5), comparison("p", seeds=4))
     assert mixed.seeds == 4, "the smaller number of the sides that vary"
 
@@ -99,7 +99,7 @@ def test_it_is_what_holm_finds() -> None:
     # a normal test of one comparison at 5% finds 2.8 errors in four of five cases
     assert smallest(0.05, 1, 1e9, 1.0) == pytest.approx(1.959964 + 0.841621, abs=1e-4)
     row, others = comparison("m", error=0.01, freedom=6.0), [comparison("o", p_here=PValue(0.9, None))] * 3
-    needed = family(*[row] * 4).here() - float(stats.t.ppf(0.8, 6)) * 0.01
+    needed = family(*[row] * 4).detectable_here() - float(stats.t.ppf(0.8, 6)) * 0.01
     for factor, verdict in ((0.999, "no clear difference"), (1.001, "better")):
         p = float(2 * stats.t.sf(factor * needed / 0.01, 6))
         tested = replace(row, difference=factor * needed, p_here=PValue(p, None))
@@ -108,15 +108,15 @@ def test_it_is_what_holm_finds() -> None:
 
 
 def test_the_error_of_a_mean_by_hand() -> None:
-    first = HeldOut(np.array([0.5, 0.6, 0.7]), 0.0004, 50.0)
-    estimate = over_seeds_and_groups([first, HeldOut(np.array([0.9, 0.8, 0.85]), 0.0009, 20.0)])
+    first = HeldOutValues(np.array([0.5, 0.6, 0.7]), 0.0004, 50.0)
+    estimate = over_seeds_and_groups([first, HeldOutValues(np.array([0.9, 0.8, 0.85]), 0.0009, 20.0)])
     v_seeds = np.array([0.7, 0.7, 0.775]).var(ddof=1) / 3
     total = 0.0001 + 0.000225 + v_seeds
     freedom = total**2 / (0.0001**2 / 49 + 0.000225**2 / 19 + v_seeds**2 / 2)
     assert estimate is not None and tuple(estimate) == pytest.approx((0.725, total**0.5, freedom))
     half = stats.t.ppf(0.975, freedom) * total**0.5
     assert interval_of("accuracy", estimate, 70.0) == pytest.approx((0.725 - half, 0.725 + half))
-    one_seed = HeldOut(np.array([0.5]), 0.0004, 50.0)
+    one_seed = HeldOutValues(np.array([0.5]), 0.0004, 50.0)
     alone = over_seeds_and_groups([one_seed])
     assert alone is not None and tuple(alone) == pytest.approx((0.5, 0.02, 49))
     for unknown in (one_seed._replace(variance=None), one_seed._replace(groups=1.5)):
@@ -125,7 +125,7 @@ def test_the_error_of_a_mean_by_hand() -> None:
 
 
 def test_all_images_right_is_no_certainty() -> None:
-    every = over_seeds_and_groups([HeldOut(np.ones(3), 0.0, 20.0)])
+    every = over_seeds_and_groups([HeldOutValues(np.ones(3), 0.0, 20.0)])
     expected = tuple(stats.binomtest(20, 20).proportion_ci(0.95))
     assert interval_of("accuracy", every, 20.0) == pytest.approx(expected)
     assert interval_of("nll", every, 20.0) is None

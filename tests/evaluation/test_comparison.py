@@ -16,8 +16,8 @@ from xdm_ft.core import ModelKey, Score
 from xdm_ft.evaluation.estimates import (
     Estimate,
     Term,
+    estimate_here,
     harmonic,
-    here,
     holm,
     over_images,
     over_paired_seeds,
@@ -305,7 +305,7 @@ def test_one_domain_is_the_test_of_welch() -> None:
     """With one held-out set Σ a = b, and without a variance over images."""
     first, second = np.array([[0.71, 0.74, 0.78]]), np.array([[0.6, 0.64, 0.69, 0.61]])
     no_images, seeds = Term(0.0, math.inf), over_seeds(first, second)
-    found = here(float(first.mean() - second.mean()), seeds, no_images, sets=1, paired=False)
+    found = estimate_here(float(first.mean() - second.mean()), seeds, no_images, sets=1, paired=False)
     expected = stats.ttest_ind(first[0], second[0], equal_var=False)
     assert (found.p(), found.freedom) == (pytest.approx(expected.pvalue), pytest.approx(expected.df))
 
@@ -348,7 +348,7 @@ def test_the_words_of_a_verdict(metric: str, difference: float, expected: str) -
     assert (sure.here, sure.p_here) == (expected, (0.0249, pytest.approx(0.0498)))
     assert (near.here, near.p_here) == (EQUAL, (0.05, 0.05))
     assert (untested.here, untested.p_here) == (NO_VERDICT, None)
-    turned = sure.turned()
+    turned = sure.swapped()
     assert turned.here == {"better": "worse", "worse": "better"}[expected]
     assert (turned.first, turned.second, turned.difference) == ("r", "m", -difference)
     assert Comparison.from_json(json.loads(json.dumps(sure.to_json()))) == sure

@@ -14,12 +14,12 @@ from test_summary import grid, record, trouble
 
 from xdm_ft.results import runs_by_method
 from xdm_ft.results.summary import look_at, place_of, with_earlier_verdicts
-from xdm_ft.results.table import Look
+from xdm_ft.results.table import InterimLook
 
 TWO = ("erm", "sam")
 
 
-def look(seeds: int, methods: Sequence[str] = TWO, lacks: dict[str, list[int]] | None = None) -> Look:
+def look(seeds: int, methods: Sequence[str] = TWO, lacks: dict[str, list[int]] | None = None) -> InterimLook:
     """The look at methods of so many seeds, from their records."""
     made = [
         record(m, (d,), s, 20) for m in methods for d in "ab" for s in range(seeds) if s not in (lacks or {}).get(m, ())
@@ -27,9 +27,9 @@ def look(seeds: int, methods: Sequence[str] = TWO, lacks: dict[str, list[int]] |
     return look_at(runs_by_method(made, methods, "train_val", "accuracy").values())
 
 
-def alphas(*seen: Look) -> list[float]:
+def alphas(*seen: InterimLook) -> list[float]:
     """The α of the looks after these summaries."""
-    looks: list[Look] = []
+    looks: list[InterimLook] = []
     for now in seen:
         number, placed = place_of(now, looks)
         looks = [*looks[: number - 1], placed]
@@ -63,7 +63,10 @@ def test_verdicts_that_were_found_stay() -> None:
         comparison("sam", here="better"), comparison("mix", here="worse", elsewhere="worse"), comparison("irm"),
     ]  # fmt: skip
     second = [comparison("irm", here="better", look=2), comparison("mix", here="worse", elsewhere="worse", look=1)]
-    before = [Look([0, 1, 2], [], {}, 0.05).with_found(first), Look([*range(5)], [], {}, 0.0125).with_found(second)]
+    before = [
+        InterimLook([0, 1, 2], [], {}, 0.05).with_found(first),
+        InterimLook([*range(5)], [], {}, 0.0125).with_found(second),
+    ]
     assert before[0].found == [
         ["train_val", "sam", "erm", "better", "unknown"], ["train_val", "mix", "erm", "worse", "worse"]
     ]  # fmt: skip
@@ -83,16 +86,16 @@ def test_verdicts_that_were_found_stay() -> None:
 
 
 def test_looks_are_read_as_they_were_written() -> None:
-    look_0 = Look([0, 1], ["erm", "sam"], {"sam": [1]}, 0.0125, [["sam", "erm"]])
+    look_0 = InterimLook([0, 1], ["erm", "sam"], {"sam": [1]}, 0.0125, [["sam", "erm"]])
     entry = json.loads(json.dumps(look_0.with_found([comparison("sam", here="worse")]).to_json(), allow_nan=False))
     assert entry["found"] == [["train_val", "sam", "erm", "worse", "unknown"]]
-    assert Look(**entry) == replace(look_0, found=entry["found"])
+    assert InterimLook(**entry) == replace(look_0, found=entry["found"])
     jsonschema.Draft202012Validator({"$defs": SCHEMA["$defs"], **SCHEMA["$defs"]["look"]}).validate(entry)
 
 
 def test_a_look_lists_what_no_earlier_one_has_found() -> None:
     here, there = comparison("sam", here="better"), comparison("sam", here="better", elsewhere="better")
-    first = Look([0], ["erm", "sam"], {}, 0.05).with_found([here])
+    first = InterimLook([0], ["erm", "sam"], {}, 0.05).with_found([here])
     second = first.with_found([here, comparison("irm", here="worse")], [first])
     assert second.found == [["train_val", "irm", "erm", "worse", "unknown"]]
     assert first.with_found([there], [first]).found == [["train_val", "sam", "erm", "better", "better"]]

@@ -12,7 +12,7 @@ from scipy.optimize import linprog
 from scipy.stats import binom, norm, t
 
 from xdm_ft.evaluation.expected_site import (
-    Parts,
+    AccuracyEstimates,
     agreement,
     confidence_threshold,
     expect,
@@ -73,13 +73,13 @@ def test_the_threshold_leaves_as_many_below_as_are_wrong_in_domains_of_one_weigh
 
 def test_the_interval_and_the_verdicts_by_hand() -> None:
     values, errors = {"a": 0.9, "b": 0.8, "c": 0.7}, {"a": -0.02, "b": 0.01, "c": 0.02}
-    found = expect(Parts(0.75, 0.8, 0.7), errors, values, 100.0, n=400)
+    found = expect(AccuracyEstimates(0.75, 0.8, 0.7), errors, values, 100.0, n=400)
     half = t.ppf(0.975, 3) * math.sqrt((0.02**2 + 0.01**2 + 0.02**2) / 3 + 0.75 * 0.25 / 100)
     assert (found.estimate, found.low, found.high) == pytest.approx((0.75, 0.75 - half, 0.75 + half))
     assert found.verdict == "unknown" and found.refused is None
-    assert expect(Parts(0.69, 0.69, 0.69), errors, values, 1e9, n=400).verdict == "below"
+    assert expect(AccuracyEstimates(0.69, 0.69, 0.69), errors, values, 1e9, n=400).verdict == "below"
     small = {"a": 1e-3, "b": 0.0, "c": -1e-3}
-    assert expect(Parts(0.79, 0.79, 0.79), small, values, 1e9, n=400).verdict == "as_promised"
+    assert expect(AccuracyEstimates(0.79, 0.79, 0.79), small, values, 1e9, n=400).verdict == "as_promised"
     assert past_skill(np.array([0.02, 0.01, 0.02]), np.array([0.9, 0.8, 0.7])) == pytest.approx(1 - 0.05 / 0.3)
 
 
@@ -93,19 +93,19 @@ def test_the_interval_and_the_verdicts_by_hand() -> None:
 )
 def test_refusals(parts: tuple[float, ...], errors: tuple[float, ...], n: int, reason: str) -> None:
     past = dict(zip("abc", errors, strict=False))
-    found = expect(Parts(*parts), past, {name: 0.7 + 0.1 * k for k, name in enumerate(past)}, n, n=n)
+    found = expect(AccuracyEstimates(*parts), past, {name: 0.7 + 0.1 * k for k, name in enumerate(past)}, n, n=n)
     assert found.refused is not None and reason in found.refused
 
 
 def test_estimates_that_disagree_or_had_no_use_warn() -> None:
     values, small, large = {"a": 0.7, "b": 0.8, "c": 0.9}, dict.fromkeys("abc", 0.01), dict.fromkeys("abc", 0.2)
     apart, useless = (
-        expect(Parts(0.4, 0.5, 0.61), small, values, 400, n=400),
-        expect(Parts(0.7, 0.7, 0.7), large, values, 400, n=400),
+        expect(AccuracyEstimates(0.4, 0.5, 0.61), small, values, 400, n=400),
+        expect(AccuracyEstimates(0.7, 0.7, 0.7), large, values, 400, n=400),
     )
     assert apart.refused is useless.refused is None and apart.verdict == "below", "all three are"
     assert "differ by 21 points" in apart.warnings[0] and "as good an estimate" in useless.warnings[0]
-    assert expect(Parts(0.7, 0.7, 0.7), small, values, 400, n=400).warnings == ()
+    assert expect(AccuracyEstimates(0.7, 0.7, 0.7), small, values, 400, n=400).warnings == ()
 
 
 def test_labels_are_chosen_once_and_a_quarter_is_random() -> None:

@@ -29,7 +29,7 @@ from xdm_ft.results.summary import (
     protocol_line,
     summarise,
 )
-from xdm_ft.results.table import Look
+from xdm_ft.results.table import InterimLook
 
 VIT: dict[str, Any] = {"encoder": "vit", "trainable": False}  # of a record
 
@@ -218,7 +218,7 @@ def test_looks_and_margin_reach_the_verdicts() -> None:
     assert (row.look, row.here, row.equal_within) == (3, "no clear difference", None)
     assert [row.equal_within for row in both(grid(), margin=0.9).comparisons] == [0.9]
     equal = [(m, ("a",), s, 30 + s) for m in ("erm", "sam") for s in range(3)]
-    before = [Look([0, 1, 2], ["erm", "sam"], {}, 0.05, [], [["train_val", "sam", "erm", "better", "unknown"]])]
+    before = [InterimLook([0, 1, 2], ["erm", "sam"], {}, 0.05, [], [["train_val", "sam", "erm", "better", "unknown"]])]
     rows, [comparison], *_ = both(equal, look=(2, 0.0125), before=before)
     assert (comparison.here, comparison.look) == ("better", 1), "what an earlier look has found stays"
     assert rows[1].versus_erm is not None and rows[1].versus_erm["verdict"] == "better on this domain"

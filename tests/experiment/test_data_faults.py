@@ -15,8 +15,8 @@ from PIL import Image
 from small_runs import document
 
 from xdm_ft.cli.parser import main
-from xdm_ft.data.table import Table
-from xdm_ft.experiment.faults import faults, roles
+from xdm_ft.data.table import TableDataset
+from xdm_ft.experiment.data_checks import check_data, roles
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.results import data_facts
 from xdm_ft.features import hashes as hashing
@@ -82,7 +82,7 @@ def planned(*overrides):
 
 
 def lines(*overrides):
-    return [fault.line for fault in faults(planned(*overrides), show=False)]
+    return [fault.line for fault in check_data(planned(*overrides), show=False)]
 
 
 @pytest.fixture
@@ -330,8 +330,8 @@ def test_groups_that_a_given_split_divides_are_a_fault(reported, monkeypatch, ca
     card = (tmp_path / "model/README.md").read_text()
     assert "* The split divides groups (patients, slides or sequences): 3 in training and train\\_val." in card
 
-    monkeypatch.setattr(Table, "as_published", True)
-    [note] = faults(planned(*OFFICIAL), show=False)
+    monkeypatch.setattr(TableDataset, "as_published", True)
+    [note] = check_data(planned(*OFFICIAL), show=False)
     assert note.remedy is None and note.line.startswith("groups: 3 are in training and train_val, as the data set is p")
     facts = data_facts(planned(*OFFICIAL), [note])
     assert facts["findings"] == [] and facts["data"]["divided"] == ["3 in training and train_val"]

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.averaging import Interval, Segment
+from xdm_ft.averaging import FixedInterval, Segment
 from xdm_ft.cli.library import run
 from xdm_ft.core import Criteria, ModelKey, Task
 from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
@@ -299,7 +299,7 @@ def test_trials_that_differ_between_runs_are_combined_and_named():
 
 
 def test_an_interval_averages_exactly_its_steps():
-    average, again = Interval(3, 6).begin(), Interval(3, 6).begin()
+    average, again = FixedInterval(3, 6).begin(), FixedInterval(3, 6).begin()
     for first, last in ((1, 2), (3, 4), (5, 6), (7, 8)):
         average.add(Segment(first, last, {"w": torch.tensor((first + last) / 2)}, last - first + 1), float("nan"))
         again.load_state(average.state())

@@ -27,9 +27,9 @@ from xdm_ft.experiment import pieces, results
 from xdm_ft.experiment.models import trained_parameters
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.results import RECORDS, RunResults, read_records
-from xdm_ft.experiment.resume import Generation, grown_from, growth, keep_choices_of_run, refused_changes
+from xdm_ft.experiment.resume import Generation, grown_from, growth, inherit_choices, refused_changes
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.heads.neighbours import Neighbours
+from xdm_ft.heads.neighbours import NeighbourHead
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
@@ -170,7 +170,7 @@ def test_records_are_in_the_order_of_the_plan(tmp_path):
         (ERM, partial(MLP, hidden_width=4), 4 * 8 + 4 + 10 * 4 + 10),
         (XDomainMix, None, 90 + 3 * 8 + 3),  # 3 training domains
         (LinearProbe, None, 90),
-        (KNN, Neighbours, 0),
+        (KNN, NeighbourHead, 0),
         (ZeroShot, None, 0),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_resumed_run_keeps_the_precision_and_the_batch_size_of_its_features(ca
     caplog.set_level(logging.INFO, "xdm_ft")
     assert small_runs.results(*short, "protocol.seeds=2")["recipe"]["features"] == begun
     assert "features.precision: bf16, as when this run started" in caplog.messages
-    assert keep_choices_of_run(small_runs.recipe(*short, "features.batch_size=5")).features.batch_size == 5
+    assert inherit_choices(small_runs.recipe(*short, "features.batch_size=5")).features.batch_size == 5
 
 
 # whole runs
@@ -274,7 +274,7 @@ def test_a_start_that_ends_before_the_first_new_record(moment, monkeypatch):
         if moment == "before results.json":
             patch.setattr(RunResults, "write", stop)
         else:
-            patch.setattr(RunDirectory, "take", stop)  # of the first piece
+            patch.setattr(RunDirectory, "claim", stop)  # of the first piece
         run(small_runs.recipe(*grown))
     recipe = yaml.safe_load((RUN / "recipe.yaml").read_text())
     assert [item["name"] for item in recipe["methods"]] == ["erm", "rsc"], "recipe.yaml is replaced first"

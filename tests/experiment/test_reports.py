@@ -29,7 +29,7 @@ def faults(small_pacs, monkeypatch):
     raised = []
 
     def draw(finished):
-        assert finished.records and finished.rows and finished.own_rows[0].method == "erm"
+        assert finished.records and finished.rows and finished.recipe_rows[0].method == "erm"
         if raised:
             raise raised[-1]
         (finished.path / "report.html").write_text("page")

@@ -98,7 +98,7 @@ def test_cross_domain_leaves_a_set_out_of_training_as_one():
     assert [model.split.test_domains for model in extra] == [
         ("art_painting", "cartoon", "sketch"), ("art_painting", "photo"), ("cartoon", "sketch", "photo")
     ]  # fmt: skip
-    assert [[key.test_domains for key in model.serves] for model in extra] == [
+    assert [[key.test_domains for key in model.needed_by] for model in extra] == [
         SETS[:2], [SETS[0], SETS[2]], SETS[1:]
     ], "each pair of sets is trained once, for both"  # fmt: skip
     assert [model.split.train_domains for model in extra] == [("photo",), ("cartoon", "sketch"), ("art_painting",)]

@@ -20,13 +20,13 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.experiment import cluster, pieces
 from xdm_ft.experiment import work as module
-from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked
+from xdm_ft.experiment.work import NOTHING, RunProgress, WorkDone, run_forked
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 
-PIECES = {"a": Work(2, 40), "b": Work(1, 60)}
+PIECES = {"a": WorkDone(2, 40), "b": WorkDone(1, 60)}
 
 
 def progress(directory, done=NOTHING, processes=1, shows=True):
@@ -45,7 +45,7 @@ def test_a_line_of_progress_ends_with_what_is_known(tmp_path, caplog):
 
 
 def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
-    with progress(RunDirectory(tmp_path), done=Work(3, 100)) as run:
+    with progress(RunDirectory(tmp_path), done=WorkDone(3, 100)) as run:
         run.started -= 30.0
         with run.of_piece("b", "erm (2 models)", 20) as part:
             part.skip(5)  # steps of a checkpoint
@@ -74,7 +74,7 @@ def test_any_process_finishes_a_piece(tmp_path, caplog, monkeypatch):
         other.finish("of other work")
         run.note = "other processes"
         run.show()
-        assert run.finished == Work(2, 40)
+        assert run.finished == WorkDone(2, 40)
     line, end = caplog.messages
     assert line == "training: 40% of the work, 2 of 3 models, about 0 s left, now other processes"
     assert end == "training: 2 of 3 models in 0 s", "one process says it"
@@ -248,7 +248,7 @@ QUEUE = (
 
 def pieces_taken(monkeypatch, cores, *overrides):
     """(process, name) of each piece in the order in which some process took it; of several cores, at least two do."""
-    log, take = Path("log"), RunDirectory.take
+    log, take = Path("log"), RunDirectory.claim
     log.write_text("")
 
     def lines():
@@ -266,7 +266,7 @@ def pieces_taken(monkeypatch, cores, *overrides):
 
     with monkeypatch.context() as patch:
         patch.setattr(pieces, "own_cores", lambda: cores)
-        patch.setattr(RunDirectory, "take", noted)
+        patch.setattr(RunDirectory, "claim", noted)
         small_runs.results(*QUEUE, *overrides)
     return lines()
 
@@ -295,11 +295,11 @@ def piece(*rules):
 def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path):
     state, other = RunDirectory(tmp_path), RunDirectory(tmp_path, "1", main=False)
     name = piece("train_val").name
-    assert state.take(name) and not other.take(name)
-    assert other.take(piece("cross_domain").name), "other rules, as extra models have them"
+    assert state.claim(name) and not other.claim(name)
+    assert other.claim(piece("cross_domain").name), "other rules, as extra models have them"
     with state:
         state.lock()
-        assert other.take(name)
+        assert other.claim(name)
 
 
 def test_what_a_checkpoint_holds_of_its_models_is_what_json_reads():
@@ -322,19 +322,19 @@ def test_a_task_that_is_lost_too_often_ends_the_run():
     tasks.folder, tasks.next_look, tasks.look_at_nodes = Path("no logs"), 0.0, lambda: None
     for answers, error in ((True, UserError), (False, Lost)):
         tasks.head_answers = lambda answers=answers: answers
-        tasks.running = {object(): cluster.Part("worker-3", None)}
+        tasks.running = {object(): cluster.TaskPart("worker-3", None)}
         with pytest.raises(error, match=r"worker-3: its task was lost 11 times \(Lost\)" if answers else "^$"):
             tasks.poll()
 
 
 def test_what_a_dead_process_took_is_released_unless_it_is_done(tmp_path):
     dead, alive = RunDirectory(tmp_path, "worker-1", main=False), RunDirectory(tmp_path, "worker-10", main=False)
-    assert dead.take("a") and dead.take("b") and alive.take("c")
+    assert dead.claim("a") and dead.claim("b") and alive.claim("c")
     dead.finish("b")
     (tmp_path / "state/taken/d").touch()  # is being taken: its process has not written its name yet
-    alive.release("worker-1")
-    assert not alive.take("d")
-    assert alive.take("a") and not alive.take("b") and not dead.take("c")
+    alive.release_claims_of("worker-1")
+    assert not alive.claim("d")
+    assert alive.claim("a") and not alive.claim("b") and not dead.claim("c")
     assert alive.finished() == ["b"]
 
 

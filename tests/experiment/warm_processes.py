@@ -17,7 +17,7 @@ from pathlib import Path
 IMPORTED = [
     "accelerate", "matplotlib.backends.backend_svg", "matplotlib.figure", "open_clip", "peft", "rich.console",
     "rich.table", "sklearn.datasets", "tensorboard.plugins.hparams.summary_v2", "timm", "torch.utils.tensorboard",
-    "xdm_ft.cli.parser", "xdm_ft.experiment.analyse", "xdm_ft.experiment.faults", "xdm_ft.experiment.pieces",
+    "xdm_ft.cli.parser", "xdm_ft.experiment.analyse", "xdm_ft.experiment.data_checks", "xdm_ft.experiment.pieces",
     "xdm_ft.experiment.final_fit", "xdm_ft.experiment.results", "xdm_ft.report.headline", "xdm_ft.report.written",
     "xdm_ft.training.bank.train", "xdm_ft.training.end_to_end.train", "xdm_ft.xdomainmix._numba",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.export import SINGLE, EncoderConfig, HeadConfig, ModelConfig, Parts
+from xdm_ft.export import SINGLE, EncoderConfig, HeadConfig, ModelConfig, ModelParts
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find
@@ -67,7 +67,7 @@ def parts(
     temperature: float = 1.0,
     description: str = "PACS, leave one domain out",
     trained: bool = False,
-) -> Parts:
+) -> ModelParts:
     """A model; with several `members`, an ensemble (of linear heads too without their mean, which `heads` may lack)."""
     of_head = find("heads", head)
     heads = {seed: of_head(encoder.width, len(CLASSES), seed, 0).eval() for seed in range(members)}
@@ -98,7 +98,7 @@ def parts(
         chosen="the only one",
     )
     named = {f"members.{seed}": one for seed, one in heads.items()} if members > 1 else {SINGLE: heads[0]}
-    return Parts(config, encoder, named)
+    return ModelParts(config, encoder, named)
 
 
 def config_of(model: Path) -> dict[str, Any]:

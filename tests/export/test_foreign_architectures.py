@@ -22,8 +22,8 @@ from xdm_ft.encoders.timm import Timm
 from xdm_ft.encoders.transformers import Transformers
 from xdm_ft.export.directory import read_config, write_directory
 from xdm_ft.export.hub import checked_files
+from xdm_ft.model_sources.source import architecture, check_sizes, quiet
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.source import architecture, check_sizes, quiet
 
 MARKER = "code_of_others_has_run"
 CODE = f"""

@@ -273,7 +273,7 @@ def test_class_embeddings_give_the_logits(head, changes):
     z = torch.randn(5, 8)
     embeddings, scale, bias = Model.class_embeddings(SimpleNamespace(module=classifier))
     logits = scale * F.normalize(z, dim=-1) @ embeddings.T + bias
-    torch.testing.assert_close(logits, classifier.logits(classifier.as_read(z)))
+    torch.testing.assert_close(logits, classifier.logits(classifier.head_input(z)))
     assert embeddings.dtype == bias.dtype == torch.float32 and not embeddings.requires_grad
     assert embeddings.norm(dim=1).mean().item() == pytest.approx(1)
     assert (head == "linear") == bool(bias.any())

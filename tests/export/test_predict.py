@@ -34,8 +34,8 @@ from xdm_ft.cli.parser import main
 from xdm_ft.export import predict as unfinished
 from xdm_ft.export import predictor as inference
 from xdm_ft.export import probabilities
-from xdm_ft.export.predict import Columns, Predictions, open_unfinished
-from xdm_ft.export.predictor import NOT_FINITE, Batch, cache_of, cached_features, store_of, stream
+from xdm_ft.export.predict import ExtraColumns, Predictions, open_unfinished
+from xdm_ft.export.predictor import NOT_FINITE, ImageBatch, cache_of, cached_features, store_of, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.images.decode import decode
 from xdm_ft.runtime.errors import UserError
@@ -93,7 +93,7 @@ def test_a_stream_is_the_model_and_starts_again_with_the_same_bits(small_model, 
     logits, z, computed = joined(stream(model, items, batch_size=4, cache=small_model.cache, workers=workers))
     assert [item.path for item in items] == images and computed == 11
     np.testing.assert_allclose(probabilities(logits).numpy(), model.predict_proba(images), rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(model.module.as_read(z).numpy(), model.encode(images), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(model.module.head_input(z).numpy(), model.encode(images), rtol=1e-4, atol=1e-6)
     assert torch.equal(logits[8:], joined(stream(model, items[8:], batch_size=4))[0])
 
 
@@ -205,7 +205,7 @@ def test_drafts_are_those_of_the_run(in_folder, monkeypatch, trainable):
     logits, z, computed = joined(stream(model, sources, batch_size=8, cache=in_folder / "cache"))
     assert computed == (len(paths) if trainable else 0)
     assert torch.equal(logits, joined(stream(model, sources, batch_size=8))[0])
-    np.testing.assert_allclose(model.module.as_read(z).numpy(), model.encode(paths), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.module.head_input(z).numpy(), model.encode(paths), rtol=1e-4, atol=1e-5)
     full_images = [decode(Path(path), path) for path in paths]
     assert 0 < np.abs(z.numpy() - model.encode(full_images)).mean() < 0.1 * z.abs().mean()
 
@@ -255,11 +255,11 @@ def table_of(*names, members=0, temperature=1.0, grouped=False, **columns):
     """The predictions of a model with these classes, which is not asked."""
     module = SimpleNamespace(members=[None] * members)
     model = SimpleNamespace(class_names=names, module=module, config=SimpleNamespace(temperature=temperature))
-    return Predictions(model, Columns(**columns), "csv", grouped)
+    return Predictions(model, ExtraColumns(**columns), "csv", grouped)
 
 
 def batch_of(names, logits, members=None):
-    return Batch([Item(name, name, name) for name in names], torch.zeros(len(names), 1), logits, members, {}, 0)
+    return ImageBatch([Item(name, name, name) for name in names], torch.zeros(len(names), 1), logits, members, {}, 0)
 
 
 def test_entropy_spread_and_columns_by_hand():

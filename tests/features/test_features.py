@@ -20,13 +20,13 @@ from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write
 from safetensors.torch import load_file
 from torch import Tensor
 
-from xdm_ft.containers.tables import ImageTable
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings, cache
 from xdm_ft.features import key as key_module
 from xdm_ft.features.cache import Features, cache_folder, cache_path
 from xdm_ft.features.key import View
+from xdm_ft.image_files.tables import ImageTable
 from xdm_ft.images.decode import decoder_of
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform, training_transform

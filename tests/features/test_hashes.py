@@ -21,10 +21,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from xdm_ft.containers.files import ImageFiles, PathsBelow
 from xdm_ft.features import hashes as module
 from xdm_ft.features.cache import ContentIndex, contents_of
-from xdm_ft.features.hashes import FileHashes, file_states, hash_files, undecodable
+from xdm_ft.features.hashes import FileHashes, file_states, find_undecodable, hash_files
+from xdm_ft.image_files.files import ImageFiles, PathsBelow
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.errors import UserError
 
@@ -373,7 +373,7 @@ def decoded(
 ) -> tuple[dict[int, str], list[int]]:
     """The images that do not decode, and the rows that were decoded for that."""
     hashes = hash_files(data, cache, show=False)
-    return undecodable(data, hashes, preprocessing, cache, threads, show=False), sorted(data.seen)
+    return find_undecodable(data, hashes, preprocessing, cache, threads, show=False), sorted(data.seen)
 
 
 def test_images_are_decoded_once(broken: Path) -> None:
@@ -436,6 +436,6 @@ def test_processes_divide_the_images(broken: Path, monkeypatch: pytest.MonkeyPat
     hashes = hash_files(data, cache, show=False)
     monkeypatch.setattr(module, "wait_for_everyone", lambda accelerator: seen.append(sorted(data.seen)))
     ranks = [SimpleNamespace(process_index=rank, num_processes=2) for rank in range(2)]
-    faults = [undecodable(data, hashes, OWN, cache, 1, False, rank) for rank in ranks]
+    faults = [find_undecodable(data, hashes, OWN, cache, 1, False, rank) for rank in ranks]
     assert seen == [[0, 1, 2, 3, 4], [*range(10)]] and sorted(data.seen) == [*range(10)]
     assert faults[0] == faults[1] == decoded(Counting(broken), None)[0]

@@ -29,7 +29,7 @@ from xdm_ft.features.cache import lock_file
 from xdm_ft.features.extract import Extraction, RemoteExtraction, extract, frozen_copy
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import key_of, key_parts
-from xdm_ft.images.loader import ImageRows, image_loader, loaded
+from xdm_ft.images.loader import ImageRows, image_loader, iterate_batches
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress
@@ -263,7 +263,7 @@ def test_random_rows_through_the_workers_of_a_loader(server: Served, tmp_path: P
     for data in (local, found):
         images = ImageRows(data, evaluation_transform(Tiny().preprocessing))
         loader = image_loader(images, 2, CPU, batch_size=20, sampler=rows)
-        batches.append(torch.cat([x for x, _ in loaded(loader, "a", "b")]))
+        batches.append(torch.cat([x for x, _ in iterate_batches(loader, "a", "b")]))
     assert torch.equal(*batches) and len(batches[0]) == 400
     footers = 2 * 2
     assert len(server.bodies()) == 2 * 8 + footers, "eight row groups in each of two processes"

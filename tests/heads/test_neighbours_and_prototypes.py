@@ -22,13 +22,13 @@ from xdm_ft.algorithms.prototypes import Prototypes, best_scale, class_means
 from xdm_ft.core import Batch, Criteria, Task
 from xdm_ft.features.cache import Features
 from xdm_ft.heads import neighbours
-from xdm_ft.heads.neighbours import Neighbours
+from xdm_ft.heads.neighbours import NeighbourHead
 from xdm_ft.training import Trained
 from xdm_ft.training.bank.data import CachedData, CachedPredictor
 from xdm_ft.training.bank.train import solve
 
 CLASSES, WIDTH, IMAGES = 3, 5, 20
-SOLVERS = {KNN: {"head": Neighbours}, Prototypes: {}}
+SOLVERS = {KNN: {"head": NeighbourHead}, Prototypes: {}}
 
 
 def keys(seed: int = 0) -> Tensor:
@@ -43,8 +43,8 @@ def queries() -> Tensor:
     return 3 * torch.randn(11, WIDTH, generator=torch.Generator().manual_seed(9))
 
 
-def head(k: int, temperature: float = 0.07, seed: int = 0) -> Neighbours:
-    made = Neighbours(WIDTH, CLASSES, 0, 0)
+def head(k: int, temperature: float = 0.07, seed: int = 0) -> NeighbourHead:
+    made = NeighbourHead(WIDTH, CLASSES, 0, 0)
     state = {"keys": keys(seed), "labels": labels(), "k": torch.tensor(k), "temperature": torch.tensor(temperature)}
     made.load_state_dict(state)
     return made
@@ -85,7 +85,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stacked_heads_are_the_heads_one_by_one_each_with_its_own_k() -> None:
     heads = [head(k, temperature, seed) for seed, (k, temperature) in enumerate([(1, 0.1), (5, 0.1), (5, 1.0)])]
     state = {name: torch.stack([one.state_dict()[name] for one in heads]) for name in heads[0].state_dict()}
-    stacked = Neighbours(WIDTH, CLASSES, 0, 0).stacked_logits(queries(), state)  # [n,H,C]
+    stacked = NeighbourHead(WIDTH, CLASSES, 0, 0).stacked_logits(queries(), state)  # [n,H,C]
     for h, one in enumerate(heads):
         torch.testing.assert_close(stacked[:, h], one(queries()))
 
@@ -97,12 +97,12 @@ def test_it_loads_any_number_of_images_and_refuses_another_width(assign: bool) -
     assert len(other.keys) == len(other.labels) == 7 and other.nearest == 4
     torch.testing.assert_close(copy.deepcopy(other)(queries()), other(queries()))
     with pytest.raises(RuntimeError, match="size mismatch for keys"):
-        Neighbours(WIDTH + 1, CLASSES, 0, 0).load_state_dict(given.state_dict())
+        NeighbourHead(WIDTH + 1, CLASSES, 0, 0).load_state_dict(given.state_dict())
 
 
 def test_without_training_images_all_classes_are_equal_and_zeros_have_finite_gradients() -> None:
     equal = torch.full((11, CLASSES), 1 / CLASSES)
-    torch.testing.assert_close(Neighbours(WIDTH, CLASSES, 0, 0)(queries()).exp(), equal)
+    torch.testing.assert_close(NeighbourHead(WIDTH, CLASSES, 0, 0)(queries()).exp(), equal)
     z = torch.zeros(3, WIDTH, requires_grad=True)
     head(4)(z).sum().backward()
     assert z.grad is not None and z.grad.isfinite().all()

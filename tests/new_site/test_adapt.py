@@ -15,11 +15,11 @@ from PIL import Image
 
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
-from xdm_ft.containers.tables import TableColumns
-from xdm_ft.data.table import Table
+from xdm_ft.data.table import TableDataset
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.predictor import load
+from xdm_ft.image_files.tables import TableColumns
 from xdm_ft.new_site import adapt as driver
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import read_stored
@@ -120,22 +120,22 @@ def test_predictions_are_no_labels(inside, capsys, tmp_path, kept, suffix):
         [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft:")]
         assert str(made) in line and line.endswith(remedy) and not (tmp_path / "new").exists()
     with pytest.raises(UserError, match=remedy):
-        Table(file=made)
+        TableDataset(file=made)
     frame = pandas.read_csv(made) if suffix == "csv" else pandas.read_parquet(made)
     shouted = made.with_name(f"shouted.{suffix}")
     getattr(frame.rename(columns={"probability": " Probability"}), f"to_{suffix}")(shouted, index=False)
     with pytest.raises(UserError, match=remedy):
-        Table(file=shouted)
+        TableDataset(file=shouted)
     with pytest.raises(UserError, match="column probability_1 shows that label_1 holds predictions"):
-        Table(file=made, columns=TableColumns(label="label_1"))
+        TableDataset(file=made, columns=TableColumns(label="label_1"))
     frame = frame.rename(columns={"label": "predicted"})
     getattr(frame, f"to_{suffix}")(shouted, index=False)
     with pytest.raises(UserError, match="column probability_1 shows that label_1 holds predictions"):
-        Table(file=shouted, columns=TableColumns(label="label_1"))
+        TableDataset(file=shouted, columns=TableColumns(label="label_1"))
     frame = frame.assign(label=frame["path"].map(lambda path: Path(path).parent.name), domain="photo")
     frame["path"] = [str(inside.folder / path) for path in frame["path"]]
     frame.to_csv(made, index=False) if suffix == "csv" else frame.to_parquet(made)
-    assert main(["evaluate", "model", str(made)]) == 0 and len(Table(file=made)) == 56
+    assert main(["evaluate", "model", str(made)]) == 0 and len(TableDataset(file=made)) == 56
 
 
 def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsys, tmp_path, kept):

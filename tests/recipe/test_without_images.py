@@ -27,7 +27,7 @@ def test_it_is_read_back_as_it_is_written(small, tmp_path):
     assert made.features.precision == "fp32" and made.data_common.train_augmentation == "none"
     (tmp_path / "again.yaml").write_text(made.as_yaml())
     assert load(str(tmp_path / "again.yaml"), []).resolved() == made.resolved()
-    assert [item.of_records["encoder"] for item in made.methods] == ["features"] * 3
+    assert [item.record_fields["encoder"] for item in made.methods] == ["features"] * 3
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ from torch import Tensor
 
 from xdm_ft.cli.features import fill_cache
 from xdm_ft.cli.parser import main
-from xdm_ft.containers.tables import MISSING, Columns, alike, name_in
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.parquet import Parquet
-from xdm_ft.data.table import Table
+from xdm_ft.data.table import TableDataset
 from xdm_ft.experiment import pieces
-from xdm_ft.experiment.faults import data_faults
+from xdm_ft.experiment.data_checks import data_faults
+from xdm_ft.image_files.tables import MISSING, Columns, alike, name_in
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted
@@ -277,12 +277,12 @@ def cells(**changed):
 def as_csv(folder, columns):
     rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
     (folder / "t.csv").write_text("\n".join(rows))
-    return Table(file=folder / "t.csv")
+    return TableDataset(file=folder / "t.csv")
 
 
 def as_parquet(folder, columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "t.parquet")
-    return Table(file=folder / "t.parquet")
+    return TableDataset(file=folder / "t.parquet")
 
 
 def with_images(folder, columns):

@@ -31,14 +31,14 @@ from tensorboard.plugins.hparams import metadata
 
 import xdm_ft
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment.faults import Finding
+from xdm_ft.experiment.data_checks import Finding
 from xdm_ft.features.cache import write_manifest
 from xdm_ft.features.maintenance import stores
 from xdm_ft.recipe.text import in_yaml, parse
 from xdm_ft.report.markup import as_text
 from xdm_ft.report.sections import brief_sections
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.runtime.terminal import opened, print_error, show, write
+from xdm_ft.runtime.terminal import open_streams, print_error, show, write
 from xdm_ft.storage.tensorboard import read_scalars, sub_run
 
 FORGED = "xdm-ft: FORGED"
@@ -231,7 +231,7 @@ quick = settings(max_examples=40, suppress_health_check=[HealthCheck.function_sc
 @quick
 @given(any_name)
 def test_every_way_to_print(capsys, name):
-    with opened(logging.INFO):
+    with open_streams(logging.INFO):
         logging.getLogger("xdm_ft").info("%s: 3 models", name)
         logging.getLogger("a_library").error(f"{name}: no such thing")
         with warnings.catch_warnings():

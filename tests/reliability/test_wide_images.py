@@ -15,7 +15,7 @@ from real_runs import TEST_VIT, one_line
 
 import xdm_ft
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment.faults import faults
+from xdm_ft.experiment.data_checks import check_data
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.directory import CONFIG
 from xdm_ft.features import hashes as hashing
@@ -102,7 +102,7 @@ def wide(root, bits=12, kind=np.uint16, ending="png", scale=1):
 def findings(*overrides):
     recipe = load("small.yaml", list(overrides))
     plan = make_plan(recipe, read_data(recipe))
-    return [finding.line for finding in faults(plan, show=False) if finding.what == "intensity"]
+    return [finding.line for finding in check_data(plan, show=False) if finding.what == "intensity"]
 
 
 def test_every_verb_names_the_domain_its_pixels_and_the_key(root, capsys, caplog):

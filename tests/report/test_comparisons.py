@@ -10,18 +10,18 @@ from scipy import stats
 from xdm_ft.report.comparisons import (
     further,
     here_words,
+    power_lines,
     verdict_cells,
-    what_it_finds,
 )
 from xdm_ft.report.csv import csv_rows, csv_text
 from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown_lines
 from xdm_ft.report.sections import table_sections
 from xdm_ft.report.side_by_side import side_by_side
-from xdm_ft.results.table import Comparison, Look, PValue
+from xdm_ft.results.table import Comparison, InterimLook, PValue
 
 
-def table_of(*rows: Comparison, looks: list[Look] | None = None, **recipe: Any) -> dict[str, Any]:
+def table_of(*rows: Comparison, looks: list[InterimLook] | None = None, **recipe: Any) -> dict[str, Any]:
     results = with_comparisons(results_of(two_sets(), **recipe), *rows)
     return results | {"looks": [look.to_json() for look in looks or []]}
 
@@ -88,7 +88,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 def lines_of(*rows: Comparison, metric: str = "accuracy", **rest: Any) -> list[str]:
     protocol = {"protocol": {"metric": metric}} if metric != "accuracy" else {}
-    return what_it_finds(run_of(table_of(*rows, **rest, **protocol)), "train_val")
+    return power_lines(run_of(table_of(*rows, **rest, **protocol)), "train_val")
 
 
 def finds(freedom: float, error: float = 0.02, comparisons: int = 1, alpha: float = 0.05) -> str:
@@ -107,7 +107,7 @@ def test_what_a_table_finds() -> None:
     for seconds in (10, 0):  # each model trains for a second above: four for each seed
         for entry in results["runs"]:
             entry["train_seconds"] = seconds
-        lines += [f"{seconds} seconds:", *(f"  {line}" for line in what_it_finds(run_of(results), "train_val"))]
+        lines += [f"{seconds} seconds:", *(f"  {line}" for line in power_lines(run_of(results), "train_val"))]
     assert_golden("finds.txt", "\n".join(lines) + "\n")
     row = comparison("m", **SEEDS)
     assert f"found: {finds(5)} (in four of five runs, 3 seeds, 1 comparison)" in lines_of(row)[0]
@@ -116,8 +116,8 @@ def test_what_a_table_finds() -> None:
 
 
 def test_looks_and_declarations() -> None:
-    def look(declared: list[list[str]] | None = None, alpha: float = 0.05) -> Look:
-        return Look([0, 1, 2], [], {}, alpha, declared or [])
+    def look(declared: list[list[str]] | None = None, alpha: float = 0.05) -> InterimLook:
+        return InterimLook([0, 1, 2], [], {}, alpha, declared or [])
 
     row = comparison("m")
     line, second = lines_of(row, looks=[look(), look(alpha=0.0125)])
@@ -135,7 +135,7 @@ def test_looks_and_declarations() -> None:
     pairs = [[f"xdomainmix @ {encoder}", f"erm @ {encoder}"] for encoder in ("small", "large")]
     for declared, same in (([["xdomainmix", "erm"]], True), (pairs, True), (pairs[:1], False)):
         results = with_comparisons(under_both(report={"compare": declared}), comparison(*pairs[0]))
-        lines = what_it_finds(run_of(results | {"looks": [look(pairs).to_json()]}), "train_val")
+        lines = power_lines(run_of(results | {"looks": [look(pairs).to_json()]}), "train_val")
         assert any("report.compare was changed" in line for line in lines) != same, declared
 
 

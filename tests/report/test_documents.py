@@ -26,7 +26,7 @@ from xdm_ft.report.sections import AFTER_THE_TABLES, brief_sections, sections, s
 from xdm_ft.report.sections.about import GLOSSARY, NEEDS, how_to_read
 from xdm_ft.report.sections.results import intervals
 from xdm_ft.results.run import Run
-from xdm_ft.results.table import Look
+from xdm_ft.results.table import InterimLook
 from xdm_ft.runtime.terminal import write
 
 
@@ -284,7 +284,7 @@ def test_only_what_the_tables_need_is_explained(results: dict[str, Any]) -> None
     results["summary"] = [row for row in results["summary"] if row["method"] == "erm" and row["selection"] != "oracle"]
     results["runs"] = [run | {"trial": 1} for run in results["runs"] if run["method"] == "erm"]
     results["recipe"]["report"] |= {"margin": 1.0}
-    look = Look([], [], {}, 0.05).to_json()
+    look = InterimLook([], [], {}, 0.05).to_json()
     results |= {"comparisons": [], "looks": [look, look]}
     less = set(how_to_read(run_of(results)))
     assert less & {"selected hyper-parameters", "at the edge of its range"} and "mean ±" in less

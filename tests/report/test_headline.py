@@ -172,7 +172,7 @@ def test_screens(screen: Screen) -> None:
     hidden = made_run(thirty, chosen_by={"method 25": 0.9}, verdicts={"method 28": "worse"})
     failed = made_run(SIX, failed=["xdomainmix", "coral"])
     failed.results["final_fits"] = {"erm": {"status": "failed", "reason": "the loss is nan\nat step 7"}}
-    rows = [dataclasses.replace(row, reason=f"{row.method} {'reason ' * 60}") for row in failed.own_rows]
+    rows = [dataclasses.replace(row, reason=f"{row.method} {'reason ' * 60}") for row in failed.recipe_rows]
     screens = {
         "six methods on four domains": screen(six),
         "domains with cut names": screen(six, 90),

@@ -162,7 +162,7 @@ def test_structure_and_headline(run: Run, page: Page) -> None:
     ]
     rows = page.table("Protocol: made up; step picked by train_val").by_first()
     assert list(rows) == list(METHODS)
-    for row in run.own_rows:
+    for row in run.recipe_rows:
         error = "" if row.stderr is None else f" ± {100 * row.stderr:.1f}"
         assert rows[row.method]["mean ± stderr"] == f"{100 * (row.mean or 0):.1f}{error}"
     whole = json.loads((run.path / "results.json").read_text(encoding="utf-8"))
@@ -194,7 +194,7 @@ def test_the_pointer_finds_the_values_of_a_curve(page: Page) -> None:
 
 def test_coverage_as_a_loop_over_thresholds_finds_it(run: Run, page: Page) -> None:
     rows = page.table("Share of the images").by_first()
-    for row in run.own_rows:
+    for row in run.recipe_rows:
         assert float(rows[row.method]["accuracy if all are answered"]) == pytest.approx(
             100 * (row.mean or 0), abs=0.051
         )
@@ -349,7 +349,7 @@ def test_intervals_are_over_seeds_and_images(run: Run) -> None:
     ends = right.mean() - half, right.mean() + half
     assert domain_interval(run, "zero_shot", "art") == pytest.approx(ends, abs=1e-9)
 
-    [row] = [row for row in run.own_rows if row.method == "sam"]  # the mean has one only with every seed
+    [row] = [row for row in run.recipe_rows if row.method == "sam"]  # the mean has one only with every seed
     interval = mean_interval(run, row)
     assert interval is not None and row.mean is not None and interval.low < row.mean < interval.high
     fewer = Run(

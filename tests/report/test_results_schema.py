@@ -16,10 +16,10 @@ from example_runs import comparison
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.results.model import Record
 from xdm_ft.results.summary import summarise
-from xdm_ft.results.table import Look
+from xdm_ft.results.table import InterimLook
 
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
-LOOK = Look([0, 1, 2], ["erm"], {"erm": [1]}, 0.05, [["sam|wide", "erm"]])
+LOOK = InterimLook([0, 1, 2], ["erm"], {"erm": [1]}, 0.05, [["sam|wide", "erm"]])
 
 
 def validate(document: dict[str, Any]) -> None:

@@ -136,7 +136,9 @@ def test_figures_show_the_declared_rows_first_and_a_method_keeps_its_colour(tmp_
     methods = ["erm", *(f"method{number}" for number in range(10)), "sam"]
     made = write_run(tmp_path / "run", methods=methods, seeds=[0, 1])
     set_recipe(made, report={"compare": (("method9", "erm"),)})
-    assert made.drawn_methods[:3] == ["method9", "erm", "method0"] and [row.method for row in made.own_rows] == methods
+    assert (
+        made.drawn_methods[:3] == ["method9", "erm", "method0"] and [row.method for row in made.recipe_rows] == methods
+    )
     drawn = re.findall(r"(?:\. |; )(\w+) from", shown(predictions.risk_coverage(made)).figures[0].alt)
     assert drawn[:3] == [made.shown_method, "method9", "erm"] and len(drawn) == predictions.MAX_LINES
     [forest] = shown(differences(made, "train_val")).figures

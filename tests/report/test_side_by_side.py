@@ -68,8 +68,10 @@ def test_a_wide_table_stands_in_blocks_of_120_columns(first: Run) -> None:
 
 def test_each_run_has_its_own_protocol_line(first: Run) -> None:
     second = other()
-    second.rows[0] = second.own_rows[0].__class__(**{**vars(second.own_rows[0]), "protocol": "pets; encoder trained"})
-    second.__dict__.pop("own_rows")
+    second.rows[0] = second.recipe_rows[0].__class__(
+        **{**vars(second.recipe_rows[0]), "protocol": "pets; encoder trained"}
+    )
+    second.__dict__.pop("recipe_rows")
     [section, _] = side_by_side([first, second], [])
     assert section.tables[0].caption == (
         "Protocol: made: pets, 40 images; picked by train_val; other: pets; encoder trained"
@@ -172,7 +174,7 @@ def test_runs_of_other_seeds_are_compared(directory: Callable[..., Run]) -> None
     assert (zero.first, zero.second) == ("later: zero_shot", "first: zero_shot")
     assert (zero.difference, zero.p_here, zero.here) == (0, (1, 1), "no clear difference"), "the same model"
     assert (sam.second, sam.seeds, sam.paired) == ("first: sam", 4, False)
-    a, b = (next(row for row in run.own_rows if row.method == "sam") for run in (first, later))
+    a, b = (next(row for row in run.recipe_rows if row.method == "sam") for run in (first, later))
     assert a.mean is not None and b.mean is not None and sam.difference == pytest.approx(b.mean - a.mean)
     assert (mix.second, mix.seeds) == ("first: zero_shot", 5), "the first row that has no reference"
     assert sam.p_here is not None and sam.p_here.holm is not None and mix.p_here is not None

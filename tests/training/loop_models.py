@@ -35,7 +35,7 @@ from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, eval
 from xdm_ft.protocol.splits import Split
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.end_to_end.inputs import Images, StepBatch, TrainingBatches
+from xdm_ft.training.end_to_end.inputs import ImageInputs, StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart, cut_of
 from xdm_ft.training.end_to_end.prediction import EndToEndPredictor
 from xdm_ft.training.end_to_end.train import train_model
@@ -212,7 +212,7 @@ def batch_of(job: Job, training: Training, step: int, encoder: Encoder | None = 
 
 def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int) -> StepBatch:
     """The batch of `step`, cut as `training.accumulation` says, in the small encoder's preprocessing."""
-    images = Images(digits(), PREPROCESSING, "none", accelerator)
+    images = ImageInputs(digits(), PREPROCESSING, "none", accelerator)
     images.workers = 0
     batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
     return next(batches.begin(step))[1]

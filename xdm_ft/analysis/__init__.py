@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-
-Json = dict[str, Any]
 
 
 class Encoded(NamedTuple):

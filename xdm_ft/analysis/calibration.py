@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.analysis import Encoded, Json
+from xdm_ft.analysis import Encoded
 from xdm_ft.evaluation.metrics import confidences, expected_calibration_error, per_image_nll, reliability, temperature
+from xdm_ft.storage import Json
 
 
 def calibration(

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xdm_ft.analysis import Json
 from xdm_ft.runtime.randomness import Stream, permutation
+from xdm_ft.storage import Json
 
 GAMMAS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
 """γ of the published kernel, Σ_γ exp(−γ‖x − y‖²)."""

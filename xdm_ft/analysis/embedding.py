@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xdm_ft.analysis import Encoded, Json
+from xdm_ft.analysis import Encoded
 from xdm_ft.analysis.importance import Logits
 from xdm_ft.heads import draw_weights
 from xdm_ft.runtime.randomness import Stream, integers, permutation
+from xdm_ft.storage import Json
 from xdm_ft.xdomainmix import autograd_scores, decompose, specific_mask
 
 IMAGES = 200  # shown, each as two points

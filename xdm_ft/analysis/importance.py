@@ -11,11 +11,11 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.linear_probe import LinearProbe
-from xdm_ft.analysis import Json
 from xdm_ft.core import Batch, Task
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.randomness import Stream, uniform
+from xdm_ft.storage import Json
 from xdm_ft.xdomainmix.masks import target_gradient
 
 Logits = Callable[[Tensor], Tensor]  # features [B,K] → logits [B,C], sample by sample

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xdm_ft.analysis import Json
+from xdm_ft.storage import Json
 
 
 class Invariance(NamedTuple):

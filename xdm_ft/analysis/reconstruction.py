@@ -18,9 +18,9 @@ from xdm_ft.analysis import Encoded
 from xdm_ft.analysis.importance import fitted_domain_head
 from xdm_ft.core import Batch, Task
 from xdm_ft.heads.linear import Linear
+from xdm_ft.model_sources.source import read_weights
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress, pulse
-from xdm_ft.weights.source import read_weights
 from xdm_ft.xdomainmix import linear_scores, specific_mask
 
 OPTION = "--reconstruct"

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from xdm_ft.audit.heads import Study, Wanted
-from xdm_ft.core import Held, Interval
+from xdm_ft.audit.heads import HeadRequest, Study
+from xdm_ft.core import DomainSet, Interval
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.results import Runs
 from xdm_ft.results.table import NO_VERDICT, Comparison
@@ -28,7 +28,7 @@ RULE = "audit"  # in place of a selection rule's name
 class Answered(Runs):
     """The answers of heads under every seed, on the images of some held-out sets."""
 
-    answers: Mapping[tuple[Held, int], Prediction] = field(default_factory=dict)
+    answers: Mapping[tuple[DomainSet, int], Prediction] = field(default_factory=dict)
 
     @classmethod
     def of(cls, answers: Sequence[Prediction]) -> Answered:
@@ -41,7 +41,7 @@ class Answered(Runs):
         return sorted({seed for _, seed in self.answers})
 
     @property
-    def values(self) -> dict[tuple[Held, int], float]:
+    def values(self) -> dict[tuple[DomainSet, int], float]:
         return {key: float((of.predicted == of.images.labels).mean()) for key, of in self.answers.items()}
 
     @property
@@ -69,7 +69,9 @@ class Change(NamedTuple):
 
     what: str
     images: int
-    left_out: Mapping[Held, np.ndarray]  # {held-out set: rows that neither train nor validate}; others do not change
+    left_out: Mapping[
+        DomainSet, np.ndarray
+    ]  # {held-out set: rows that neither train nor validate}; others do not change
     labels: torch.Tensor | None = None  # int64 [N], to train with
     note: str = ""  # on what the difference does not show
 
@@ -97,8 +99,10 @@ def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ())
 
     `untested`: rows that are left out of the test images, since their own labels are in doubt.
     """
-    heads = list[tuple[int, Held, tuple[Wanted, Wanted, Wanted]]]()  # number of the change; before, after, matched
-    lacking = set[tuple[int, Held]]()
+    heads = list[
+        tuple[int, DomainSet, tuple[HeadRequest, HeadRequest, HeadRequest]]
+    ]()  # number of the change; before, after, matched
+    lacking = set[tuple[int, DomainSet]]()
     for number, change in enumerate(changes):
         for cell, (seed, split) in enumerate(study.heads):
             held, rows = split.test_domains, split.evaluation["test"]
@@ -110,8 +114,8 @@ def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ())
             if changed is None or matched is None:
                 lacking.add((number, held))  # under one seed: the others alone would be another mean
                 continue
-            after = Wanted(changed, rows, seed, change.labels)
-            heads.append((number, held, (Wanted(split, rows, seed), after, Wanted(matched, rows, seed))))
+            after = HeadRequest(changed, rows, seed, change.labels)
+            heads.append((number, held, (HeadRequest(split, rows, seed), after, HeadRequest(matched, rows, seed))))
     heads = [of for of in heads if of[:2] not in lacking]
     predicted = study.predictions([head for *_, three in heads for head in three], "costs")
     answers: dict[int, tuple[list[Prediction], ...]] = {}
@@ -126,7 +130,7 @@ def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ())
     return [_cost(change, ends.get(number), verdicts.get(number)) for number, change in enumerate(changes)]
 
 
-def prediction(study: Study, head: Wanted, predicted: np.ndarray) -> Prediction:
+def prediction(study: Study, head: HeadRequest, predicted: np.ndarray) -> Prediction:
     """Returns the predicted classes int64 [n] of a head as a row of a table has them."""
     images = HeldOutImages.of(study.dataset, head.rows.numpy())
     return Prediction("", head.split.test_domains, head.seed, RULE, images, predicted)

@@ -60,7 +60,7 @@ MOVED, STAYS = 4, 0.6  # px, and the share of a filter's answer that stays at mo
 CUT = 4.0  # standard errors: pixels of 16,384 that differ less between classes do not count
 PENALTY = 0.003  # of the mean variance
 LOCAL, TINT = "local mark", "tint"
-Head = tuple[np.ndarray, np.ndarray]
+_Linear = tuple[np.ndarray, np.ndarray]
 """Weights float64 [K,C] and offsets [C]."""
 
 
@@ -213,7 +213,7 @@ class LowLevel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mark:
+class ImageMark:
     """A class that low-level features pick out at one site: one of `marks` in audit.json."""
 
     kind: str  # "local mark" or "tint"
@@ -273,7 +273,7 @@ def marks(
     domain_names: Sequence[str],
     class_names: Sequence[str],
     groups: np.ndarray | None = None,
-) -> list[Mark]:
+) -> list[ImageMark]:
     """Returns what picks out a class in a domain, the largest share first. `labels`, `domains`, `groups`: int64 [n].
 
     A class is judged by its images in this domain, or its groups: `FEWEST_MARKED` images or more.
@@ -293,7 +293,7 @@ def _shares(
     labels: np.ndarray,
     groups: np.ndarray | None,
     rows: np.ndarray,
-    fit: Callable[[np.ndarray, np.ndarray], Head],
+    fit: Callable[[np.ndarray, np.ndarray], _Linear],
 ) -> Iterator[tuple[int, float, int]]:
     """Yields each class of a domain, the share of it that is picked out, and its images (or groups)."""
     names, targets, count = np.unique(labels[rows], return_inverse=True, return_counts=True)
@@ -314,7 +314,7 @@ def _shares(
 
 def _mark(
     kind: str,
-    fit: Callable[[np.ndarray, np.ndarray], Head],
+    fit: Callable[[np.ndarray, np.ndarray], _Linear],
     z: np.ndarray,
     labels: np.ndarray,
     domains: np.ndarray,
@@ -323,7 +323,7 @@ def _mark(
     share: float,
     number: int,
     names: tuple[Sequence[str], Sequence[str]],
-) -> Mark:
+) -> ImageMark:
     """Applies the head of all images of the domain to the others."""
     here = np.flatnonzero(domains == domain)
     weights, _ = fit(z[here].astype(np.float32), (labels[here] == label).astype(np.int64))
@@ -335,7 +335,7 @@ def _mark(
             elsewhere.append(picked_out(z[there].astype(np.float32) @ weights[:, 1], of_class))
     most, low = max(elsewhere, default=None), clopper_pearson(round(share * number), number, 0.9)[0]
     found = (most is None or most < share / 2) and (kind == TINT or _is_in_place(z[here], labels[here] == label))
-    return Mark(kind, names[0][domain], names[1][label], share, low, most, found)
+    return ImageMark(kind, names[0][domain], names[1][label], share, low, most, found)
 
 
 def _is_in_place(z: np.ndarray, of_class: np.ndarray) -> bool:
@@ -357,7 +357,7 @@ def picked_out(score: np.ndarray, of_class: np.ndarray) -> float:
     return float((score[of_class] > others[int(FALSE_ALARMS * len(others))]).mean())
 
 
-def template(z: np.ndarray, targets: np.ndarray) -> Head:
+def template(z: np.ndarray, targets: np.ndarray) -> _Linear:
     """Returns a matched filter of each class against the others: pixels that differ by less than `CUT` errors are 0.
 
     As in nearest shrunken centroids (Tibshirani et al. 2002). Content is at another place in every image, so that the
@@ -371,7 +371,7 @@ def template(z: np.ndarray, targets: np.ndarray) -> Head:
     return weights.T, -(weights @ z.mean(0))
 
 
-def ridge(z: np.ndarray, targets: np.ndarray) -> Head:
+def ridge(z: np.ndarray, targets: np.ndarray) -> _Linear:
     """Returns a ridge regression of one-hot classes of the same weight each. z float32 [n,K], targets int64 [n]."""
     count = np.bincount(targets)
     weight = (1 / count[targets])[:, None] / len(count)  # [n,1], with sum 1

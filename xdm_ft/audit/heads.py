@@ -34,7 +34,7 @@ STEPS = 300  # of a head at most: longer training names the same twins
 TRAINS = ("train_val", "val_domain")  # evaluation splits that pick the step of a head
 
 
-class Wanted(NamedTuple):
+class HeadRequest(NamedTuple):
     """A head to train on the training images of `split`, and the images whose answers are wanted."""
 
     split: Split
@@ -98,7 +98,7 @@ class Study:
         encoder = replace(self.prepared.for_method(self.item), features=features)
         return replace(self, plan=plan, prepared=replace(self.prepared, encoders={self.item.encoder_label: encoder}))
 
-    def answers(self, wanted: Sequence[Wanted], what: str) -> Iterator[tuple[int, Tensor]]:
+    def answers(self, wanted: Sequence[HeadRequest], what: str) -> Iterator[tuple[int, Tensor]]:
         """Trains heads and yields, for each of `wanted` in any order, its number and the logits float32 [n,C].
 
         Heads on the same images, labels and seed are trained once. `what` they are for is shown with the progress.
@@ -122,7 +122,7 @@ class Study:
                             yield number, predictor.logits(trained.selected[rule].state, wanted[number].rows)
                         bar.advance()
 
-    def predictions(self, wanted: Sequence[Wanted], what: str) -> list[np.ndarray]:
+    def predictions(self, wanted: Sequence[HeadRequest], what: str) -> list[np.ndarray]:
         """Returns the predicted classes of each of `wanted`, int64 [n]; the rest as `answers`."""
         predicted = dict[int, np.ndarray]()
         for number, logits in self.answers(wanted, what):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from xdm_ft.audit.costs import Change, Cost, costs
-from xdm_ft.audit.heads import Study, Wanted
+from xdm_ft.audit.heads import HeadRequest, Study
 from xdm_ft.protocol.splits import split_of_rows
 from xdm_ft.runtime.randomness import folds
 from xdm_ft.training import Training
@@ -57,13 +57,13 @@ def label_scores(study: Study) -> Labels | None:
     fold_of = folds(stratum, None if dataset.groups is None else dataset.groups[rows], FOLDS)
     if fold_of is None or len(np.unique(labels)) < 2:
         return None
-    seeds, wanted, study = study.seeds[:MAX_SEEDS], list[Wanted](), study.with_heads(training_of(study))
+    seeds, wanted, study = study.seeds[:MAX_SEEDS], list[HeadRequest](), study.with_heads(training_of(study))
     p, unseen = np.zeros((len(rows), len(dataset.class_names)), np.float32), np.zeros(len(rows), bool)
     for fold in range(FOLDS):
         train, tested = rows[fold_of != fold], torch.from_numpy(rows[fold_of == fold])
         unseen |= (fold_of == fold) & ~np.isin(labels, dataset.labels[train])
         split = split_of_rows(dataset, (f"fold {fold}",), np.unique(dataset.domains[train]).tolist(), train, {})
-        wanted += [Wanted(split, tested, seed) for seed in seeds]
+        wanted += [HeadRequest(split, tested, seed) for seed in seeds]
     for number, logits in study.answers(wanted, "label errors"):
         p[fold_of == number // len(seeds)] += logits.softmax(1).numpy() / len(seeds)
     every = np.arange(len(rows))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,16 +14,16 @@ from torch import Tensor
 from xdm_ft.audit.copies import NearCopies, near_copies, straddling
 from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.encoder import Aligned, aligned_accuracy, aligned_halves, encoder_facts, prompt_cosines
-from xdm_ft.audit.facts import FactRow, Mark, facts_findings, low_level, marks
-from xdm_ft.audit.heads import Study, Wanted, recipe_of_heads
+from xdm_ft.audit.facts import FactRow, ImageMark, facts_findings, low_level, marks
+from xdm_ft.audit.heads import HeadRequest, Study, recipe_of_heads
 from xdm_ft.audit.labels import FOLDS, MAX_SEEDS, Labels, confused, label_costs, label_scores, training_of
 from xdm_ft.audit.twins import domain_pairs, units_of
-from xdm_ft.core import Held, set_name
+from xdm_ft.core import DomainSet, set_name
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.evaluation.neighbours import directions, neighbours
+from xdm_ft.experiment.data_checks import roles
 from xdm_ft.experiment.estimate import heads_time
-from xdm_ft.experiment.faults import roles
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, image_hashes, prepare
 from xdm_ft.images import ImageDataset
@@ -35,12 +35,12 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.results.run import AUDIT_VERSION, Run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import sample
+from xdm_ft.storage import Json
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 logger = logging.getLogger("xdm_ft")
-Json = dict[str, Any]
 LISTED = 20  # pairs and images in audit.json; the tables have all
 FACTS_OF, MARKS_OF = 20_000, 4000  # images at most whose files are read again; whose pixels are
 MAX_COSTS = 12  # domains, and marked classes, that are left out of training, one at a time
@@ -106,7 +106,7 @@ def audit(study: Study, notes: Sequence[str] = (), of: str | None = None) -> Aud
     first = near.nearest[:, 0] if near.nearest.shape[1] else near.foreign
     shares = (nearest_shares(nearest, unit_of[domains], len(units)) for nearest in (near.foreign, first))
     twins = domain_pairs(study, units, *shares)
-    facts, found_marks = list[FactRow](), list[Mark]()
+    facts, found_marks = list[FactRow](), list[ImageMark]()
     if not isinstance(dataset, FeatureTable):
         stratum = domains * len(dataset.class_names) + labels
         table = image_facts(dataset, sample(rows, stratum, FACTS_OF))
@@ -181,9 +181,9 @@ def nearest_shares(nearest: np.ndarray, units: np.ndarray, number: int) -> np.nd
     return counts / np.maximum(counts.sum(1, keepdims=True), 1)
 
 
-def _copies(study: Study, pairs: list[NearCopies], straddles: list[bool], splits: dict[Held, Split]) -> Json:
+def _copies(study: Study, pairs: list[NearCopies], straddles: list[bool], splits: dict[DomainSet, Split]) -> Json:
     domains, sure = study.dataset.domains, [pair for pair in pairs if pair.sure]
-    images, left_out = len(study.dataset), dict[Held, np.ndarray]()
+    images, left_out = len(study.dataset), dict[DomainSet, np.ndarray]()
     first, second = (np.array([getattr(pair, end) for pair in sure], np.int64) for end in ("first", "second"))
     for held, split in splits.items():
         tested = np.zeros(images, bool)
@@ -255,14 +255,16 @@ def _as_row(study: Study, pair: NearCopies, straddles: bool) -> list[object]:
     return [*(entry[column] for column in COPIES[:-2]), *both]
 
 
-def _marks(dataset: ImageDataset, rows: np.ndarray) -> list[Mark]:
+def _marks(dataset: ImageDataset, rows: np.ndarray) -> list[ImageMark]:
     features = low_level(dataset, rows)
     groups = None if dataset.groups is None else dataset.groups[features.rows]
     of_rows = dataset.labels[features.rows], dataset.domains[features.rows]
     return marks(features, *of_rows, dataset.domain_names, dataset.class_names, groups)
 
 
-def _site_costs(study: Study, facts: list[FactRow], found: list[Mark], splits: dict[Held, Split]) -> list[Json]:
+def _site_costs(
+    study: Study, facts: list[FactRow], found: list[ImageMark], splits: dict[DomainSet, Split]
+) -> list[Json]:
     """Leaves out of training each marked class of a domain, and each domain in which facts of the files tell it."""
     dataset, changes = study.dataset, list[Change]()
     cells = [(mark.domain, mark.label) for mark in found if mark.found]
@@ -286,7 +288,7 @@ def _aligned(study: Study, unit: Tensor) -> Aligned | None:
     text = encoder.text_embeddings(study.dataset.class_names, None)
     halves = np.full(len(study.dataset), -1)
     halves[rows] = aligned_halves(prompt_cosines(unit, text, labels[rows]), labels[rows])
-    wanted = [Wanted(split, split.evaluation["test"], seed) for seed, split in study.heads]
+    wanted = [HeadRequest(split, split.evaluation["test"], seed) for seed, split in study.heads]
     tested = np.concatenate([head.rows.numpy() for head in wanted])
     predicted = np.concatenate(study.predictions(wanted, "aligned halves"))
     return aligned_accuracy(halves, tested, predicted == labels[tested])

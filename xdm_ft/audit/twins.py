@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xdm_ft.audit.costs import Answered, difference, judged, prediction
-from xdm_ft.audit.heads import Study, Wanted
+from xdm_ft.audit.heads import HeadRequest, Study
 from xdm_ft.core import Interval, set_name
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.protocol.splits import Split, in_domains, with_groups
@@ -133,7 +133,9 @@ def domain_pairs(
 class _Cell(NamedTuple):
     domain: int  # of the units
     without: int
-    heads: tuple[Wanted, Wanted, Wanted]  # with all images; without the other unit; without as many random ones
+    heads: tuple[
+        HeadRequest, HeadRequest, HeadRequest
+    ]  # with all images; without the other unit; without as many random ones
 
 
 def _cells(study: Study, split: Split, seed: int, i: int, j: int, unit: Sequence[str]) -> list[_Cell]:
@@ -144,4 +146,8 @@ def _cells(study: Study, split: Split, seed: int, i: int, j: int, unit: Sequence
     without, matched = study.without(split, rows), study.matched(split, rows, [seed, i, j])
     if without is None or matched is None:
         return []
-    return [_Cell(i, j, (Wanted(split, test, seed), Wanted(without, test, seed), Wanted(matched, test, seed)))]
+    return [
+        _Cell(
+            i, j, (HeadRequest(split, test, seed), HeadRequest(without, test, seed), HeadRequest(matched, test, seed))
+        )
+    ]

@@ -11,11 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
+from xdm_ft.core import Tensors
 from xdm_ft.runtime.settings import SearchRanges
-
-Tensors = dict[str, Tensor]  # parameter name → value
 
 
 class Segment(NamedTuple):
@@ -73,7 +70,7 @@ class Averaging(ABC):
         return 1.0
 
 
-class Interval(Averaging):
+class FixedInterval(Averaging):
     """The mean over the steps first…last, which are known beforehand.
 
     The model must be evaluated after the steps first − 1 and last, so that segments begin and end there.

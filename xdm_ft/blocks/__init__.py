@@ -178,7 +178,7 @@ PROBE_ERRORS = (RuntimeError, AssertionError, ValueError, TypeError, IndexError,
 
 
 @dataclass(frozen=True)
-class Block:
+class ChainBlock:
     """A module that maps one activation tensor to the next."""
 
     name: str  # in the encoder
@@ -196,7 +196,7 @@ class Chain:
     after the last block.
     """
 
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[ChainBlock, ...] = ()
     reason: str = ""  # why there are no blocks
     places: Mapping[str, int] = field(default_factory=dict)  # parameter → the first place that uses it
     # module → number of blocks that had begun at the begin of its first call, and at the end of its last one; for a
@@ -310,7 +310,7 @@ class _Pass:
         self.calls[name] = (self.calls[name][0], len(self.inputs))
 
 
-def _block(name: str, of_two: _Pass, of_one: _Pass) -> Block:
+def _block(name: str, of_two: _Pass, of_one: _Pass) -> ChainBlock:
     """The axis that counts images is found by comparing the activations of two images and of one."""
     two, single = of_two.inputs[name], of_one.inputs[name]
     axes = [axis for axis, sizes in enumerate(zip(two.shape, single.shape, strict=True)) if sizes[0] != sizes[1]]
@@ -318,7 +318,7 @@ def _block(name: str, of_two: _Pass, of_one: _Pass) -> Block:
         raise _NoChain(f"its module {name} takes {list(two.shape)} for two images, which has no batch axis")
     layout = sorted(range(two.ndim), key=two.stride().__getitem__, reverse=True)
     shape = two.shape[: axes[0]] + two.shape[axes[0] + 1 :]
-    return Block(name, tuple(shape), axes[0], tuple(layout), _without_data(of_one.outputs[name]))
+    return ChainBlock(name, tuple(shape), axes[0], tuple(layout), _without_data(of_one.outputs[name]))
 
 
 def _with_holders(encoder: nn.Module, seen: _Pass) -> dict[str, tuple[int, int]]:
@@ -387,7 +387,7 @@ def _without_data(output: Any) -> Any:
 
 
 def zeros(template: Any, like: Tensor) -> Any:
-    """The `Block.output` as zeros on the device of `like`, and of its type where they are no integers."""
+    """The `ChainBlock.output` as zeros on the device of `like`, and of its type where they are no integers."""
     if isinstance(template, Tensor):
         dtype = like.dtype if template.is_floating_point() else template.dtype
         return torch.zeros(template.shape, dtype=dtype, device=like.device)

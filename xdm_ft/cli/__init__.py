@@ -17,7 +17,7 @@ UNKNOWN_TRAINING = "unknown whether an image trained the model, because its trai
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
     """The result of a verb. Values are fractions, seconds and bytes, names are as in the data: only the text rounds."""
 
     document: Any  # what `as_json` can write

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from xdm_ft.cli import Answer, left_out
+from xdm_ft.cli import CommandResult, left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.export.directory import refuse_taken
 from xdm_ft.new_site.adapt import ADVISED, Adaptation, adapt, adapt_run
@@ -19,7 +19,7 @@ from xdm_ft.storage.names import expand_user
 from xdm_ft.training.adaptation import DOUBT
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Writes the adapted model, or nothing if the shipped one stays. Raises `UserError`, see `adapt`."""
     check_batch_size(arguments)
     out = expand_user(arguments.out, "--out")
@@ -36,14 +36,14 @@ def main(arguments: argparse.Namespace) -> Answer:
                 f"{option}: is for a model directory; a run directory trains on all its images; leave it out"
             )
         run = adapt_run(arguments.model, arguments.method, arguments.site, out, **common)
-        return Answer(run, list(lines(run)))
+        return CommandResult(run, list(lines(run)))
     refuse_run(arguments.model, ", or name a method that is trained again with the site: --method")
     model = load_model(arguments)
     shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
     found = adapt(
         model, arguments.model, arguments.site, out, prevalence=shares, images=arguments.images, **common
     )  # fmt: skip
-    return Answer(found, list(lines(found)))
+    return CommandResult(found, list(lines(found)))
 
 
 def lines(found: Adaptation) -> Iterator[str]:

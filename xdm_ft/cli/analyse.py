@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.analysis.reconstruction import OPTION, read_autoencoder
-from xdm_ft.cli import Answer, columns
+from xdm_ft.cli import CommandResult, columns
 from xdm_ft.experiment.analyse import KIND, analyse, write_reconstructions
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.plan import make_plan, read_data
@@ -30,8 +30,8 @@ from xdm_ft.storage.run_directory import ANALYSIS, FINISHED, PAGE, TAKEN, RunDir
 
 REMEDY = "analyse it with the data and weights that it was trained on"
 logger = logging.getLogger("xdm_ft")
-Model = dict[str, Any]  # an entry of analysis.json
-Spread = dict[str, float | None]  # mean, std
+_Model = dict[str, Any]  # an entry of analysis.json
+_Spread = dict[str, float | None]  # mean, std
 
 
 def _mean(values: list[float | None]) -> float | None:
@@ -39,17 +39,17 @@ def _mean(values: list[float | None]) -> float | None:
     return None if not values or None in values else statistics.fmean(values)  # type: ignore[arg-type]
 
 
-def _test_mean(model: Model, key: str) -> float | None:
+def _test_mean(model: _Model, key: str) -> float | None:
     domains = model["calibration"]["domains"].values()
     return _mean([domain[key] for domain in domains if domain["role"] == "test"])
 
 
-def _random_removal(model: Model) -> float | None:
+def _random_removal(model: _Model) -> float | None:
     importance = model["importance"]
     return None if importance is None else float(importance["area"]["class"]["random"])
 
 
-COLUMNS: dict[str, tuple[str, Callable[[Model], float | None]]] = {
+COLUMNS: dict[str, tuple[str, Callable[[_Model], float | None]]] = {
     "covariances": ("covariance_distance", lambda model: model["representation_invariance"]["paper"]),
     "risk variance": ("risk_variance", lambda model: model["prediction_invariance"]["risk_variance"]),
     "ECE": ("test_ece", lambda model: _test_mean(model, "ece")),
@@ -62,7 +62,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Model], float | None]]] = {
 """{title of a column: key of its measure in the JSON document, and its value for a model}"""
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Measures the models of a run, and writes analysis.json into its directory. Raises `UserError`.
 
     The recipe is that of the run directory; the directory may have been moved. Data and encoder must be those of the
@@ -110,7 +110,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     return _answer(folder / ANALYSIS, folder / PAGE if recipe.report.page else None, analysis, images)
 
 
-def _answer(path: Path, page: Path | None, analysis: dict[str, Any], images: dict[str, Any] | None) -> Answer:
+def _answer(path: Path, page: Path | None, analysis: dict[str, Any], images: dict[str, Any] | None) -> CommandResult:
     models = analysis["models"]
     methods = dict.fromkeys(model["method"] for model in models)
     means = {method: _means([model for model in models if model["method"] == method]) for method in methods}
@@ -144,22 +144,22 @@ def _answer(path: Path, page: Path | None, analysis: dict[str, Any], images: dic
                 lines.append(
                     f"no images for {held_out}: XDomainMix needs two training domains and classes, with partners"
                 )
-    return Answer(document, lines)
+    return CommandResult(document, lines)
 
 
-def _chance(models: list[Model]) -> float | None:
+def _chance(models: list[_Model]) -> float | None:
     """Returns which share of the distance of covariances equal domains would have, too; None if it is not known."""
     parts = [model["representation_invariance"] for model in models]
     noise, value = (_mean([part.get(key) for part in parts]) for key in ("paper_noise", "paper"))
     return noise / value if noise is not None and value else None
 
 
-def _means(models: list[Model]) -> dict[str, Spread | None]:
+def _means(models: list[_Model]) -> dict[str, _Spread | None]:
     """Returns {measure: mean and standard deviation over seeds}; None where no seed has a value of every model.
 
     Held-out domains are averaged within a seed first.
     """
-    means: dict[str, Spread | None] = {}
+    means: dict[str, _Spread | None] = {}
     seeds = dict.fromkeys(model["seed"] for model in models)
     for key, measure in COLUMNS.values():
         values = [_mean([measure(model) for model in models if model["seed"] == seed]) for seed in seeds]
@@ -169,7 +169,7 @@ def _means(models: list[Model]) -> dict[str, Spread | None]:
     return means
 
 
-def _cell(value: Spread | None) -> str:
+def _cell(value: _Spread | None) -> str:
     if value is None or value["mean"] is None:
         return "–"
     return f"{value['mean']:.3g}" + ("" if value["std"] is None else f" ± {value['std']:.2g}")

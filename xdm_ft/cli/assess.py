@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 
-from xdm_ft.cli import Answer, columns, left_out
+from xdm_ft.cli import CommandResult, columns, left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.expected_site import BELOW, NEARLY
 from xdm_ft.export.card import shown
@@ -22,14 +22,14 @@ OF_CARD = (
 NAMES = {"cot": "COT", "aline": "ALine-D", "atc": "ATC"}
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Raises `UserError` for a model that cannot be assessed, and for images that cannot be listed."""
     check_batch_size(arguments)
     refuse_run(arguments.model)
     model = load_model(arguments)
     shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
     assessment = assess(model, arguments.model, arguments.images, shares, arguments.group, arguments.batch_size)
-    return Answer(assessment, list(lines(assessment)))
+    return CommandResult(assessment, list(lines(assessment)))
 
 
 def lines(found: Assessment) -> Iterator[str]:

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from xdm_ft.audit.measure import COPIES, LABELS, Audit, audit, read_study
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.experiment.resume import written_recipe
@@ -26,7 +26,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 logger = logging.getLogger("xdm_ft")
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Writes audit.json, audit.md and tables into the folder audit of the run directory. Raises `UserError`.
 
     A run directory may have been moved; its data must be those of the run. Processes of a launch extract missing
@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> Answer:
             _write_page(folder)
         wait_for_everyone(accelerator)
     lines = [] if document is None else audit_lines(document)
-    return Answer({**(document or {}), "folder": folder / "audit"}, [*lines, f"all of it: {folder / 'audit'}"])
+    return CommandResult({**(document or {}), "folder": folder / "audit"}, [*lines, f"all of it: {folder / 'audit'}"])
 
 
 def _write(folder: Path, found: Audit, dataset: ImageDataset | None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
@@ -22,14 +22,14 @@ from xdm_ft.storage.results_file import read_results
 GIGABYTE = 10**9
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     if arguments.action == "prune":
         return prune_cache(arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced)
     return verify_cache(arguments.dir) if arguments.action == "verify" else list_cache(arguments.dir)
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoreEntry:
     """A store: features of one encoder, or activations at a cut of it, with one precision, in one view."""
 
     key: str
@@ -56,14 +56,14 @@ class Entry:
         return f"{self.key}  {self.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"
 
 
-def list_cache(folder: str | None) -> Answer:
+def list_cache(folder: str | None) -> CommandResult:
     """Returns the stores, last used first."""
     cache, stores = _stores(folder)
     lines = [entry.line() for _, entry in stores] or [f"{cache}: nothing is cached"]
-    return Answer({"folder": cache, "entries": [entry for _, entry in stores]}, lines)
+    return CommandResult({"folder": cache, "entries": [entry for _, entry in stores]}, lines)
 
 
-def verify_cache(folder: str | None) -> Answer:
+def verify_cache(folder: str | None) -> CommandResult:
     """Reads every file of the cache that a run of this version would read."""
     cache, stores = _stores(folder)
     entries = []
@@ -80,12 +80,12 @@ def verify_cache(folder: str | None) -> Answer:
     text += f" and activations ({cuts} of activations)" if cuts else ""
     outdated = len(entries) - len(current)
     text += ", none damaged" + (f"; {outdated} of another version, which nothing reads" if outdated else "")
-    return Answer({"folder": cache, "entries": entries}, [f"{cache}: {text}"], error)
+    return CommandResult({"folder": cache, "entries": entries}, [f"{cache}: {text}"], error)
 
 
 def prune_cache(
     folder: str | None, unused_days: float | None, max_gigabytes: float | None, runs: Sequence[str] | None = None
-) -> Answer:
+) -> CommandResult:
     """Removes features unused for `unused_days`, and those that no run below the folders `runs` was trained on.
 
     Then removes the longest unused features until `max_gigabytes` are left.
@@ -108,7 +108,7 @@ def prune_cache(
             lines.append(entry.line() + ("" if count == count_before else f", {count} of {count_before} files"))
     freed = sum(part["bytes"] for part in removed) / GIGABYTE
     lines.append(f"{plural(sum(part['files'] for part in removed), 'file')} removed, {freed:.3f} GB freed")
-    return Answer({"folder": cache, "removed": removed}, lines)
+    return CommandResult({"folder": cache, "removed": removed}, lines)
 
 
 def referenced_by(folders: Sequence[str]) -> set[str]:
@@ -144,7 +144,7 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
     return keys
 
 
-def _stores(folder: str | None) -> tuple[Path, list[tuple[Cached, Entry]]]:
+def _stores(folder: str | None) -> tuple[Path, list[tuple[Cached, StoreEntry]]]:
     """Returns the folder of the cache and its stores, last used first."""
     cache = cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
     entries = []
@@ -152,6 +152,6 @@ def _stores(folder: str | None) -> tuple[Path, list[tuple[Cached, Entry]]]:
         used = datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds")
         state, manifest = "outdated" if store.is_outdated else "current", store.manifest
         of_features = manifest["encoder"], manifest["precision"], manifest.get("view")
-        entry = Entry(store.key, store.folder, store.bytes, store.images(), used, state, *of_features)
+        entry = StoreEntry(store.key, store.folder, store.bytes, store.images(), used, state, *of_features)
         entries.append((store, entry))
     return cache, entries

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reachable
+from xdm_ft.experiment.data_checks import SITE_CLASS, Finding, data_faults, fault, intensity_faults, plan_faults
 from xdm_ft.experiment.estimate import estimate
-from xdm_ft.experiment.faults import SITE_CLASS, Finding, data_faults, fault, intensity_faults, plan_faults
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import (
     build_encoder,
@@ -32,7 +32,7 @@ from xdm_ft.experiment.prepare import (
     with_text,
 )
 from xdm_ft.experiment.results import trained_words
-from xdm_ft.experiment.resume import keep_choices_of_run
+from xdm_ft.experiment.resume import inherit_choices
 from xdm_ft.experiment.work import as_launched, launched
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder
@@ -52,7 +52,7 @@ MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds"
 GIGABYTE = 1e9
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Prints every finding when it is made: some checks take minutes."""
     checks = []
     for finding in _findings(arguments):
@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> Answer:
         checks.append({"check": finding.what, "ok": ok, "found": finding.found, "remedy": finding.remedy})
     faults = sum(not check["ok"] for check in checks)
     line = f"{plural(faults, 'fault')}, each followed by its remedy (→)" if faults else "no faults"
-    return Answer({"ok": not faults, "faults": faults, "checks": checks}, [line], status=2 if faults else 0)
+    return CommandResult({"ok": not faults, "faults": faults, "checks": checks}, [line], status=2 if faults else 0)
 
 
 def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield from _guarded("cluster", ray_cluster(Cluster()))
         return
     try:
-        recipe = keep_choices_of_run(load_recipe(arguments))
+        recipe = inherit_choices(load_recipe(arguments))
     except UserError as error:
         yield from fault("recipe", error)
         return
@@ -188,7 +188,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     all_built = not recipe.has_images or encoders.keys() == by_label(recipe).keys()
     if encoders and all_built:
         recipe = with_text(recipe, encoders)
-    cached = {item.encoder_label for item in recipe.served if not recipe.trains_on_images(item)}
+    cached = {item.encoder_label for item in recipe.runnable_methods if not recipe.trains_on_images(item)}
     preprocessing = next((encoder.preprocessing for label, encoder in encoders.items() if label in cached), None)
     data = yield from check_data(recipe, preprocessing)
     if data is None:
@@ -225,7 +225,7 @@ def cache_space(
     """
     from accelerate import PartialState  # here, as `installation` reports that it cannot be imported
 
-    items = [item for item in recipe.served if item.encoder_label == label]
+    items = [item for item in recipe.runnable_methods if item.encoder_label == label]
     device = device_of(recipe.cluster, PartialState().device)  # on which the run computes features
     cached: list[tuple[str, Encoder]] = []
     if any(item.trainable is False for item in items):

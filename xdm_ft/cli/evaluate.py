@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xdm_ft.cli import UNKNOWN_TRAINING, Answer, columns, copies_left_out, unreadable_left_out
+from xdm_ft.cli import UNKNOWN_TRAINING, CommandResult, columns, copies_left_out, unreadable_left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.core import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
@@ -129,7 +129,7 @@ class Evaluation:
         yield f"{copies}; {trained}"
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Measures a model on the labelled images of a folder or table, of all domains or of `--domain` alone.
 
     Of images with the same bytes, the first one counts. Images that trained the model count, are counted, and leave no
@@ -195,7 +195,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     if arguments.save and saved is None:
         earlier = folder / THRESHOLD
         lines.append(f"Nothing was stored{f'; {earlier} is of an earlier evaluation' if earlier.exists() else ''}")
-    return Answer(evaluation, [*lines, f"next: {_next(evaluation, arguments, config.site_xxh3 is not None)}"])
+    return CommandResult(evaluation, [*lines, f"next: {_next(evaluation, arguments, config.site_xxh3 is not None)}"])
 
 
 def _next(found: Evaluation, arguments: argparse.Namespace, adaptable: bool) -> str:

@@ -8,22 +8,22 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.terminal import glossary
 
 WIDTH = 80  # characters
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     groups = glossary()
     if not arguments.word:
         first, *further = groups
         words = [_wrapped(group, " · ".join(groups[group])) for group in further]
         more = ["", "More words: xdm-ft explain WORD, or the name of a group", ""]
-        return Answer(groups, [*_lines(groups[first]), *more, *(line for lines in words for line in lines)])
+        return CommandResult(groups, [*_lines(groups[first]), *more, *(line for lines in words for line in lines)])
     chosen = _entries(" ".join(arguments.word), groups)
-    return Answer(chosen, [line for entries in chosen.values() for line in _lines(entries)])
+    return CommandResult(chosen, [line for entries in chosen.values() for line in _lines(entries)])
 
 
 def names(group: str, word: str) -> set[str]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from PIL import Image
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.library import run as run_recipe
 from xdm_ft.cli.predict import choice_of
-from xdm_ft.experiment.final_fit import Wanted
+from xdm_ft.experiment.final_fit import FitRequest
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
-from xdm_ft.export import ModelConfig, Parts
+from xdm_ft.export import ModelConfig, ModelParts
 from xdm_ft.export.card import held_words
 from xdm_ft.export.choose import Choice, chosen_method, read_parts, with_training_images
 from xdm_ft.export.directory import new_directory, refuse_taken, write_directory
@@ -35,7 +35,7 @@ COMPARED_IMAGES = 8  # that ONNX Runtime and torch are compared on
 logger = logging.getLogger("xdm_ft")
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     others = ("run_dir", "dir", "method", "held_out", "seed", "trial", "verb", "json", "quiet")
     options = {name: value for name, value in vars(arguments).items() if name not in others}
     return export_model(arguments.run_dir, arguments.dir, choice_of(arguments), **options)
@@ -58,7 +58,7 @@ def export_model(
     allow_training_features: bool = False,
     with_training_hashes: bool = False,
     no_site: bool = False,
-) -> Answer:
+) -> CommandResult:
     """Writes the chosen model of the run into a new directory.
 
     Without `choice.held_out` it is the final fit of the method, trained now if the run has none; for an official split
@@ -70,7 +70,7 @@ def export_model(
     Raises `UserError` if there is no such model, if its files are damaged, or if the directory is taken.
     """
 
-    def parts_of(choice: Choice) -> Parts:
+    def parts_of(choice: Choice) -> ModelParts:
         parts = read_parts(run, choice, wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
         if push_to_hub is not None and parts.training_features and not allow_training_features:
             problem = f"the head of {method} contains the features of all its training images"
@@ -109,7 +109,9 @@ def export_model(
     return _answer(folder, config, held_words(config, parts.training_features), onnx_file, pushed)
 
 
-def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None, pushed: Pushed | None) -> Answer:
+def _answer(
+    folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None, pushed: Pushed | None
+) -> CommandResult:
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     needs_weights = config.encoder.file is None and "weights" not in config.encoder.settings
     expected, nll = config.expected, None
@@ -147,10 +149,10 @@ def _answer(folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None
         lines.append(f"{onnx.path.name}: opset {onnx.opset}; {agrees}")
     if pushed is not None:
         lines.append(f"on the hub: {pushed.url}{' (private)' if pushed.private else ''}")
-    return Answer(document, lines)
+    return CommandResult(document, lines)
 
 
-def with_audit(run: Run, parts: Parts) -> Parts:
+def with_audit(run: Run, parts: ModelParts) -> ModelParts:
     """Returns the parts with what an audit of the run's data found, for the card."""
     if run.audit is None:
         return parts
@@ -192,7 +194,7 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
         raise UserError(f"{run.path}: --ensemble: {problem}")
     of_seeds = f" under {seeds} seeds" if seeds > 1 else ""
     logger.info("%s: trains the final fit of %s on all labelled images%s", run.path, method, of_seeds)
-    run_recipe(recipe, [Wanted(method, ensemble)])
+    run_recipe(recipe, [FitRequest(method, ensemble)])
     run = read_run(run.path)
     final = run.final_fits.get(method)
     if final is None or final["status"] != "ok":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.experiment.cluster import check_cluster
 from xdm_ft.experiment.plan import read_data
@@ -20,11 +20,11 @@ from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.watchdog import heartbeat
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     return fill_cache(load_recipe(arguments))
 
 
-def fill_cache(recipe: Recipe) -> Answer:
+def fill_cache(recipe: Recipe) -> CommandResult:
     """Computes the features and activations that the recipe caches. Raises `UserError` if there are none."""
     if all(recipe.trains_on_images(item) for item in recipe.methods):
         problem = "it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
@@ -56,4 +56,4 @@ def fill_cache(recipe: Recipe) -> Answer:
         "unreadable": {dataset.name(row): reason for row, reason in prepared.unreadable.items()},
         "computed": sum(part["computed"] for part in sets),
     }
-    return Answer(document, lines)
+    return CommandResult(document, lines)

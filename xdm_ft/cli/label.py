@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from xdm_ft.cli import Answer, left_out
+from xdm_ft.cli import CommandResult, left_out
 from xdm_ft.cli.assess import budget_table
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.few_labels import enough_for
@@ -29,7 +29,7 @@ FIRST_ROW = 2  # of the table, as a spreadsheet numbers it
 WANTED = 0.05  # half of an interval of the accuracy, for which the screen says the number of images
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Raises `UserError` for a budget below 1, for files that exist, and as `new_site.label.label` does."""
     check_batch_size(arguments)
     if arguments.budget < 1:
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     write(made.rows, out, html, model.config.intensity)
     document = {"model": made.model, "out": out, "sheet": html, **vars(made)}
     del document["rows"]
-    return Answer(document, list(lines(made, out, html, model.class_names)))
+    return CommandResult(document, list(lines(made, out, html, model.class_names)))
 
 
 def lines(made: Labelling, out: Path, html: Path | None, class_names: Sequence[str]) -> Iterator[str]:

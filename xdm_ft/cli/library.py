@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft import experiment
-from xdm_ft.experiment.final_fit import Wanted
+from xdm_ft.experiment.final_fit import FitRequest
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.csv import COMPARED, comparison_row
 from xdm_ft.report.headline import sentence
@@ -71,13 +71,13 @@ class Results:
         return self.run.comparisons
 
     def __repr__(self) -> str:
-        methods = listed([short(row.method) for row in self.run.own_rows])
+        methods = listed([short(row.method) for row in self.run.recipe_rows])
         models = f"{plural(len(self.records), 'model')}{', some failed' * self.failed} of {methods or 'no method'}"
-        return f"<Results of {printable(self.path)}: {models}; selection: {self.run.own_rule}>"
+        return f"<Results of {printable(self.path)}: {models}; selection: {self.run.recipe_rule}>"
 
     def _repr_html_(self) -> str:
         """The finding and the table, as a notebook shows them."""
-        return notebook_html(sentence(self.run), results(self.run, self.run.own_rule).tables)
+        return notebook_html(sentence(self.run), results(self.run, self.run.recipe_rule).tables)
 
     def table(self, selection: str | None = None) -> list[dict[str, Any]]:
         """Returns the rows of one selection rule as flat dicts: `pandas.DataFrame(results.table())`.
@@ -89,7 +89,7 @@ class Results:
         `selection`: by default the recipe's own rule; "oracle", which reads test labels, and the run's other rules on
         request. Raises `UserError` for a rule that the run does not have, and for damaged predictions.
         """
-        rules = list(dict.fromkeys([self.run.own_rule, *self.run.rules]))
+        rules = list(dict.fromkeys([self.run.recipe_rule, *self.run.rules]))
         rule = rules[0] if selection is None else selection
         if rule not in rules:
             raise UserError(f'{self.path}: selection: the run has no rule "{rule}"{did_you_mean(rule, rules)}')
@@ -104,7 +104,7 @@ class Results:
         return table
 
 
-def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
+def run(recipe: Recipe, fits: Sequence[FitRequest] = ()) -> Results:
     """Runs a recipe to its reports, see `experiment.run`."""
     return Results(experiment.run(recipe, refresh_reports, fits))
 

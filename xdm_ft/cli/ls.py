@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli import Answer, columns
+from xdm_ft.cli import CommandResult, columns
 from xdm_ft.recipe.components import ADD_ONS, find, names, settings_model
 from xdm_ft.recipe.text import in_yaml, recipe_folder
 from xdm_ft.runtime.errors import UserError, did_you_mean
@@ -24,7 +24,7 @@ OWN_IMAGES = (
 WIDTH = 100  # characters of a line
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     return listing(arguments.what, arguments.name)
 
 
@@ -37,7 +37,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Listing:
     name: str
     about: str
     group: str | None = None  # of recipes
@@ -47,7 +47,7 @@ class Entry:
     settings: tuple[Setting, ...] = ()
 
 
-def listing(what: str, name: str | None = None) -> Answer:
+def listing(what: str, name: str | None = None) -> CommandResult:
     """Returns a line per entry, or all that is known of the one with this name. Raises `UserError` if there is none."""
     if what in ("recipes", "benchmarks") and name is None:
         return _recipes(only_benchmarks=what == "benchmarks")
@@ -61,16 +61,16 @@ def listing(what: str, name: str | None = None) -> Answer:
         known = {entry.name.removeprefix("…+"): entry for entry in entries}
         if name not in known:
             raise UserError(f"ls {what}: no {name}{did_you_mean(name, [*known])}")
-        return Answer([known[name]], _details(known[name]))
+        return CommandResult([known[name]], _details(known[name]))
     rows = [
         tuple(filter(None, (entry.name, entry.works_on, entry.source if what == "methods" else entry.about)))
         for entry in entries
     ]
     lines = [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in columns(rows, numbers=False)]
-    return Answer(entries, [*lines, "", f"All of one, with its settings: xdm-ft ls {what} NAME"])
+    return CommandResult(entries, [*lines, "", f"All of one, with its settings: xdm-ft ls {what} NAME"])
 
 
-def _details(entry: Entry) -> list[str]:
+def _details(entry: Listing) -> list[str]:
     works_on = entry.works_on and f"works on: {entry.works_on}"
     what = entry.about, entry.source, works_on, entry.holds
     settings = [
@@ -84,23 +84,23 @@ def _details(entry: Entry) -> list[str]:
     ]
 
 
-def _recipes(only_benchmarks: bool) -> Answer:
+def _recipes(only_benchmarks: bool) -> CommandResult:
     """As text either the recipes for own images or the benchmarks; the document of `ls recipes` has both."""
     about = {
         path.stem: path.read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip()
         for path in sorted(recipe_folder().glob("*.yaml"))
     }
-    own = [Entry(name, about.pop(name), "own images") for name in OWN_IMAGES]
-    others = [Entry(name, text, "benchmarks") for name, text in about.items()]
+    own = [Listing(name, about.pop(name), "own images") for name in OWN_IMAGES]
+    others = [Listing(name, text, "benchmarks") for name, text in about.items()]
     lines = columns([(entry.name, entry.about) for entry in (others if only_benchmarks else own)], numbers=False)
     if only_benchmarks:
-        return Answer(others, lines)
+        return CommandResult(others, lines)
     use = "xdm-ft run RECIPE data.root=DIR starts one; xdm-ft cp RECIPE FILE copies it."
     more = "Published benchmarks and ablations: xdm-ft ls benchmarks"
-    return Answer([*own, *others], ["Your own images", *lines, "", use, more])
+    return CommandResult([*own, *others], ["Your own images", *lines, "", use, more])
 
 
-def _methods() -> Iterator[Entry]:
+def _methods() -> Iterator[Listing]:
     from xdm_ft.algorithms import Algorithm, Solver  # which needs torch; the other lists do not wait for it
 
     for name in names("algorithms"):
@@ -119,7 +119,7 @@ def _methods() -> Iterator[Entry]:
             yield replace(entry, name=f"…+{name}", works_on="cached / end to end")
 
 
-def _entry(folder: str, name: str, prefix: str = "") -> Entry:
+def _entry(folder: str, name: str, prefix: str = "") -> Listing:
     cls, settings = find(folder, name), []
     for key, field in settings_model(cls, prefix=prefix).model_fields.items():
         required = field.is_required()
@@ -133,4 +133,4 @@ def _entry(folder: str, name: str, prefix: str = "") -> Entry:
         settings.append(Setting(key, field.description or "", required, default))
     summary = (inspect.getdoc(cls) or "").split("\n")[0]
     source = getattr(cls, "source", None) if folder in ("algorithms", *ADD_ONS) else None  # of others no paper
-    return Entry(name, summary, source=source, settings=tuple(settings))
+    return Listing(name, summary, source=source, settings=tuple(settings))

@@ -15,11 +15,11 @@ from difflib import get_close_matches
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from xdm_ft.cli import Answer, as_json
+from xdm_ft.cli import CommandResult, as_json
 from xdm_ft.cli.arguments import EXAMPLES, VERBS
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.runtime.terminal import opened, print_error, set_aside, write
+from xdm_ft.runtime.terminal import open_streams, print_error, set_aside, write
 from xdm_ft.version import __version__
 
 OTHER_NAMES = {
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     if "--quiet" in argv:  # bars of libraries, which read this when they are imported
         os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     try:
-        with opened(level):
+        with open_streams(level):
             arguments = parser().parse_args(argv)
             with interrupt.handled(resumable=arguments.verb in RESUMABLE):
                 try:
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 def _perform(arguments: argparse.Namespace) -> int:
     """Performs the verb and shows its answer, as data or as text. Returns the exit status."""
     with set_aside() if arguments.json else nullcontext():
-        answer: Answer = importlib.import_module(f"xdm_ft.cli.{arguments.verb}").main(arguments)
+        answer: CommandResult = importlib.import_module(f"xdm_ft.cli.{arguments.verb}").main(arguments)
     if _is_main_process():
         if arguments.json:
             write(as_json(answer.document))

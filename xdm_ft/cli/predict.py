@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.arguments import STORED
-from xdm_ft.containers.files import counted
 from xdm_ft.export.choose import Choice
-from xdm_ft.export.predict import Columns, Format, Predictions, Tally, open_unfinished, refuse_taken
-from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
+from xdm_ft.export.predict import ExtraColumns, Format, Predictions, Tally, open_unfinished, refuse_taken
+from xdm_ft.export.predictor import ImageBatch, Model, cache_of, load, stream
 from xdm_ft.export.sources import Sources
 from xdm_ft.features import fast_batch_size
+from xdm_ft.image_files.files import counted
 from xdm_ft.new_site.measure import read_threshold
 from xdm_ft.new_site.stored import read_unknown
 from xdm_ft.runtime import interrupt
@@ -64,7 +64,9 @@ def output_of(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
     return out, format_
 
 
-def must_not_change(arguments: argparse.Namespace, model: Model, columns: Columns, batch_size: int) -> dict[str, Any]:
+def must_not_change(
+    arguments: argparse.Namespace, model: Model, columns: ExtraColumns, batch_size: int
+) -> dict[str, Any]:
     """Returns what must be as it was for predictions to be resumed."""
     # the checksum of the encoder's tensors is in the config; an architecture in a file of its own is not
     described = [model.config.model_dump(mode="json"), model.module.encoder.identity()]
@@ -80,7 +82,7 @@ def must_not_change(arguments: argparse.Namespace, model: Model, columns: Column
     }
 
 
-def print_rows(batches: Iterable[Batch], table: Predictions, grouped: bool) -> Tally:
+def print_rows(batches: Iterable[ImageBatch], table: Predictions, grouped: bool) -> Tally:
     """Prints the rows of each batch as soon as it is predicted; `grouped`: the rows of groups, at the end."""
     tally, header = Tally(), table.header
     for batch in batches:
@@ -96,7 +98,7 @@ def print_rows(batches: Iterable[Batch], table: Predictions, grouped: bool) -> T
     return tally
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Predicts the images of `paths`, see `Sources`, and writes their rows.
 
     Raises `UserError` for a path that does not exist, a model that cannot be loaded, or options that do not fit it.
@@ -116,12 +118,12 @@ def main(arguments: argparse.Namespace) -> Answer:
             raise UserError(f"--abstain-below {STORED}: is for single images; leave out --group-by, or give a number")
         threshold = read_threshold(model).threshold
     is_unknown = read_unknown(model, arguments.model).is_unknown if arguments.unknown else None
-    table = Predictions(model, Columns(*flags, arguments.unknown, threshold), format_, grouped, is_unknown)
+    table = Predictions(model, ExtraColumns(*flags, arguments.unknown, threshold), format_, grouped, is_unknown)
     size = arguments.batch_size or fast_batch_size(model.device.type)
     items, resumed = iter(sources), 0
     with progress("predicting", total, "images") as bar:
 
-        def batches() -> Iterator[Batch]:
+        def batches() -> Iterator[ImageBatch]:
             unreadable = 0
             for batch in stream(model, items, batch_size=size, cache=cache_of(arguments.model)):
                 yield batch
@@ -177,4 +179,4 @@ def main(arguments: argparse.Namespace) -> Answer:
         error = UserError(f"no image was predicted: {first}{table_of_faults}", *others)
     in_groups = "" if groups is None else f" in {plural(groups, 'group')}"
     lines = [] if out is None else [f"wrote {out}: predictions of {plural(predicted, 'image')}{in_groups}"]
-    return Answer(document, lines, error, status)
+    return CommandResult(document, lines, error, status)

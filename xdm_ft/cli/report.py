@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.arguments import FORMATS
 from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
 from xdm_ft.report.headline import details, sentence
@@ -28,7 +28,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 logger = logging.getLogger("xdm_ft")
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     """Makes the tables of one run or of several runs of one protocol.
 
     Of one run it also writes results.md, results.csv, report.html and plots/ again. Raises `UserError` for a run that
@@ -92,7 +92,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     count = sum(len(section.tables) for section in sections)
     encoders = [encoders_of(run.results) for run in runs]
     document = {"runs": [run.path for run in runs], "encoders": encoders, "rows": rows, "out": out, "written": written}
-    return Answer(document, print_tables if out is None else [f"wrote {out}: {plural(count, 'table')}"])
+    return CommandResult(document, print_tables if out is None else [f"wrote {out}: {plural(count, 'table')}"])
 
 
 def _write_reports(run: Run, images: bool) -> list[Path]:

@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.arguments import KEYS
 from xdm_ft.recipe.text import read_recipe, say_if_finished
 from xdm_ft.runtime.errors import UserError
@@ -31,12 +31,12 @@ def load_recipe(arguments: argparse.Namespace) -> Recipe:
     return recipe
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     say_if_finished(read_recipe(arguments.recipe, arguments.overrides))  # before the imports that take seconds
     return run_recipe(load_recipe(arguments))
 
 
-def run_recipe(recipe: Recipe) -> Answer:
+def run_recipe(recipe: Recipe) -> CommandResult:
     """Returns what stands in results.json, but for the recipe and the single models. Status 1: a model failed."""
     from xdm_ft.cli.library import run
     from xdm_ft.report.headline import show_headline
@@ -49,4 +49,4 @@ def run_recipe(recipe: Recipe) -> Answer:
         "final_fit": results.final_fit,
         "failed": results.failed,
     }
-    return Answer(document, lambda: show_headline(results.run), status=1 if results.failed else 0)
+    return CommandResult(document, lambda: show_headline(results.run), status=1 if results.failed else 0)

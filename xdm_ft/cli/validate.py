@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.cli import Answer
+from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.cut.cut import describe_chain
 from xdm_ft.encoders import TextEncoder
+from xdm_ft.experiment.data_checks import check_data, log_left_out
 from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
-from xdm_ft.experiment.faults import faults, log_left_out
 from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepare import (
     build_encoders,
@@ -24,9 +24,10 @@ from xdm_ft.experiment.prepare import (
     log_encoder,
     with_text,
 )
-from xdm_ft.experiment.resume import keep_choices_of_run, refused_changes
+from xdm_ft.experiment.resume import inherit_choices, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.experiment.work import as_launched, launched
+from xdm_ft.model_sources.prompts import warn_of_class_names
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
@@ -34,7 +35,6 @@ from xdm_ft.report.comparisons import forecast
 from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, listed
 from xdm_ft.runtime.settings import Block
-from xdm_ft.weights.prompts import warn_of_class_names
 
 MEANING_COLUMN = 44
 MAX_COLUMNS = 20  # of a table that are named
@@ -42,16 +42,16 @@ COLUMNS = 110  # of a line of class names
 logger = logging.getLogger("xdm_ft")
 
 
-def main(arguments: argparse.Namespace) -> Answer:
+def main(arguments: argparse.Namespace) -> CommandResult:
     return validate(load_recipe(arguments))
 
 
-def validate(recipe: Recipe) -> Answer:
+def validate(recipe: Recipe) -> CommandResult:
     """Returns the resolved recipe, prompts, plan, time, blocks, findings and what the run will find.
 
     Raises `UserError` if data and recipe do not fit together; a fault of an encoder is in the answer.
     """
-    recipe = keep_choices_of_run(recipe)
+    recipe = inherit_choices(recipe)
     installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
     log_left_out(dataset)
@@ -70,7 +70,7 @@ def validate(recipe: Recipe) -> Answer:
     except UserError as error:  # the weights may come later, the data can be mended now
         fault = error
         try:
-            findings = faults(plan, show=True)
+            findings = check_data(plan, show=True)
         except UserError:  # of the cache's folder: it is the next fault, and the data are not read
             raise error from None
     else:
@@ -79,7 +79,7 @@ def validate(recipe: Recipe) -> Answer:
             log_encoder(encoder)
             if isinstance(encoder, TextEncoder) and not encoder.text_reason:
                 # the tokenizer is read only if a method needs it
-                reads = any(item.reads_text for item in recipe.served if item.encoder_label == label)
+                reads = any(item.reads_text for item in recipe.runnable_methods if item.encoder_label == label)
                 prompts_of = encoder.read_prompts if reads else encoder.exact_prompts
                 prompts = prompts or prompts_of(dataset.class_names)
                 for item in recipe.methods:
@@ -93,7 +93,7 @@ def validate(recipe: Recipe) -> Answer:
         blocks = {
             label: describe_chain(encoders[label]) for label in dict.fromkeys(cost.document["encoder"] for cost in cuts)
         }
-        findings = faults(plan, show=True)
+        findings = check_data(plan, show=True)
         power = _power(recipe)
 
     document = {
@@ -133,7 +133,7 @@ def validate(recipe: Recipe) -> Answer:
         text = [f"# recipe: {len(text)} lines, every key with its meaning: xdm-ft validate RECIPE > FILE"]
     for heading, lines in parts.items():
         text += [f"# {heading}", *(f"#   {line}" for line in lines)] if lines else []
-    return Answer(document, text, fault, text_despite_error=True)
+    return CommandResult(document, text, fault, text_despite_error=True)
 
 
 def _in_lines(names: Sequence[str]) -> list[str]:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from xdm_ft.storage.names import model_folder
 
+Tensors = dict[str, Tensor]  # parameter name → value
+
 
 @dataclass(frozen=True)
 class Task:
@@ -167,16 +169,16 @@ class OfModel:
         return self.key.trial
 
 
-Held = tuple[str, ...]
+DomainSet = tuple[str, ...]
 """Held-out domains of one model: one, or several (`protocol.together`, official split), whose images count as one."""
 
 
-def set_name(held: Held) -> str:
+def set_name(held: DomainSet) -> str:
     """The name of a set of held-out domains, as the summary's columns have it."""
     return " + ".join(held)
 
 
-def sets_noun(held_out: Collection[Held]) -> str:
+def sets_noun(held_out: Collection[DomainSet]) -> str:
     """Returns what several held-out sets are called after their number."""
     return "held-out domains" if all(len(held) == 1 for held in held_out) else "held-out sets of domains"
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from xdm_ft.blocks import PROBE_ERRORS, probe_images, undisturbed, zeros
 from xdm_ft.encoders import Encoder, Portable
+from xdm_ft.model_sources.source import reason_of
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.weights.source import reason_of
 
 KEY = "trainable"  # {blocks: k}, or {lora: {blocks: k}}
 ADVICE = "cut it elsewhere (blocks), or set trainable: true or false"

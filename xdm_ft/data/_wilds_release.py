@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xdm_ft")
 
 SERVER = "WILDS' server has served no data since April 2026 (github.com/p-lambda/wilds/issues/174)"
-Root = Annotated[
+WildsRoot = Annotated[
     Path, Field(description="folder that contains the data set's own folder, in the layout of WILDS, or that folder")
 ]
 Download = Annotated[bool, Field(description="true: download missing data with WILDS' downloader")]

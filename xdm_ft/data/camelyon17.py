@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xdm_ft.containers.files import ImageFiles, numbered
-from xdm_ft.data._wilds_release import Download, Root, open_release
+from xdm_ft.data._wilds_release import Download, WildsRoot, open_release
+from xdm_ft.image_files.files import ImageFiles, numbered
 from xdm_ft.runtime.errors import UserError, printable
 
 
@@ -20,7 +20,7 @@ class Camelyon17(ImageFiles):
     id_val) shows patients that are also trained on.
     """
 
-    def __init__(self, *, root: Root = Path("data"), download: Download = False) -> None:
+    def __init__(self, *, root: WildsRoot = Path("data"), download: Download = False) -> None:
         release = open_release("camelyon17", "Camelyon17Dataset", root, download)
         columns = {name: i for i, name in enumerate(release.metadata_fields)}
         metadata = release.metadata_array.numpy()

@@ -1,6 +1,6 @@
 """DomainNet: 345 classes of objects in six styles."""
 
-from xdm_ft.containers.domainbed import BenchmarkFolders
+from xdm_ft.image_files.domainbed import BenchmarkFolders
 
 
 class DomainNet(BenchmarkFolders):

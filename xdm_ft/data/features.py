@@ -14,9 +14,9 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from xdm_ft.containers.files import beside
-from xdm_ft.containers.remote import list_files, open_file, state_of
-from xdm_ft.containers.tables import encode_names, join_tables, name_columns, number_names
+from xdm_ft.image_files.files import beside
+from xdm_ft.image_files.remote import list_files, open_file, state_of
+from xdm_ft.image_files.tables import encode_names, join_tables, name_columns, number_names
 from xdm_ft.images import ImageDataset
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 

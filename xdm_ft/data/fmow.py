@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.files import ImageFiles
-from xdm_ft.data._wilds_release import Download, Root, open_release
+from xdm_ft.data._wilds_release import Download, WildsRoot, open_release
+from xdm_ft.image_files.files import ImageFiles
 from xdm_ft.runtime.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Fmow(ImageFiles):
     def __init__(
         self,
         *,
-        root: Root = Path("data"),
+        root: WildsRoot = Path("data"),
         download: Download = False,
         domains: Annotated[
             Literal["region", "year", "region_year"],

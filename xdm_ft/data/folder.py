@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.containers.files import (
+from xdm_ft.image_files.files import (
     TREE,
     GroupPattern,
     ImageFiles,

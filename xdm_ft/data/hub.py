@@ -7,12 +7,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.domainbed import BenchmarkFolders, Counts, check_counts
-from xdm_ft.containers.remote import hub
-from xdm_ft.containers.tables import OWN_COLUMNS, Columns, ImageTable, load
 from xdm_ft.data.domainnet import DomainNet
 from xdm_ft.data.officehome import OfficeHome
 from xdm_ft.data.pacs import Pacs
+from xdm_ft.image_files.domainbed import BenchmarkFolders, Counts, check_counts
+from xdm_ft.image_files.remote import hub
+from xdm_ft.image_files.tables import OWN_COLUMNS, Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError
 
 KNOWN: dict[str, tuple[str, type[BenchmarkFolders]]] = {

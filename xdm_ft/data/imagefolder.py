@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.containers.files import TREE, images_below, is_image, left_out, refuse_missing_folder, refuse_splits
-from xdm_ft.containers.tables import Columns, ImageTable, load
+from xdm_ft.image_files.files import TREE, images_below, is_image, left_out, refuse_missing_folder, refuse_splits
+from xdm_ft.image_files.tables import Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.names import expand_user
 

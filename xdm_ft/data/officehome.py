@@ -1,6 +1,6 @@
 """Office-Home: objects of offices and homes as art, clip art, product pictures and photographs."""
 
-from xdm_ft.containers.domainbed import BenchmarkFolders
+from xdm_ft.image_files.domainbed import BenchmarkFolders
 
 
 class OfficeHome(BenchmarkFolders):

@@ -1,6 +1,6 @@
 """PACS: photographs, art, cartoons and sketches."""
 
-from xdm_ft.containers.domainbed import BenchmarkFolders
+from xdm_ft.image_files.domainbed import BenchmarkFolders
 
 
 class Pacs(BenchmarkFolders):

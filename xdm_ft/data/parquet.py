@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers import CacheSize, PiecedImages, open_files
-from xdm_ft.containers.files import beside
-from xdm_ft.containers.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
-from xdm_ft.containers.tables import (
+from xdm_ft.image_files import CacheSize, PiecedImages, open_files
+from xdm_ft.image_files.files import beside
+from xdm_ft.image_files.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
+from xdm_ft.image_files.tables import (
     OWN_COLUMNS,
     Columns,
     encode_names,

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.files import GroupPattern, ImageFiles, groups_of, numbered
-from xdm_ft.containers.tables import PATH_COLUMNS, TableColumns, column_meant, csv_rows, name_in, on_disk
+from xdm_ft.image_files.files import GroupPattern, ImageFiles, groups_of, numbered
+from xdm_ft.image_files.tables import PATH_COLUMNS, TableColumns, column_meant, csv_rows, name_in, on_disk
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.names import expand_user
@@ -21,7 +21,7 @@ COLUMNS = (*NEEDED, "group", "split")
 PARTS = ["train", "val", "test"]
 
 
-class Table(ImageFiles):
+class TableDataset(ImageFiles):
     """One image per row, in the order of the table. Other columns are ignored, and blanks around names too.
 
     Messages number the rows of a CSV file as a spreadsheet does: the header is row 1, and blank lines count. The first

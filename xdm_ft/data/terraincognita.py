@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.domainbed import BenchmarkFolders, Counts, Root
-from xdm_ft.containers.files import numbered
+from xdm_ft.image_files.domainbed import BenchmarkFolders, Counts, Root
+from xdm_ft.image_files.files import numbered
 from xdm_ft.runtime.errors import UserError
 
 logger = logging.getLogger("xdm_ft")

@@ -1,6 +1,6 @@
 """VLCS: photographs from four older data sets."""
 
-from xdm_ft.containers.domainbed import BenchmarkFolders
+from xdm_ft.image_files.domainbed import BenchmarkFolders
 
 
 class Vlcs(BenchmarkFolders):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers import CacheSize, PiecedImages, in_loader, open_files
-from xdm_ft.containers.files import (
+from xdm_ft.image_files import CacheSize, PiecedImages, in_loader, open_files
+from xdm_ft.image_files.files import (
     BEGIN_BYTES,
     Kinds,
     beside,
@@ -29,8 +29,8 @@ from xdm_ft.containers.files import (
     not_read,
     numbered,
 )
-from xdm_ft.containers.remote import is_remote, list_files, open_file, read_range
-from xdm_ft.containers.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remembered_table
+from xdm_ft.image_files.remote import is_remote, list_files, open_file, read_range
+from xdm_ft.image_files.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remembered_table
 from xdm_ft.images import Container, FileState, Pieces
 from xdm_ft.images.decode import HEIC, extensions
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable

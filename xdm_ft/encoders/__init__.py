@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from xdm_ft.blocks import Chain, Pooling, find_chain
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.model_sources.prompts import expand_templates, fill, in_words
+from xdm_ft.model_sources.source import NOT_TAKEN, check_sizes, refuse_not_finite, size_not_taken, versions
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.weights.prompts import expand_templates, fill, in_words
-from xdm_ft.weights.source import NOT_TAKEN, check_sizes, refuse_not_finite, size_not_taken, versions
 
 OWN_PREPROCESSING = PreprocessingOverrides()
 PreprocessingChoice = Annotated[

@@ -14,7 +14,6 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.blocks import PoolingChoice, clip_blocks, clip_pooled, clip_reason, clip_stage_names, outside_text_space
-from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import (
     OWN_PREPROCESSING,
     LibraryEncoder,
@@ -24,8 +23,8 @@ from xdm_ft.encoders import (
     TextEncoder,
     square_preprocessing,
 )
-from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.weights.prompts import (
+from xdm_ft.image_files.remote import hub
+from xdm_ft.model_sources.prompts import (
     DEFAULT_PROMPTS,
     EncoderPrompts,
     checked,
@@ -34,7 +33,7 @@ from xdm_ft.weights.prompts import (
     in_words,
     warn_of_cut,
 )
-from xdm_ft.weights.source import (
+from xdm_ft.model_sources.source import (
     TEXT_CONFIG,
     architecture,
     asks_for_code,
@@ -56,6 +55,7 @@ from xdm_ft.weights.source import (
     without_code,
     wrong_kwargs,
 )
+from xdm_ft.runtime.errors import UserError, did_you_mean
 
 logger = logging.getLogger("xdm_ft")
 

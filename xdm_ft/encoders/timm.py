@@ -11,12 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.blocks import PoolingChoice, timm_blocks, timm_pooled, timm_reason, timm_stage_names
-from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import OWN_PREPROCESSING, LibraryEncoder, Portable, PreprocessingChoice, square_preprocessing
-from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.lines import Damaged, json_object
-from xdm_ft.storage.names import expand_user
-from xdm_ft.weights.source import (
+from xdm_ft.image_files.remote import hub
+from xdm_ft.model_sources.source import (
     check_hub_weights,
     check_sizes,
     corpora_in,
@@ -30,6 +27,9 @@ from xdm_ft.weights.source import (
     without_code,
     wrong_kwargs,
 )
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.storage.lines import Damaged, json_object
+from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
 

@@ -21,7 +21,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xdm_ft.blocks import PoolingChoice, no_class_token, outside_text_space, pool, with_root
-from xdm_ft.containers.remote import hub
 from xdm_ft.encoders import (
     OWN_PREPROCESSING,
     LibraryEncoder,
@@ -30,6 +29,7 @@ from xdm_ft.encoders import (
     PreprocessingChoice,
     TextEncoder,
 )
+from xdm_ft.image_files.remote import hub
 from xdm_ft.images.transforms import (
     Interpolation,
     Preprocessing,
@@ -37,10 +37,8 @@ from xdm_ft.images.transforms import (
     evaluation_transform,
     resized_side,
 )
-from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.names import expand_user
-from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, warn_of_cut
-from xdm_ft.weights.source import (
+from xdm_ft.model_sources.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, warn_of_cut
+from xdm_ft.model_sources.source import (
     NOT_TAKEN,
     architecture,
     asks_for_code,
@@ -62,6 +60,8 @@ from xdm_ft.weights.source import (
     weights_inside,
     wrong_kwargs,
 )
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.storage.names import expand_user
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 TOGETHER = 64  # prompts in one forward pass

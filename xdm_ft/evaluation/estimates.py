@@ -99,7 +99,7 @@ def over_paired_seeds(differences: np.ndarray) -> Term:
     return Term(variance, seeds - 1 if variance > 0 else math.inf)
 
 
-def here(difference: float, seeds: Term, images: Term, *, sets: int, paired: bool) -> Estimate:
+def estimate_here(difference: float, seeds: Term, images: Term, *, sets: int, paired: bool) -> Estimate:
     """Returns the estimate with V = V_S + V_I from D held-out sets.
 
     It has at most the f_S degrees of freedom of V_S; with one set and seeds that are not paired f_S·√(V/V_S). Without

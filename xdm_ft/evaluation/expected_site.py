@@ -111,7 +111,7 @@ def confidence_threshold(confidence: Sequence[np.ndarray], right: Sequence[np.nd
     return float(s[order[number]]) if number < len(s) else math.inf
 
 
-class Parts(NamedTuple):
+class AccuracyEstimates(NamedTuple):
     """The three estimates, each within [0, 1]."""
 
     cot: float
@@ -138,7 +138,7 @@ class Validated(NamedTuple):
 
 def parts_at(
     p: np.ndarray, predicted: np.ndarray, known: Validated, shares: np.ndarray, threshold: float
-) -> Parts | None:
+) -> AccuracyEstimates | None:
     """Returns the three estimates at a site; None if the heads agree everywhere.
 
     p: calibrated probabilities of the last head, float64 [n,C]. predicted: classes by all heads, int64 [M,n]. `shares`:
@@ -151,7 +151,7 @@ def parts_at(
     drawn = p if len(p) <= most else p[np.random.default_rng(0).choice(len(p), most, replace=False)]
     transport = transported_confidence(drawn, shares) - known.offset
     estimates = (transport, line, float((p.max(1) >= threshold).mean()))
-    return Parts(*(min(1.0, max(0.0, estimate)) for estimate in estimates))
+    return AccuracyEstimates(*(min(1.0, max(0.0, estimate)) for estimate in estimates))
 
 
 class ExpectedAccuracy(NamedTuple):
@@ -160,14 +160,19 @@ class ExpectedAccuracy(NamedTuple):
     estimate: float
     low: float  # nan: no past error is known
     high: float
-    parts: Parts
+    parts: AccuracyEstimates
     verdict: str  # below, as_promised or unknown
     refused: str | None  # the reason why no number should be shown
     warnings: tuple[str, ...]  # why to trust the estimate less
 
 
 def expect(
-    parts: Parts, past_errors: Mapping[str, float], past_values: Mapping[str, float], images: float, *, n: int
+    parts: AccuracyEstimates,
+    past_errors: Mapping[str, float],
+    past_values: Mapping[str, float],
+    images: float,
+    *,
+    n: int,
 ) -> ExpectedAccuracy:
     """Returns the expected accuracy at a site with its 95% interval.
 
@@ -206,7 +211,7 @@ def _refusal(domains: int, n: int) -> str | None:
     return f"{n} images are too few; {MIN_IMAGES} are needed" if n < MIN_IMAGES else None
 
 
-def _warnings(parts: Parts, errors: np.ndarray, values: np.ndarray) -> tuple[str, ...]:
+def _warnings(parts: AccuracyEstimates, errors: np.ndarray, values: np.ndarray) -> tuple[str, ...]:
     warnings = []
     if parts.spread > MAX_SPREAD:
         differ = f"the three estimates differ by {100 * parts.spread:.0f} points"

@@ -26,7 +26,7 @@ import numpy as np
 from scipy.special import expit, stdtrit
 from scipy.stats import binomtest
 
-from xdm_ft.core import ALPHA, Held, Interval
+from xdm_ft.core import ALPHA, DomainSet, Interval
 from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate, Term, welch
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.runtime.errors import signed
@@ -84,7 +84,9 @@ def new_site(by_set: Sequence[np.ndarray], scale: Scale = "plain") -> NewSite | 
     return NewSite(float(means.mean()), float(variance**0.5), sets - 1, scale)
 
 
-def rank_words(metric: str, held_out: Sequence[Held], values: Sequence[float], shown: Callable[[float], str]) -> str:
+def rank_words(
+    metric: str, held_out: Sequence[DomainSet], values: Sequence[float], shown: Callable[[float], str]
+) -> str:
     """Returns in words where a new site ranks among the held-out sets. `values`: of these; `shown` formats one."""
     higher, sets = HIGHER_IS_BETTER[metric], len(values)
     worse, worst = ("below", min(values)) if higher else ("above", max(values))
@@ -107,7 +109,7 @@ def within_bounds(metric: str, low: float, high: float) -> Bounds:
     return max(low, 0.0), high if metric == "nll" else min(high, 1.0)
 
 
-class HeldOut(NamedTuple):
+class HeldOutValues(NamedTuple):
     """The values of one method on one held-out set."""
 
     by_seed: np.ndarray  # float64 [S]
@@ -115,7 +117,7 @@ class HeldOut(NamedTuple):
     groups: float  # effective number of groups
 
 
-def over_seeds_and_groups(sets: Sequence[HeldOut]) -> Estimate | None:
+def over_seeds_and_groups(sets: Sequence[HeldOutValues]) -> Estimate | None:
     """The mean over seeds and D held-out sets, with SE² = V_groups + V_seeds, as `verdicts` has it for differences.
 
     `by_seed` of each set are values of the metric, of the same seeds. V_groups = Σ_d V_d / D². With one seed the

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from xdm_ft.recipe.settings import Recipe
 
 if TYPE_CHECKING:
-    from xdm_ft.experiment.final_fit import Wanted
+    from xdm_ft.experiment.final_fit import FitRequest
     from xdm_ft.results.run import Run
     from xdm_ft.storage.run_directory import RunDirectory
 
 logger = logging.getLogger("xdm_ft")
 
 
-def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits: Sequence[Wanted] = ()) -> Run:
+def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits: Sequence[FitRequest] = ()) -> Run:
     """Trains and compares all methods of the recipe, and returns the results.
 
     Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. `write_reports`
@@ -27,8 +27,8 @@ def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits
     """
     from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster import check_cluster
+    from xdm_ft.experiment.data_checks import check_data, log_findings, log_left_out, write_copies
     from xdm_ft.experiment.estimate import encoder_costs, first_lines
-    from xdm_ft.experiment.faults import faults, keep_copies, log_findings, log_left_out
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.label_curve import label_curve
     from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
@@ -44,7 +44,7 @@ def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits
         with_text,
     )
     from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs, summary_of
-    from xdm_ft.experiment.resume import growth, keep_choices_of_run, open_run_directory
+    from xdm_ft.experiment.resume import growth, inherit_choices, open_run_directory
     from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.experiment.work import as_launched, launched
     from xdm_ft.images.facts import counting_pixels
@@ -52,7 +52,7 @@ def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone
     from xdm_ft.storage.run_directory import COPIES
 
-    recipe = keep_choices_of_run(as_launched(recipe))
+    recipe = inherit_choices(as_launched(recipe))
     with launched(recipe, installed_trackers(recipe)) as accelerator, heartbeat(accelerator):
         main = accelerator.is_main_process
         on_cluster = check_cluster(recipe)
@@ -76,13 +76,13 @@ def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits
             if recipe_before is not None and (added := growth(recipe_before, plan, len(results.summary.looks))):
                 logger.info("%s: %s", directory.path, added)
             hashes = image_hashes(recipe, dataset, accelerator)
-            findings = faults(plan, True, hashes) if main else []
-            copies = f" (all: {directory.path / COPIES})" if main and keep_copies(plan, hashes, directory) else ""
+            findings = check_data(plan, True, hashes) if main else []
+            copies = f" (all: {directory.path / COPIES})" if main and write_copies(plan, hashes, directory) else ""
             log_findings(findings, copies)
             with counting_pixels(dataset) as counts:
                 prepared = prepare(recipe, dataset, encoders, accelerator, before, hashes)
             if counts.add_others(accelerator) and main:
-                sampled, findings = findings, faults(plan, True, hashes, counts)
+                sampled, findings = findings, check_data(plan, True, hashes, counts)
                 log_findings([finding for finding in findings if finding not in sampled], "")
             plan = plan.without(prepared.unreadable)
 

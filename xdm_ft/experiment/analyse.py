@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.analysis import Encoded, Json
+from xdm_ft.analysis import Encoded
 from xdm_ft.analysis.augmented import (
     BATCH_SIZE,
     QUANTILES,
@@ -47,7 +47,7 @@ from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.work import run_forked
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.loader import DTYPES, ImageRows, image_loader, loaded
+from xdm_ft.images.loader import DTYPES, ImageRows, image_loader, iterate_batches
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.splits import with_validation
 from xdm_ft.results.model import Record
@@ -56,7 +56,7 @@ from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import Progress, progress, pulse
 from xdm_ft.runtime.randomness import Stream, permutation
-from xdm_ft.storage import json_digest
+from xdm_ft.storage import Json, json_digest
 from xdm_ft.storage.atomic import replace_file
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import file_name
@@ -92,7 +92,7 @@ FROZEN = Limits(20_000, 20_000, 20_000, 2000)
 TRAINED = Limits(1536, 768, 768, 1024)  # every model encodes its own images
 
 
-class Part(NamedTuple):
+class SampledPart(NamedTuple):
     """Images of one part of a split: `rows`, a sample of its n."""
 
     rows: Tensor  # int64, in the data set
@@ -105,9 +105,9 @@ class Part(NamedTuple):
 class SplitImages:
     """The images to measure of one split."""
 
-    training: Part
-    validation: Part
-    test: Part
+    training: SampledPart
+    validation: SampledPart
+    test: SampledPart
     train_domains: tuple[str, ...]
     own_validation: bool  # False: the validation images are training images, as the split has none of its own
 
@@ -119,7 +119,7 @@ def split_images(plan: Plan, model: PlannedModel, limits: Limits) -> SplitImages
     """
     split, labels, of_row = model.split, plan.annotations.labels, plan.annotations.domains
 
-    def sample(rows: Tensor, most: int, domain_of: Tensor | None) -> Part:
+    def sample(rows: Tensor, most: int, domain_of: Tensor | None) -> SampledPart:
         rows, n = rows.sort().values, len(rows)
         if n > most:
             domains = of_row[rows].unique()
@@ -128,7 +128,7 @@ def split_images(plan: Plan, model: PlannedModel, limits: Limits) -> SplitImages
             drawn = [images[permutation(0, 0, Stream.ANALYSIS, len(images))[:per_domain]] for images in of_domains]
             rows = torch.cat(drawn).sort().values
         domain = of_row[rows]
-        return Part(rows, labels[rows], domain if domain_of is None else domain_of[domain], n)
+        return SampledPart(rows, labels[rows], domain if domain_of is None else domain_of[domain], n)
 
     validated = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, model.key.seed)
     return SplitImages(
@@ -203,7 +203,7 @@ class OwnEncoder:
         device, split = self.accelerator.device, [some.tolist() for some in rows.split(size)]
         workers = min(worker_count(self.accelerator), len(split))
         loader = image_loader(self.images, workers, device, batch_sampler=split)
-        for x, _ in loaded(loader, *WORKERS_DIED):
+        for x, _ in iterate_batches(loader, *WORKERS_DIED):
             yield x.to(device, non_blocking=True)
             pulse.beat()
 
@@ -239,7 +239,7 @@ def read_model(context: RunContext, planned: PlannedModel, record: Record) -> Tr
     return TrainedModel(record, head, encoder.features, encoder, batch)
 
 
-class Seen:
+class SplitFeatures:
     """The features of the images of a split. Models on a frozen encoder share it; it is computed when it is needed."""
 
     def __init__(self, images: SplitImages, features: Callable[[Tensor], Tensor], num_classes: int) -> None:
@@ -258,7 +258,7 @@ class Seen:
     def test(self) -> Encoded:
         return self._finite(self.images.test)
 
-    def _finite(self, part: Part) -> Encoded:
+    def _finite(self, part: SampledPart) -> Encoded:
         z = self.features(part.rows)
         return Encoded(z, part.y, part.domain, part.rows).at(torch.isfinite(z).all(1))
 
@@ -274,7 +274,9 @@ class Seen:
         return fitted_domain_head(self.images.train_domains, training, validation)
 
 
-def entry(model: TrainedModel, seen: Seen, limits: Limits, domain_names: Sequence[str], first: bool, rule: str) -> Json:
+def entry(
+    model: TrainedModel, seen: SplitFeatures, limits: Limits, domain_names: Sequence[str], first: bool, rule: str
+) -> Json:
     """Returns the measures of a model. Those that take long are null unless it is its method's `first` seed."""
     record, train_domains = model.record, seen.images.train_domains
     z, y, domain, _ = seen.validation
@@ -316,7 +318,7 @@ def entry(model: TrainedModel, seen: Seen, limits: Limits, domain_names: Sequenc
     return values
 
 
-class Task(NamedTuple):
+class MeasureTask(NamedTuple):
     """A model to measure."""
 
     record: Record
@@ -335,18 +337,18 @@ def analyse(run: Run, context: RunContext, notes: Sequence[str] = ()) -> None:
     """
     plan, directory = context.plan, context.directory
     # the models to measure, in the order of results.json
-    planned, tasks = {model.key: model for model in plan.models}, list[Task]()
+    planned, tasks = {model.key: model for model in plan.models}, list[MeasureTask]()
     of_run, seeds = [__version__, inputs(plan.dataset, context.prepared)], plan.recipe.protocol.seeds
     first: dict[tuple[str, tuple[str, ...]], ModelKey] = {}
     for record in sorted(run.picked, key=lambda record: seeds.index(record.seed)):
         first.setdefault((record.method, record.test_domains), record.key)
     for record in run.picked:
         is_first = record.key == first[record.method, record.test_domains]
-        pick = record.selected[run.own_rule]
+        pick = record.selected[run.recipe_rule]
         depends_on = [*of_run, record.key, is_first, pick.to_json(), record.files.get(pick.weights)]
         model, frozen = planned[record.key], planned[record.key].item.trainable is False
         group, limits = (record.test_domains, record.seed, frozen), FROZEN if frozen else TRAINED
-        tasks.append(Task(record, model, group, limits, is_first, json_digest(depends_on)))
+        tasks.append(MeasureTask(record, model, group, limits, is_first, json_digest(depends_on)))
 
     wanted = {task.record.key: task.inputs for task in tasks}
     finished = _finished_entries(directory, wanted)
@@ -370,7 +372,7 @@ def analyse(run: Run, context: RunContext, notes: Sequence[str] = ()) -> None:
         counts.setdefault(",".join(held_out), of_split)
     analysis = {
         "schema": 1,
-        "selection": run.own_rule,
+        "selection": run.recipe_rule,
         "seed": seeds[0],
         "images": counts,
         "notes": [*_notes(plan, entries, images), *notes],
@@ -398,12 +400,14 @@ def _finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -
     return entries
 
 
-def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Sequence[Task], bar: Progress) -> None:
+def _measure(
+    context: RunContext, images: Mapping[Group, SplitImages], tasks: Sequence[MeasureTask], bar: Progress
+) -> None:
     """Measures models, and appends a line for each one.
 
     Those on cached features are measured in forked processes, one group after the other in each of them.
     """
-    groups: dict[Group, list[Task]] = {}
+    groups: dict[Group, list[MeasureTask]] = {}
     for task in sorted(tasks, key=lambda task: not task.first):  # the longest first
         groups.setdefault(task.group, []).append(task)
     frozen = [tasks for (*_, is_frozen), tasks in groups.items() if is_frozen]
@@ -412,7 +416,7 @@ def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Se
     def measure_groups(number: int) -> None:
         with context.directory.in_fork(number) as directory:
             for position, group in enumerate(frozen):
-                if directory.take(f"{KIND}-{position}"):
+                if directory.claim(f"{KIND}-{position}"):
                     for _ in _measure_group(replace(context, directory=directory), images, group):
                         with done.get_lock():
                             done.value += 1
@@ -430,14 +434,16 @@ def _measure(context: RunContext, images: Mapping[Group, SplitImages], tasks: Se
             bar.advance()
 
 
-def _measure_group(context: RunContext, images: Mapping[Group, SplitImages], group: Sequence[Task]) -> Iterator[None]:
+def _measure_group(
+    context: RunContext, images: Mapping[Group, SplitImages], group: Sequence[MeasureTask]
+) -> Iterator[None]:
     """Measures models of one group, and yields after each line."""
     plan = context.plan
-    shared: dict[tuple[str | None, bool], Seen] = {}
+    shared: dict[tuple[str | None, bool], SplitFeatures] = {}
     for task in group:
         item = task.planned.item
         model = read_model(context, task.planned, task.record)
-        seen = Seen(images[task.group], model.features, len(plan.dataset.class_names))
+        seen = SplitFeatures(images[task.group], model.features, len(plan.dataset.class_names))
         if model.encoder is None:  # models on the same features share what follows from them
             seen = shared.setdefault((item.encoder_label, item.reads_normalized), seen)
         rule = plan.recipe.protocol.selection

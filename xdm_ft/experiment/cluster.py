@@ -68,7 +68,7 @@ def check_cluster(recipe: Recipe) -> dict[str, str]:
             f"{recipe.name}: cluster.name: {settings.name} starts processes by itself; use `xdm-ft run`, not "
             "`accelerate launch`, or set cluster.name=null"
         )
-    with connected(settings) as ray:
+    with ray_connection(settings) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         cores, gpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
         has = f"{plural(len(nodes), 'node')}, {plural(cores, 'core')}, {plural(gpus, 'GPU')}"
@@ -93,7 +93,7 @@ def device_of(settings: Cluster, here: torch.device) -> torch.device:
 
 
 @contextmanager
-def connected(settings: Cluster) -> Iterator[Any]:
+def ray_connection(settings: Cluster) -> Iterator[Any]:
     """Context that yields the module `ray`, connected to the cluster. Raises `UserError` if that is not possible."""
     ray = imported_ray()
     address = reachable(settings.address)
@@ -175,7 +175,7 @@ def reachable(asked: str) -> str:
 
 def fitting(settings: Cluster, threads: int) -> int:
     """Returns how many tasks of so many threads the cluster can do at a time."""
-    with connected(settings) as ray:
+    with ray_connection(settings) as ray:
         has = ray.cluster_resources()
     fits = [has.get("CPU", 0) / threads]
     if settings.gpus_per_model:
@@ -183,7 +183,7 @@ def fitting(settings: Cluster, threads: int) -> int:
     return int(min(fits))
 
 
-class Part(NamedTuple):
+class TaskPart(NamedTuple):
     """What one task does."""
 
     name: str
@@ -203,7 +203,7 @@ class ClusterWork(Protocol):
     def on(self, device: torch.device) -> Self:
         """Returns the work as tasks with this device do it."""
 
-    def do(self, part: Part, accelerator: Accelerator) -> Any:
+    def do(self, part: TaskPart, accelerator: Accelerator) -> Any:
         """Does one part. Raises `UserError` for a fault of a user, and `Interrupted` if it was asked to stop."""
 
 
@@ -238,13 +238,13 @@ class Tasks:
     done: Callable[[Any], None]  # takes what `ClusterWork.do` returned
     look: Callable[[], object] = lambda: None  # is called now and then
 
-    def do(self, parts: Sequence[Part]) -> None:
+    def do(self, parts: Sequence[TaskPart]) -> None:
         """Does all parts. Raises `UserError` or `RuntimeError` if a task does.
 
         After a signal it raises `Interrupted`, when the tasks have saved their state.
         """
         self.settings, self.folder = self.work.recipe.cluster, self.shared[1] / f"tasks-{uuid.uuid4().hex}"
-        self.running: dict[Any, Part] = {}  # by the reference of the task
+        self.running: dict[Any, TaskPart] = {}  # by the reference of the task
         self.next_look = 0.0
         self.saved = 0  # trainings that were unfinished when their tasks were asked to stop
         self.logged: dict[Path, int] = {}  # lines of each log that have been read
@@ -252,7 +252,7 @@ class Tasks:
         on_gpu, level = self.settings.gpus_per_model > 0, logger.getEffectiveLevel()
         setting, versions = self.shared[0], versions_of(self.work)
         self.order = Order(self.threads, on_gpu, os.getcwd(), setting, self.folder, versions, level)
-        with connected(self.settings) as self.ray, deferred():
+        with ray_connection(self.settings) as self.ray, deferred():
             self.folder.mkdir(parents=True)
             (self.folder / GO_ON).touch()
             self.head = str(self.ray.get_runtime_context().gcs_address)
@@ -280,7 +280,7 @@ class Tasks:
             if stop_requested():
                 raise Interrupted(plural(self.saved, "unfinished training") if self.saved else "")
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: TaskPart) -> None:
         gpus = self.settings.gpus_per_model
         # plain values, as a node may lack this package, and then says so
         # the reference stands in a list, where Ray leaves it: a process that has kept the work fetches nothing
@@ -370,13 +370,15 @@ def _task() -> Callable[..., tuple[str, str, Any]]:
             why = f"node {node}: xdm_ft cannot be imported ({error}); install the version of the run on all nodes"
             return "refused", node, (why,)
         fetch = lambda: ray.get(work[0])  # noqa: E731
-        how, value = cluster.do_task(fetch, work[0].hex(), node, cluster.Part(*part), cluster.Order(**order))
+        how, value = cluster.do_task(fetch, work[0].hex(), node, cluster.TaskPart(*part), cluster.Order(**order))
         return how, node, value
 
     return do
 
 
-def do_task(fetch_work: Callable[[], bytes], work_name: str, node: str, part: Part, order: Order) -> tuple[str, Any]:
+def do_task(
+    fetch_work: Callable[[], bytes], work_name: str, node: str, part: TaskPart, order: Order
+) -> tuple[str, Any]:
     """Does a part in a process of a node. `work_name` stands for the pickled work that `fetch_work` returns.
 
     Returns how it ended, and what comes of it: `done` and the value of `ClusterWork.do`; `stopped` on request, and
@@ -478,7 +480,7 @@ def _load_work(fetch_work: Callable[[], bytes], name: str, order: Order) -> tupl
 
 
 class Extracting(NamedTuple):
-    """The `ClusterWork` of tasks that extract features. `Part.what`: numbers of the store's images."""
+    """The `ClusterWork` of tasks that extract features. `TaskPart.what`: numbers of the store's images."""
 
     recipe: Recipe
     extraction: Extraction
@@ -492,7 +494,7 @@ class Extracting(NamedTuple):
         encoder = frozen_copy(self.extraction.encoder, self.extraction.settings.precision, device)
         return self._replace(extraction=replace(self.extraction, encoder=encoder, device=device))
 
-    def do(self, part: Part, accelerator: Accelerator) -> list[str]:
+    def do(self, part: TaskPart, accelerator: Accelerator) -> list[str]:
         """Returns the name of the shard with these images."""
         shard = self.extraction.part(part.what)
         differs = shard.hashes.changed_file(shard.rows.tolist())
@@ -522,7 +524,7 @@ def extraction_on(recipe: Recipe) -> RemoteExtraction | None:
         """Computes these images in tasks, `size` in a shard. Returns how many they have computed."""
         threads, store, arrived = recipe.cluster.cpus_per_model, extraction.store, 0
         shards = [images[first : first + size] for first in range(0, len(images), size)]
-        parts = [Part(f"{store.what.split()[0]}-{number}", numbers) for number, numbers in enumerate(shards)]
+        parts = [TaskPart(f"{store.what.split()[0]}-{number}", numbers) for number, numbers in enumerate(shards)]
 
         def look() -> int:
             nonlocal arrived

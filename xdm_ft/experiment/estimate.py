@@ -40,7 +40,7 @@ from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.machine import cores, keep_freed_memory, on_gpu, own_cores
+from xdm_ft.runtime.machine import cores, on_gpu, own_cores, retain_freed_memory
 from xdm_ft.runtime.progress import duration
 from xdm_ft.training import Job
 from xdm_ft.training.bank.data import BLOCK_STEPS, BankValidation, CachedData, batches
@@ -73,7 +73,7 @@ def tens(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class TimeEstimate:
     """The time that extraction and training will take; None if it was not measured: too little work, or a problem."""
 
     device: str  # and the number of cores or processes
@@ -108,27 +108,31 @@ class Estimate:
         }
 
 
-def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, trained: Collection[ModelKey] = ()) -> Estimate:
+def estimate(
+    plan: Plan, encoders: Encoders, accelerator: Accelerator, trained: Collection[ModelKey] = ()
+) -> TimeEstimate:
     """Returns the time for all models of the plan but those that are `trained`. Takes a few seconds at most.
 
     A problem that prevents the measurement does not end the run: the estimate names it.
     """
     device = machine(accelerator)
     models = [model for model in plan.models if not model.skipped and model.key not in trained]
-    models += [model for model in plan.extra if any(key not in trained for key in model.serves)]
+    models += [model for model in plan.extra if any(key not in trained for key in model.needed_by)]
     works = [
-        Work(plan, label, encoder, accelerator, [model for model in models if model.item.encoder_label == label])
+        EncoderWorkload(
+            plan, label, encoder, accelerator, [model for model in models if model.item.encoder_label == label]
+        )
         for label, encoder in encoders.items()
     ]
     if sum(work.bound() for work in works) < SMALL_SECONDS:
-        return Estimate(device)
-    keep_freed_memory()  # as the run will do
+        return TimeEstimate(device)
+    retain_freed_memory()  # as the run will do
     try:
         with torch.random.fork_rng():
             features, training = sum(work.features() for work in works), sum(work.training() for work in works)
     except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
-        return Estimate(device, problem=f"{type(error).__name__}: {error}")
-    return Estimate(device, features, training)
+        return TimeEstimate(device, problem=f"{type(error).__name__}: {error}")
+    return TimeEstimate(device, features, training)
 
 
 def machine(accelerator: Accelerator) -> str:
@@ -171,7 +175,7 @@ def training_time(plan: Plan, encoder: Encoder, accelerator: Accelerator, models
     """Returns the time to train models of one method, by which features are read from the cache."""
     try:
         with torch.random.fork_rng():
-            work = Work(plan, models[0].item.encoder_label, encoder, accelerator, models)
+            work = EncoderWorkload(plan, models[0].item.encoder_label, encoder, accelerator, models)
             return f"about {tens(work.training())}"
     except Exception as error:  # the training reports what is wrong, if it is wrong there too
         return f"time not measured ({type(error).__name__})"
@@ -264,7 +268,7 @@ def _forward(model: Callable[[Tensor], Tensor], x: Tensor, accelerator: Accelera
         return seconds_of(lambda: model(x), TIMING_SECONDS) / len(x)
 
 
-class Work:
+class EncoderWorkload:
     """The work of a run under one encoder."""
 
     def __init__(
@@ -277,7 +281,7 @@ class Work:
     ) -> None:
         self.plan, self.encoder, self.accelerator, self.models = plan, encoder, accelerator, models
         recipe, dataset, device = plan.recipe, plan.dataset, device_of(plan.recipe.cluster, accelerator.device)
-        items = [item for item in recipe.served if item.encoder_label == label]
+        items = [item for item in recipe.runnable_methods if item.encoder_label == label]
         self.cuts = cuts_of(recipe, encoder, items, dataset, device)
         # encoders and parts below cuts, with the number of images that the cache lacks; equal ones count each
         self.missing: list[tuple[Encoder, int]] = [
@@ -452,7 +456,7 @@ def cut_costs(plan: Plan, encoders: Encoders, accelerator: Accelerator) -> list[
     recipe, device, costs = plan.recipe, accelerator.device, list[CutCost]()
     images = recipe.training.images_per_step(max(len(split.train) for split in plan.splits))
     for label, encoder in encoders.items():
-        items = [item for item in recipe.served if item.encoder_label == label]
+        items = [item for item in recipe.runnable_methods if item.encoder_label == label]
         for cut in cuts_of(recipe, encoder, items, plan.dataset, device_of(recipe.cluster, device)):
             share = speeds = computed = cached = problem = None
             try:

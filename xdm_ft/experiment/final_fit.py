@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.averaging import Interval
+from xdm_ft.averaging import FixedInterval
 from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.experiment.estimate import training_time
 from xdm_ft.experiment.models import keep_references, own_reference, restarts, weights_metadata
@@ -45,7 +45,7 @@ from xdm_ft.training.selection import FINAL_FIT
 
 logger = logging.getLogger("xdm_ft")
 FOLDER = "models/final_fit"
-Line = dict[str, Any]
+FitLine = dict[str, Any]
 """What is known after the fit of one seed: status, reason, weights, files, hyper-parameters that the fit varied,
 restarts."""
 
@@ -90,11 +90,11 @@ class Fit:
         job = make_job(plan, prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
         if self.averaged_from is None:
             return job
-        return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
+        return dataclasses.replace(job, averaging=FixedInterval(self.averaged_from, self.step))
 
-    def lines(self, directory: RunDirectory) -> dict[int, Line]:
+    def lines(self, directory: RunDirectory) -> dict[int, FitLine]:
         """Returns the lines of this fit by seed. Of several for a seed one without failure, which trained it again."""
-        lines = dict[int, Line]()
+        lines = dict[int, FitLine]()
         for line in directory.lines(FINAL_FIT):
             if line.get("of") == self.identity and (line["seed"] not in lines or line["status"] == "ok"):
                 lines[line["seed"]] = {key: value for key, value in line.items() if key not in ("of", "seed")}
@@ -103,7 +103,7 @@ class Fit:
     def outcome(self, context: RunContext, piece: Piece, trained: Trained, predictor: Predictor) -> Outcome:
         """Returns the status of the fit of one seed as a line, and its weights."""
         seed, failure = trained.job.seed, trained.failure
-        line: Line = {"of": self.identity, "seed": seed}
+        line: FitLine = {"of": self.identity, "seed": seed}
         if failure is None:
             selected = trained.selected[FINAL_FIT]
             if self.varied:
@@ -129,14 +129,14 @@ class Fit:
         return Outcome(FINAL_FIT, line, {file: (selected.state, metadata), **reference})
 
 
-class Wanted(NamedTuple):
+class FitRequest(NamedTuple):
     """A final fit that is asked for."""
 
     method: str
     all_seeds: bool
 
 
-def final_fits(context: RunContext, results: RunResults, named: Sequence[Wanted] = ()) -> None:
+def final_fits(context: RunContext, results: RunResults, named: Sequence[FitRequest] = ()) -> None:
     """Trains the final fits that the recipe asks for, and those `named`, and sets `final_fits` of the results.
 
     Those of an earlier run stay if they are still what their method's runs determine.
@@ -177,7 +177,7 @@ def _final_fit(
     first, settings = fit.model.key.seed, fit.settings
 
     # what an earlier run trained that finished, and an interrupted one
-    trained = dict[int, Line]()
+    trained = dict[int, FitLine]()
     if before is not None and {key: before.get(key) for key in settings} == settings:
         of_seeds = before.get("seeds") or {str(first): before["weights"]}
         for seed, weights in of_seeds.items():

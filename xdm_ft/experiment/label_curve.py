@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xdm_ft.core import Held, set_name
+from xdm_ft.core import DomainSet, set_name
 from xdm_ft.evaluation.estimates import FEWEST_SETS, over_sets
 from xdm_ft.evaluation.few_labels import choose_images
 from xdm_ft.experiment.analyse import read_weights
@@ -59,7 +59,7 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
     before = results.label_curve
     if before is not None and before["of"] == identity:
         return before
-    accuracies: dict[Held, list[Mapping[Adapted, float]]] = {}  # of each held-out set, by seed
+    accuracies: dict[DomainSet, list[Mapping[Adapted, float]]] = {}  # of each held-out set, by seed
     if context.accelerator.is_main_process:
         with one_thread(), progress("label curve", len(picked), "models") as bar:  # its products are small
             for record in picked:
@@ -111,7 +111,7 @@ def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, flo
     return accuracies
 
 
-def points_of(accuracies: Mapping[Held, Sequence[Mapping[Adapted, float]]]) -> list[dict[str, Any]]:
+def points_of(accuracies: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]]) -> list[dict[str, Any]]:
     """Returns the points of the curve: means over held-out sets of the means over seeds.
 
     Domains vary more than seeds do, so the interval of a gain is that over domains, for new ones: from three on. A

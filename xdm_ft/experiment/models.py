@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method, Solver
-from xdm_ft.core import Criteria, Held, ModelKey
+from xdm_ft.core import Criteria, DomainSet, ModelKey
 from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_nll
 from xdm_ft.evaluation.neighbours import fit
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
@@ -25,8 +25,9 @@ from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models
 from xdm_ft.experiment.prepare import ExternalValues, make_job
 from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, lines_of, protocol_of, save
 from xdm_ft.experiment.resume import Values, refuse_mixed_rows
-from xdm_ft.experiment.work import NOTHING, Work
+from xdm_ft.experiment.work import NOTHING, WorkDone
 from xdm_ft.features.cache import Features
+from xdm_ft.model_sources.prompts import expand_templates
 from xdm_ft.protocol.splits import LEFT_OUT, SELECTION_SPLIT, Split, mean_course, with_validation
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.search import at_the_edge
@@ -48,7 +49,6 @@ from xdm_ft.storage.tensorboard import sub_run
 from xdm_ft.storage.tensors import tensors_checksum, tensors_of
 from xdm_ft.training import Job, Predictor, Selected, Trained
 from xdm_ft.training.selection import BY_DOMAIN, RuleImages, best_finish, split_of
-from xdm_ft.weights.prompts import expand_templates
 
 logger = logging.getLogger("xdm_ft")
 WARNING_LENGTH = 160  # characters of a failure, at most: it may list the rows of a batch
@@ -60,7 +60,7 @@ Files = dict[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # as `Outcome
 MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
 
 
-def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece], Work]:
+def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece], WorkDone]:
     """Returns the pieces of all planned models without a record, and the work on the others.
 
     Extra models of `cross_domain` are trained first. Raises `UserError` if a folder for the models cannot be written.
@@ -88,7 +88,9 @@ def left_to_train(context: RunContext, results: RunResults) -> tuple[list[Piece]
     for jobs in groups.values():
         pieces += pieces_of(context, planned[jobs[0].key].item, jobs, plan.criteria, wanted)
     done = [model for key, model in planned.items() if key not in wanted]
-    return pieces, Work(len(done), sum(cost(model.item, model.training, model.split, model.steps) for model in done))
+    return pieces, WorkDone(
+        len(done), sum(cost(model.item, model.training, model.split, model.steps) for model in done)
+    )
 
 
 def _shares_files(plan: Plan, item: MethodItem) -> bool:
@@ -98,10 +100,10 @@ def _shares_files(plan: Plan, item: MethodItem) -> bool:
 
 def keep_common_files(context: RunContext, results: RunResults) -> None:
     """Writes the records of skipped models, and the test images and references that several models share."""
-    plan, common = context.plan, dict[Held, dict[str, str]]()
+    plan, common = context.plan, dict[DomainSet, dict[str, str]]()
     if context.accelerator.is_main_process:
         skipped = [
-            Record(model.key, hparams(model.item, model.training), "skipped", model.skipped, **model.item.of_records)
+            Record(model.key, hparams(model.item, model.training), "skipped", model.skipped, **model.item.record_fields)
             for model in plan.models
             if model.skipped
         ]
@@ -142,7 +144,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         trained_parameters=trained_parameters(trained, method),
         peak_memory=trained.peak_memory,
         restarted=restarts(trained),
-        **item.of_records,
+        **item.record_fields,
     )
     if trained.failure is not None:
         short = textwrap.shorten(trained.failure, WARNING_LENGTH, placeholder=" … (the rest is in results.json)")
@@ -151,7 +153,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
     folder = model_folder(*key, piece.shared_file(key)) if _shares_files(plan, item) else key.folder
     files, predictions, picks = Files(), [], dict[str, Pick]()
     by_state: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
-    test, own_rule = planned.split.evaluation["test"], plan.rules[0]
+    test, recipe_rule = planned.split.evaluation["test"], plan.rules[0]
     for rule, selected in trained.selected.items():
         if id(selected.state) not in by_state:
             logits = {name: predictor.logits(selected.state, rows) for name, rows in job.split.evaluation.items()}
@@ -161,7 +163,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
                 return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
             file = address_in(folder, rule)
             # other rules are for comparison
-            pick = _pick(plan, planned, selected, logits, file, selected.state is trained.selected[own_rule].state)
+            pick = _pick(plan, planned, selected, logits, file, selected.state is trained.selected[recipe_rule].state)
             measured = {"metrics": pick.to_json()["metrics"]}
             metadata = weights_metadata(context, planned, rule, selected, measured, pick.temperature)
             files[file] = selected.state, metadata
@@ -176,7 +178,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         # JSON has no NaN: an undefined value is null in results.json
         picks[rule] = dataclasses.replace(pick, value=value if math.isfinite(value) else None)
         probabilities = None
-        if rule == own_rule:  # those of others would only multiply the size of the file
+        if rule == recipe_rule:  # those of others would only multiply the size of the file
             softmax = logits["test"].double().softmax(-1).float()
             probabilities = (softmax if softmax.nbytes <= LARGEST else softmax.amax(-1)).numpy()
         values = per_image(plan.recipe.protocol.metric, logits["test"], plan.annotations.labels[test])
@@ -192,8 +194,10 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         training_features=sum(map(len, planned.split.train)) if item.head.cls.training_features else None,
     )
     files[predictions_in(folder)] = tensors_of(arrays_of(predictions)), {}
-    if own_rule in picks and piece.is_end_to_end:
-        files |= own_reference(plan, planned.split, predictor, trained.selected[own_rule], picks[own_rule].weights)
+    if recipe_rule in picks and piece.is_end_to_end:
+        files |= own_reference(
+            plan, planned.split, predictor, trained.selected[recipe_rule], picks[recipe_rule].weights
+        )
     return Outcome(RECORDS, done, files)
 
 
@@ -424,7 +428,7 @@ def cross_domain_values(
     Returns an empty dict if the recipe selects by another rule.
     """
     plan = context.plan
-    extra = [model for model in plan.extra if any(key in wanted for key in model.serves)]
+    extra = [model for model in plan.extra if any(key in wanted for key in model.needed_by)]
     if not extra:
         return {}
 
@@ -444,7 +448,7 @@ def cross_domain_values(
     alike: dict[tuple[tuple[str, int], tuple[str, ...]], list[tuple[PlannedModel, Job]]] = {}
     for model, job in zip(extra, jobs, strict=True):
         # the models that it serves are of one method, seed and trial, so of one group too
-        group = results.chunk_group(model.serves[0])
+        group = results.chunk_group(model.needed_by[0])
         alike.setdefault((group, tuple(job.split.evaluation)), []).append((model, job))
     pieces = list[Piece]()
     for (_, parts), pairs in alike.items():
@@ -455,7 +459,7 @@ def cross_domain_values(
         do_pieces(context, pieces, _measure_extra, results, what="extra models")
     measured, courses = read_values(), dict[ModelKey, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
-        for part, key in zip(LEFT_OUT, model.serves, strict=False):  # a model serves one planned model, or two
+        for part, key in zip(LEFT_OUT, model.needed_by, strict=False):  # a model serves one planned model, or two
             courses.setdefault(key, []).append(measured[_extra_name(job)][part])
     return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
 

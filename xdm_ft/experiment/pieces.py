@@ -18,13 +18,13 @@ import torch
 from xdm_ft.algorithms import Solver
 from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.encoders import Encoder
-from xdm_ft.experiment.cluster import Part, Tasks, device_of, fitting
+from xdm_ft.experiment.cluster import TaskPart, Tasks, device_of, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
 from xdm_ft.experiment.results import Outcome, RunResults, save
 from xdm_ft.experiment.resume import comparable, of_method, resolved_for
 from xdm_ft.experiment.tracking import write_curves
-from xdm_ft.experiment.work import NOTHING, RunProgress, Work, one_thread, run_forked
+from xdm_ft.experiment.work import NOTHING, RunProgress, WorkDone, one_thread, run_forked
 from xdm_ft.features.key import weights_digest
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import MethodItem
@@ -97,7 +97,7 @@ class Piece(NamedTuple):
         return [models, list(self.criteria.rules)]
 
 
-Measure = Callable[[RunContext, Piece, Trained, Predictor], Outcome]
+MeasureFunction = Callable[[RunContext, Piece, Trained, Predictor], Outcome]
 
 
 def cost(item: MethodItem, training: Training, split: Split, steps: int) -> int:
@@ -130,18 +130,18 @@ def pieces_of(
     return pieces
 
 
-def work_of(pieces: Sequence[Piece]) -> dict[str, Work]:
-    return {piece.name: Work(len(piece.wanted), piece.cost) for piece in pieces}
+def work_of(pieces: Sequence[Piece]) -> dict[str, WorkDone]:
+    return {piece.name: WorkDone(len(piece.wanted), piece.cost) for piece in pieces}
 
 
 def do_pieces(
     context: RunContext,
     pieces: Sequence[Piece],
-    measure: Measure,
+    measure: MeasureFunction,
     results: RunResults,
     *,
     what: str,
-    done: Work = NOTHING,
+    done: WorkDone = NOTHING,
 ) -> None:
     """Does all pieces, in all processes of the run, and returns when every process is done.
 
@@ -168,7 +168,7 @@ def do_pieces(
             with context.directory.in_fork(number) as directory:
                 in_process = dataclasses.replace(context, directory=directory)
                 for piece in queue:
-                    if directory.take(piece.name):
+                    if directory.claim(piece.name):
                         records = do_piece(in_process, piece, measure, progress, own_cores() // processes)
                         if number == 0:  # a fork's are in the run directory
                             results.add(records)
@@ -187,7 +187,7 @@ def do_pieces(
 
 
 def do_piece(
-    context: RunContext, piece: Piece, measure: Measure, progress: RunProgress, threads: int = 1
+    context: RunContext, piece: Piece, measure: MeasureFunction, progress: RunProgress, threads: int = 1
 ) -> list[Record]:
     """Trains a piece, saves the outcome that `measure` returns for each wanted model, then forgets the checkpoint.
 
@@ -274,7 +274,7 @@ class _ClusterTraining(NamedTuple):
     prepared: Prepared
     path: Path  # of the run directory
     pieces: Sequence[Piece]
-    measure: Measure
+    measure: MeasureFunction
 
     @property
     def recipe(self) -> Recipe:
@@ -287,16 +287,16 @@ class _ClusterTraining(NamedTuple):
     def on(self, device: torch.device) -> _ClusterTraining:
         return self._replace(prepared=self.prepared.to(device))
 
-    def do(self, part: Part, accelerator: Accelerator) -> list[str]:
+    def do(self, part: TaskPart, accelerator: Accelerator) -> list[str]:
         """Returns the names of the pieces that this task has done."""
         done, checked = list[str](), set[Any]()
         # under its own name: a file of lines has one writer, and it finds what it had taken if it was lost
         with RunDirectory(self.path, part.name, main=False) as directory:
-            directory.release(part.name)
+            directory.release_claims_of(part.name)
             context = RunContext(self.plan, self.prepared, directory, accelerator)
             progress = RunProgress("", work_of(self.pieces), NOTHING, directory, processes=1, shows=False)
             for piece in self.pieces:
-                if not stop_requested() and directory.take(piece.name):
+                if not stop_requested() and directory.claim(piece.name):
                     inputs = piece.item.encoder_label, piece.item.trainable
                     if inputs not in checked:  # once: it hashes the encoder's weights
                         self._require_inputs(piece.item)
@@ -328,7 +328,7 @@ class _ClusterTraining(NamedTuple):
 
 
 def _do_on_cluster(
-    context: RunContext, queue: Sequence[Piece], threads: int, measure: Measure, progress: RunProgress
+    context: RunContext, queue: Sequence[Piece], threads: int, measure: MeasureFunction, progress: RunProgress
 ) -> None:
     """Does the pieces in tasks of the cluster, which write into the run directory."""
     settings, directory, done = context.plan.recipe.cluster, context.directory, set[str]()
@@ -339,11 +339,11 @@ def _do_on_cluster(
         work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
         with progress.watched():
             shared = ("output.dir", directory.path.absolute() / "state")
-            Tasks(work, threads, shared, done=done.update).do([Part(name, None) for name in names])
+            Tasks(work, threads, shared, done=done.update).do([TaskPart(name, None) for name in names])
         # a network disk may have shown too late that a dead task had taken a piece
         queue = [piece for piece in queue if piece.name not in done and not directory.is_finished(piece.name)]
         for piece in queue:
-            directory.give_back(piece.name)
+            directory.unclaim(piece.name)
 
 
 @contextmanager

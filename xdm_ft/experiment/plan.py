@@ -45,7 +45,7 @@ class PlannedModel:
     split: Split
     steps: int
     skipped: str | None = None  # the reason if it cannot be trained
-    serves: tuple[ModelKey, ...] = ()
+    needed_by: tuple[ModelKey, ...] = ()
     """Of an extra model: for each of its evaluation splits, in order, the planned model that needs it. It has one more
     held-out domain, on which it is measured, and is not kept."""
 
@@ -205,11 +205,11 @@ def _extra_models(recipe: Recipe, dataset: ImageDataset, models: list[PlannedMod
             key = model.key._replace(test_domains=split.test_domains)
             alike = (model.item.label, key.seed, key.trial, model.steps, frozenset(split.test_domains))
             if alike in extra:
-                serves = (*extra[alike].serves, model.key)
+                needed_by = (*extra[alike].needed_by, model.key)
                 both = also_measuring(extra[alike].split, split.evaluation[LEFT_OUT[0]])
-                extra[alike] = dataclasses.replace(extra[alike], split=both, serves=serves)
+                extra[alike] = dataclasses.replace(extra[alike], split=both, needed_by=needed_by)
             else:
-                extra[alike] = PlannedModel(key, model.item, model.training, split, model.steps, serves=(model.key,))
+                extra[alike] = PlannedModel(key, model.item, model.training, split, model.steps, needed_by=(model.key,))
     return tuple(extra.values())
 
 
@@ -410,7 +410,7 @@ def hparams(item: MethodItem, training: Training) -> dict[str, Any]:
         common |= {"beta1": training.beta1, "beta2": training.beta2}
     common |= {key: value for key in ("clip_norm", "patience") if (value := getattr(training, key)) is not None}
     if item.trainable is not False:
-        of_method["trainable"] = item.of_records["trainable"]
+        of_method["trainable"] = item.record_fields["trainable"]
         common |= {"encoder_lr": training.encoder_lr, "layer_decay": training.layer_decay}
         common["unfreeze_at"] = item.encoder_common.unfreeze_at
     return {**common, "head_init": item.head_init, **of_method}

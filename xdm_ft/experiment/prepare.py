@@ -24,10 +24,11 @@ from xdm_ft.experiment.plan import Plan, PlannedModel, index_folder
 from xdm_ft.features.cache import Features, cache_path
 from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
 from xdm_ft.features.given import GivenFeatures, given_features
-from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
+from xdm_ft.features.hashes import FileHashes, find_undecodable, hash_files
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DTYPES
+from xdm_ft.model_sources.source import first_few
 from xdm_ft.recipe.check import checked_algorithm
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem
@@ -40,7 +41,6 @@ from xdm_ft.storage.atomic import is_writable
 from xdm_ft.training import Job, balanced_class_weight
 from xdm_ft.training.end_to_end.batch_norm import lone_values
 from xdm_ft.training.end_to_end.model import check_trainable, check_updates, cut_of
-from xdm_ft.weights.source import first_few
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -121,7 +121,7 @@ def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> dict[
             # encoders name their keys as those of `encoder`, which a recipe with `encoders` does not have
             lines = (line if re.match(r"encoder\b", line) else f"encoder: {line}" for line in error.args)
             raise UserError(*(line.replace("encoder", f"encoders.{position}", 1) for line in lines)) from error
-    for item in with_text(recipe, encoders).served:
+    for item in with_text(recipe, encoders).runnable_methods:
         if item.trainable is not False:
             encoder = encoders[item.encoder_label]
             if recipe.training.layer_decay != 1 or "layer_decay" in recipe.search.distributions:
@@ -152,14 +152,14 @@ def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> No
 
     It needs peft, which what only reads trained models does not.
     """
-    for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.served):
+    for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.runnable_methods):
         if isinstance(trainable, LowRank):
             check_updates(encoders[label], trainable)
 
 
 def check_prompts(recipe: Recipe, encoders: Mapping[str | None, Encoder], class_names: tuple[str, ...]) -> None:
     """Raises `UserError` if two classes are one text to an encoder whose class embeddings a method reads."""
-    readers = [item for item in recipe.served if item.reads_text]
+    readers = [item for item in recipe.runnable_methods if item.reads_text]
     for label, prompts in dict.fromkeys((item.encoder_label, item.block.prompts) for item in readers):
         encoder = encoders[label]
         assert isinstance(encoder, TextEncoder), "checked with the recipe"
@@ -238,7 +238,7 @@ def prepare(
         encoder = encoders[label]
         if main:
             log_encoder(encoder)
-        items = [item for item in recipe.served if item.encoder is component]
+        items = [item for item in recipe.runnable_methods if item.encoder is component]
         features = None
         if not recipe.has_images:
             features = given_features(dataset, accelerator.device)
@@ -256,7 +256,7 @@ def prepare(
         read = [features for features in (features, *activations.values()) if features is not None]
         # before training end to end, which would fail at a broken image after hours; extraction decodes all too
         if not read and any(item.trainable is not False for item in items):
-            broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main, accelerator)
+            broken = find_undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main, accelerator)
             refuse_unreadable(broken, dataset, on_bad_image)
             unreadable |= broken
         for of_images in read:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.core import Held, ModelKey
+from xdm_ft.core import DomainSet, ModelKey
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.evaluation.metrics import IN_PERCENT
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.experiment.faults import Finding, divided_groups
+from xdm_ft.experiment.data_checks import Finding, divided_groups
 from xdm_ft.experiment.plan import Plan, annotations_digest, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.experiment.resume import (
@@ -51,7 +51,7 @@ from xdm_ft.results.summary import (
     protocol_line,
     summarise,
 )
-from xdm_ft.results.table import Comparison, Look, SummaryRow
+from xdm_ft.results.table import Comparison, InterimLook, SummaryRow
 from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials
 from xdm_ft.runtime.errors import UserError, listed, plural
 from xdm_ft.runtime.progress import progress
@@ -92,7 +92,7 @@ class RunResults:
         self.final_fits: dict[str, dict[str, Any]] = {}  # {method: final fit}
         self.label_curve: dict[str, Any] | None = None
         self.known_files = dict[str, str]()  # {address of a file that models share: checksum} of earlier runs here
-        self.common: dict[Held, dict[str, str]] = {}  # {test domains: files that models of all methods share}
+        self.common: dict[DomainSet, dict[str, str]] = {}  # {test domains: files that models of all methods share}
         self.summary = Summary([], [], [])
         self.environment: dict[str, Any] = {}
         self.data: dict[str, Any] = {}  # `data_facts`
@@ -111,7 +111,7 @@ class RunResults:
         results = cls(recipe, directory, () if before is None else grown_from(before, recipe.resolved()))
         if before is not None:
             results.recipe_before, results.environment_before = before["recipe"], before["environment"]
-            results.summary = Summary([], [], [Look(**entry) for entry in before["looks"]])
+            results.summary = Summary([], [], [InterimLook(**entry) for entry in before["looks"]])
             results.label_curve = before.get("label_curve")
             results.final_fits = {
                 method: fit
@@ -465,7 +465,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
 def references(recipe: Recipe) -> dict[str, str]:
     """Returns {label of a method: label of the ERM that it is compared with}, as `erm_of_each` has it."""
     compared = list[Compared]()
-    for item in recipe.served:
+    for item in recipe.runnable_methods:
         # a solver is compared with ERM's linear head, whatever its own is
         head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
         trained = item.trainable, recipe.augmentation_of(item)
@@ -491,7 +491,7 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
         if not recipe.has_images:
             notes.append(of_encoder.encoder.pretraining)
             continue
-        items = [item for item in recipe.served if item.encoder_label == label and not item.is_solver]
+        items = [item for item in recipe.runnable_methods if item.encoder_label == label and not item.is_solver]
         how = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
         name = "" if label is None else f"{label}: "
         notes.append(f"encoder {name}{of_encoder.encoder.pretraining}, {' / '.join(how)}")

@@ -139,7 +139,7 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
     if key == "name" and isinstance(old, str) and isinstance(new, str):
         return []  # the directory was renamed
     if key == "data.train_augmentation" and new is None:
-        return []  # each method has its default, which is that of the run's methods (`keep_choices_of_run`)
+        return []  # each method has its default, which is that of the run's methods (`inherit_choices`)
     if key == "methods":
         try:
             before, now = ({label_of(item): item for item in items} for items in (old, new))
@@ -283,7 +283,7 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
     return written
 
 
-def keep_choices_of_run(recipe: Recipe) -> Recipe:
+def inherit_choices(recipe: Recipe) -> Recipe:
     """Returns the recipe with the final fit of the run in its directory and, where it sets none, its augmentation, and
     the precision and batch size of its features, whose defaults depend on the machine.
 

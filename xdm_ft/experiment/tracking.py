@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-Scalars = Mapping[str, float]
+_Scalars = Mapping[str, float]
 NOT_ACCEPTED = re.compile(r"[^A-Za-z0-9_./ :-]")  # characters of a name that some tracker refuses
 TEST = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece")
 
 
 def write_curves(
-    plan: Plan, chunk: Sequence[Job], step: int, evaluated: Sequence[tuple[Job, Scalars]], directory: RunDirectory
+    plan: Plan, chunk: Sequence[Job], step: int, evaluated: Sequence[tuple[Job, _Scalars]], directory: RunDirectory
 ) -> None:
     """Writes what was measured after `step` steps, as `train_chunk` records it. `chunk`: all that train together.
 
@@ -48,7 +48,7 @@ def write_curves(
         return
     # reversed, as the last of equal keys stays: a sub-run is named by its first head
     first = {job.test_domains: job for job in reversed(chunk)}
-    together: dict[tuple[str, ...], list[Scalars]] = {}
+    together: dict[tuple[str, ...], list[_Scalars]] = {}
     for job, values in curves:
         together.setdefault(job.test_domains, []).append(values)
     for test_domains, of_heads in together.items():
@@ -62,14 +62,14 @@ def write_curves(
         directory.write_scalars(sub_run(*first[test_domains].key, heads=True), step, summary)
 
 
-def _tag(name: str, own_rule: str) -> str:
+def _tag(name: str, recipe_rule: str) -> str:
     """Returns the tag of a scalar, `NAME`, or of a rule's value, `RULE/METRIC`."""
     rule, _, metric = name.rpartition("/")
     if not rule:
         return f"train/{name}"
     if rule == ORACLE:  # a curve of the held-out domain must not look like one of validation
         return f"oracle/{metric}"
-    return f"val/{metric}" if rule == own_rule else f"val/{rule}/{metric}"
+    return f"val/{metric}" if rule == recipe_rule else f"val/{rule}/{metric}"
 
 
 def write_sessions(plan: Plan, records: Iterable[Record], directory: RunDirectory) -> None:
@@ -171,7 +171,7 @@ def curves(run: Run) -> dict[int, dict[str, float]]:
 def tested(run: Run) -> dict[str, float]:
     """Returns {name: value} of the summary under the recipe's own rule, for methods that have results."""
     values: dict[str, float | None] = {}
-    for row in run.own_rows:
+    for row in run.recipe_rows:
         method = file_name(row.method, safe="+ ")
         values |= {f"{method}/test/{row.metric}": row.mean, f"{method}/test/{row.metric}_stderr": row.stderr}
         for domain, of_domain in row.per_test_domain.items():

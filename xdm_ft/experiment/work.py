@@ -25,12 +25,20 @@ import torch
 
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.runtime.interrupt import STOPPING, Interrupted, before_exit, deferred, end_with_parent, handle, held_back
+from xdm_ft.runtime.interrupt import (
+    STOPPING,
+    Interrupted,
+    before_exit,
+    block_signals,
+    deferred,
+    end_with_parent,
+    handle,
+)
 from xdm_ft.runtime.machine import on_cpu_by_request, own_cores
 from xdm_ft.runtime.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
 from xdm_ft.runtime.terminal import print_error, with_bar
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.training import Precision
+from xdm_ft.training import MixedPrecision
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -53,7 +61,7 @@ def as_launched(recipe: Recipe) -> Recipe:
     asked = f"accelerate launch --mixed_precision {launched} (or ACCELERATE_MIXED_PRECISION)"
     if launched != "no" and wanted is not None and wanted != launched:
         raise UserError(f"{recipe.name}: training.mixed_precision: {wanted}, but {asked}; leave one of them out")
-    if launched not in get_args(Precision):
+    if launched not in get_args(MixedPrecision):
         raise UserError(f"{recipe.name}: {asked} is not supported; use bf16, fp16 or no")
     sharp = [item.label for item in recipe.methods if item.sharpness is not None and item.trainable is not False]
     if launched == "fp16" and sharp:
@@ -212,7 +220,7 @@ def run_forked(
             for number in range(1, processes):
                 reader, writer = context.Pipe(duplex=False)
                 child = context.Process(target=work_in_fork, args=(number, writer), daemon=True)
-                with deferred(), held_back():  # a signal right after the fork would otherwise miss the child
+                with deferred(), block_signals():  # a signal right after the fork would otherwise miss the child
                     child.start()
                     children.append((child, reader))
                 writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
@@ -252,14 +260,14 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-class Work(NamedTuple):
+class WorkDone(NamedTuple):
     """An amount of work."""
 
     models: int = 0
     cost: int = 0  # `pieces.cost`
 
 
-NOTHING = Work()
+NOTHING = WorkDone()
 
 
 class RunProgress:
@@ -270,7 +278,13 @@ class RunProgress:
     """
 
     def __init__(
-        self, what: str, pieces: Mapping[str, Work], done: Work, directory: RunDirectory, processes: int, shows: bool
+        self,
+        what: str,
+        pieces: Mapping[str, WorkDone],
+        done: WorkDone,
+        directory: RunDirectory,
+        processes: int,
+        shows: bool,
     ) -> None:
         """`pieces`: {name: its work}. `done`: of an earlier run. `processes`: this one and its forks."""
         self.what, self.pieces, self.done, self.directory, self.shows = what, pieces, done, directory, shows
@@ -314,14 +328,14 @@ class RunProgress:
         self.begun[self.number] = 0.0
 
     @property
-    def finished(self) -> Work:
+    def finished(self) -> WorkDone:
         return self._with_done(name for name in self.directory.finished() if name in self.pieces)
 
-    def _with_done(self, names: Iterable[str]) -> Work:
+    def _with_done(self, names: Iterable[str]) -> WorkDone:
         models, cost = map(sum, zip(self.done, *(self.pieces[name] for name in names), strict=True))
-        return Work(models, cost)
+        return WorkDone(models, cost)
 
-    def _models(self, finished: Work) -> str:
+    def _models(self, finished: WorkDone) -> str:
         return f"{finished.models} of {plural(self.total.models, 'model')}"
 
     def show(self) -> None:

@@ -1,7 +1,7 @@
 """From a trained model to one in use: model directories, loading, prediction, evaluation at a new site, ONNX.
 
-`Parts` is what a model consists of, `Classifier` the module that they make: pixels → logits. `choose.py` reads them
-from a run directory, `directory.py` from and to a model directory, `hub.py` from a hub repository; `predictor.py`
+`ModelParts` is what a model consists of, `Classifier` the module that they make: pixels → logits. `choose.py` reads
+them from a run directory, `directory.py` from and to a model directory, `hub.py` from a hub repository; `predictor.py`
 computes with them.
 
 `ModelConfig` is config.json of a model directory: all that loading needs besides the tensors, and how the model was
@@ -67,7 +67,7 @@ def _metric(name: str) -> str:
     return name
 
 
-Metric = Annotated[str, AfterValidator(_metric)]
+MetricName = Annotated[str, AfterValidator(_metric)]
 
 
 class EncoderSettings(TypedDict):
@@ -181,15 +181,15 @@ class ExpectedPerformance(Block):
     data: str  # name of the data set in the recipe
     method: str
     selection: str  # the rule that picked steps and trials; oracle: by labels of the held-out domains
-    metric: Metric
+    metric: MetricName
     mean: float  # over seeds, held-out sets averaged within a seed
     std: float | None  # over seeds (ddof 1)
     stderr: float | None  # std / √seeds
     seeds: Count
     held_out: Annotated[tuple[AtHeldOut, ...], Field(min_length=1)]
     worst: tuple[str, float]  # the domain with the worst value, and that value
-    others: dict[Metric, float]  # {metric: mean}, not divided by a temperature
-    calibrated: dict[Metric, float] | None  # ece and nll after each model's own fitted temperature; None: unknown
+    others: dict[MetricName, float]  # {metric: mean}, not divided by a temperature
+    calibrated: dict[MetricName, float] | None  # ece and nll after each model's own fitted temperature; None: unknown
     new_site: tuple[float, float] | None  # 95% prediction interval for the metric at one new site
     scale: Scale = "plain"  # of `center` and `spread`
     center: Signed | None = None  # of `new_site`, as the two below; None with fewer than three held-out sets
@@ -299,7 +299,7 @@ SINGLE = "head"  # name of the head in a weights file; those of an ensemble are 
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """What a model consists of."""
 
     config: ModelConfig
@@ -326,7 +326,7 @@ class Classifier(nn.Module):
     """
 
     def __init__(
-        self, parts: Parts, precision: ModelPrecision | None = None, device: torch.device | str = "cpu"
+        self, parts: ModelParts, precision: ModelPrecision | None = None, device: torch.device | str = "cpu"
     ) -> None:
         """`precision` None: that of the run. A frozen encoder is cast to it; one that was trained runs in autocast."""
         super().__init__()
@@ -341,7 +341,7 @@ class Classifier(nn.Module):
         self.eval()
 
     def forward(self, pixels: Tensor) -> Tensor:
-        return self.logits(self.as_read(self.encoded(pixels)))
+        return self.logits(self.head_input(self.encoded(pixels)))
 
     def encoded(self, pixels: Tensor) -> Tensor:
         """float32 features z [B,K] of the encoder."""
@@ -349,7 +349,7 @@ class Classifier(nn.Module):
             z: Tensor = self.encoder(pixels)
         return z.float()
 
-    def as_read(self, z: Tensor) -> Tensor:
+    def head_input(self, z: Tensor) -> Tensor:
         """Features of the encoder, as the head reads them: L2-normalised or as they are."""
         return F.normalize(z, dim=-1) if self.normalize else z
 

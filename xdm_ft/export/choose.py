@@ -1,4 +1,4 @@
-"""Which model of a run, and how its files become `Parts`."""
+"""Which model of a run, and how its files become `ModelParts`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from xdm_ft.algorithms.wise_ft import interpolate
-from xdm_ft.core import Held
+from xdm_ft.core import DomainSet
 from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.evaluation.neighbours import Reference
@@ -28,8 +28,8 @@ from xdm_ft.export import (
     EncoderConfig,
     HeadConfig,
     ModelConfig,
+    ModelParts,
     PartConfig,
-    Parts,
     build_encoder,
     build_head,
     check_encoder,
@@ -45,6 +45,7 @@ from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.model_sources.source import refuse_not_finite
 from xdm_ft.protocol.splits import SELECTION_SPLIT, all_domains, splits
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
@@ -58,7 +59,6 @@ from xdm_ft.storage.names import reference_beside, reference_file
 from xdm_ft.storage.run_directory import Digests, RunDirectory
 from xdm_ft.storage.tensors import tensors_of
 from xdm_ft.version import __version__
-from xdm_ft.weights.source import refuse_not_finite
 
 logger = logging.getLogger("xdm_ft")
 COPIED = (
@@ -130,7 +130,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
     if choice.held_out is None and run.recipe.protocol.name != "official":
         command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
         remedy = f"`{command}` trains it; or name another model of the run: "
-        if run.own_rule == ORACLE:
+        if run.recipe_rule == ORACLE:
             remedy = "selection: oracle gives no unbiased estimate of one; name a model of the run: "
         others = [f"--method {shlex.quote(other)}" for other, fit in run.final_fits.items() if fit["status"] == "ok"]
         options = " or ".join([*others, held_out_options])
@@ -165,7 +165,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
 
 def read_parts(
     run: Run, choice: Choice, *, wise_ft: float | None = None, ensemble: bool = False, temperature: bool = False
-) -> Parts:
+) -> ModelParts:
     """Returns a model of the run.
 
     `wise_ft`: α, the share of the trained weights in their mean with the zero-shot ones. `ensemble`: the heads of all
@@ -223,7 +223,7 @@ def read_parts(
     reference = None
     if wise_ft is None or not trains_encoder:
         reference = _read_reference(run, description, addresses.values(), digests)
-    label, at = description["method"]["label"], dict[Held, str]()
+    label, at = description["method"]["label"], dict[DomainSet, str]()
     if choice.method is None and run.choice is not None:
         at = run.choice.at
     quoted = run.runs_of(label, at)
@@ -245,7 +245,7 @@ def read_parts(
         expected=expected_performance(run, quoted, at),
         **{key: description[key] for key in COPIED},
     )
-    return Parts(config, encoder, heads, reference, trained_names=tuple(trained))
+    return ModelParts(config, encoder, heads, reference, trained_names=tuple(trained))
 
 
 def _read_weights(run: Run, file: str, digests: Digests) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -381,7 +381,7 @@ def training_images(run: Run, config: ModelConfig) -> np.ndarray | None:
     return np.unique(used[used.any(1)], axis=0)  # zeros: its bytes cannot be read
 
 
-def with_training_images(run: Run, parts: Parts) -> Parts:
+def with_training_images(run: Run, parts: ModelParts) -> ModelParts:
     """Returns a model of the run with the checksums of its training images, if they are known."""
     images = training_images(run, parts.config)
     if images is None:

@@ -27,7 +27,7 @@ from xdm_ft.export import (
     FORMAT,
     SINGLE,
     ModelConfig,
-    Parts,
+    ModelParts,
     build_encoder,
     build_head,
     check_encoder,
@@ -37,12 +37,19 @@ from xdm_ft.export import (
     with_prefix,
 )
 from xdm_ft.export.card import card
+from xdm_ft.model_sources.source import (
+    TEXT_CONFIG,
+    check_sizes,
+    is_file_name,
+    reason_of,
+    refuse_not_finite,
+    refuse_sources,
+)
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage import json_digest, tensors_digest
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
 from xdm_ft.storage.lines import Damaged, json_object, one_line
 from xdm_ft.storage.tensors import Sizes, read_checked, refuse_other_sizes, tensors_of, write_checked, write_tensors
-from xdm_ft.weights.source import TEXT_CONFIG, check_sizes, is_file_name, reason_of, refuse_not_finite, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
 REFERENCE, TRAINING_IMAGES, SITE = "reference.safetensors", "training_images.safetensors", "site.safetensors"
@@ -110,7 +117,7 @@ def refuse_taken(target: Path) -> None:
             raise UserError(f"{target}: exists already; name a new directory, or delete this one")
 
 
-def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> ModelConfig:
+def write_directory(parts: ModelParts, folder: Path, with_encoder: bool | None) -> ModelConfig:
     """Writes the model's files, example.py and README.md into a folder. Returns the config as it is written.
 
     `with_encoder` None: the encoder too, if no name leads to its weights: all were trained, or they came from a file.
@@ -162,7 +169,7 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     return written
 
 
-def write_changed(source: Path, parts: Parts, folder: Path) -> None:
+def write_changed(source: Path, parts: ModelParts, folder: Path) -> None:
     """Writes a model into a folder that has the encoder of the model directory `source`, and another head.
 
     Raises `UserError` if a file cannot be read or written, or if the directory holds another model than was read.
@@ -211,7 +218,7 @@ def refuse_changed(folder: Path, checksum: str) -> None:
         raise UserError(f"{folder}: holds another model than when this command began; run the command again")
 
 
-def _write_rest(parts: Parts, config: ModelConfig, folder: Path) -> None:
+def _write_rest(parts: ModelParts, config: ModelConfig, folder: Path) -> None:
     """Writes all but the encoder, with this config."""
     heads = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
     write_checked(folder / WEIGHTS, heads, PYTORCH)
@@ -265,7 +272,7 @@ def _read_config(folder: Path) -> tuple[ModelConfig, str, str]:
         raise UserError(f"{path}: cannot be read as a model's config ({reason[:200]}); {AGAIN}") from error
 
 
-def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
+def read_directory(folder: Path, encoder_weights: str | None = None) -> ModelParts:
     """Reads a model directory. `encoder_weights`: a file with the encoder's weights, if they are not in the directory.
 
     Raises `UserError` if a file is missing, damaged or of another model, or if the encoder's weights are other ones.
@@ -301,7 +308,7 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
         if images.dtype != torch.uint8:
             raise UserError(f"{path}: holds no checksums of images; {AGAIN}")
     known = None if images is None else images.numpy()
-    return Parts(config, encoder, heads, reference, known, checksum=checksum)
+    return ModelParts(config, encoder, heads, reference, known, checksum=checksum)
 
 
 def read_described(path: Path, xxh3: str, wanted: Sizes | None = None) -> dict[str, Tensor]:

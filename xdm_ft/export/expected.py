@@ -28,13 +28,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from xdm_ft.core import ORACLE, Held, sets_noun
+from xdm_ft.core import ORACLE, DomainSet, sets_noun
 from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate
 from xdm_ft.evaluation.few_labels import FEWEST_EXACT, clopper_pearson
 from xdm_ft.evaluation.intervals import (
     MAX_WIDTH,
     Bounds,
-    HeldOut,
+    HeldOutValues,
     NewSite,
     interval_of,
     over_seeds_and_groups,
@@ -71,7 +71,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 WITHIN = "within what the card promises"
 
 
-def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[Held, str]) -> ExpectedPerformance | None:
+def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str]) -> ExpectedPerformance | None:
     """Returns what to expect of a method at a new site; None if no model of it has a test result.
 
     Args:
@@ -145,7 +145,7 @@ class _Stored(NamedTuple):
     temperatures: list[float | None]
 
 
-def _read_stored(path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _Stored:
+def _read_stored(path: Path, runs: Runs, held: DomainSet, seeds: Sequence[int]) -> _Stored:
     directory, predictions = RunDirectory(path), list[Prediction]()
     by_seed = {record.seed: record for record in runs.records if record.test_domains == held}
     try:
@@ -160,7 +160,7 @@ def _read_stored(path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _S
 
 
 def _at_held_out(
-    runs: Runs, held: Held, by_seed: np.ndarray, predictions: Sequence[Prediction], method: str | None
+    runs: Runs, held: DomainSet, by_seed: np.ndarray, predictions: Sequence[Prediction], method: str | None
 ) -> AtHeldOut:
     records = (record for record in runs.records if record.test_domains == held)
     scores = [score for record in records if (score := runs.score(record)) is not None]
@@ -193,7 +193,7 @@ def error_at(metric: str, by_seed: np.ndarray, predictions: Sequence[Prediction]
     if groups < 2 or (metric == "auroc" and any(prediction.per_image is None for prediction in predictions)):
         return None
     without = np.stack([without_each_group(metric, prediction) for prediction in predictions])  # [S,groups]
-    return over_seeds_and_groups([HeldOut(by_seed, jackknife_variance(without.mean(0)), groups)])
+    return over_seeds_and_groups([HeldOutValues(by_seed, jackknife_variance(without.mean(0)), groups)])
 
 
 def _others(runs: Runs) -> dict[str, float]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.containers.remote import hub, known_answer
 from xdm_ft.export import ModelConfig
 from xdm_ft.export.card import HUB
 from xdm_ft.export.directory import (
@@ -26,9 +25,10 @@ from xdm_ft.export.directory import (
     read_config,
 )
 from xdm_ft.export.onnx import ONNX
+from xdm_ft.image_files.remote import hub, known_answer
+from xdm_ft.model_sources.source import TEXT_CONFIG, network_error, reason_of
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.version import __version__
-from xdm_ft.weights.source import TEXT_CONFIG, network_error, reason_of
 
 NEEDED = (CONFIG, WEIGHTS)
 FILES = (

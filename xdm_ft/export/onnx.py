@@ -22,12 +22,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from xdm_ft.export import Classifier, Parts, probabilities
+from xdm_ft.export import Classifier, ModelParts, probabilities
 from xdm_ft.images.transforms import Preprocessing, normalizing_transform, resizing_transform
+from xdm_ft.model_sources.source import reason_of
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.atomic import replace_file
 from xdm_ft.version import __version__
-from xdm_ft.weights.source import reason_of
 
 ONNX = "model.onnx"
 OPSET = 20  # the first with GELU
@@ -76,7 +76,7 @@ def check_installed() -> None:
         raise UserError(f"ONNX needs {', '.join(missing)}, not installed here; pip install 'xdm_ft[onnx]'")
 
 
-def write_onnx(parts: Parts, folder: Path, images: Sequence[Image.Image], include_preprocessing: bool) -> OnnxFile:
+def write_onnx(parts: ModelParts, folder: Path, images: Sequence[Image.Image], include_preprocessing: bool) -> OnnxFile:
     """Writes model.onnx into a folder, if ONNX Runtime computes the same probabilities as torch.
 
     `images`: RGB images of any size that the model accepts, for the comparison; none: random pixels. Raises
@@ -112,7 +112,7 @@ def resize_for_comparison(images: Sequence[Image.Image], preprocessing: Preproce
     return np.stack([np.asarray(resize(image)) for image in images] * -(-least // len(images)))
 
 
-def exported_bytes(graph: _Graph, example: Tensor, parts: Parts) -> bytes:
+def exported_bytes(graph: _Graph, example: Tensor, parts: ModelParts) -> bytes:
     """Returns the file's content."""
     name = PIXELS if example.dtype == torch.float32 else IMAGES
     try:

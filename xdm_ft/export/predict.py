@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.export import probabilities
-from xdm_ft.export.predictor import Batch, Model
+from xdm_ft.export.predictor import ImageBatch, Model
 from xdm_ft.export.sources import Item
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError
@@ -31,7 +31,7 @@ from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import TAKEN, UNFINISHED, Together, disk_errors, sync
 from xdm_ft.storage.lines import Damaged, append_lines, csv_line, read_lines
 
-Row = list[str | float | bool | int | None]
+PredictionRow = list[str | float | bool | int | None]
 Format = Literal["csv", "jsonl", "parquet"]
 IsUnknown = Callable[[Tensor], np.ndarray]
 """Features [n,K], as the head reads them → which of the images belong to no class, bool [n]."""
@@ -42,7 +42,7 @@ LOCK_SECONDS = 3.0  # a killed command, and the processes that decode its images
 
 
 @dataclass(frozen=True)
-class Columns:
+class ExtraColumns:
     """The columns besides path (or group), label and probability."""
 
     probabilities: bool = False  # one column per class
@@ -62,7 +62,7 @@ class Predictions:
     """
 
     def __init__(
-        self, model: Model, columns: Columns, format_: Format, grouped: bool, is_unknown: IsUnknown | None = None
+        self, model: Model, columns: ExtraColumns, format_: Format, grouped: bool, is_unknown: IsUnknown | None = None
     ) -> None:
         """`is_unknown`: for that column. Raises `UserError` for columns that cannot be computed."""
         classes, top_k, threshold = len(model.class_names), columns.top_k, columns.abstain_below
@@ -90,7 +90,7 @@ class Predictions:
         types |= {"unknown": bool} if columns.unknown else {}
         types |= {"abstained": bool} if threshold is not None else {}
         types |= {f"{CLASS_PREFIX}{name}": float for name in model.class_names} if columns.probabilities else {}
-        self._empty: Row = [None] * (len(types) - 1)  # cells behind the name, where nothing was predicted
+        self._empty: PredictionRow = [None] * (len(types) - 1)  # cells behind the name, where nothing was predicted
         self.types: dict[str, type] = types | ({"images": int} if grouped else {}) | {"error": str}
 
         # float64 [C], or [C + 2] with the distance and its percentile: sums over the images of each group
@@ -103,7 +103,7 @@ class Predictions:
         """The number of groups; None without groups."""
         return len(self._images) if self.grouped else None
 
-    def rows_of(self, batch: Batch) -> Iterator[Row]:
+    def rows_of(self, batch: ImageBatch) -> Iterator[PredictionRow]:
         """Yields a row per image: its path, cells and None, or why it has no prediction.
 
         With groups it is what `add_to_groups` takes: path, group, every probability, distances and None, or why.
@@ -123,7 +123,7 @@ class Predictions:
         else:
             unknown = None
             if self._is_unknown is not None:
-                unknown = self._is_unknown(self.model.module.as_read(batch.encoded[readable]))
+                unknown = self._is_unknown(self.model.module.head_input(batch.encoded[readable]))
             cells = self._cells(p.numpy(), spread, distances, unknown)
         for position, item in enumerate(batch.items):
             reason = batch.unreadable.get(position)
@@ -137,7 +137,7 @@ class Predictions:
         spread: np.ndarray | None,
         distances: np.ndarray | None,
         unknown: np.ndarray | None = None,
-    ) -> Iterator[Row]:
+    ) -> Iterator[PredictionRow]:
         """Yields the cells of images or groups behind the name. `p`: [n,C]; `distances`: [n,2]; the others: [n]."""
         columns, names = self.columns, self.model.class_names
         # stable: of equal probabilities the first class is the label, as in `Model.predict`
@@ -161,7 +161,7 @@ class Predictions:
         cells += decimals(p.T) if columns.probabilities else []
         yield from map(list, zip(*cells, strict=True))
 
-    def add_to_groups(self, rows: Iterable[Row]) -> None:
+    def add_to_groups(self, rows: Iterable[PredictionRow]) -> None:
         """Adds images, as `rows_of` yields them."""
         for path, group, *values, reason in rows:
             name = str(group)
@@ -175,12 +175,12 @@ class Predictions:
                 count, first = self._errors.get(name, (0, f"{path}: {reason}"))
                 self._errors[name] = count + 1, first
 
-    def group_rows(self) -> Iterator[Row]:
+    def group_rows(self) -> Iterator[PredictionRow]:
         """Yields a row per group, in the order in which the groups came."""
         groups = iter(self._images)
         while some := list(islice(groups, ROWS_AT_ONCE)):
             means = [self._sums[group] / self._images[group] for group in some if self._images[group]]
-            cells: Iterator[Row] = iter(())
+            cells: Iterator[PredictionRow] = iter(())
             if means:
                 p, distances = np.split(np.stack(means).astype(np.float32), [len(self.model.class_names)], axis=1)
                 cells = self._cells(p, None, distances if self.columns.distance else None)
@@ -193,13 +193,13 @@ class Predictions:
     def header(self) -> bytes:
         return self.line(list(self.types)) if self.format == "csv" else b""
 
-    def line(self, row: Row) -> bytes:
+    def line(self, row: PredictionRow) -> bytes:
         """Returns a row as a line. A name that is not UTF-8 has its own bytes in CSV, and escapes (\\udc80) in JSON."""
         if self.format == "csv":
             return csv_line(self.types, row).encode("utf-8", "surrogateescape")
         return f"{json.dumps(dict(zip(self.types, row, strict=True)), allow_nan=False)}\n".encode()
 
-    def write(self, path: Path, rows: Iterable[Row]) -> None:
+    def write(self, path: Path, rows: Iterable[PredictionRow]) -> None:
         """Writes the file, of which few rows are in memory. Raises `OSError`."""
         if self.format != "parquet":
             with path.open("wb") as file:
@@ -234,7 +234,7 @@ class Tally:
         self.images = self.unreadable = 0
         self.named: dict[str, str] = {}  # the first unreadable images → why
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[PredictionRow]) -> None:
         for path, *_, reason in rows:
             self.images += 1
             if reason is not None:
@@ -250,7 +250,7 @@ class Unfinished:
         self.out, self.file, self.about, self._handle = out, unfinished_file(out), dict(about), handle
         self.tally = Tally()
         self.replaces = out.exists()  # of a command that was killed after it made the file
-        self._rows: list[Row] = []
+        self._rows: list[PredictionRow] = []
         self._due = time.monotonic() + SECONDS
         lines = len(list(islice(self._lines(), 2)))
         if not lines and os.fstat(handle).st_size:
@@ -282,7 +282,7 @@ class Unfinished:
                 self.tally.add([row])
                 pulse.beat()
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[PredictionRow]) -> None:
         """Adds a row per image. They are on the disk a second later, or after `flush`."""
         rows = list(rows)
         self.tally.add(rows)
@@ -298,7 +298,7 @@ class Unfinished:
             self.has_rows = True
         self._rows, self._due = [], time.monotonic() + SECONDS
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[PredictionRow]:
         """Yields the rows on the disk. Raises `UserError` if some are missing, at the latest after the last one."""
         count = 0
         for line in self._lines():

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from xdm_ft.evaluation.neighbours import Reference
-from xdm_ft.export import Classifier, ModelPrecision, Parts, probabilities
+from xdm_ft.export import Classifier, ModelParts, ModelPrecision, probabilities
 from xdm_ft.export.card import HUB, WORDS, interval, shown
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import CONFIG, read_directory
@@ -43,7 +43,7 @@ from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_bat
 from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_transform
 from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 from xdm_ft.storage.atomic import is_writable
 from xdm_ft.storage.names import expand_user
 
@@ -85,7 +85,9 @@ class Model:
     float32 [B,3,H,W] → logits float32 [B,C]. `transform`: RGB PIL image → pixels [3,H,W]. `config`: how it was made.
     """
 
-    def __init__(self, parts: Parts, device: torch.device | str | None = None, precision: ModelPrecision | None = None):
+    def __init__(
+        self, parts: ModelParts, device: torch.device | str | None = None, precision: ModelPrecision | None = None
+    ):
         """`device` None: a GPU if torch finds one. `precision` None: that of the run. Raises `UserError`."""
         self.config = parts.config
         self.folder = Path()  # where it was loaded from
@@ -135,11 +137,11 @@ class Model:
     def predict_proba(self, images: Images) -> np.ndarray:
         """Returns probabilities float32 [n,C]."""
         width = len(self.class_names)
-        return self._map(lambda z: probabilities(self.module.logits(self.module.as_read(z))), images, width)
+        return self._map(lambda z: probabilities(self.module.logits(self.module.head_input(z))), images, width)
 
     def encode(self, images: Images) -> np.ndarray:
         """Returns features float32 [n,K], as the head reads them."""
-        return self._map(self.module.as_read, images, self.config.encoder.width)
+        return self._map(self.module.head_input, images, self.config.encoder.width)
 
     def distance(self, images: Images) -> np.ndarray:
         """Returns how far the encoder's features are from those of the training images: float32 [n], at least 0.
@@ -198,7 +200,7 @@ class Model:
     @torch.no_grad()
     def _map(self, values: Callable[[Tensor], Tensor], images: Images, *shape: int) -> np.ndarray:
         """Returns `values` float32 [n,*shape] of the encoder's features [B,K], which are computed batch by batch."""
-        keep_freed_memory()
+        retain_freed_memory()
         batches = _batched(_listed(images), fast_batch_size(self.device.type))
         first, side = next(batches, []), self.config.preprocessing.size
         # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
@@ -297,7 +299,7 @@ def load(
     return model
 
 
-class Batch(NamedTuple):
+class ImageBatch(NamedTuple):
     """Images [n] in the order in which they came. The rows of images that are `unreadable` are of no use."""
 
     items: list[Item]
@@ -319,7 +321,7 @@ def stream(
     batch_size: int | None = None,
     cache: Path | None = None,
     workers: int | None = None,
-) -> Iterator[Batch]:
+) -> Iterator[ImageBatch]:
     """Yields the images in batches with the model's features and logits. Holds a few batches at once.
 
     Images that do not decode are reported, not raised. Each position of a batch is computed alike whatever the others
@@ -328,7 +330,7 @@ def stream(
     missing. `workers`: processes that decode; 0: threads decode a batch on all cores between two passes of the encoder;
     None: as `decoding_workers` says. Raises `UserError` if memory is full.
     """
-    keep_freed_memory()
+    retain_freed_memory()
     lookup = None if cache is None else cached_features(model, cache)
     size = fast_batch_size(model.device.type) if batch_size is None else batch_size
     workers = decoding_workers(model.device, MAX_WORKERS) if workers is None else workers
@@ -341,7 +343,7 @@ def stream(
 
 
 @torch.inference_mode()
-def _computed(model: Model, batch: PixelBatch[Item]) -> Batch:
+def _computed(model: Model, batch: PixelBatch[Item]) -> ImageBatch:
     n, module = len(batch.items), model.module
     # all cached, or none readable: a pass of the encoder over black images would cost as much as a full one
     if len(batch.instead) == n:
@@ -352,13 +354,13 @@ def _computed(model: Model, batch: PixelBatch[Item]) -> Batch:
     for position, value in batch.instead.items():
         if isinstance(value, Tensor):  # its cached features
             encoded[position] = value.to(model.device, torch.float32)
-    z = module.as_read(encoded)
+    z = module.head_input(encoded)
     logits = module.logits(z)
     members = module.member_logits(z)[:, :n].cpu() if len(module.members) else None
     broken = ~(z.isfinite().all(1) & logits.isfinite().all(1))[:n]
     unreadable = dict.fromkeys(broken.nonzero()[:, 0].tolist(), NOT_FINITE)
     unreadable |= {position: value for position, value in batch.instead.items() if isinstance(value, str)}
-    return Batch(batch.items, encoded[:n].cpu(), logits[:n].cpu(), members, unreadable, n - len(batch.instead))
+    return ImageBatch(batch.items, encoded[:n].cpu(), logits[:n].cpu(), members, unreadable, n - len(batch.instead))
 
 
 def read_batches(

@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from xdm_ft.containers.files import (
+from xdm_ft.data.table import COLUMNS, TableDataset, path_in
+from xdm_ft.image_files.files import (
     counted,
     expression_of,
     first_pattern,
@@ -30,8 +31,7 @@ from xdm_ft.containers.files import (
     refuse_splits,
     visible_entries,
 )
-from xdm_ft.containers.tables import column_meant, csv_rows, name_in, on_disk, whole_number
-from xdm_ft.data.table import COLUMNS, Table, path_in
+from xdm_ft.image_files.tables import column_meant, csv_rows, name_in, on_disk, whole_number
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import expand_user
@@ -268,7 +268,7 @@ class Site(NamedTuple):
         return self._replace(items=items, labels=self.labels[rows], domains=self.domains[rows], groups=groups)
 
 
-class _SiteTable(Table):
+class _SiteTable(TableDataset):
     """A table that may leave the domain out: then its images are those of one site.
 
     Of a table with the column `for`, as `xdm-ft label` writes it, the rows of one purpose are read. Rows without label

@@ -35,12 +35,12 @@ from xdm_ft.images import Augmentation, ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import normalized
+from xdm_ft.model_sources.source import first_few, not_finite
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.machine import keep_freed_memory, own_cores
+from xdm_ft.runtime.machine import own_cores, retain_freed_memory
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.watchdog import from_main, gather
 from xdm_ft.storage.atomic import is_writable
-from xdm_ft.weights.source import first_few, not_finite
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -276,7 +276,7 @@ class Extraction:
                 )
             return self.store.write(shard.numbers, torch.cat(shard.parts), shard.unreadable)
 
-        keep_freed_memory()
+        retain_freed_memory()
         try:
             # a thread, so that the encoder computes the next shard while the disk is slow
             with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes

@@ -33,14 +33,14 @@ import xxhash
 from PIL import Image
 from torch.utils.data import Dataset
 
-from xdm_ft.containers.files import ImageFiles
-from xdm_ft.containers.remote import is_remote, state_of
 from xdm_ft.features.cache import INDEX, ContentIndex, Contents, contents_of
 from xdm_ft.features.key import SCHEMA
+from xdm_ft.image_files.files import ImageFiles
+from xdm_ft.image_files.remote import is_remote, state_of
 from xdm_ft.images import Container, ImageDataset, Pieces
 from xdm_ft.images.decode import OF_THE_MACHINE, scan
 from xdm_ft.images.facts import Extremes, Pixels, extremes, pixels
-from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.loader import image_loader, iterate_batches
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import own_cores
@@ -311,7 +311,7 @@ def _changed_container(container: Container, pieces: Pieces, numbers: int | np.n
 # ---- Which images decode
 
 
-def undecodable(
+def find_undecodable(
     dataset: ImageDataset,
     hashes: FileHashes,
     preprocessing: Preprocessing,
@@ -578,7 +578,7 @@ def file_states(dataset: ImageDataset) -> FileHashes:
     loader = image_loader(_StatesOf(dataset), workers, torch.device("cpu"), batch_size=None, sampler=blocks)
     digests, stamps = np.zeros((len(dataset), 16), np.uint8), np.empty((len(dataset), 3), np.int64)
     unreadable, paths = dict[int, str](), xxhash.xxh3_128()
-    for rows, block in zip(blocks, loaded(loader, "image files", "run the same command again"), strict=True):
+    for rows, block in zip(blocks, iterate_batches(loader, "image files", "run the same command again"), strict=True):
         digests[rows.start : rows.stop], stamps[rows.start : rows.stop] = block.digests, block.stamps
         unreadable |= block.unreadable
         paths.update(block.paths)

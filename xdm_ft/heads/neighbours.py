@@ -29,7 +29,7 @@ def vote(z: Tensor, keys: Tensor, labels: Tensor, k: int, temperature: Tensor, n
     return ((k * shares + 1 / num_classes) / (k + 1)).log()
 
 
-class Neighbours(Head):
+class NeighbourHead(Head):
     """logits = log p of the weighted vote of the k nearest training features, by cosine (`vote`).
 
     Its buffers are the training features: 4 n K bytes in memory and in every weights file, for n images and features

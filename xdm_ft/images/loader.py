@@ -105,7 +105,7 @@ def pixel_batches(
     what: str,
     remedy: str,
 ) -> Iterator[PixelBatch[T]]:
-    """Yields each batch, decoded by `workers` processes; 0: by threads of this one. Raises `UserError` as `loaded`.
+    """Yields each batch, decoded by `workers` processes; 0: by threads of this one. Raises `UserError`.
 
     `read` returns the pixels of an item, an RGB image of the shape's size, or another value to keep instead of them.
     Every batch has as many images, `shape[0]`: the products of a shorter one round differently.
@@ -116,7 +116,7 @@ def pixel_batches(
         loader = image_loader(
             dataset, workers, device, batch_size=None, sampler=batches, collate_fn=lambda batch: batch
         )
-        yield from loaded(loader, what, remedy)
+        yield from iterate_batches(loader, what, remedy)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class _PixelBatches(Dataset[PixelBatch[T]]):
 
 
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:
-    """Returns a DataLoader of batches for the device; `how` says which batches. Iterate over it by `loaded`."""
+    """Returns a DataLoader of batches for the device; `how` says which batches. See `iterate_batches`."""
     parent = os.getpid()
     return DataLoader(
         dataset,
@@ -160,7 +160,7 @@ def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how:
     )
 
 
-def loaded(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
+def iterate_batches(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
     """Yields the batches of an `image_loader`. After a stop request, an error ends them instead of being raised.
 
     The signal that requests the stop may have ended the workers too. Raises `UserError`, a line from `what` to

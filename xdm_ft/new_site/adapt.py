@@ -16,7 +16,7 @@ from torch import Tensor
 from xdm_ft.evaluation.few_labels import paired_interval
 from xdm_ft.experiment.final_fit import Fit, fit_of_runs
 from xdm_ft.experiment.plan import hparams
-from xdm_ft.export import SINGLE, AdaptedConfig, AtRandom, HeadConfig, Parts, build_head, with_prefix
+from xdm_ft.export import SINGLE, AdaptedConfig, AtRandom, HeadConfig, ModelParts, build_head, with_prefix
 from xdm_ft.export.choose import Choice, chosen_method, read_parts, training_images
 from xdm_ft.export.directory import (
     CHECKSUMS,
@@ -134,7 +134,9 @@ def adapt(
         at_random = gain(was, correct(linear, moved, others.z - shift, others.labels), others.site.groups)
     adapted = labelled.config(before, shown, images is not None, at_random)
     if shown.kept:
-        parts = Parts(config, model.module.encoder, {}, model.reference, model.training_images, checksum=model.checksum)
+        parts = ModelParts(
+            config, model.module.encoder, {}, model.reference, model.training_images, checksum=model.checksum
+        )
         parts = _adapted(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
         with new_directory(out) as temporary:
             write_changed(model.folder, parts, temporary)
@@ -265,7 +267,7 @@ def features_of(model: Model, images: Iterable[Readable]) -> tuple[Tensor, np.nd
     """Returns the features float32 [n,K] of images as the head reads them, and their rows among those asked for."""
     z, rows = [torch.zeros(0, model.config.encoder.width)], list[int]()
     for batch in images:
-        z.append(model.module.as_read(batch.encoded))
+        z.append(model.module.head_input(batch.encoded))
         rows += batch.rows
     return torch.cat(z), np.array(rows, np.int64)
 
@@ -316,7 +318,7 @@ def _shift(
     return z.mean(0) - q @ stored.class_means
 
 
-def _adapted(parts: Parts, head: Mapping[str, Tensor], adapted: AdaptedConfig, images: np.ndarray) -> Parts:
+def _adapted(parts: ModelParts, head: Mapping[str, Tensor], adapted: AdaptedConfig, images: np.ndarray) -> ModelParts:
     """Returns the model with another head. `images`: checksums of those that have adapted it."""
     new = build_head(parts.config.head, parts.config.encoder.width, len(parts.config.class_names), head)
     known = [] if parts.training_images is None else [parts.training_images]
@@ -374,7 +376,7 @@ class WithOneMore(NamedTuple):
     fit: Fit  # settings of the training
 
 
-def with_one_more_domain(run: Run, parts: Parts, site: Site, random: Site | None, name: str) -> WithOneMore:
+def with_one_more_domain(run: Run, parts: ModelParts, site: Site, random: Site | None, name: str) -> WithOneMore:
     """Trains the method of a model of the run with its settings on all images of the run and those of the site.
 
     `random`: images there that train nothing. `parts`: a model of the method, whose encoder is frozen. Raises

@@ -14,7 +14,7 @@ from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export.predictor import Model
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.new_site.images import group_numbers, readable, unlabelled_images
-from xdm_ft.new_site.stored import FAILS, AtDomain, Bought, Seen, Stored, read_stored
+from xdm_ft.new_site.stored import FAILS, AtDomain, Bought, SeenByHeads, Stored, read_stored
 
 AGREE = "the heads agree everywhere"
 
@@ -92,7 +92,7 @@ def assess(
     for batch in readable(
         model, name, paths[0], listed.items, listed.content, unreadable, what="assess", batch_size=batch_size
     ):
-        z = model.module.as_read(batch.encoded)
+        z = model.module.head_input(batch.encoded)
         seen = stored.seen(z)
         flagged.append(stored.is_unknown(z))
         p.append(seen.p)
@@ -103,7 +103,7 @@ def assess(
     groups = group_numbers(items)
     sizes = np.ones(len(items), np.int64) if groups is None else np.bincount(groups)
     shares = stored.shares if prevalence is None else prevalence
-    seen, of_class = Seen(np.concatenate(p), np.concatenate(predicted, 1)), ~np.concatenate(flagged)
+    seen, of_class = SeenByHeads(np.concatenate(p), np.concatenate(predicted, 1)), ~np.concatenate(flagged)
     every, unknown = _expected(stored, seen, shares, groups), stored.unknown_share(~of_class, sizes)
     if unknown is None or unknown.low <= 0:
         of_class[:] = True
@@ -144,7 +144,9 @@ def assess(
     )
 
 
-def _expected(stored: Stored, seen: Seen, shares: np.ndarray, groups: np.ndarray | None) -> ExpectedAccuracy | None:
+def _expected(
+    stored: Stored, seen: SeenByHeads, shares: np.ndarray, groups: np.ndarray | None
+) -> ExpectedAccuracy | None:
     """Returns the expected accuracy on some images; None if there are none, or if the heads agree everywhere."""
     n = len(seen.p)
     parts = stored.parts(seen, shares) if n else None

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.containers.files import counted
 from xdm_ft.export.choose import training_images
 from xdm_ft.export.expected import are_among, checksums, first_of_each
 from xdm_ft.export.predictor import Model, cache_of, store_of, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features.cache import Store, contents_of
 from xdm_ft.features.extract import IMAGES_PER_SHARD
+from xdm_ft.image_files.files import counted
 from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural
 from xdm_ft.runtime.progress import progress

@@ -85,7 +85,7 @@ def label(
         # stable: of equal probabilities the first class is predicted, as by `predict`
         order = np.argsort(-p, axis=1, kind="stable")[:, :2]
         classes[rows], largest[rows] = order[:, 0], np.take_along_axis(p, order, 1)
-        read = model.module.as_read(batch.encoded)
+        read = model.module.head_input(batch.encoded)
         z[rows] = F.normalize(read, dim=1).half().numpy()
         flagged[rows] = False if stored is None else stored.is_unknown(read)
         items += batch.items

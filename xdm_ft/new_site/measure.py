@@ -17,7 +17,7 @@ from torch import Tensor
 from xdm_ft.evaluation.few_labels import DELTA, difference_estimate, fewest_answered, shorter, threshold_for
 from xdm_ft.evaluation.intervals import Bounds, within_bounds
 from xdm_ft.evaluation.predictions import effective_number
-from xdm_ft.export import ModelConfig, ModelPrecision, first_fault, probabilities
+from xdm_ft.export import Count, ModelConfig, ModelPrecision, first_fault, probabilities
 from xdm_ft.export.directory import CONFIG, THRESHOLD, refuse_changed
 from xdm_ft.export.expected import Labelled
 from xdm_ft.export.predict import decimals
@@ -123,9 +123,6 @@ def _calibrated(logits: Tensor, config: ModelConfig) -> np.ndarray:
 
 
 HOW = "xdm-ft evaluate {} SITE --risk 0.1 --save"
-
-
-Count = Annotated[int, Field(ge=0)]
 
 
 class StoredThreshold(Block):

@@ -39,12 +39,12 @@ from xdm_ft.experiment.plan import Plan, PlannedModel, domains_needed, make_plan
 from xdm_ft.experiment.prepare import Prepared, build_encoders, make_job, prepare
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.experiment.work import launched, one_thread
-from xdm_ft.export import ModelConfig, Parts
+from xdm_ft.export import ModelConfig, ModelParts
 from xdm_ft.export.directory import digest_of
 from xdm_ft.features.cache import ROWS_AT_ONCE, Features, standard
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images import ImageDataset
-from xdm_ft.new_site.stored import About, AtDomain, Bought, Heads, RiskAt, Seen, Stored, without_site
+from xdm_ft.new_site.stored import About, AtDomain, Bought, Heads, RiskAt, SeenByHeads, Stored, without_site
 from xdm_ft.protocol.splits import Split, check_classes, in_domains, split_of_rows, with_groups, with_validation
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.components import Component, find
@@ -71,7 +71,7 @@ _Answers = tuple[np.ndarray, np.ndarray]
 """Of the reference head on some images: its confidence max p, float64 [n], and whether it is right, bool [n]."""
 
 
-def with_site(run: Run, parts: Parts) -> Parts:
+def with_site(run: Run, parts: ModelParts) -> ModelParts:
     """Returns a model of the run with what tells of new sites, if there is such; says why if it cannot be made."""
     if reason := without_site(parts.config):
         logger.info("no heads for new sites: %s", reason)
@@ -273,11 +273,11 @@ class _Study:
         counts = np.bincount(self.dataset.labels[rows], minlength=len(self.dataset.class_names))
         return counts / counts.sum()
 
-    def _answers(self, seen: Seen, rows: np.ndarray) -> _Answers:
+    def _answers(self, seen: SeenByHeads, rows: np.ndarray) -> _Answers:
         return seen.p.max(1), seen.predicted[-1] == self.dataset.labels[rows]
 
     def _at(
-        self, held: Sequence[str], trained: _Trained, seen: Seen, others: Sequence[_Answers], rows: np.ndarray
+        self, held: Sequence[str], trained: _Trained, seen: SeenByHeads, others: Sequence[_Answers], rows: np.ndarray
     ) -> AtDomain:
         """Returns what the heads without the domains `held` show on their images `rows`, but for the risks."""
         accuracy = float(self._answers(seen, rows)[1].mean())
@@ -353,7 +353,7 @@ class _Study:
         validation = split.evaluation["train_val"].numpy()
         logits, labels = self._logits(heads, validation), self.dataset.labels[validation]
         fitted = temperature(logits[-1], torch.from_numpy(labels)) or 1.0
-        seen = Seen.of(logits, fitted)
+        seen = SeenByHeads.of(logits, fitted)
         accuracies = (seen.predicted == labels).mean(1)
         offset = float(seen.p.max(1).mean() - accuracies[-1])
         return _Trained(heads, fitted, Validated(accuracies, agreement(seen.predicted), len(labels), offset))
@@ -403,8 +403,8 @@ class _Study:
         features = self.features
         return torch.cat([heads.logits(features[some.to(features.device)].cpu()) for some in parts], 1)
 
-    def _seen(self, trained: _Trained, rows: np.ndarray) -> Seen:
-        return Seen.of(self._logits(trained.heads, rows), trained.temperature)
+    def _seen(self, trained: _Trained, rows: np.ndarray) -> SeenByHeads:
+        return SeenByHeads.of(self._logits(trained.heads, rows), trained.temperature)
 
 
 def trained_head(job: Job, features: Features, annotations: Annotations) -> Mapping[str, Tensor]:

@@ -23,8 +23,8 @@ from torch import Tensor
 from xdm_ft.evaluation.expected_site import (
     FEWEST_CLASSES,
     MIN_DOMAINS,
+    AccuracyEstimates,
     ExpectedAccuracy,
-    Parts,
     Unknown,
     UnknownShare,
     Validated,
@@ -121,18 +121,18 @@ class Heads:
         return torch.einsum("nk,mck->mnc", standard, self.weights[..., :-1]) + self.weights[:, None, :, -1]
 
 
-class Seen(NamedTuple):
+class SeenByHeads(NamedTuple):
     """What heads make of some images."""
 
     p: np.ndarray  # calibrated probabilities of the reference head, float64 [n,C]
     predicted: np.ndarray  # classes by all heads, the reference head's last, int64 [M,n]
 
     @classmethod
-    def of(cls, logits: Tensor, temperature: float) -> Seen:
+    def of(cls, logits: Tensor, temperature: float) -> SeenByHeads:
         return cls((logits[-1].double() / temperature).softmax(-1).numpy(), logits.argmax(-1).numpy())
 
-    def only(self, rows: np.ndarray) -> Seen:
-        return Seen(self.p[rows], self.predicted[:, rows])
+    def only(self, rows: np.ndarray) -> SeenByHeads:
+        return SeenByHeads(self.p[rows], self.predicted[:, rows])
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ class Stored:
     def past_values(self) -> dict[str, float]:
         return {name: of.accuracy for name, of in self.about.domains.items()}
 
-    def seen(self, z: Tensor) -> Seen:
-        return Seen.of(self.heads.logits(z), self.about.temperature)
+    def seen(self, z: Tensor) -> SeenByHeads:
+        return SeenByHeads.of(self.heads.logits(z), self.about.temperature)
 
     def is_unknown(self, z: Tensor) -> np.ndarray:
         """Returns which images belong to no class, bool [n], by the last head of the bank; none if it cannot tell."""
@@ -176,12 +176,12 @@ class Stored:
             return None
         return self.unknown.share(float(is_unknown.mean()), effective_number(sizes))
 
-    def parts(self, seen: Seen, shares: np.ndarray) -> Parts | None:
+    def parts(self, seen: SeenByHeads, shares: np.ndarray) -> AccuracyEstimates | None:
         """Returns the three estimates of the accuracy, as `parts_at`, at a site with these class shares [C]."""
         threshold = math.inf if self.about.threshold is None else self.about.threshold
         return parts_at(seen.p, seen.predicted, self.known, shares, threshold)
 
-    def expect(self, parts: Parts, images: float, n: int) -> ExpectedAccuracy:
+    def expect(self, parts: AccuracyEstimates, images: float, n: int) -> ExpectedAccuracy:
         """Returns the expected accuracy at a site of `n` images, of which `images` is the effective number."""
         return expect(parts, self.past_errors, self.past_values, images, n=n)
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
+from xdm_ft.model_sources.prompts import Prompts
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of
@@ -17,7 +18,6 @@ from xdm_ft.recipe.text import Faults, Key
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block, Name
 from xdm_ft.training import Training
-from xdm_ft.weights.prompts import Prompts
 
 B = TypeVar("B", bound=Block)
 
@@ -163,7 +163,7 @@ class MethodItem:
         return self.is_solver and self.algorithm.cls.needs_text
 
     @property
-    def of_records(self) -> dict[str, Any]:
+    def record_fields(self) -> dict[str, Any]:
         """The fields of `Record` that are the same for all of its models."""
         trainable = self.trainable if isinstance(self.trainable, bool) else self.trainable.model_dump(mode="json")
         return {"encoder": encoder_label(self.encoder), "trainable": trainable, "deterministic": self.is_text or None}

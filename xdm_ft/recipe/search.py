@@ -20,15 +20,15 @@ from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.runtime.settings import Block, OneOrMany, Problem
 
 Value = float | int | str | bool
-Bounds = tuple[float, float]
+_Bounds = tuple[float, float]
 EDGE = 0.05  # share of a range that counts as its edge, at either end
 
 
 class Distribution(Block):
     """The distribution of a hyper-parameter: exactly one of the three keys is given."""
 
-    log_uniform: Bounds | None = Field(default=None, description="[low, high], uniform in the logarithm")
-    uniform: Bounds | None = Field(default=None, description="[low, high]")
+    log_uniform: _Bounds | None = Field(default=None, description="[low, high], uniform in the logarithm")
+    uniform: _Bounds | None = Field(default=None, description="[low, high]")
     choice: Annotated[tuple[Value, ...], OneOrMany, Field(min_length=1)] | None = Field(
         default=None, description="values of equal probability"
     )
@@ -46,7 +46,7 @@ class Distribution(Block):
         return self
 
     @property
-    def bounds(self) -> Bounds | None:
+    def bounds(self) -> _Bounds | None:
         return self.log_uniform or self.uniform
 
     def at(self, u: float) -> Value:

@@ -213,11 +213,11 @@ class Recipe:
 
     def needs_features(self, encoder: Component | None = None) -> bool:
         """Whether a method reads cached features of an encoder (None: of any) before training."""
-        wanted = (item for item in self.served if encoder is None or item.encoder is encoder)
+        wanted = (item for item in self.runnable_methods if encoder is None or item.encoder is encoder)
         return any(item.trainable is False for item in wanted)
 
     @property
-    def served(self) -> tuple[MethodItem, ...]:
+    def runnable_methods(self) -> tuple[MethodItem, ...]:
         """The methods that their encoders can serve."""
         return tuple(item for item in self.methods if item.skipped is None)
 

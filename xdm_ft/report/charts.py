@@ -43,7 +43,7 @@ MAX_THIN_LINES = 6  # per line of a method
 MAX_MARKERS = 9  # of a line
 MAX_DECADES = 5  # labels of a logarithmic axis, about
 DARKEST = 0.8  # opacity of a share of 100%: text on it can be read in light and in dark mode
-Point = tuple[float, float]
+XY = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Pointed(NamedTuple):
     axes: Axes
     name: str
     button: str  # which hides the series; "": none does
-    points: Sequence[Point]
+    points: Sequence[XY]
     texts: Sequence[str]
 
 
@@ -103,7 +103,7 @@ def _on_the_page(canvas: Canvas, height: float, series: Pointed) -> list[Any]:
     return [printable(series.name), printable(series.button), shown]
 
 
-class Look(NamedTuple):
+class SeriesStyle(NamedTuple):
     """How the points and lines of a series look."""
 
     colour: str  # "": that of their row
@@ -114,12 +114,12 @@ class Look(NamedTuple):
     width: float = 1.4  # of lines
 
 
-def looks(names: Iterable[str]) -> dict[str, Look]:
+def looks(names: Iterable[str]) -> dict[str, SeriesStyle]:
     """Returns {name: its look}. No two of the first 64 share colour, marker and line; no two of 8 colour or marker."""
     made = {}
     for i, name in enumerate(dict.fromkeys(names)):
         marker = MARKERS[(i + i // len(SERIES)) % len(MARKERS)]
-        made[name] = Look(SERIES[i % len(SERIES)], marker, LINES[i % len(LINES)])
+        made[name] = SeriesStyle(SERIES[i % len(SERIES)], marker, LINES[i % len(LINES)])
     return made
 
 
@@ -152,7 +152,7 @@ def points(
     caption: str,
     rows: Sequence[Row],
     axis: str,
-    series: Mapping[str, Look],
+    series: Mapping[str, SeriesStyle],
     legend: Mapping[str, str] | None = None,  # {series: its words}
     limits: tuple[float | None, float | None] | None = None,
     zero: bool = False,  # a line at 0
@@ -224,7 +224,7 @@ def _row_name(label: str, longest: int) -> str:
     return f"{short(first, longest)}\n{short(sign.lstrip() + second, longest)}"
 
 
-def _marker(look: Look, colour: str) -> dict[str, Any]:
+def _marker(look: SeriesStyle, colour: str) -> dict[str, Any]:
     edge = 2 if look.marker == "|" else 1 if look.hollow else 0
     fill = "none" if look.hollow else "full"
     return {"marker": look.marker, "ls": "", "color": colour, "ms": look.size, "mew": edge, "fillstyle": fill}
@@ -234,12 +234,12 @@ class Line(NamedTuple):
     """A line with markers, or the points of a scatter plot, and what belongs to it."""
 
     label: str  # "": not in the legend
-    look: Look
-    points: Sequence[Point]
-    thin: Sequence[Sequence[Point]] = ()  # such as a line per model, whose mean are the `points`
+    look: SeriesStyle
+    points: Sequence[XY]
+    thin: Sequence[Sequence[XY]] = ()  # such as a line per model, whose mean are the `points`
     band: Sequence[tuple[float, float, float]] = ()  # (x, lowest, highest)
-    rings: Sequence[Point] = ()
-    bars: Sequence[Point] = ()  # behind the line
+    rings: Sequence[XY] = ()
+    bars: Sequence[XY] = ()  # behind the line
     button: str = ""  # which hides the line; "": none does
     texts: Sequence[str] = ()  # of each point of a scatter, for the pointer; curves show their values
 
@@ -487,7 +487,7 @@ def _thinned(values: Sequence[Any], most: int) -> list[Any]:
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
-def _columns(pairs: Sequence[Point]) -> tuple[list[float], list[float]]:
+def _columns(pairs: Sequence[XY]) -> tuple[list[float], list[float]]:
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from xdm_ft.core import ALPHA
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, IN_PERCENT
 from xdm_ft.report import MAX_UNFOLDED_ROWS, Cell, Section, Table, cells, make_section, words
-from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Look, Mark, Row, points
+from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Mark, Row, SeriesStyle, points
 from xdm_ft.report.words import EMPTY, axis_value, oracle_mark, p_value, scaled
 from xdm_ft.results import verdicts
 from xdm_ft.results.run import Run
@@ -87,7 +87,11 @@ MAX_WIDTH = 3.0
 """An interval over few domains can be so wide that nothing else is seen: the axis ends at this many times the largest
 of the other numbers."""
 SIDES = "method", "versus"
-LOOKS = {"elsewhere": Look(SERIES[1]), "here": Look(SERIES[0], width=3.2), "difference": Look(INK, "D")}
+LOOKS = {
+    "elsewhere": SeriesStyle(SERIES[1]),
+    "here": SeriesStyle(SERIES[0], width=3.2),
+    "difference": SeriesStyle(INK, "D"),
+}
 
 
 def differences(run: Run, rule: str) -> Section | None:
@@ -101,7 +105,7 @@ def differences(run: Run, rule: str) -> Section | None:
     notes = words.each_once(
         (method, row.note and f"versus {names[method]}: {row.note}") for method, row in shown.items()
     )
-    notes += what_it_finds(run, rule)
+    notes += power_lines(run, rule)
     return _section("differences", run, rule, shown, notes, f"Differences to {reference}", reference)
 
 
@@ -188,7 +192,7 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
 # ------------------------------------------------------------------------------------------------ what they could find
 
 
-def what_it_finds(run: Run, rule: str) -> list[str]:
+def power_lines(run: Run, rule: str) -> list[str]:
     """Returns lines that stand below a table: the smallest difference that it finds, what limits it, and its look."""
     rows, looks, metric = run.comparisons_of(rule), run.looks, run.metric
     alpha = looks[-1].alpha if looks else ALPHA
@@ -218,11 +222,11 @@ def forecast(run: Run, seeds: int, declared: int) -> list[str]:
 
     `declared`: number of comparisons that it declares; 0: all are in the family.
     """
-    family = Family.of(run.comparisons_of(run.own_rule), ALPHA)
+    family = Family.of(run.comparisons_of(run.recipe_rule), ALPHA)
     if family is None or family.seeds is None:
         return []
     family = replace(family, count=declared or family.count)
-    size, among = _size(family.here(seeds), run.metric), _among(family.count)
+    size, among = _size(family.detectable_here(seeds), run.metric), _among(family.count)
     return [f"{plural(seeds, 'seed')} will find {size} {among} in four of five runs"]
 
 
@@ -236,17 +240,17 @@ def _size(difference: float, metric: str) -> str:
 
 def _smallest_here(family: Family, run: Run) -> str:
     """The smallest difference here, what limits it and what would help."""
-    now, seeds, metric = family.here(), family.seeds, run.metric
+    now, seeds, metric = family.detectable_here(), family.seeds, run.metric
     who = "test images alone" if seeds is None else plural(seeds, "seed")
     line = f"smallest difference that this table would have found: {_size(now, metric)} (in four of five runs, {who}, "
     line += f"{plural(family.count, 'comparison')})"
-    if family.other is not None:
+    if (changed := family.detectable_if_pairing_changed) is not None:
         other = "not paired" if family.rows[0].paired else "paired"
-        line += f", {_size(family.other, metric)} if {other} by seed; from 10 common seeds on rows are paired"
+        line += f", {_size(changed, metric)} if {other} by seed; from 10 common seeds on rows are paired"
     if seeds is None:
         return f"{line}; more test images would help"
     more = verdicts.more_seeds(seeds)
-    then = family.here(more)
+    then = family.detectable_here(more)
     if family.images_limit and then > 0.9 * now:  # so little gain is none
         return f"{line}; the test images, or their groups, limit it: more seeds would not help"
     seconds = (more - seeds) * _wall_seconds(run) / max(len({record.seed for record in run.every}), 1)

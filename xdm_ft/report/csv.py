@@ -15,13 +15,13 @@ from xdm_ft.core import set_name
 from xdm_ft.evaluation.estimates import Spread
 from xdm_ft.report.comparisons import between_encoders, further
 from xdm_ft.report.words import trained_words
-from xdm_ft.results.measured import MEASURES, Cost, Measure, Picked, costs
+from xdm_ft.results.measured import MEASURES, Measure, Picked, TrainingCost, costs
 from xdm_ft.results.model import Record
 from xdm_ft.results.run import Run
 from xdm_ft.results.table import Comparison
 from xdm_ft.storage.lines import csv_line
 
-Row = dict[str, Any]
+CsvRow = dict[str, Any]
 COMPARED = (
     "compared_with", "difference", "error", "freedom", "share_seeds", "here_low", "here_high", "p_here",
     "p_here_holm", "here", "elsewhere_low", "elsewhere_high", "p_elsewhere", "p_elsewhere_holm", "elsewhere",
@@ -31,7 +31,7 @@ COLUMNS = (
     "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
     "metric", "mean", "std", "stderr",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
-    *COMPARED, "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
+    *COMPARED, "draws", "gradient_evaluations_low", "gradient_evaluations_high", *TrainingCost._fields,
     "failed", "skipped", "reason", "flags", "protocol",
 )  # fmt: skip
 """`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
@@ -41,13 +41,13 @@ with the row `compared_with`. Costs are means over models."""
 MANY_MODELS = 1000  # from which a run has models.parquet
 
 
-def csv_text(rows: Iterable[Row]) -> str:
+def csv_text(rows: Iterable[CsvRow]) -> str:
     """Returns rows as the text of a CSV file that a spreadsheet can open."""
     lines = ([row.get(name) for name in COLUMNS] for row in rows)
     return "".join([csv_line(COLUMNS, COLUMNS), *(csv_line(COLUMNS, line) for line in lines)])
 
 
-def csv_rows(run: Run) -> Iterator[Row]:
+def csv_rows(run: Run) -> Iterator[CsvRow]:
     """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
     picked = {rule: Picked(run.every, rule, run.metric) for rule in dict.fromkeys(row.selection for row in run.rows)}
     cost, beside = costs(run.records), {rule: run.beside_rows(rule) for rule in picked}
@@ -84,7 +84,7 @@ def csv_rows(run: Run) -> Iterator[Row]:
             yield properties(run, pair.first) | comparison_row(pair, run.metric) | {"of": kind}
 
 
-def properties(run: Run, method: str) -> Row:
+def properties(run: Run, method: str) -> CsvRow:
     """Returns what the models of a method have beside the protocol."""
     item = run.recipe.item(method)
     block = item.encoder.block
@@ -92,19 +92,19 @@ def properties(run: Run, method: str) -> Row:
     return {
         "run": run.recipe.name,
         "encoder": f"{model} ({Path(weights).name})" if isinstance(weights, str) else str(model),
-        "encoder_trained": trained_words(item.of_records["trainable"]),
+        "encoder_trained": trained_words(item.record_fields["trainable"]),
         "augmentation": next(row.augmentation for row in run.rows if row.method == method),
     }
 
 
-def comparison_row(row: Comparison, metric: str) -> Row:
+def comparison_row(row: Comparison, metric: str) -> CsvRow:
     """Returns a row that holds a comparison alone."""
     return {"method": row.first, "selection": row.selection, "metric": metric} | _comparison(row)
 
 
-def _comparison(row: Comparison) -> Row:
+def _comparison(row: Comparison) -> CsvRow:
     same = "difference", "error", "freedom", "share_seeds", "here", "elsewhere", "equal_within", "note", "look"
-    cells: Row = {"compared_with": row.second} | {name: getattr(row, name) for name in same}
+    cells: CsvRow = {"compared_with": row.second} | {name: getattr(row, name) for name in same}
     for name, estimate, p in (("here", row.on_these, row.p_here), ("elsewhere", row.on_others, row.p_elsewhere)):
         if estimate is not None:
             cells |= {f"{name}_{end}": value for end, value in estimate.interval()._asdict().items()}
@@ -113,8 +113,8 @@ def _comparison(row: Comparison) -> Row:
     return cells
 
 
-def _numbers(spread: Spread, values: Mapping[str, Spread]) -> Row:
-    row: Row = {"mean": spread.mean, "std": spread.std, "stderr": spread.stderr, "seeds": spread.n}
+def _numbers(spread: Spread, values: Mapping[str, Spread]) -> CsvRow:
+    row: CsvRow = {"mean": spread.mean, "std": spread.std, "stderr": spread.stderr, "seeds": spread.n}
     for name, value in values.items():
         row |= {name: value.mean, f"{name}_stderr": value.stderr}
     return row

@@ -228,7 +228,7 @@ def _between_encoders(run: Run, chosen: SummaryRow) -> str:
     further = comparisons.further(run, run.rule)
     pairs = [row for row in further if comparisons.between_encoders(row, run)]
     rows = [row for row in pairs if row.first == chosen.method]
-    rows += [row.turned() for row in pairs if row.second == chosen.method]
+    rows += [row.swapped() for row in pairs if row.second == chosen.method]
     if not rows or encoder is None:
         return ""
     start = f"Under {printable(method)}, {printable(encoder)}"
@@ -314,19 +314,19 @@ def show_headline(run: Run) -> None:
     if not is_terminal:
         console.width = UNBOUNDED  # rich assumes 80 columns there and would fold the text
     above = [Text(_on_terminal(_title(run)), style="bold")]
-    smallest = comparisons.what_it_finds(run, run.own_rule)
+    smallest = comparisons.power_lines(run, run.recipe_rule)
     below = [Text(), Text(_on_terminal(sentence(run)), style="bold")]
     below += [Text(_on_terminal(f"{line[0].upper()}{line[1:]}."), style="dim") for line in smallest]
     below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if is_terminal else None)]
     below += [Text()]
     for what, text in _files(run):
         below.append(Text(f"{what:<8} ", style="dim").append(_on_terminal(text), style="not dim"))
-    rows = run.own_rows
+    rows = run.recipe_rows
     if is_terminal:
         used = sum(len(console.render_lines(part, pad=False)) for part in (*above, *below)) + PROMPT
         rows = _most_important(run, size.height - used - 1)  # 1: the header
     table = _table(run, rows, size.width if is_terminal else None) if rows else []
-    hidden = len(run.own_rows) - len(rows)
+    hidden = len(run.recipe_rows) - len(rows)
     more = [Text(f"and {hidden} more in results.md", style="dim")] if hidden else []
     # not printed by rich: `write` makes one line of a full disk, where rich would raise
     with console.capture() as captured:
@@ -337,12 +337,12 @@ def show_headline(run: Run) -> None:
 
 def _title(run: Run) -> str:
     name = run.recipe.name
-    if not run.own_rows:
+    if not run.recipe_rows:
         return str(name)
     on = f" on {run.results['tested_on']}" if "tested_on" in run.results else ""
-    if run.own_rule == ORACLE:
+    if run.recipe_rule == ORACLE:
         return f"{name}: {in_unit(run.metric)}{on}; selection: {ORACLE} — {words.CHEATING}"
-    seeds = {row.n for row in run.own_rows if row.stderr is not None}
+    seeds = {row.n for row in run.recipe_rows if row.stderr is not None}
     return f"{name}: {in_unit(run.metric)}{on}" + (f", ± standard error ({max(seeds)} seeds)" if seeds else "")
 
 
@@ -365,12 +365,12 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
         full = list(methods) if width is None else [_cut(method, MAX_NAME) for method in methods]
         names = [Column("method", full, gap=0, left=True)]
 
-    domains = {name for row in run.own_rows for name in row.per_test_domain}
+    domains = {name for row in run.recipe_rows for name in row.per_test_domain}
     several = len(domains) != 1  # the mean of one domain is that domain's
     mean = "mean" if several else cut([*domains])[0]
     means = [words.with_spread(row.to_json(), row.stderr) for row in rows]
-    after = [Column(f"{mean}{words.oracle_mark(run.own_rule)}", means)]
-    if beside := run.beside_rows(run.own_rule):
+    after = [Column(f"{mean}{words.oracle_mark(run.recipe_rule)}", means)]
+    if beside := run.beside_rows(run.recipe_rule):
         compared = [beside.get(row.method) for row in rows]
         references = [comparisons.reference_name(row, run) for row in compared]
         references = [name and short for name, short in zip(references, cut(references), strict=True)]
@@ -395,7 +395,7 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
 
 def _domains(run: Run, rows: Sequence[SummaryRow], room: int | None) -> list[Column]:
     """A column per held-out domain, its name cut where it must be; if they need more than `room`, the worst domain."""
-    names = list(dict.fromkeys(name for row in run.own_rows for name in row.per_test_domain))
+    names = list(dict.fromkeys(name for row in run.recipe_rows for name in row.per_test_domain))
     means = [{name: row.per_test_domain.get(name, {}).get("mean") for name in names} for row in rows]
     full = [Column(name, [number(of_row[name], run.metric) for of_row in means]) for name in names]
     widest = max((column.width for column in full), default=0)
@@ -420,9 +420,9 @@ def _most_important(run: Run, lines: int) -> list[SummaryRow]:
 
     First come the method that held-out domains prefer, the references, and methods with a verdict; then the others.
     """
-    if len(run.own_rows) <= lines:
-        return run.own_rows
-    beside = run.beside_rows(run.own_rule)
+    if len(run.recipe_rows) <= lines:
+        return run.recipe_rows
+    beside = run.beside_rows(run.recipe_rule)
 
     def rank(row: SummaryRow) -> int:
         comparison = beside.get(row.method)
@@ -432,13 +432,13 @@ def _most_important(run: Run, lines: int) -> list[SummaryRow]:
         return 1 if has_verdict or (comparison is None and row.mean is not None) else 2
 
     fitting = max(MIN_METHODS, lines - 1)  # one line says how many there are besides
-    kept = {row.method for row in sorted(run.own_rows, key=rank)[:fitting]}
-    return [row for row in run.own_rows if row.method in kept]
+    kept = {row.method for row in sorted(run.recipe_rows, key=rank)[:fitting]}
+    return [row for row in run.recipe_rows if row.method in kept]
 
 
 def _notes(run: Run, most: int | None) -> list[str]:
     """What went wrong: methods with failed, skipped or missing models, each reason once; at most `most` lines."""
-    notes = words.each_once((row.method, row.reason) for row in run.own_rows)
+    notes = words.each_once((row.method, row.reason) for row in run.recipe_rows)
     fits = run.final_fits.items()
     notes += [f"final fit of {method}: {fit['reason']}" for method, fit in fits if fit["status"] == "failed"]
     if most is not None:
@@ -463,7 +463,7 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
     failed = any(entry["status"] == "failed" for entry in run.results["runs"])
     if failed:
         yield "next", "repair the cause and run the same command: only failed models train"
-    if run.records and run.own_rule != ORACLE and run.recipe.has_images:
+    if run.records and run.recipe_rule != ORACLE and run.recipe.has_images:
         yield "export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR"
 
 

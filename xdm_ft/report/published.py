@@ -102,7 +102,7 @@ def published_section(run: Run, rule: str) -> Section | None:
     published ones.
     """
     dataset = benchmark_of(run.recipe.data, images_tested(run.every))
-    if dataset is None or rule != run.own_rule or rule == ORACLE:
+    if dataset is None or rule != run.recipe_rule or rule == ORACLE:
         return None
     # WILDS: the official test set. DomainBed's means are over all domains, so the run must have held out each in turn
     tests_as_published = run.recipe.protocol.name == "official"
@@ -115,9 +115,9 @@ def published_section(run: Run, rule: str) -> Section | None:
 
     pairs: dict[tuple[Any, ...], list[tuple[SummaryRow, Published | None]]] = {}
     unpublished: list[tuple[tuple[Any, ...], SummaryRow]] = []
-    for row in run.own_rows:
+    for row in run.recipe_rows:
         item = run.recipe.item(row.method)
-        trained = trained_words(item.of_records["trainable"]).replace("end to end", "fine-tuned")
+        trained = trained_words(item.record_fields["trainable"]).replace("end to end", "fine-tuned")
         ours = f"{_model(item)}, {trained}"
         convention = (row.spread_as_published or {}).get("kind")
         name, own = published_name(item), (ours, convention, row.protocol)
@@ -135,7 +135,7 @@ def published_section(run: Run, rule: str) -> Section | None:
     for (encoder, metric, ours, kind, ours_protocol), beside in pairs.items():
         first = beside[0][0]
         alike = [row for own, row in unpublished if own == (ours, kind, ours_protocol) and row.metric == first.metric]
-        order = [row.method for row in run.own_rows]
+        order = [row.method for row in run.recipe_rows]
         beside = sorted([*beside, *((row, None) for row in alike)], key=lambda pair: order.index(pair[0].method))
         our_protocol = ours_protocol.partition("; ± is")[0]  # the ± of this table is another one
         caption = (
@@ -175,7 +175,7 @@ def paper_table(run: Run, *tables: str) -> list[Table]:
 
     methods = dict.fromkeys(record.method for record in run.records)
     models = {method: _model(run.recipe.item(method)) for method in methods}
-    trained = {method: run.recipe.item(method).of_records["trainable"] for method in methods}
+    trained = {method: run.recipe.item(method).record_fields["trainable"] for method in methods}
     kind = lines[0].encoder.partition(" ")[0]
     comparable = all(trained[method] is True and model.startswith(kind) for method, model in models.items())
     words = "The paper does not say which images it measured: compare the order of methods, not the numbers."

@@ -34,7 +34,7 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
 
     protocols = []
     for run in runs:
-        if not run.own_rows:
+        if not run.recipe_rows:
             raise UserError(f"{run.path}: has no table, as the run is not finished; run the same command to finish it")
         protocol, data = run.recipe.protocol, run.results["environment"]["data"]
         of_run = {
@@ -43,7 +43,7 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
             "split": [protocol.name, protocol.split_rule, protocol.val_fraction],
             "protocol.together": protocol.together,  # cross_domain leaves these sets out of training, too
             "held-out domains": sorted({set_name(record.test_domains) for record in run.every}),
-            "protocol.selection": run.own_rule,
+            "protocol.selection": run.recipe_rule,
             "protocol.metric": run.metric,
             "tested on": run.results["tested_on"],
         }
@@ -70,8 +70,8 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Section]:
     """Returns the rows of all runs under the recipes' own rule, comparisons `between` runs, and other metrics."""
-    names, rule, metric = run_names(runs), runs[0].own_rule, runs[0].metric
-    of_lines = grouped(runs, lambda run: run.own_rows[0].protocol)
+    names, rule, metric = run_names(runs), runs[0].recipe_rule, runs[0].metric
+    of_lines = grouped(runs, lambda run: run.recipe_rows[0].protocol)
     protocols = list(of_lines)
     if len(of_lines) > 1:
         protocols = [f"{', '.join(names[run.path] for run in of)}: {line}" for line, of in of_lines.items()]
@@ -91,19 +91,19 @@ def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Sec
         notes = each_once((f"{row.first} − {row.second}", row.note) for row in between)
         sections.append(make_section("between", tables=[table], notes=notes))
     models = [(run, Picked(run.every, rule, run.metric)) for run in runs]
-    rows = [((names[run.path], row.method), picked, row.method) for run, picked in models for row in run.own_rows]
+    rows = [((names[run.path], row.method), picked, row.method) for run, picked in models for row in run.recipe_rows]
     return [*sections, make_section("metrics-of-runs", tables=[metric_table(rows, ["run", "method"], rule)])]
 
 
 def _table(runs: Sequence[Run], caption: str) -> Table:
-    names, metric, mark = run_names(runs), runs[0].metric, oracle_mark(runs[0].own_rule)
-    domains = list(dict.fromkeys(domain for run in runs for row in run.own_rows for domain in row.per_test_domain))
+    names, metric, mark = run_names(runs), runs[0].metric, oracle_mark(runs[0].recipe_rule)
+    domains = list(dict.fromkeys(domain for run in runs for row in run.recipe_rows for domain in row.per_test_domain))
     beside = [row for run in runs for row in _beside(run)]
     references = [comparisons.reference_name(row, run) for run in runs for row in _beside(run)]
     versus = comparisons.versus_columns(beside, references, metric)
     tested_header, tested = comparisons.verdict_cells(beside, metric)
     rows = []
-    of_runs = [(run, row) for run in runs for row in run.own_rows]
+    of_runs = [(run, row) for run in runs for row in run.recipe_rows]
     for i, (run, row) in enumerate(of_runs):
         of_method, shown = properties(run, row.method), row.to_json()
         encoder = (of_method[key] for key in ("encoder", "encoder_trained", "augmentation"))
@@ -118,8 +118,8 @@ def _table(runs: Sequence[Run], caption: str) -> Table:
 
 
 def _beside(run: Run) -> list[Comparison | None]:
-    shown = run.beside_rows(run.own_rule)
-    return [shown.get(row.method) for row in run.own_rows]
+    shown = run.beside_rows(run.recipe_rule)
+    return [shown.get(row.method) for row in run.recipe_rows]
 
 
 def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Comparison]:
@@ -128,16 +128,18 @@ def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Compari
     That is the row of the same name, or else the first one there that is compared with nothing. It is one family of
     verdicts, and no look at either run.
     """
-    rule, metric, first = runs[0].own_rule, runs[0].metric, runs[0]
+    rule, metric, first = runs[0].recipe_rule, runs[0].metric, runs[0]
     if rule == ORACLE:
         return []
     held_out = tuple(dict.fromkeys(record.test_domains for record in first.picked))
     rows: dict[tuple[Path, str], Runs] = {}
-    for path, method, picked in ((run.path, row.method, run.picked) for run in runs for row in run.own_rows):
+    for path, method, picked in ((run.path, row.method, run.picked) for run in runs for row in run.recipe_rows):
         records = tuple(record for record in picked if record.method == method)
         fixed = any(record.deterministic for record in records)
         rows[path, method] = Runs(f"{names[path]}: {method}", rule, metric, held_out, records, fixed)
-    references = [row.method for row, comparison in zip(first.own_rows, _beside(first), strict=True) if not comparison]
+    references = [
+        row.method for row, comparison in zip(first.recipe_rows, _beside(first), strict=True) if not comparison
+    ]
     pairs = []
     for (path, method), row in rows.items():
         reference = rows.get((first.path, method)) or (rows[first.path, references[0]] if references else None)

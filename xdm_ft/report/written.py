@@ -210,7 +210,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
             yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
         if (
             metric != "ece"
-            and (ece := Picked(run.every, run.own_rule, run.metric).mean(row.method, ECE).mean) is not None
+            and (ece := Picked(run.every, run.recipe_rule, run.metric).mean(row.method, ECE).mean) is not None
         ):
             yield "calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart"
     counts = Counter(entry["status"] for entry in run.results["runs"])

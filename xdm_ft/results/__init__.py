@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 from scipy.special import logit
 
-from xdm_ft.core import Held, Score
+from xdm_ft.core import DomainSet, Score
 from xdm_ft.evaluation.intervals import NewSite, new_site, smoothed
 from xdm_ft.results.model import Record
 from xdm_ft.results.trials import selection_value
@@ -24,7 +24,7 @@ class Runs:
     method: str
     rule: str
     metric: str
-    held_out: tuple[Held, ...]  # all held-out sets of the experiment, in order
+    held_out: tuple[DomainSet, ...]  # all held-out sets of the experiment, in order
     records: tuple[Record, ...]
     deterministic: bool = False  # whether all seeds would give the same model
 
@@ -42,7 +42,7 @@ class Runs:
         return sorted({record.seed for record in self.records})
 
     @property
-    def values(self) -> dict[tuple[Held, int], float]:
+    def values(self) -> dict[tuple[DomainSet, int], float]:
         """{(held-out domains, seed): metric} of the records that have a value."""
         return {(r.test_domains, r.seed): value for r in self.records if (value := self.value(r)) is not None}
 
@@ -90,25 +90,25 @@ def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
     return float(np.mean([values[pair] - selected[pair] for pair in pairs]))
 
 
-def values_by_set(runs: Runs) -> dict[Held, np.ndarray]:
+def values_by_set(runs: Runs) -> dict[DomainSet, np.ndarray]:
     """{held-out set: the values [S] that count}."""
     values = runs.values
     return {held: np.array([values[held, s] for s in seeds]) for held, seeds in seeds_by_set(runs).items()}
 
 
-def seeds_by_set(runs: Runs) -> dict[Held, list[int]]:
+def seeds_by_set(runs: Runs) -> dict[DomainSet, list[int]]:
     """{held-out set: the seeds whose values count}: those that have every set; if there is none, all that it has."""
     seeds, values = runs.complete_seeds, runs.values
     return {held: [s for s in seeds or runs.planned_seeds if (held, s) in values] for held in runs.held_out}
 
 
-Item = TypeVar("Item")
-Key = TypeVar("Key", bound=Hashable)
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
     """Returns {key: the items with it}; keys and items keep their order."""
-    groups: dict[Key, list[Item]] = {}
+    groups: dict[_Key, list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups

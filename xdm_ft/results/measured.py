@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.core import Held, Interval, Score
+from xdm_ft.core import DomainSet, Interval, Score
 from xdm_ft.evaluation.estimates import Spread, mean_of
-from xdm_ft.evaluation.intervals import HeldOut, interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.intervals import HeldOutValues, interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.evaluation.predictions import Prediction, effective_number, jackknife_variance, without_each_group
 from xdm_ft.results import SPLIT, grouped
@@ -45,7 +45,7 @@ class Picked:
     def __init__(self, records: Sequence[Record], rule: str, metric: str) -> None:
         self.records = picked_trials(records, rule, metric)
         self.held_out = tuple(dict.fromkeys(record.test_domains for record in self.records))
-        self._scores: dict[tuple[str, Held], dict[int, Score]] = {}  # by seed; of the test images
+        self._scores: dict[tuple[str, DomainSet], dict[int, Score]] = {}  # by seed; of the test images
         for record in self.records:
             if record.status == "ok" and rule in record.selected:
                 of_seeds = self._scores.setdefault((record.method, record.test_domains), {})
@@ -58,12 +58,12 @@ class Picked:
         by_seed = [[values[seed] for values in by_set] for seed in seeds]
         return Spread.of([min(values) if measure.worst else float(np.mean(values)) for values in by_seed])
 
-    def on(self, method: str, held: Held, measure: Measure) -> Spread:
+    def on(self, method: str, held: DomainSet, measure: Measure) -> Spread:
         """Returns the measure on one held-out set: mean and spread over the seeds that have a value."""
         values = self._values(method, held, measure)
         return Spread.of([values[seed] for seed in sorted(values)])
 
-    def accuracies(self, method: str, held: Held) -> Mapping[str, Spread]:
+    def accuracies(self, method: str, held: DomainSet) -> Mapping[str, Spread]:
         """Returns {domain: accuracy} of one held-out set."""
         of_domains: dict[str, list[float]] = {}
         for score in self._scores.get((method, held), {}).values():
@@ -71,17 +71,17 @@ class Picked:
                 of_domains.setdefault(domain, []).append(entry["accuracy"])
         return {domain: Spread.of(values) for domain, values in of_domains.items()}
 
-    def images(self, method: str, held: Held) -> int | None:
+    def images(self, method: str, held: DomainSet) -> int | None:
         """Returns the number of test images; None without a model."""
         return next((score.n for score in self._scores.get((method, held), {}).values()), None)
 
-    def _values(self, method: str, held: Held, measure: Measure) -> dict[int, float]:
+    def _values(self, method: str, held: DomainSet, measure: Measure) -> dict[int, float]:
         scores = self._scores.get((method, held), {})
         values = {seed: getattr(score, measure.score) for seed, score in scores.items()}
         return {seed: float(value) for seed, value in values.items() if value is not None}
 
 
-class Cost(NamedTuple):
+class TrainingCost(NamedTuple):
     """The mean cost of training one model; None where no model has the number."""
 
     trained_parameters: float | None
@@ -89,11 +89,11 @@ class Cost(NamedTuple):
     peak_memory: float | None  # bytes
 
 
-def costs(records: Sequence[Record]) -> dict[str, Cost]:
+def costs(records: Sequence[Record]) -> dict[str, TrainingCost]:
     """Returns {method: mean cost of its trained models}, of all seeds, held-out sets and trials."""
     trained = grouped((record for record in records if record.status == "ok"), lambda record: record.method)
     return {
-        method: Cost(*(mean_of(getattr(record, name) for record in of_method) for name in Cost._fields))
+        method: TrainingCost(*(mean_of(getattr(record, name) for record in of_method) for name in TrainingCost._fields))
         for method, of_method in trained.items()
     }
 
@@ -156,7 +156,7 @@ class Pool:
 class Pools:
     """{(method, held-out domains): pool} of the models that a selection rule picked."""
 
-    of: Mapping[tuple[str, Held], Pool]
+    of: Mapping[tuple[str, DomainSet], Pool]
     read: int  # models
     left_out: int  # models that were not read, as their predictions exceed MAX_BYTES
 
@@ -188,7 +188,7 @@ def pooled(
             break
         seeds.add(seed)
 
-    pools: dict[tuple[str, Held], Pool] = {}
+    pools: dict[tuple[str, DomainSet], Pool] = {}
     for record in records:
         pool = pools.setdefault(record.key[:2], Pool(classes))
         value = getattr(record.selected[rule].metrics[SPLIT], metric)
@@ -236,5 +236,5 @@ def interval(pools: Sequence[Pool], metric: str) -> Interval | None:
         variance = None
         if pool.without is not None and pool.groups >= 2:
             variance = jackknife_variance(pool.without / pool.read)
-        sets.append(HeldOut(np.array([pool.values[seed] for seed in sorted(pool.values)]), variance, pool.groups))
+        sets.append(HeldOutValues(np.array([pool.values[seed] for seed in sorted(pool.values)]), variance, pool.groups))
     return interval_of(metric, over_seeds_and_groups(sets), sum(pool.groups for pool in pools))

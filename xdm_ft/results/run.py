@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from xdm_ft.core import ORACLE, Held, ModelKey, honest_rule
+from xdm_ft.core import ORACLE, DomainSet, ModelKey, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.recipe.check import check
@@ -22,7 +22,7 @@ from xdm_ft.recipe.text import RecipeText
 from xdm_ft.results import Runs
 from xdm_ft.results.measured import Pools, pooled
 from xdm_ft.results.model import Entries, Record
-from xdm_ft.results.table import Comparison, Look, SummaryRow
+from xdm_ft.results.table import Comparison, InterimLook, SummaryRow
 from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials, selection_values
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import json_digest
@@ -62,12 +62,12 @@ class Run:
             raise UserError(f"{self.path}: has {lacks}, as its run is not finished; run the same command to finish it")
 
     @property
-    def held_out_sets(self) -> list[Held]:
+    def held_out_sets(self) -> list[DomainSet]:
         """The sets of domains that were held out together, in the order of the run."""
         return list(dict.fromkeys(record.test_domains for record in self.records))
 
     @property
-    def own_rule(self) -> str:
+    def recipe_rule(self) -> str:
         """The selection rule of the recipe."""
         return self.recipe.protocol.selection
 
@@ -75,12 +75,12 @@ class Run:
     def rule(self) -> str:
         """The selection rule that may choose a model: the recipe's; if that reads test labels, the first other one."""
         honest = honest_rule(name for record in self.records for name in record.selected)
-        return honest if self.own_rule == ORACLE and honest else self.own_rule
+        return honest if self.recipe_rule == ORACLE and honest else self.recipe_rule
 
     @property
     def published_rules(self) -> set[str]:
         """The selection rules of its LaTeX and CSV tables: oracle only if it is the recipe's own."""
-        return {row.selection for row in self.rows if row.selection != ORACLE or self.own_rule == ORACLE}
+        return {row.selection for row in self.rows if row.selection != ORACLE or self.recipe_rule == ORACLE}
 
     @property
     def metric(self) -> str:
@@ -89,18 +89,18 @@ class Run:
     @cached_property
     def picked(self) -> list[Record]:
         """One record per method, held-out domains and seed: the trial that the recipe's own rule picked."""
-        picked = picked_trials(self.records, self.own_rule, self.metric)
-        return [record for record in picked if self.own_rule in record.selected]
+        picked = picked_trials(self.records, self.recipe_rule, self.metric)
+        return [record for record in picked if self.recipe_rule in record.selected]
 
     @cached_property
-    def own_rows(self) -> list[SummaryRow]:
+    def recipe_rows(self) -> list[SummaryRow]:
         """The summary under the recipe's own rule, in the recipe's order of methods."""
-        return [row for row in self.rows if row.selection == self.own_rule]
+        return [row for row in self.rows if row.selection == self.recipe_rule]
 
     @property
     def rules(self) -> list[str]:
         """The selection rules of the summary; the recipe's own comes first."""
-        own_first = sorted(self.rows, key=lambda row: row.selection != self.own_rule)
+        own_first = sorted(self.rows, key=lambda row: row.selection != self.recipe_rule)
         return list(dict.fromkeys(row.selection for row in own_first))
 
     @cached_property
@@ -113,7 +113,7 @@ class Run:
     def chosen(self) -> str | None:
         return None if self.choice is None else self.choice.method
 
-    def runs_of(self, method: str, at: Mapping[Held, str] | None = None) -> Runs:
+    def runs_of(self, method: str, at: Mapping[DomainSet, str] | None = None) -> Runs:
         """Returns the models of a method that `rule` picked. `at`: {held-out set: another method there}."""
         of = dict.fromkeys(self.held_out_sets, method) | {**(at or {})}
         picked = picked_trials(self.records, self.rule, self.metric)
@@ -162,9 +162,9 @@ class Run:
         return beside
 
     @property
-    def looks(self) -> list[Look]:
+    def looks(self) -> list[InterimLook]:
         """The looks at this run, as it grew."""
-        return [Look(**entry) for entry in self.results["looks"]]
+        return [InterimLook(**entry) for entry in self.results["looks"]]
 
     @cached_property
     def selection_values(self) -> dict[str, float]:
@@ -176,7 +176,7 @@ class Run:
     def pools(self) -> Pools:
         """What the page counts in the predictions of the picked models. Raises `UserError` if one is damaged."""
         directory = RunDirectory(self.path)
-        rule, classes = self.own_rule, len(self.class_names)
+        rule, classes = self.recipe_rule, len(self.class_names)
 
         def size(record: Record) -> int:
             return directory.predictions_size(record.folder)
@@ -186,10 +186,10 @@ class Run:
     @property
     def shown_method(self) -> str | None:
         """The method with figures of its own: that which the rule chose; without one, the first of the recipe."""
-        drawn = [row.method for row in self.own_rows if any(key[0] == row.method for key in self.pools.of)]
+        drawn = [row.method for row in self.recipe_rows if any(key[0] == row.method for key in self.pools.of)]
         return self.chosen if self.chosen in drawn else next(iter(drawn), None)
 
-    def shown_sets(self, method: str | None) -> list[Held]:
+    def shown_sets(self, method: str | None) -> list[DomainSet]:
         """The held-out sets that are drawn, in the run's order: all, or those where the method does worst."""
         pools = {held: pool for held in self.held_out_sets if (pool := self.pools.of.get((method or "", held)))}
         read = [held for held, pool in pools.items() if pool.read]
@@ -213,7 +213,7 @@ class Run:
     def prediction(self, record: Record) -> Prediction:
         """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
         arrays = RunDirectory(self.path).predictions(record.folder, record.files)
-        return Prediction.from_arrays(arrays, self.images(record), record.key, self.own_rule)
+        return Prediction.from_arrays(arrays, self.images(record), record.key, self.recipe_rule)
 
     def images(self, record: Record) -> HeldOutImages:
         """A model's test images."""
@@ -228,7 +228,7 @@ class Run:
         return names.tobytes().decode().split("\n")
 
     @cached_property
-    def _images(self) -> dict[Held, HeldOutImages]:
+    def _images(self) -> dict[DomainSet, HeldOutImages]:
         """The test images that have been read: all models with these test domains share them."""
         return {}
 
@@ -242,7 +242,7 @@ class Run:
         scalars = read_scalars(self.path / "events", damaged)
         self.lost_curves.update(dict.fromkeys(damaged, "is damaged: curves lack points"))
         for record in self.picked:
-            name, pick = sub_run(*record.key), record.selected[self.own_rule]
+            name, pick = sub_run(*record.key), record.selected[self.recipe_rule]
             folder, points = self.path / "events" / name, dict(scalars.get(name, {}).get(self.selection_tag, ()))
             # of averaged weights no step has the value
             if not points or pick.value is None or pick.hparams or folder in {path.parent for path in damaged}:
@@ -257,7 +257,7 @@ class Run:
     @property
     def selection_tag(self) -> str:
         """The tag of the values by which the recipe's rule selects."""
-        return f"{'oracle' if self.own_rule == ORACLE else 'val'}/{self.metric}"
+        return f"{'oracle' if self.recipe_rule == ORACLE else 'val'}/{self.metric}"
 
     @cached_property
     def lost_curves(self) -> dict[Path, str]:
@@ -292,7 +292,7 @@ class Run:
                 "`xdm-ft analyse` again"
             )
         order = {label: position for position, label in enumerate(self.drawn_methods)}
-        weights = {record.key: record.files.get(record.selected[self.own_rule].weights) for record in self.picked}
+        weights = {record.key: record.files.get(record.selected[self.recipe_rule].weights) for record in self.picked}
         models = [model for model in self.analysis["models"] if _key(model) in weights]
         own = [model for model in models if model["weights"] == weights[_key(model)]]
         if len(own) < len(models):
@@ -340,8 +340,8 @@ class Run:
 
     @cached_property
     def drawn_rows(self) -> list[SummaryRow]:
-        """`own_rows` in the order of figures."""
-        return sorted(self.own_rows, key=lambda row: self.drawn_methods.index(row.method))
+        """`recipe_rows` in the order of figures."""
+        return sorted(self.recipe_rows, key=lambda row: self.drawn_methods.index(row.method))
 
 
 def _key(model: Mapping[str, Any]) -> ModelKey:

@@ -22,14 +22,14 @@ from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import split_label, with_encoder
 from xdm_ft.results import SPLIT, Runs, runs_by_method
 from xdm_ft.results.model import Point, Record, Status
-from xdm_ft.results.table import NO_VERDICT, UNKNOWN, Comparison, Look, SummaryRow
+from xdm_ft.results.table import NO_VERDICT, UNKNOWN, Comparison, InterimLook, SummaryRow
 from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
 
 if TYPE_CHECKING:
-    from xdm_ft.containers.domainbed import BenchmarkFolders
+    from xdm_ft.image_files.domainbed import BenchmarkFolders
 
 
-def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> Look:
+def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> InterimLook:
     """Returns a look at these methods; its α is that of a first one."""
     varying, methods = dict[str, list[int]](), list[str]()
     for of_method in runs:
@@ -39,10 +39,10 @@ def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> Look
                 varying[of_method.method] = complete
     seeds = sorted({seed for complete in varying.values() for seed in complete})
     missing = {method: lacking for method, complete in varying.items() if (lacking := sorted({*seeds} - {*complete}))}
-    return Look(seeds, sorted(methods), missing, ALPHA, [list(pair) for pair in compare])
+    return InterimLook(seeds, sorted(methods), missing, ALPHA, [list(pair) for pair in compare])
 
 
-def place_of(now: Look, before: Sequence[Look]) -> tuple[int, Look]:
+def place_of(now: InterimLook, before: Sequence[InterimLook]) -> tuple[int, InterimLook]:
     """Returns the number of a look, from 1 on, and the look with its α.
 
     A summary of what the last look saw is that look again.
@@ -53,7 +53,7 @@ def place_of(now: Look, before: Sequence[Look]) -> tuple[int, Look]:
     return number, replace(now, alpha=ALPHA if number == 1 else ALPHA / 2**number)
 
 
-def with_earlier_verdicts(rows: Iterable[Comparison], before: Sequence[Look]) -> list[Comparison]:
+def with_earlier_verdicts(rows: Iterable[Comparison], before: Sequence[InterimLook]) -> list[Comparison]:
     """Returns the comparisons with what earlier looks have found."""
     here: dict[tuple[str, ...], tuple[int, str]] = {}
     elsewhere: dict[tuple[str, ...], str] = {}
@@ -110,7 +110,7 @@ class Summary(NamedTuple):
 
     rows: list[SummaryRow]  # `summary`
     comparisons: list[Comparison]  # between these rows
-    looks: list[Look] = []  # the last one made these comparisons
+    looks: list[InterimLook] = []  # the last one made these comparisons
 
 
 def summarise(
@@ -128,7 +128,7 @@ def summarise(
     augmentations: Mapping[str, str] | None = None,
     convention: Convention | None = None,
     look: tuple[int, float] = (1, ALPHA),
-    before: Sequence[Look] = (),
+    before: Sequence[InterimLook] = (),
     margin: float | None = None,
 ) -> Summary:
     """Returns one row per method under one selection rule, in the order of `methods`, and the comparisons between them.

@@ -126,7 +126,7 @@ class Comparison:
     def is_found(self) -> bool:
         return self.here in (BETTER, WORSE)
 
-    def turned(self) -> Comparison:
+    def swapped(self) -> Comparison:
         """Returns the same comparison as second − first."""
         opposite = {BETTER: WORSE, WORSE: BETTER}
         return replace(
@@ -162,7 +162,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Look:
+class InterimLook:
     """One look: what was complete, its α, and the verdicts that it found. An entry of `looks` in results.json."""
 
     seeds: list[int]  # complete for a method
@@ -175,7 +175,7 @@ class Look:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def with_found(self, rows: Iterable[Comparison], before: Sequence[Look] = ()) -> Look:
+    def with_found(self, rows: Iterable[Comparison], before: Sequence[InterimLook] = ()) -> InterimLook:
         """Returns the look with the verdicts of `rows` that none of the looks before it has found."""
         earlier = [verdict for look in before for verdict in look.found]
         verdicts = [[r.selection, r.first, r.second, r.here, r.elsewhere] for r in rows if r.is_found]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from xdm_ft.core import ORACLE, Held, Score, honest_rule
+from xdm_ft.core import ORACLE, DomainSet, Score, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.results.model import Record
 from xdm_ft.results.table import SummaryRow
@@ -63,7 +63,7 @@ def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule
     return means
 
 
-class Candidate(NamedTuple):
+class MethodCandidate(NamedTuple):
     """What a choice among methods reads of one."""
 
     values: dict[Any, float]  # {held-out set, or held-out set and seed: value of the metric}
@@ -76,7 +76,7 @@ class Candidate(NamedTuple):
     def value(self) -> float:
         return math.fsum(self.values.values()) / len(self.values)  # exact in any order of the records
 
-    def without(self, key: Any) -> Candidate:
+    def without(self, key: Any) -> MethodCandidate:
         values = {other: value for other, value in self.values.items() if other != key}
         return self._replace(values=values, nll={other: nll for other, nll in self.nll.items() if other != key})
 
@@ -106,7 +106,7 @@ class MethodChoice:
     best: str
     reason: str
     by_name_only: tuple[str, ...]
-    at: dict[Held, str] = field(default_factory=dict)
+    at: dict[DomainSet, str] = field(default_factory=dict)
     """{held-out set: the method that the other sets choose}; empty: chosen by validation."""
 
     def to_json(self) -> dict[str, Any]:
@@ -188,22 +188,24 @@ def _picked_of_methods(
     return picked
 
 
-def _choice(candidates: Mapping[str, Candidate], rule: str, metric: str, at: dict[Held, str]) -> MethodChoice:
+def _choice(
+    candidates: Mapping[str, MethodCandidate], rule: str, metric: str, at: dict[DomainSet, str]
+) -> MethodChoice:
     preferred = prefer(candidates, metric, "held-out" if at else "validation")
     values = {method: candidate.value for method, candidate in candidates.items()}
     return MethodChoice(selection=rule, metric=metric, values=values, at=at, **preferred._asdict())
 
 
-Results = dict[Any, tuple[float, float | None]]  # {held-out set, or held-out set and seed: (value, NLL)}
+_Results = dict[Any, tuple[float, float | None]]  # {held-out set, or held-out set and seed: (value, NLL)}
 
 
-def _held_out_results(picks: Sequence[Record], rule: str, metric: str) -> Results:
+def _held_out_results(picks: Sequence[Record], rule: str, metric: str) -> _Results:
     """Returns the results on each held-out set of which every seed has a value, the means over the seeds."""
-    by_set: dict[Held, list[Score | None]] = {}
+    by_set: dict[DomainSet, list[Score | None]] = {}
     for record in picks:
         pick = record.selected.get(rule) if record.status == "ok" else None
         by_set.setdefault(record.test_domains, []).append(None if pick is None else pick.metrics.get("test"))
-    means: Results = {}
+    means: _Results = {}
     for held, scores in by_set.items():
         values = [None if score is None else getattr(score, metric) for score in scores]
         nll = [score.nll for score in scores if score is not None]
@@ -213,21 +215,21 @@ def _held_out_results(picks: Sequence[Record], rule: str, metric: str) -> Result
     return means
 
 
-def _validation_results(picks: Sequence[Record], rule: str) -> Results:
-    results: Results = {}
+def _validation_results(picks: Sequence[Record], rule: str) -> _Results:
+    results: _Results = {}
     for record in picks:
         if (value := selection_value(record, rule)) is not None:
             results[record.key[1:3]] = value, record.selected[rule].validation_nll
     return results
 
 
-def _candidate(records: Sequence[Record], picks: Sequence[Record], results: Results) -> Candidate:
+def _candidate(records: Sequence[Record], picks: Sequence[Record], results: _Results) -> MethodCandidate:
     """Returns the candidate of one method. `records`: of all methods and trials; `picks`: the picked ones of this."""
     tuned = Counter[tuple[Any, ...]]()
     for record in records:
         if record.method == picks[0].method:
             tuned[record.key[1:3]] += record.tuned_settings or 1
-    return Candidate(
+    return MethodCandidate(
         {key: value for key, (value, _) in results.items()},
         {key: nll for key, (_, nll) in results.items()},
         max(tuned.values()),
@@ -236,14 +238,14 @@ def _candidate(records: Sequence[Record], picks: Sequence[Record], results: Resu
     )
 
 
-def prefer(candidates: Mapping[str, Candidate], metric: str, images: str) -> Preferred:
+def prefer(candidates: Mapping[str, MethodCandidate], metric: str, images: str) -> Preferred:
     """Returns one of the candidates, as `choose_method` describes it. `images`: on which they were measured."""
     holding = [method for method, candidate in candidates.items() if candidate.holds_training_features]
     by_name_only = tuple(holding) if len(holding) < len(candidates) else ()
     eligible = {method: candidate for method, candidate in candidates.items() if method not in by_name_only}
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     best = max(eligible, key=lambda method: sign * eligible[method].value)
-    within = dict[str, Candidate]()
+    within = dict[str, MethodCandidate]()
     for method, candidate in eligible.items():
         of_best = eligible[best].values
         differences = [of_best[key] - value for key, value in candidate.values.items() if key in of_best]
@@ -254,7 +256,7 @@ def prefer(candidates: Mapping[str, Candidate], metric: str, images: str) -> Pre
     return Preferred(method, best, tuple(within), reason, by_name_only)
 
 
-def _among(within: Mapping[str, Candidate], images: str) -> tuple[str, str]:
+def _among(within: Mapping[str, MethodCandidate], images: str) -> tuple[str, str]:
     """Returns one of the methods within reach, and what it has that the others have not, with the numbers of all."""
     criteria: dict[str, dict[str, float]] = {
         "the fewest tuned settings": {method: candidate.settings for method, candidate in within.items()},

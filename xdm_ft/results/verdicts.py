@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit  # scipy.stats takes 50 times as long for one number
 
-from xdm_ft.core import ALPHA, Held, sets_noun
+from xdm_ft.core import ALPHA, DomainSet, sets_noun
 from xdm_ft.evaluation.estimates import (
     FEWEST_SETS,
     Estimate,
     Term,
-    here,
+    estimate_here,
     holm,
     over_images,
     over_paired_seeds,
@@ -134,13 +134,13 @@ class WithoutGroups:
 
     def __init__(self, metric: str, pairs: Iterable[Pair], predictions: Iterable[Prediction]) -> None:
         """`predictions` of a method and held-out set come in the order of the seeds, which decides the rounding."""
-        self.images: dict[Held, HeldOutImages] = {}
+        self.images: dict[DomainSet, HeldOutImages] = {}
         sides: dict[tuple[str, str], set[tuple[int, ...]]] = {}  # (rule, method) → the seeds of each comparison
         for pair in pairs:
             for runs, seeds in zip(pair, pair.seeds, strict=True):
                 sides.setdefault((runs.rule, runs.method), set()).add(tuple(seeds))
-        self._sums: dict[tuple[str, str, Held, tuple[int, ...]], tuple[np.ndarray, int]] = {}
-        first: dict[Held, Prediction] = {}
+        self._sums: dict[tuple[str, str, DomainSet, tuple[int, ...]], tuple[np.ndarray, int]] = {}
+        first: dict[DomainSet, Prediction] = {}
         for prediction in predictions:
             if metric == "auroc" and prediction.per_image is None:  # the AUROC is not defined
                 continue
@@ -154,7 +154,7 @@ class WithoutGroups:
                     total, count = self._sums.get((rule, method, held, side), (np.zeros_like(without), 0))
                     self._sums[rule, method, held, side] = total + without, count + 1
 
-    def mean(self, runs: Runs, held: Held, seeds: Sequence[int]) -> np.ndarray | None:
+    def mean(self, runs: Runs, held: DomainSet, seeds: Sequence[int]) -> np.ndarray | None:
         """The mean over these seeds, [groups]; None if a prediction is missing."""
         total, count = self._sums.get((runs.rule, runs.method, held, tuple(seeds)), (None, 0))
         return total / count if total is not None and count == len(seeds) else None
@@ -193,13 +193,13 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
 
     on_these = on_these_otherwise = share = None
     if of_seeds is not None and images is not None:
-        on_these = here(difference, of_seeds, images, sets=sets, paired=paired)
+        on_these = estimate_here(difference, of_seeds, images, sets=sets, paired=paired)
         if total := of_seeds.variance + images.variance:
             share = of_seeds.variance / total
     # one seed more or less changes the regime, and with it the error: reports show both errors there
     at_the_border = fewest in (PAIRED_SEEDS - 1, PAIRED_SEEDS)
     if images is not None and at_the_border and len(common) == len(seeds[0]) == len(seeds[1]):
-        on_these_otherwise = here(difference, v_seeds(not paired), images, sets=sets, paired=not paired)
+        on_these_otherwise = estimate_here(difference, v_seeds(not paired), images, sets=sets, paired=not paired)
     on_others = over_sets(by_set)
     p_here = on_these.p() if on_these and not reasons else None
     if on_these and p_here is None and not reasons:
@@ -312,7 +312,7 @@ class Family:
         """Whether the variance over test images is larger than that over seeds."""
         return median(row.share_images or 0.0 for row in self.rows) > 0.5
 
-    def here(self, seeds: int | None = None) -> float:
+    def detectable_here(self, seeds: int | None = None) -> float:
         """Returns the smallest difference here, at the median error.
 
         With another number of seeds S' it is a forecast, with V_S·S/S' + V_I and f_S·(S' − 1)/(S − 1) degrees of
@@ -328,13 +328,13 @@ class Family:
                     freedom = row.freedom_seeds * (seeds - 1) / (row.seeds - 1)
                     of_seeds = Term(v * (row.share_seeds or 0.0) * row.seeds / seeds, freedom)
                 of_images = Term(v * (row.share_images or 0.0), row.freedom_images or 0.0)
-                forecast = here(0.0, of_seeds, of_images, sets=row.sets, paired=row.paired)
+                forecast = estimate_here(0.0, of_seeds, of_images, sets=row.sets, paired=row.paired)
                 term = Term(forecast.error**2, forecast.freedom)
             terms.append(term)
         return self._smallest(terms)
 
     @property
-    def other(self) -> float | None:
+    def detectable_if_pairing_changed(self) -> float | None:
         """The same in the other regime, paired by seed or not; None unless there are 9 or 10 seeds."""
         terms = [Term(r.other_error**2, r.other_freedom) for r in self.rows if r.other_error and r.other_freedom]
         return self._smallest(terms) if terms else None

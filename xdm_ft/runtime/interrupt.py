@@ -81,11 +81,11 @@ def handle(resumable: bool = False, prints: bool = True) -> None:
     for number in STOPPING:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _handle)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # `held_back` where this process was forked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # `block_signals` where this process was forked
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Context in which these signals wait. A process that is forked inside keeps them waiting until `handle`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:

@@ -54,7 +54,7 @@ def cpu_has_bf16() -> bool:
 
 
 @cache
-def keep_freed_memory() -> None:
+def retain_freed_memory() -> None:
     """Makes glibc keep freed memory for the next step instead of returning it to the system (Linux only).
 
     Each step on cached features, and each pass of an encoder, allocates and frees the same blocks, of up to hundreds of

@@ -73,19 +73,19 @@ def print_error(text: object) -> None:
         _discard(sys.stderr)
 
 
-class Bar(Protocol):
+class ProgressBar(Protocol):
     """A bar of tqdm."""
 
     def clear(self) -> Any: ...
     def refresh(self) -> Any: ...
 
 
-_bars: list[Bar] = []  # that are on the terminal now
+_bars: list[ProgressBar] = []  # that are on the terminal now
 _owner = os.getpid()  # the process that shows them
 
 
 @contextmanager
-def with_bar(bar: Bar) -> Iterator[None]:
+def with_bar(bar: ProgressBar) -> Iterator[None]:
     """Context in which a bar stands on standard error, below what else is printed there."""
     global _owner
     _owner = os.getpid()
@@ -136,7 +136,7 @@ class _Log(logging.Handler):
 
 
 @contextmanager
-def opened(level: int) -> Iterator[None]:
+def open_streams(level: int) -> Iterator[None]:
     """Context of a verb: standard output and error can be written, and the log (of `level`) goes to standard error.
 
     Raises `UserError` at the end if standard output holds text that cannot be written.

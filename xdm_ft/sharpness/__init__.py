@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
+from xdm_ft.core import Tensors
 from xdm_ft.runtime.settings import SearchRanges
-
-Tensors = dict[str, Tensor]  # parameter name → value
 
 
 def products(first: list[Tensor], second: list[Tensor] | Tensor) -> list[Tensor]:

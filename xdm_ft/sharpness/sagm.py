@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.sharpness import Sharpness, Tensors
+from xdm_ft.core import Tensors
+from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM, Adaptive, Rho
 
 

@@ -8,7 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.sharpness import Sharpness, Tensors, products
+from xdm_ft.core import Tensors
+from xdm_ft.sharpness import Sharpness, products
 
 Rho = Annotated[
     float,

@@ -32,10 +32,11 @@ def digest(*parts: str | np.ndarray | Tensor, bits: Literal[64, 128] = 64) -> st
     return str(hasher.hexdigest())
 
 
-Tensors = Mapping[str, np.ndarray] | Mapping[str, Tensor] | Mapping[int, Tensor]
+Json = dict[str, Any]
+TensorMap = Mapping[str, np.ndarray] | Mapping[str, Tensor] | Mapping[int, Tensor]
 
 
-def tensors_digest(tensors: Tensors, text: str = "") -> str:
+def tensors_digest(tensors: TensorMap, text: str = "") -> str:
     """Returns the checksum of a text and of the names (or numbers), types, shapes and bytes of tensors, in order."""
     parts: list[str | np.ndarray | Tensor] = [text]
     for name, tensor in tensors.items():

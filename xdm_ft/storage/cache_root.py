@@ -21,7 +21,7 @@ from xdm_ft.storage.atomic import disk_errors, file_mode, is_writable, replace_f
 from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
-Arrays = Mapping[str, np.ndarray]
+_Arrays = Mapping[str, np.ndarray]
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path of s3://bucket has one slash
 LOCK_SECONDS = 60.0  # without a sign of life, after which a process of another machine counts as killed
@@ -67,7 +67,7 @@ def one_at_a_time(path: Path, waiting: str = "", wait: bool = True) -> Iterator[
         lock.release()
 
 
-def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
+def remembered(key: str, make: Callable[[], _Arrays]) -> _Arrays:
     """Returns what `make` returned for this key, or returns now. `key` names all that the arrays depend on.
 
     Of processes that ask at once, one makes them and the others wait. A folder that cannot be written remembers
@@ -103,7 +103,7 @@ def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
     return made
 
 
-def _read(path: Path) -> Arrays | None:
+def _read(path: Path) -> _Arrays | None:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}  # each has a checksum, which is verified

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from xdm_ft.storage import sorted_json
+from xdm_ft.storage import Json, sorted_json
 from xdm_ft.storage.atomic import Together
 from xdm_ft.storage.lines import TOO_DEEP, Damaged, OtherVersion, json_object, opened_file
 
@@ -23,7 +23,6 @@ INPUTS = ("data", "encoder", "features")  # keys of the environment in results.j
 _RUNS = "\0runs"  # stands for the models: no text of results.json has this character
 # one space and a raw line break: a key of the whole, neither of a part nor inside a text
 _EMPTY, _BEGIN, _END = b' "runs": []', b' "runs": [\n', b" ]"
-Json = dict[str, Any]
 SCHEMA: Json = json.loads(files("xdm_ft").joinpath("report/results.schema.json").read_text(encoding="utf-8"))
 TYPES: dict[str, Any] = {
     "object": dict, "array": list, "string": str, "number": int | float, "integer": int, "boolean": bool,

@@ -140,7 +140,7 @@ class RunDirectory:
         """Whether an earlier run has written to the directory."""
         return any((self.path / name).exists() for name in (RESULTS, "state"))
 
-    def take(self, name: str) -> bool:
+    def claim(self, name: str) -> bool:
         """Returns whether this process does the training `name`: True for the first process that calls this."""
         folder = self._checked(f"state/{TAKEN}")
         with disk_errors(folder):
@@ -152,16 +152,16 @@ class RunDirectory:
                 return False
         return True
 
-    def release(self, process: str) -> None:
+    def release_claims_of(self, process: str) -> None:
         """Gives back the trainings that a process, which has died, took and did not finish."""
         finished = set(self.finished())
         for file in (self.path / "state" / TAKEN).glob("*"):
-            # one without a name is being taken, or its process died at that moment: `give_back` is for those
+            # one without a name is being taken, or its process died at that moment: `unclaim` is for those
             with suppress(FileNotFoundError):  # another process has released its own
                 if file.name not in finished and file.read_text() == process:
                     file.unlink()
 
-    def give_back(self, name: str) -> None:
+    def unclaim(self, name: str) -> None:
         """Lets another process take a training."""
         (self.path / "state" / TAKEN / name).unlink(missing_ok=True)
 

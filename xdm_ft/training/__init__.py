@@ -24,7 +24,7 @@ from xdm_ft.sharpness import Sharpness
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Precision = Literal["no", "bf16", "fp16"]
+MixedPrecision = Literal["no", "bf16", "fp16"]
 """The precision of a trainable encoder's computation; no: float32."""
 MAX_GRAPHS = 256  # of one compiled function: kinds of heads, their numbers, phases
 
@@ -106,7 +106,7 @@ class Training(Block):
     ] = None
     accumulation: Annotated[int, Field(ge=1, le=1_000_000, description="micro-batches per step (end to end only)")] = 1
     mixed_precision: Annotated[
-        Precision | None,
+        MixedPrecision | None,
         Field(
             description="autocast of a trainable encoder (end to end only). null: the value of `accelerate launch "
             "--mixed_precision`, or no; bf16 also works on CPUs that compute in it (`xdm-ft doctor` tells)"
@@ -260,7 +260,7 @@ class Job(OfModel):
         return sampler(training.sampler, pools, training.batch_size, self.seed, labels)
 
 
-Record = Callable[[int, list[tuple[Job, dict[str, float]]]], None]
+ScalarSink = Callable[[int, list[tuple[Job, dict[str, float]]]], None]
 """Receives, at each evaluation, the number of steps taken and {scalar: value} of each model that was evaluated."""
 
 

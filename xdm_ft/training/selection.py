@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Finish
-from xdm_ft.averaging import Averaging, Segment, Tensors
-from xdm_ft.core import ORACLE, Annotations, Criteria, honest_rule
+from xdm_ft.averaging import Averaging, Segment
+from xdm_ft.core import ORACLE, Annotations, Criteria, Tensors, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, is_defined, per_image_nll
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.protocol.splits import SELECTION_SPLIT

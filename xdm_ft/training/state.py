@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from xdm_ft.core import Tensors
 from xdm_ft.runtime.interrupt import Interrupted
-from xdm_ft.sharpness import Tensors
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.training.selection import Averages, Selector
 

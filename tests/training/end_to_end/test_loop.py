@@ -44,7 +44,7 @@ from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised
-from xdm_ft.training.end_to_end.inputs import Images, TrainingBatches, split_batch
+from xdm_ft.training.end_to_end.inputs import ImageInputs, TrainingBatches, split_batch
 from xdm_ft.training.end_to_end.model import EndToEnd
 
 SMALL = Training(batch_size=4)
@@ -232,7 +232,7 @@ def test_synchronised_layers_keep_the_activation_inside_them() -> None:
 
 
 def batches_of(job: Job, training: Training, accelerator: Accelerator, augmentation: Any = "domainbed") -> Any:
-    images = Images(digits(), SmallCNN.preprocessing, augmentation, accelerator)
+    images = ImageInputs(digits(), SmallCNN.preprocessing, augmentation, accelerator)
     return TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
 
 

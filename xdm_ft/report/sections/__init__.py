@@ -20,9 +20,9 @@ AT_THE_END = about.data, about.reading, about.environment, about.recipe
 
 def sections(run: Run) -> Iterator[Section]:
     """Yields every section that has something to show. Raises `UserError` if a file of the run is damaged."""
-    for rule in dict.fromkeys([run.own_rule, *run.rules]):
+    for rule in dict.fromkeys([run.recipe_rule, *run.rules]):
         yield from table_sections(run, [rule])
-        if rule == run.own_rule:
+        if rule == run.recipe_rule:
             yield from filter(None, (panel(run) for panel in AFTER_THE_TABLES))
     yield from audit.audit(run)
     yield from filter(None, (panel(run) for panel in AT_THE_END))
@@ -36,7 +36,7 @@ def table_sections(run: Run, rules: Collection[str], with_intervals: bool = Fals
     for them. So does `with_intervals`: the 95% interval of each mean, under the recipe's own rule.
     """
     for rule in (rule for rule in run.rules if rule in rules):
-        own = rule == run.own_rule
+        own = rule == run.recipe_rule
         shown = [results.results(run, rule, with_intervals), comparisons.differences(run, rule)]
         if own or rule != ORACLE:
             shown += [comparisons.encoders_compared(run, rule), comparisons.further_comparisons(run, rule)]

@@ -9,7 +9,20 @@ from typing import Any, NamedTuple
 from xdm_ft.core import set_name
 from xdm_ft.evaluation.estimates import mean_of
 from xdm_ft.report import Cell, Section, cells, long_table, make_section, mean_cell
-from xdm_ft.report.charts import INK, MUTED, SERIES, Figure, Line, Look, Mark, Row, curves, looks, points, scatter
+from xdm_ft.report.charts import (
+    INK,
+    MUTED,
+    SERIES,
+    Figure,
+    Line,
+    Mark,
+    Row,
+    SeriesStyle,
+    curves,
+    looks,
+    points,
+    scatter,
+)
 from xdm_ft.report.published import paper_table
 from xdm_ft.report.words import EMPTY, range_text, short, significant
 from xdm_ft.results import grouped
@@ -92,7 +105,7 @@ def _ece_figures(run: Run, eces: Mapping[tuple[str, str], tuple[float, float]]) 
         ends = Mark(f"{words}, before", before, (before, after), shift), Mark(f"{words}, after", after, None, shift)
         rows.setdefault(method, []).extend(ends)
     series = {
-        f"{words}, {when}": Look("", marker, hollow=when == "before", width=1)
+        f"{words}, {when}": SeriesStyle("", marker, hollow=when == "before", width=1)
         for words, _, marker in ROLES.values()
         for when in ("before", "after")
     }
@@ -159,9 +172,9 @@ def bars(name: str, title: str, caption: str, rows: Mapping[str, Bar], axis: str
     rows = dict(list(rows.items())[:MAX_BARS])
     sets = list(dict.fromkeys(held for row in rows.values() for held in row.values))
     few = len(sets) <= MAX_MARKED_SETS  # of more sets all get a dot, without errors and legend
-    series = {held: Look(INK, look.marker if few else "o", size=3.5, width=1) for held, look in looks(sets).items()} | {
-        "by chance": Look(INK, "|", size=16)
-    }
+    series = {
+        held: SeriesStyle(INK, look.marker if few else "o", size=3.5, width=1) for held, look in looks(sets).items()
+    } | {"by chance": SeriesStyle(INK, "|", size=16)}
     legend = {held: short(held, 18) for held in sets} if few and len(sets) > 1 else {}
     legend |= {"by chance": "by chance"} if any(row.chance is not None for row in rows.values()) else {}
 
@@ -306,9 +319,9 @@ def _divergence_figure(run: Run, levels: Levels, key: str, limit: float | None =
 # ---------------------------------------------------------------------------------------------------------- importance
 
 ORDERS = {
-    "score": ("importance score", Look(SERIES[0], "o", "-")),
-    "gradient_norm": ("gradient norm", Look(SERIES[1], "s", "--")),
-    "random": ("random", Look(SERIES[2], "^", ":")),
+    "score": ("importance score", SeriesStyle(SERIES[0], "o", "-")),
+    "gradient_norm": ("gradient norm", SeriesStyle(SERIES[1], "s", "--")),
+    "random": ("random", SeriesStyle(SERIES[2], "^", ":")),
 }
 KINDS = "class", "domain"
 
@@ -452,7 +465,10 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
                 panels.append((f"{kind}-{part}\n{title}", lines))
         else:
             silhouettes.append(f"{title} {first}")
-            both = {"original": Look(SERIES[0], "o", size=3), "augmented": Look(SERIES[1], "^", size=3, hollow=True)}
+            both = {
+                "original": SeriesStyle(SERIES[0], "o", size=3),
+                "augmented": SeriesStyle(SERIES[1], "^", size=3, hollow=True),
+            }
             lines = []
             for (words, look), cloud in zip(both.items(), clouds, strict=True):
                 texts = [f"image {row[3]}, {words}" for row in cloud]

@@ -6,9 +6,9 @@ Names of image files stand in audit.md, and on the page only if the recipe's `re
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from xdm_ft.report.words import EMPTY, between, count_text, p_value, scaled, wit
 from xdm_ft.results.run import Run
 from xdm_ft.results.table import BETTER, NO_VERDICT, WORSE
 from xdm_ft.runtime.errors import listed, plural
+from xdm_ft.storage import Json
 
-Json = Mapping[str, Any]
 NAMES = {
     "copies": "copies", "domain_pairs": "twin domains", "labels": "label errors", "site_class": "site × class",
     "encoder": "what the encoder knows",
@@ -40,7 +40,7 @@ COSTS = (
 NO_FILES = "names of files are in {}, and here only with report.images=true"
 
 
-class Finding(NamedTuple):
+class AuditFinding(NamedTuple):
     """What was found of one kind."""
 
     kind: str  # a key of NAMES
@@ -57,38 +57,38 @@ class Finding(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------ sentences
 
 
-def findings(audit: Json) -> list[Finding]:
+def findings(audit: Json) -> list[AuditFinding]:
     """Returns a finding of each kind: what is found by its cost, the dearest first, then the rest."""
     made = []
     for kind, finding in FINDINGS.items():
         if audit[kind] is None:
-            made.append(Finding(kind, UNSEEN, "could not be looked for; the notes say why", ""))
+            made.append(AuditFinding(kind, UNSEEN, "could not be looked for; the notes say why", ""))
         else:
             made.append(finding(audit))
     costly = {finding.kind: _points(audit, finding) for finding in made}
     return sorted(made, key=lambda of: (of.rank <= UNSEEN, -costly[of.kind], -of.rank))
 
 
-def _points(audit: Json, finding: Finding) -> float:
+def _points(audit: Json, finding: AuditFinding) -> float:
     """Returns the largest cost of a finding that is shown, as a fraction; 0 if there is none."""
     twins = finding.kind == "domain_pairs" and finding.rank > UNSEEN
     rows = [*finding.costs, *(audit["domain_pairs"]["left_out"] if twins else [])]
     return max((abs(row["excess"] or 0) for row in rows if row["verdict"].startswith((BETTER, WORSE))), default=0)
 
 
-def _copies(audit: Json) -> Finding:
+def _copies(audit: Json) -> AuditFinding:
     part = audit["copies"]
     count, across = part["listed"] - part["sure"], part["candidates_across_domains"]
     more = f"{count_text(count)} more {'candidate' if count == 1 else 'candidates'}, {across} across domains"
     if not part["sure"]:
-        return Finding("copies", NOTHING, f"none; {more}: copies.csv" if count else "none", "")
+        return AuditFinding("copies", NOTHING, f"none; {more}: copies.csv" if count else "none", "")
     where = f"{part['across_domains']} of them lie in two domains, {part['straddling']} in training and test"
     what = f"{plural(part['sure'], 'pair')} of images are copies of each other; {where}; {more}: copies.csv"
     remedy = "look through copies.csv (--images shows the pairs), and delete one image of each copy"
-    return Finding("copies", PROMISE if part["straddling"] else SUSPECT, what, remedy, part["costs"])
+    return AuditFinding("copies", PROMISE if part["straddling"] else SUSPECT, what, remedy, part["costs"])
 
 
-def _twins(audit: Json) -> Finding:
+def _twins(audit: Json) -> AuditFinding:
     twins, left_out = audit["twins"], audit["domain_pairs"]["left_out"]
     if not twins:
         if undecided := audit["domain_pairs"]["undecided"]:
@@ -100,10 +100,10 @@ def _twins(audit: Json) -> Finding:
                 text, remedy = f"{text}: {tested[0]['note']}", "give them a verdict: protocol.seeds=5"
             elif tested:
                 remedy = "look whether they show the same objects, patients or scanner"
-            return Finding("domain_pairs", UNSEEN, text, remedy)
+            return AuditFinding("domain_pairs", UNSEEN, text, remedy)
         if not left_out:
-            return Finding("domain_pairs", UNSEEN, audit["domain_pairs"]["note"] or "could not be looked for", "")
-        return Finding("domain_pairs", NOTHING, "none", "")
+            return AuditFinding("domain_pairs", UNSEEN, audit["domain_pairs"]["note"] or "could not be looked for", "")
+        return AuditFinding("domain_pairs", NOTHING, "none", "")
     of_twins = [row for row in left_out if any({row["domain"], row["without"]} == {*pair} for pair in twins)]
     worst = max(of_twins, key=lambda row: -1 if row["excess"] is None else row["excess"], default=None)
     what = listed([" and ".join(pair) for pair in twins], 3)
@@ -113,7 +113,7 @@ def _twins(audit: Json) -> Finding:
             f". With {worst['without']} left out of training too, {worst['domain']} falls from {before} to {after}; "
             f"with as many other images left out, it has {matched}"
         )
-    return Finding(
+    return AuditFinding(
         "domain_pairs",
         PROMISE,
         what,
@@ -143,10 +143,10 @@ def _setting(key: str, value: object) -> str:
     return shlex.quote(f"protocol.{key}={text}")
 
 
-def _labels(audit: Json) -> Finding:
+def _labels(audit: Json) -> AuditFinding:
     part = audit["labels"]
     if not part["suspects"]:
-        return Finding("labels", NOTHING, "no label looks wrong", "")
+        return AuditFinding("labels", NOTHING, "no label looks wrong", "")
     share = f" ({_percent(part['suspects'] / audit['images'])})" if audit["images"] else ""
     # hard images look as wrong labels do: only that heads are better without them shows that there are errors
     shown = any(cost["verdict"].startswith(BETTER) for cost in part["costs"])
@@ -155,10 +155,10 @@ def _labels(audit: Json) -> Finding:
         most = part["confused"][0]
         what += f", most often {most['label']} instead of {most['suggested']} ({plural(most['images'], 'image')})"
     remedy = "look through the rows of labels.csv where suspect is true, worst first, and correct what is wrong"
-    return Finding("labels", SUSPECT if shown else NOTHING, what, remedy, part["costs"])
+    return AuditFinding("labels", SUSPECT if shown else NOTHING, what, remedy, part["costs"])
 
 
-def _site_class(audit: Json) -> Finding:
+def _site_class(audit: Json) -> AuditFinding:
     part = audit["site_class"]
     harmful = {cost["what"] for cost in part["costs"] if cost["verdict"].startswith(BETTER)}
     marks = [mark for mark in part["marks"] if mark["found"]]
@@ -183,7 +183,7 @@ def _site_class(audit: Json) -> Finding:
         parts.append(f"{count} of domain and class without an image, such as {first['domain']} and {first['class']}")
     rank = PROMISE if marks or costly or part["confounded"] else SUSPECT if part["lacking"] else NOTHING
     what = "; ".join(parts) or "every domain has every class, and neither files nor marks tell the class"
-    return Finding(
+    return AuditFinding(
         "site_class", rank, f"{what}. Cramér's V {_strength(part)}", remedy if rank > NOTHING else "", part["costs"]
     )
 
@@ -200,9 +200,9 @@ def _worst_facts(part: Json) -> list[Json]:
     return sorted(part["facts"], key=lambda fact: (not fact["found"], -(fact["accuracy"] or 0) + (fact["chance"] or 0)))
 
 
-def _encoder(audit: Json) -> Finding:
+def _encoder(audit: Json) -> AuditFinding:
     values = [f"{name} {value}" for name, value, _ in _encoder_rows(audit["encoder"]) if value != EMPTY]
-    return Finding("encoder", DESCRIPTION, "; ".join([*values, "a description, no verdict"]), "")
+    return AuditFinding("encoder", DESCRIPTION, "; ".join([*values, "a description, no verdict"]), "")
 
 
 def _encoder_rows(part: Json) -> Iterator[tuple[str, str, str]]:
@@ -230,7 +230,7 @@ FINDINGS = {
 }  # fmt: skip
 
 
-def headline(made: Iterable[Finding]) -> str:
+def headline(made: Iterable[AuditFinding]) -> str:
     """Returns in a sentence what was found."""
     made = [finding for finding in made if finding.kind != "encoder"]
     faults, unseen = (
@@ -306,7 +306,7 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
             yield details(audit[kind], files)
 
 
-def _costs_table(costs: Iterable[tuple[Finding, Json]]) -> Table:
+def _costs_table(costs: Iterable[tuple[AuditFinding, Json]]) -> Table:
     rows = []
     for finding, cost in costs:
         accuracies = [metric_cell(cost[key], "accuracy") for key in ("before", "after", "matched")]

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.core import Held, set_name
+from xdm_ft.core import DomainSet, set_name
 from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
-from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, Look, curves, heat_maps, looks
+from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, SeriesStyle, curves, heat_maps, looks
 from xdm_ft.report.words import short
 from xdm_ft.results.measured import ECE, Picked, Pool, confidences
 from xdm_ft.results.run import Run
@@ -84,7 +84,7 @@ def other_confusions(run: Run) -> Section | None:
     return make_section("confusion-others", figures, more=more)
 
 
-def _rest(run: Run, sets: Sequence[Held]) -> str:
+def _rest(run: Run, sets: Sequence[DomainSet]) -> str:
     """Returns a sentence if some sets are not drawn, else nothing."""
     count = len(run.held_out_sets)
     return f" Of {count} held-out sets, the {len(sets)} with the worst results are drawn." if len(sets) < count else ""
@@ -99,7 +99,7 @@ def _shares(counts: np.ndarray) -> np.ndarray:
 
 RELIABILITY_COLUMNS = 4  # held-out sets beside each other
 FEWEST_IMAGES = 10  # per seed, that a bin needs for a point: fewer say nothing
-OTHERS = Look(MUTED, "", "-", width=0.7)
+OTHERS = SeriesStyle(MUTED, "", "-", width=0.7)
 
 
 def reliability(run: Run) -> Section | None:
@@ -124,7 +124,7 @@ def reliability(run: Run) -> Section | None:
         lines.append(
             Line(
                 method,
-                Look(looks(run.drawn_methods)[method].colour),
+                SeriesStyle(looks(run.drawn_methods)[method].colour),
                 points[:, :2].tolist(),
                 bars=points[:, ::2].tolist(),
             )
@@ -145,8 +145,8 @@ def reliability(run: Run) -> Section | None:
         width=WIDTH if len(panels) == 1 else FULL_WIDTH,
         height=3.2 if len(panels) == 1 else 0.4 + -(-len(panels) // columns) * (0.5 + 0.85 * FULL_WIDTH / columns),
     )
-    models, rows = Picked(run.every, run.own_rule, run.metric), []
-    for row in run.own_rows:
+    models, rows = Picked(run.every, run.recipe_rule, run.metric), []
+    for row in run.recipe_rows:
         spreads = [models.on(row.method, held, ECE) for held in run.held_out_sets]
         spreads += [models.mean(row.method, ECE)] if len(spreads) > 1 else []
         rows.append(cells(row.method, *(metric_cell(spread.mean, "ece") for spread in spreads)))
@@ -222,7 +222,7 @@ SEEDS = 5  # models per held-out set whose mistakes are looked at, at most
 class Mistake(NamedTuple):
     """A test image and the wrong class that the models were most sure of."""
 
-    held: Held
+    held: DomainSet
     name: str  # in the data
     row: int  # of the data set, when the run was made
     label: int
@@ -250,7 +250,7 @@ def mistakes(run: Run) -> Section | None:
     return make_section("mistakes", notes=[missing] if missing else [], thumbnails=thumbnails, method=method)
 
 
-def _worst_mistakes(run: Run, method: str, held: Held) -> list[Mistake]:
+def _worst_mistakes(run: Run, method: str, held: DomainSet) -> list[Mistake]:
     records = [record for record in run.picked if record.key[:2] == (method, held)][:SEEDS]
     # confidence in a wrong class, and in all others; 0 where the model was right; all [models][n]
     sure, unsure, predicted = list[np.ndarray](), list[np.ndarray](), []

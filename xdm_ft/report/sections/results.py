@@ -13,7 +13,7 @@ from scipy.special import ndtr
 from xdm_ft.core import Interval, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
-from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Look, Mark, Row, curves, looks, points
+from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Mark, Row, SeriesStyle, curves, looks, points
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, in_unit, oracle_mark, with_spread
 from xdm_ft.results import grouped
 from xdm_ft.results.measured import MEASURES, Picked, costs, interval
@@ -49,7 +49,7 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
         parts = (f"{budget}: {', '.join(row.method for row in of)}" for budget, of in budgets.items())
         notes.append(f"trained with different numbers of gradients: {'; '.join(parts)}")
 
-    own = rule == run.own_rule
+    own = rule == run.recipe_rule
     groups = grouped(
         rows, lambda row: (row.protocol, row.metric, row.split, (row.spread_as_published or {}).get("kind", ""))
     )
@@ -143,7 +143,7 @@ def _dot_plot(run: Run) -> list[Figure]:
         caption,
         drawn,
         f"test {in_unit(run.metric)}" + ("" if several else f" on {words.short(domains[0], 18)}"),
-        looks(domains) | {"mean": Look("", "|", size=18)},
+        looks(domains) | {"mean": SeriesStyle("", "|", size=18)},
         {name: words.short(name, 18) for name in (*domains, "mean")} if several else {},
         row_height=max(0.24, 0.05 * len(domains)),
         width=FULL_WIDTH,
@@ -153,10 +153,10 @@ def _dot_plot(run: Run) -> list[Figure]:
 
 def intervals(run: Run) -> Section | None:
     """The 95% intervals of the numbers of the first table; None without predictions that show them."""
-    domains = list(dict.fromkeys(domain for row in run.own_rows for domain in row.per_test_domain))
+    domains = list(dict.fromkeys(domain for row in run.recipe_rows for domain in row.per_test_domain))
     rows = []
     of_domains = domains if len(domains) > 1 else []
-    for row in run.own_rows:
+    for row in run.recipe_rows:
         ends = [mean_interval(run, row), *(domain_interval(run, row.method, domain) for domain in of_domains)]
         if any(ends):
             shown = [Cell(words.between(run.metric, end), end.low) if end else Cell(EMPTY) for end in ends]
@@ -171,7 +171,7 @@ def mean_interval(run: Run, row: SummaryRow) -> Interval | None:
 
     It needs every seed in every held-out domain, and predictions, which rules other than the recipe's own lack.
     """
-    if row.selection != run.own_rule or row.mean is None or row.reason is not None:
+    if row.selection != run.recipe_rule or row.mean is None or row.reason is not None:
         return None
     pools = run.pools.of
     return interval([pools[row.method, held] for held in run.held_out_sets if (row.method, held) in pools], run.metric)
@@ -227,7 +227,7 @@ def cost(run: Run) -> Section | None:
     Selection values stand here, and not among the test results, for one who picks a cut by them.
     """
     by_method, values = costs(run.records), run.selection_values
-    shown = {row.method: by_method[row.method] for row in run.own_rows if row.method in by_method}
+    shown = {row.method: by_method[row.method] for row in run.recipe_rows if row.method in by_method}
     if not shown:
         return None
     rows = []
@@ -292,7 +292,7 @@ def averaged(run: Run) -> Section | None:
         return None
     held_out = tuple(dict.fromkeys(record.test_domains for record in run.picked))
     rows, notes = [], []
-    for method in (row.method for row in run.own_rows):
+    for method in (row.method for row in run.recipe_rows):
         models = {(record.test_domains, record.seed): record for record in run.picked if record.method == method}
         seeds = [s for s in sorted({seed for _, seed in models}) if all((held, s) in models for held in held_out)]
         if len(seeds) < 2:
@@ -303,7 +303,7 @@ def averaged(run: Run) -> Section | None:
         if None in values:
             notes.append(f"{method}: no row: probabilities of all classes were not kept, as they take too much space")
             continue
-        tests = [record.selected[run.own_rule].metrics["test"] for records in by_set for record in records]
+        tests = [record.selected[run.recipe_rule].metrics["test"] for records in by_set for record in records]
         of_seeds = [getattr(test, run.metric) for test in tests]
         single, mean = math.nan if None in of_seeds else float(np.mean(of_seeds)), float(np.mean(defined))
         of_sets = defined if len(held_out) > 1 else []
@@ -313,7 +313,7 @@ def averaged(run: Run) -> Section | None:
     if not rows and not notes:
         return None
     sets = [*map(set_name, held_out), "mean"] if len(held_out) > 1 else [*map(set_name, held_out)]
-    header = [f"method{oracle_mark(run.own_rule)}", "seeds", *sets, "mean of its seeds", "difference"]
+    header = [f"method{oracle_mark(run.recipe_rule)}", "seeds", *sets, "mean of its seeds", "difference"]
     table = Table("Seeds averaged.", header, rows)
     return make_section("averaged", tables=[table], notes=notes)
 

@@ -14,7 +14,7 @@ import numpy as np
 from xdm_ft.core import set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, long_table, make_section, metric_cell
-from xdm_ft.report.charts import INK, Figure, Line, Look, curves, looks, scatter
+from xdm_ft.report.charts import INK, Figure, Line, SeriesStyle, curves, looks, scatter
 from xdm_ft.report.words import EMPTY, axis_value, in_unit, number, oracle_mark, setting_text
 from xdm_ft.results import grouped
 from xdm_ft.results.measured import Picked
@@ -30,7 +30,7 @@ MAX_SEARCH_FIGURES = 24
 MAX_RATIO = 30  # of the largest to the smallest value of a linear axis of settings
 MAX_POINTS, MAX_MARKED_SETS, MAX_NAMES = 200, 8, 8  # of a plot; held-out sets with markers; names on an axis
 MAX_VALUES = 3  # different numbers of a cell; more are shown as a range
-RING = Look(INK, "o", size=8, hollow=True)
+RING = SeriesStyle(INK, "o", size=8, hollow=True)
 
 
 class Trial(NamedTuple):
@@ -47,7 +47,7 @@ def search(run: Run) -> Section | None:
     picked = {record.key for record in run.picked}
     by_method: dict[str, list[Trial]] = {label: [] for label in run.drawn_methods}
     for record in run.records:
-        value, pick = selection_value(record, run.own_rule), record.selected.get(run.own_rule)
+        value, pick = selection_value(record, run.recipe_rule), record.selected.get(run.recipe_rule)
         test = None if pick is None else getattr(pick.metrics["test"], run.metric)
         if value is not None and test is not None:
             by_method.setdefault(record.method, []).append(Trial(record, value, test, record.key in picked))
@@ -70,7 +70,7 @@ def search(run: Run) -> Section | None:
             shown = [Cell(setting_text(s), float(s) if _is_number(s) else None) for s in settings]
             values = metric_cell(value, run.metric), metric_cell(test, run.metric)
             rows.append(cells(set_name(record.test_domains), record.seed, record.trial, *shown, *values))
-        caption = f"{method}: the values that {run.own_rule} selected. Trial 0 has the recipe's own values."
+        caption = f"{method}: the values that {run.recipe_rule} selected. Trial 0 has the recipe's own values."
         tables.append(
             long_table(caption, ["held out", "seed", "trial", *keys_of, "selection value", "test value"], rows)
         )
@@ -84,7 +84,7 @@ def search(run: Run) -> Section | None:
         "search",
         figures[:MAX_SEARCH_FIGURES],
         tables,
-        oracle=oracle if run.own_rule == ORACLE else "",
+        oracle=oracle if run.recipe_rule == ORACLE else "",
         more=more if len(pairs) > room else "",
     )
 
@@ -264,14 +264,14 @@ def learning_curves(run: Run) -> Section | None:
 
     rows, shown = [], {(curve.method, curve.where) for curve in recorded}
     for record in run.picked:
-        where, pick = set_name(record.test_domains), record.selected[run.own_rule]
+        where, pick = set_name(record.test_domains), record.selected[run.recipe_rule]
         if (record.method, where) in shown:
-            value = metric_cell(selection_value(record, run.own_rule), run.metric)
+            value = metric_cell(selection_value(record, run.recipe_rule), run.metric)
             rows.append(
                 cells(record.method, where, record.seed, pick.step, value, "; ".join(pick.flags or ()) or EMPTY)
             )
     header = ["method", "held out", "seed", "picked step", "selection value", "doubts"]
-    table = long_table(f"Picked steps under {run.own_rule}, per model.", header, rows)
+    table = long_table(f"Picked steps under {run.recipe_rule}, per model.", header, rows)
     ring = " A ring is the picked step, whose weights are the model."
     band = " Heads that trained together are summarised: a line is their mean, a band goes from lowest to highest."
     more = f" {MAX_SETS} of {len(by_set)} held-out sets are shown."
@@ -298,7 +298,7 @@ def _curves_figure(
 ) -> list[Figure]:
     """Returns a line per method and its models; the held-out sets together if `where` is empty. [] without a value."""
     scale = axis_value(run.metric, 1.0) if tag.endswith(f"/{run.metric}") else 1.0
-    ring_rule = run.own_rule if where and tag != LOSS else None
+    ring_rule = run.recipe_rule if where and tag != LOSS else None
     by_method = grouped(recorded, lambda curve: curve.method).items()
     lines = [
         line
@@ -313,7 +313,9 @@ def _curves_figure(
     return [curves(name, title.rstrip("."), caption, {"": lines}, axes, logarithmic_y=logarithmic, width=4.6)]
 
 
-def _line(recorded: Sequence[Recorded], tag: str, scale: float, look: Look, ring_rule: str | None) -> Line | None:
+def _line(
+    recorded: Sequence[Recorded], tag: str, scale: float, look: SeriesStyle, ring_rule: str | None
+) -> Line | None:
     """Returns the mean over models and summarised heads, at the steps that all of them have."""
     models, rings = list[dict[int, float]](), []  # {step: value}
     for record, scalars in (model for curve in recorded for model in curve.models if tag in model[1]):
@@ -352,7 +354,7 @@ MAX_WISE_FT_FIGURES = 12
 
 def wise_ft(run: Run) -> Section | None:
     """Accuracy along the line from the initial weights to the trained ones, per method and held-out set."""
-    models = [(record, record.selected[run.own_rule]) for record in run.picked]
+    models = [(record, record.selected[run.recipe_rule]) for record in run.picked]
     curved = [(record, pick) for record, pick in models if pick.curve and all(ALPHA in point for point in pick.curve)]
     groups = grouped(curved, lambda model: (model[0].method, set_name(model[0].test_domains)))
     if not groups:
@@ -379,7 +381,7 @@ def wise_ft(run: Run) -> Section | None:
 def _wise_ft_figure(run: Run, i: int, method: str, where: str, picks: Sequence[Pick]) -> Figure:
     alphas = [pick.hparams[ALPHA] for pick in picks if ALPHA in pick.hparams]
     lines = []
-    for look, split in zip(looks(("a", "b")).values(), dict.fromkeys((TEST, run.own_rule)), strict=False):
+    for look, split in zip(looks(("a", "b")).values(), dict.fromkeys((TEST, run.recipe_rule)), strict=False):
         of_seeds = []
         for pick in picks:
             values = {point[ALPHA]: point.get(split) for point in pick.curve or ()}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method
-from xdm_ft.core import Annotations, Batch, Criteria, InputPartners, Samples
+from xdm_ft.core import Annotations, Batch, Criteria, InputPartners, Samples, Tensors
 from xdm_ft.runtime.randomness import Stream, integers
-from xdm_ft.sharpness import Tensors
 from xdm_ft.training import Job
 from xdm_ft.training.selection import RuleImages, rows_of_rules, split_of
 
@@ -160,7 +159,7 @@ def rows_at_once(features: Features) -> int:
     return max(1, READ_BYTES // (4 * features.width))
 
 
-class Measured(NamedTuple):
+class MeasuredSplit(NamedTuple):
     """Images of one split, on which the metric is measured."""
 
     positions: Tensor  # int64 [n]: where they are among the validation rows of all heads
@@ -202,13 +201,13 @@ class BankValidation:
         self.labels = data.annotations.labels[self.rows.to(device)].to(where)  # int64 [U]
         position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         annotations, classes = data.annotations.to(where), jobs[0].setup.task.num_classes
-        measured: dict[tuple[int, str], Measured] = {}
+        measured: dict[tuple[int, str], MeasuredSplit] = {}
         for head, rows_of in enumerate(rows_of_heads):
             for rule, rows in rows_of.items():
                 key = id(rows), split_of(rule)
                 if key not in measured:
                     images = RuleImages(key[1], rows, annotations, criteria.metric, classes)
-                    measured[key] = Measured(position[index_of[id(rows)]].to(where), images, {})
+                    measured[key] = MeasuredSplit(position[index_of[id(rows)]].to(where), images, {})
                 measured[key].rules.setdefault(head, []).append(rule)
         self.measured = list(measured.values())
 

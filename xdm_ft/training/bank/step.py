@@ -22,10 +22,10 @@ from torch.func import functional_call, stack_module_state, vmap
 from torch.utils._pytree import tree_map
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.core import Batch, Losses
+from xdm_ft.core import Batch, Losses, Tensors
 from xdm_ft.heads import Head
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.sharpness import Sharpness, Tensors
+from xdm_ft.sharpness import Sharpness
 from xdm_ft.training import Job, compiled
 
 

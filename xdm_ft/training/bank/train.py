@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.core import Annotations, Batch, Criteria
+from xdm_ft.core import Annotations, Batch, Criteria, Tensors
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.interrupt import deferred, stop_requested
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
-from xdm_ft.sharpness import Tensors
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.checkpoint import Checkpoint, State
-from xdm_ft.training import Job, Record, Trained
+from xdm_ft.training import Job, ScalarSink, Trained
 from xdm_ft.training.bank.data import BankValidation, CachedData, CachedPredictor, batches
 from xdm_ft.training.bank.step import Bank, settings_of, step
 from xdm_ft.training.selection import (
@@ -54,7 +53,7 @@ def train_chunk(
     annotations: Annotations,
     criteria: Criteria,
     *,
-    record: Record,
+    record: ScalarSink,
     bar: Progress | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> list[Trained]:
@@ -71,7 +70,7 @@ def train_chunk(
     If a model's loss or logits are not finite, or the first rule could select nothing, its result has a `failure` and
     no weights; the other heads are not affected.
     """
-    keep_freed_memory()
+    retain_freed_memory()
     started, bar = time.perf_counter(), bar or unseen()
     data = CachedData(features, annotations.to(features.device))
     chunk = _Chunk(jobs, data, criteria, checkpoint, started)
@@ -126,7 +125,7 @@ class _Chunk(TrainingState):
         selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
         super().__init__(name, steps, selectors, averages, device, checkpoint, started)
 
-    def evaluate(self, taken: int, record: Record) -> bool:
+    def evaluate(self, taken: int, record: ScalarSink) -> bool:
         """Evaluates, selects and records every head that has neither failed nor stopped, after `taken` steps.
 
         Returns whether one of them goes on.

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from xdm_ft.core import Losses
+from xdm_ft.core import Losses, Tensors
 from xdm_ft.runtime.interrupt import stop_requested
 from xdm_ft.runtime.randomness import Stream, bits
-from xdm_ft.sharpness import Sharpness, Tensors
+from xdm_ft.sharpness import Sharpness
 from xdm_ft.training.end_to_end.batch_norm import RunningStatistics
 from xdm_ft.training.end_to_end.inputs import StepBatch
 from xdm_ft.training.end_to_end.model import EndToEnd

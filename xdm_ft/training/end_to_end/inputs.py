@@ -22,7 +22,7 @@ from torch.utils.data import Sampler
 from xdm_ft.core import Annotations, Batch, InputPartners, Samples
 from xdm_ft.features.cache import Features
 from xdm_ft.images import Augmentation, ImageDataset
-from xdm_ft.images.loader import DrawnRows, ImageRows, image_loader, loaded
+from xdm_ft.images.loader import DrawnRows, ImageRows, image_loader, iterate_batches
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits, integers
@@ -91,7 +91,7 @@ class Inputs(ABC):
         """
 
 
-class Images(Inputs):
+class ImageInputs(Inputs):
     """Images [n,3,H,W] in the encoder's own preprocessing, in training with the augmentation."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Images(Inputs):
 
     def of_steps(self, steps: StepRows) -> Iterator[Tensor]:
         loader = image_loader(DrawnRows(self.augmented), self.workers, self.device, batch_sampler=steps)
-        for x, _ in loaded(loader, *WORKERS_DIED):
+        for x, _ in iterate_batches(loader, *WORKERS_DIED):
             yield x.to(self.device, non_blocking=True)
 
     def of_rows(self, rows: Sequence[int], batch_size: int, persistent: bool = False) -> Callable[[], Iterator[Tensor]]:
@@ -114,7 +114,7 @@ class Images(Inputs):
         loader = image_loader(
             self.plain, workers, self.device, batch_size=batch_size, sampler=rows, persistent_workers=persistent
         )
-        return lambda: (x.to(self.device, non_blocking=True) for x, _ in loaded(loader, *WORKERS_DIED))
+        return lambda: (x.to(self.device, non_blocking=True) for x, _ in iterate_batches(loader, *WORKERS_DIED))
 
 
 class CachedActivations(Inputs):
@@ -154,7 +154,7 @@ class CachedActivations(Inputs):
 class ComputedActivations(Inputs):
     """Activations at a cut, computed from images each time they are read."""
 
-    def __init__(self, images: Images, below: Callable[[Tensor], Tensor], accelerator: Accelerator) -> None:
+    def __init__(self, images: ImageInputs, below: Callable[[Tensor], Tensor], accelerator: Accelerator) -> None:
         """`below`: images → activations, by modules that do not train, on the accelerator's device."""
         self.images, self.below, self.accelerator = images, below, accelerator
 

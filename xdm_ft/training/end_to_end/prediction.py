@@ -15,10 +15,10 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
-from xdm_ft.runtime.machine import keep_freed_memory
+from xdm_ft.runtime.machine import retain_freed_memory
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.training import Job
-from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, Images, Inputs
+from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, ImageInputs, Inputs
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart, EndToEnd
 from xdm_ft.training.selection import LOSS_SPLIT, RuleImages, rows_of_rules, split_of
 
@@ -67,7 +67,7 @@ class EvaluationImages:
         return gathered[: self.n].cpu()
 
 
-def inputs_of(model: EndToEnd, part: EncoderPart, images: Images, accelerator: Accelerator) -> Inputs:
+def inputs_of(model: EndToEnd, part: EncoderPart, images: ImageInputs, accelerator: Accelerator) -> Inputs:
     """Returns what the trained part of the model reads, in training and in evaluations."""
     if model.cut is None:
         return images
@@ -148,12 +148,12 @@ class EndToEndPredictor:
         return self._outputs(state, rows, "features")
 
     def _outputs(self, state: Mapping[str, Tensor], rows: Tensor, kind: Literal["logits", "features"]) -> Tensor:
-        keep_freed_memory()
+        retain_freed_memory()
         encoder, algorithm, accelerator = copy.deepcopy(self.encoder), self.job.new_algorithm(), self.accelerator
         model = EndToEnd(encoder, algorithm, "frozen", self.part.trainable, merged=True)
         model = model.placed(accelerator.device).eval()
         model.load_weights(state)
-        images = Images(self.dataset, self.encoder.preprocessing, "none", accelerator)
+        images = ImageInputs(self.dataset, self.encoder.preprocessing, "none", accelerator)
         inputs = inputs_of(model, self.part, images, accelerator)
         return EvaluationImages(inputs, rows, self.batch_size, accelerator).outputs(model, kind)
 

@@ -27,15 +27,15 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.images import Augmentation, ImageDataset
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted, deferred, stop_requested
-from xdm_ft.runtime.machine import PeakMemory, keep_freed_memory
+from xdm_ft.runtime.machine import PeakMemory, retain_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.checkpoint import Checkpoint, State
-from xdm_ft.training import Job, Record, Selected, Trained
+from xdm_ft.training import Job, ScalarSink, Selected, Trained
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
-from xdm_ft.training.end_to_end.inputs import Images, Inputs, StepBatch, TrainingBatches
+from xdm_ft.training.end_to_end.inputs import ImageInputs, Inputs, StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, BatchNorm, EncoderPart, EndToEnd, optimizer_of
 from xdm_ft.training.end_to_end.prediction import EndToEndValidation, inputs_of
 from xdm_ft.training.selection import Averages, Selector, evaluation_steps, external_values
@@ -61,7 +61,7 @@ def train_model(
     accelerator: Accelerator,
     *,
     batch_norm: BatchNorm,
-    record: Record,
+    record: ScalarSink,
     bar: Progress | None = None,
     unfreeze_at: int = 0,
     augmentation: Augmentation = "none",
@@ -91,14 +91,14 @@ def train_model(
     started, training = time.perf_counter(), job.training
     _refuse_unsupported(job, accelerator)
     algorithm = job.new_algorithm()
-    keep_freed_memory()
+    retain_freed_memory()
     memory = PeakMemory(accelerator.device)
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm, part.trainable, seed=job.seed)
     inner = inner.placed(accelerator.device).train()
     inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
     if training.compile:
         inner.compile_encoding()
-    inputs = inputs_of(inner, part, Images(dataset, encoder.preprocessing, augmentation, accelerator), accelerator)
+    inputs = inputs_of(inner, part, ImageInputs(dataset, encoder.preprocessing, augmentation, accelerator), accelerator)
     loop = _Loop(job, inner, inputs, annotations, criteria, accelerator, unfreeze_at, checkpoint, started)
     loop.resume()
     failure = loop.take_steps(record, bar or unseen())
@@ -159,7 +159,7 @@ class _Loop(TrainingState):
             # one scaler serves all models of a process: reset it, so that no model depends on those before it
             accelerator.scaler.load_state_dict(torch.amp.GradScaler(device.type).state_dict())
 
-    def take_steps(self, record: Record, bar: Progress) -> str | None:
+    def take_steps(self, record: ScalarSink, bar: Progress) -> str | None:
         """Takes the remaining steps. Returns why the training failed; None if it did not."""
         job, inner, training = self.job, self.inner, self.job.training
         evaluate_after = set(evaluation_steps(self.steps, training.evaluate_every))
@@ -224,7 +224,7 @@ class _Loop(TrainingState):
         # a launcher kills the other processes when the first one exits
         self.save_and_stop(self.accelerator.wait_for_everyone)
 
-    def _evaluate(self, record: Record) -> bool:
+    def _evaluate(self, record: ScalarSink) -> bool:
         """Evaluates, selects and records after the steps taken. Returns False if logits are not finite."""
         try:
             values = self.validation.evaluate(self.inner)

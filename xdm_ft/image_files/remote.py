@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
-from xdm_ft.containers.files import first_pattern
+from xdm_ft.image_files.files import first_pattern
 from xdm_ft.images import FileState
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse

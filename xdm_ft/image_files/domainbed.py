@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.files import (
+from xdm_ft.image_files.files import (
     ImageFiles,
     PathsBelow,
     images_below,

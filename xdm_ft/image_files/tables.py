@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.files import numbered
+from xdm_ft.image_files.files import numbered
 from xdm_ft.images import Container, ImageDataset
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable

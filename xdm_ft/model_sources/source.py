@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xdm_ft.containers.remote import known_answer
+from xdm_ft.image_files.remote import known_answer
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.names import expand_user
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from xdm_ft.containers.tables import alike, whole_number
 from xdm_ft.core import set_name
 from xdm_ft.experiment.plan import Plan, index_folder
 from xdm_ft.features.hashes import FileHashes, hash_files, pixels_of
+from xdm_ft.image_files.tables import alike, whole_number
 from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.images.facts import BRIGHT_SHARE, DARK, PixelCounts, PixelUse, range_of, sample_of_domains
@@ -64,7 +64,7 @@ PARTS += [(part, "test") for part in ("val_domain", "train_val")]
 """Two parts of a split that must share no group: what trains, what selects, what tests."""
 
 
-def faults(
+def check_data(
     plan: Plan, show: bool, hashes: FileHashes | None = None, counts: PixelCounts | None = None
 ) -> list[Finding]:
     """Returns all faults and notes. Hashes only image files of equal size, unless all `hashes` are known; decodes a
@@ -240,7 +240,7 @@ def roles(split: Split) -> dict[str, np.ndarray]:
     return {role: np.concatenate([none, *of]) for role, of in zip(ROLES, (train, validation, test), strict=True)}
 
 
-def keep_copies(plan: Plan, hashes: FileHashes, directory: RunDirectory) -> bool:
+def write_copies(plan: Plan, hashes: FileHashes, directory: RunDirectory) -> bool:
     """Writes copies.csv: a row per file of an image that occurs more than once. Returns whether it is new or differs.
 
     A column for each held-out set has the role of the file in the split of the first seed.

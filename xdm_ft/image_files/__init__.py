@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
 
-from xdm_ft.containers.remote import REQUESTS_AT_ONCE, FileState, is_remote, state_of
+from xdm_ft.image_files.remote import REQUESTS_AT_ONCE, FileState, is_remote, state_of
 from xdm_ft.images import Container, Pieces
 from xdm_ft.images.decode import EncodedImages, FaultInLoader
 from xdm_ft.runtime.errors import UserError
