@@ -68,7 +68,7 @@ def test_something_reads_every_setting():
     assert len(found) > 40
     text = "\n".join(path.read_text() for path in SOURCES)
     for key in found:
-        uses = re.findall(rf"(?:\.{key}\b(?!:)|\b{key}\b(?=\s*[,)\]])|\"{key}\")", text)
+        uses = re.findall(rf"(?:\.{key}\b(?!: )|\b{key}\b(?=\s*[,)\]])|\"{key}\")", text)
         assert uses, f"nothing reads the setting {key}"
 
 

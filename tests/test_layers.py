@@ -212,7 +212,7 @@ def test_only_the_command_line_and_reports_import_reports():
 
 
 def public_types(package):
-    """{name of a class or of another type: modules that define it}, without components, which their module names."""
+    """{name of a class or of another type: modules that define it}"""
     found = {}
     for module, path in modules_of(package).items():
         for node in ast.parse(path.read_text()).body:

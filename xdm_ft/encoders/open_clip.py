@@ -59,7 +59,7 @@ from xdm_ft.runtime.errors import UserError, did_you_mean
 
 logger = logging.getLogger("xdm_ft")
 
-DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"  # the tiny CLIP that comes with the package
+DEMO = Path(__file__).resolve().parents[1] / "model_sources" / "demo"  # the tiny CLIP that comes with the package
 QUICKGELU = "-quickgelu"
 """End of the names of models with this activation. Weights trained with it load into a model with GELU without any
 error, and features are then wrong."""
