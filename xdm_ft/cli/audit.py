@@ -65,11 +65,13 @@ def _write(folder: Path, found: Audit, dataset: ImageDataset | None) -> None:
 
     With a data set of images, copies.html shows the first pairs.
     """
-    with disk_errors(folder):
-        (folder / "copies.html").unlink(missing_ok=True)  # of an earlier audit
+    sheet = None
     if dataset is not None and not isinstance(dataset, FeatureTable):
         pairs = ((entry, dataset.image(first), dataset.image(second)) for entry, first, second in found.shown)
         sheet = copies_sheet(pairs, f"Copies in {found.document['name']}")
+    with disk_errors(folder):
+        (folder / "copies.html").unlink(missing_ok=True)  # of an earlier audit
+    if sheet is not None:
         replace_bytes(folder / "copies.html", sheet.encode("utf-8", "replace"))
     of_labels = [column for column in LABELS if column != "group" or any("group" in row for row in found.labels)]
     label_cells = [[row[column] for column in of_labels] for row in found.labels]

@@ -47,8 +47,8 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         allow_few_groups=arguments.allow_few_groups,
     )  # fmt: skip
     write(made.rows, out, html, model.config.intensity)
-    document = {"model": made.model, "out": out, "sheet": html, **vars(made)}
-    del document["rows"]
+    about = {name: value for name, value in vars(made).items() if name != "rows"}
+    document = {"model": made.model, "out": out, "sheet": html} | about
     return CommandResult(document, list(lines(made, out, html, model.class_names)))
 
 

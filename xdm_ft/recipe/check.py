@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, get_args
 
-import torch
 from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
@@ -78,6 +77,27 @@ def load(name: str, overrides: list[str] | None = None) -> Recipe:
 def check(text: RecipeText) -> Recipe:
     """Returns the recipe of a text. Raises `UserError` with one line per fault."""
     faults = Faults(text)
+    recipe = _of_valid_blocks(faults)
+    _check_together(faults, recipe)
+    faults.raise_if_any()
+    if recipe.data_common.train_augmentation is None:
+        defaults = {recipe.augmentation_of(item) for item in recipe.methods if not item.is_solver} or {"none"}
+        # resolved here, so that recipe.yaml and results.json contain it; null where the methods differ
+        recipe = recipe.with_augmentation(defaults.pop() if len(defaults) == 1 else None)
+    return recipe
+
+
+def checked_before(text: RecipeText) -> Recipe:
+    """Returns the recipe of a text that `check` has resolved, as a run keeps it, without building its methods.
+
+    Raises `UserError` if this version lacks what the text names, such as a method whose file is gone.
+    """
+    return _of_valid_blocks(Faults(text))
+
+
+def _of_valid_blocks(faults: Faults) -> Recipe:
+    """Returns the recipe whose blocks are valid, each alone. Raises `UserError`."""
+    text = faults.text
     items, unknown = items_with_overrides(faults)
     values = text.values | ({} if items is None else {"methods": items})
     unknown = [*dict.fromkeys([*(key for key in values if key not in KEYS), *unknown])]
@@ -118,12 +138,6 @@ def check(text: RecipeText) -> Recipe:
         # all pairs: those that are left would keep other rows from a verdict
         logger.info("%s: report.compare is ignored, as it names rows that this run does not have", text.origin)
         recipe = replace(recipe, report=recipe.report.model_copy(update={"compare": ()}))
-    _check_together(faults, recipe)
-    faults.raise_if_any()
-    if recipe.data_common.train_augmentation is None:
-        defaults = {recipe.augmentation_of(item) for item in methods if not item.is_solver} or {"none"}
-        # resolved here, so that recipe.yaml and results.json contain it; null where the methods differ
-        recipe = recipe.with_augmentation(defaults.pop() if len(defaults) == 1 else None)
     return recipe
 
 
@@ -533,8 +547,7 @@ def checked_algorithm(item: MethodItem, recipe: Recipe) -> Algorithm:
     # with epochs the number of steps is not known before the data; the plan checks these settings again
     steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))
     setup = Setup(task, width=2, steps=steps, seed=0, loss_average=recipe.training.loss_average)
-    with torch.random.fork_rng(devices=[]):  # its layers draw initial weights
-        algorithm: Algorithm = item.algorithm.build(setup)
+    algorithm: Algorithm = item.algorithm.build(setup)
     return algorithm
 
 

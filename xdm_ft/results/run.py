@@ -16,7 +16,7 @@ from typing import Any
 from xdm_ft.core import ORACLE, DomainSet, ModelKey, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.recipe.check import check
+from xdm_ft.recipe.check import checked_before
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText
 from xdm_ft.results import Runs
@@ -372,7 +372,10 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{file}: {error.fault}; {RUN_AGAIN} under another name") from error
     except Damaged as error:
         raise UserError(f"{file}: cannot be read as the results of a run ({error}); name a run directory") from error
-    recipe = check(RecipeText(str(file), results["recipe"]))
+    try:
+        recipe = checked_before(RecipeText(str(file), results["recipe"]))
+    except UserError as error:
+        raise UserError(*error.args, f"{file}: needs what its recipe names; put it back, or {RUN_AGAIN}") from error
     rows = [SummaryRow.from_json(row) for row in results["summary"]]
     run = Run(path, recipe, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
     if others := {record.method for record in run.every} - {item.label for item in recipe.methods} if rows else set():

@@ -315,11 +315,7 @@ def encoder_pairs(labels: Sequence[str], encoders: Sequence[str]) -> list[tuple[
 
 
 IN_TURN = "pacs", "vlcs", "officehome", "terraincognita", "domainnet"  # DomainBed's data sets
-
-
 PROTOCOL = "each domain held out in turn, picked on validation images of the training domains, 3 runs"
-
-
 BENCHMARKS: dict[str, tuple[Convention, str]] = {
     "camelyon17": (WILDS, "official split, picked on the validation domain, 10 runs"),
     "fmow": (WILDS, "official split, picked on the validation domain, 3 runs"),
@@ -331,8 +327,8 @@ BENCHMARKS: dict[str, tuple[Convention, str]] = {
 def benchmark_of(data: Component, tested: set[tuple[str, int]]) -> str | None:
     """Returns the name of the published data set that a run was tested on, or None.
 
-    `data`, of the recipe, may name it. `tested` holds (held-out domain, number of its test images): a
-    folder or table is one of DomainBed's five data sets if each of these domains has its name and number of images.
+    `data`, of the recipe, may name it. `tested` holds (held-out domain, number of its test images): a folder or table
+    is one of DomainBed's five data sets if each of these domains has its name and number of images.
     """
     if data.name in BENCHMARKS:
         return data.name

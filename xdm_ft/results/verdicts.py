@@ -1,11 +1,11 @@
-"""Whether one row of a table differs from another: variances, p values, verdicts, and what the table could have found.
+"""Whether one row of a table differs from another: verdicts, and what the table could have found.
 
 Two questions have two verdicts. *Here*: does the difference hold on these domains, with other seeds and test images?
 *Elsewhere*: does it hold on new domains? The first test adds the variance over seeds (V_S) and that over groups of test
 images (V_I); the second uses the spread of the difference over the D held-out sets alone.
 
 Below `PAIRED_SEEDS` common seeds the two sides are not paired: few paired differences have too few degrees of freedom.
-Degrees of freedom of a sum are a weighted harmonic mean, V / Σ V_i/f_i, with a limit (`here`), not Welch and
+Degrees of freedom of a sum are a weighted harmonic mean, V / Σ V_i/f_i, with a limit (`estimate_here`), not Welch and
 Satterthwaite's: these are too liberal with ten slides, or with three paired seeds (`benchmarks/verdicts.py`).
 """
 
