@@ -1,5 +1,6 @@
 """What the README and docs/ tell a reader to type exists, and their links lead somewhere."""
 
+import importlib
 import re
 import shlex
 from itertools import pairwise
@@ -60,6 +61,13 @@ def test_links_and_scripts_are_there(page):
         assert not anchor or anchor in slugs(linked), target
     for script in re.findall(r"python (\S+\.py)", text):
         assert (ROOT / script).is_file(), script
+
+
+def test_what_pages_import_is_there():
+    imports = [re.findall(r"^from (xdm_ft[\w.]*) import (\w+)", page.read_text(), re.MULTILINE) for page in PAGES]
+    assert any(imports)
+    for module, name in (found for of_page in imports for found in of_page):
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
 
 
 def test_the_methods_that_are_said_to_have_one_seed_have_one():

@@ -146,8 +146,8 @@ class Model:
     def distance(self, images: Images) -> np.ndarray:
         """Returns how far the encoder's features are from those of the training images: float32 [n], at least 0.
 
-        It is the Mahalanobis distance to the nearest class (`evaluation/distance.py`). `distance_percentile` says what
-        is far. Raises `UserError` if the model has no reference.
+        It is the Mahalanobis distance to the nearest class (`evaluation/neighbours.py`). `distance_percentile` says
+        what is far. Raises `UserError` if the model has no reference.
         """
         reference = self.reference_for("distance")
         return self._map(lambda z: torch.from_numpy(reference.distance(z.cpu().numpy())), images)
