@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from xdm_ft.core import ModelKey, Score
+from xdm_ft.core import Interval, ModelKey, Score
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.table import SummaryRow
 
@@ -21,9 +21,8 @@ WHOLE = Record(
     {"times": 1, "reasons": ["why"]}, True, encoder="vit", trainable={"blocks": 2},
 )  # fmt: skip
 ROW = SummaryRow(
-    "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, {"kind": "k", "value": None},
+    "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, Interval(0.4, 0.6), {"kind": "k", "value": None},
     {"a": {"mean": 0.5, "std": None}},
-    {"difference": 0.1, "p": 0.01, "p_holm": 0.02, "verdict": "better", "note": ""},
     "a line", {"draws": 2, "gradient_evaluations": None}, 1, 2, "why", ["late in 1 of 3 picks"],
     augmentation="none", encoder="vit", trainable=False,
 )  # fmt: skip
@@ -68,13 +67,13 @@ def test_the_order_of_keys() -> None:
     assert list(RECORDS["skipped"].to_json()) == [*of_row, "reason", "selected"]
     picked = ["step", "alpha", "weights", "metrics", "curve", "flags", "value", "temperature", "validation_nll"]
     assert list(PICK.to_json()) == picked
-    start = ["method", "encoder", "trainable", "selection", "metric", "split", "mean", "std", "stderr", "n"]
-    end = ["spread_as_published", "per_test_domain", "versus_erm", "protocol", "budget", "failed", "skipped"]
+    start = ["method", "encoder", "trainable", "selection", "metric", "split", "mean", "std", "stderr", "n", "interval"]
+    end = ["spread_as_published", "per_test_domain", "protocol", "budget", "failed", "skipped"]
     assert list(ROW.to_json()) == [*start, *end, "reason", "flags", "augmentation"]
 
 
 def test_a_flat_row_holds_plain_values_alone() -> None:
     flat = ROW.flat()
     assert not [name for name, value in flat.items() if isinstance(value, dict | list)]
-    assert flat["mean:a"] == 0.5 and flat["versus_erm:verdict"] == "better" and flat["draws"] == 2
-    assert SummaryRow.from_json(ROW.to_json() | {"versus_erm": None}).flat()["versus_erm:p"] is None
+    assert flat["mean:a"] == 0.5 and (flat["mean_low"], flat["mean_high"]) == (0.4, 0.6) and flat["draws"] == 2
+    assert SummaryRow.from_json(ROW.to_json() | {"interval": None}).flat()["mean_low"] is None

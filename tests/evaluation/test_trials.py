@@ -40,7 +40,7 @@ def chosen_of(records: list[Record], metric: str = "accuracy") -> MethodChoice:
 
 def summary(**means: float | None) -> list[SummaryRow]:
     about: dict[str, Any] = {"selection": "train_val", "metric": "accuracy", "split": "test", "protocol": "", "n": 1}
-    rest: dict[str, Any] = dict.fromkeys(("std", "stderr", "spread_as_published", "versus_erm"))
+    rest: dict[str, Any] = dict.fromkeys(("std", "stderr", "spread_as_published", "interval"))
     rest |= {"augmentation": "none", **VIT}
     return [SummaryRow(name, mean=mean, per_test_domain={}, budget={}, **about, **rest) for name, mean in means.items()]
 

@@ -13,6 +13,7 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.expected import expected_performance
 from xdm_ft.results import Runs
+from xdm_ft.results.measured import measure, predictions_of
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.trials import picked_trials
 from xdm_ft.storage.names import images_file, predictions_in
@@ -60,8 +61,16 @@ def promise(path, results, records, rule, method):
     picked = tuple(record for record in picked_trials(records, rule, metric) if record.method == method)
     protocol, data = (SimpleNamespace(**results["recipe"][key]) for key in ("protocol", "data"))
     every = [SimpleNamespace(test_domains=tuple(entry["test_domains"])) for entry in results["runs"]]
-    run = SimpleNamespace(path=path, results=results, every=every, recipe=SimpleNamespace(protocol=protocol, data=data))
-    return expected_performance(run, Runs(method, rule, metric, held_out, picked), {})
+    runs = Runs(method, rule, metric, held_out, picked)
+
+    class Made(SimpleNamespace):
+        @property
+        def measured(self):
+            return measure(metric, [runs], predictions_of(RunDirectory(path), [runs]))[0]
+
+    recipe = SimpleNamespace(protocol=protocol, data=data)
+    run = Made(path=path, results=results, every=every, recipe=recipe, recipe_rule=rule)
+    return expected_performance(run, runs, {})
 
 
 def expected_of(values, metric="accuracy", **changes):

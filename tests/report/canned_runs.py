@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,12 +20,12 @@ from xdm_ft.core import ModelKey
 from xdm_ft.evaluation.metrics import metric, per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.images import ImageDataset
-from xdm_ft.results.measured import Pools
+from xdm_ft.results.measured import RunMeasures, predictions_of
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import Run, read_run
 from xdm_ft.results.summary import summarise
 from xdm_ft.storage.names import images_file, predictions_in
-from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.run_directory import MEASURED, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 Json = dict[str, Any]
@@ -72,7 +73,7 @@ def write_run(
     dataset, seeds = dataset or Named(), list(seeds)
     protocol = {"selection": RULE, "metric": "accuracy"}
     protocol |= {key: changes.pop(key) for key in ("metric", "selection") if key in changes}
-    records, predictions = [], []
+    records = []
     with RunDirectory(path) as directory:
         directory.lock()
         numbers = range(len(dataset.domain_names))
@@ -111,20 +112,17 @@ def write_run(
                 own_file = predictions_in(record.folder)
                 files = shared | {own_file: directory.write_predictions(record.folder, arrays_of(own))}
                 records.append(dataclasses.replace(record, files=files))
-                predictions += [dataclasses.replace(prediction, probabilities=None) for prediction in own]
-        summaries = [
-            summarise(
-                records,
-                [prediction for prediction in predictions if prediction.rule == rule],
-                methods=methods,
-                rule=rule,
-                metric=protocol["metric"],
-                protocol=f"made up; step picked by {rule}",
-                references={method: methods[0] for method in methods[1:]},
-                deterministic=[DETERMINISTIC],
-            )
-            for rule in rules
-        ]
+        made = summarise(
+            records,
+            partial(predictions_of, directory),
+            methods=methods,
+            rules={rule: f"made up; step picked by {rule}" for rule in rules},
+            metric=protocol["metric"],
+            references={method: methods[0] for method in methods[1:]},
+            deterministic=[DETERMINISTIC],
+        )
+        assert made.measured is not None
+        directory.write_arrays(MEASURED, *made.measured.tensors())
         images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
         np.add.at(images, (dataset.domains, dataset.labels), 1)
         counts = dict(zip(dataset.domain_names, images.tolist(), strict=True))
@@ -146,8 +144,8 @@ def write_run(
             "environment": {"python": "3.11.7", "data": {"images": len(dataset)}},
             "data": {"classes": list(dataset.class_names), "images": counts},
             "runs": [record.to_json() for record in records],
-            "summary": [row.to_json() for summary in summaries for row in summary.rows],
-            "comparisons": [row.to_json() for summary in summaries for row in summary.comparisons],
+            "summary": [row.to_json() for row in made.rows],
+            "comparisons": [row.to_json() for row in made.comparisons],
         })  # fmt: skip
         directory.write_results(results | changes)
     return read_run(path)
@@ -204,7 +202,7 @@ def run_in_memory(
     }
     run = run_of(results, Path("nowhere"))
     measured = [record.key for record in run.picked]
-    run.__dict__.update({"class_names": list(CLASSES), "pools": Pools({}, 0, 0), "scalars": curves_of(run)})
+    run.__dict__.update({"class_names": list(CLASSES), "measured": RunMeasures("", {}, {}), "scalars": curves_of(run)})
     run.__dict__["analysis"] = analysis(measured, domains)
     return run
 

@@ -196,11 +196,10 @@ def results_of(
     if picked:
         found = summarise(
             picked,
-            [],
+            lambda _: [],
             methods=methods,
-            rule="train_val",
+            rules={"train_val": "pets, 40 images; picked by train_val"},
             metric="accuracy",
-            protocol="pets, 40 images; picked by train_val",
             references={method: one for method, one in erm.items() if method != one and one in methods},
             encoders=encoders,
         )
@@ -294,10 +293,9 @@ def made_run(
         rows.append(
             SummaryRow(
                 method, rule, metric, "test",
-                mean=None if reason else mean, std=0.01, stderr=None if seeds == 1 else 0.004, n=seeds,
+                mean=None if reason else mean, std=0.01, stderr=None if seeds == 1 else 0.004, n=seeds, interval=None,
                 spread_as_published=None,
                 per_test_domain={name: {"mean": value, "std": None} for name, value in by_domain.items()},
-                versus_erm=None if method == reference else versus.versus_erm(),
                 protocol="p", budget={"draws": 1, "gradient_evaluations": None},
                 failed=1 if reason else None, reason=reason, augmentation="none", **OF_MODELS,
             )

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -25,12 +26,12 @@ from xdm_ft.evaluation.metrics import ECE_BINS
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.report.charts import SERIES, VARIABLES
 from xdm_ft.report.headline import sentence
-from xdm_ft.report.sections.results import domain_interval, mean_interval
-from xdm_ft.report.written import write_page
-from xdm_ft.results import measured as means
-from xdm_ft.results.measured import LEVELS, confidence_level, confidences
+from xdm_ft.report.sections.results import domain_interval
+from xdm_ft.report.written import write_page, write_reports
+from xdm_ft.results.measured import LEVELS, confidence_and_rest, confidence_level
 from xdm_ft.results.run import Run, read_run
 from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.storage.run_directory import MEASURED, RunDirectory
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -277,12 +278,13 @@ def test_runs_without_models_unfinished_and_failed_have_a_page(tmp_path: Path) -
     failed = [entry | (lost if entry["method"] == "sam" else {}) for entry in made.results["runs"]]
     erm, sam = made.rows
     reason = "4 of 4 runs failed: the loss is nan at step 7"
-    empty = {"mean": None, "std": None, "stderr": None, "n": 0, "per_test_domain": {}, "versus_erm": None}
+    empty = {"mean": None, "std": None, "stderr": None, "n": 0, "per_test_domain": {}, "interval": None}
     rows = [erm, dataclasses.replace(sam, **empty, failed=4, reason=reason)]
     records = [record for record in made.records if record.method == "erm"]
     page = page_of(Run(tmp_path, made.recipe, made.results | {"runs": failed}, records, rows))
     assert page.table("Protocol: made up; step picked by train_val").by_first()["sam"]["mean ± stderr"] == "failed"
     assert f"sam: {reason}" in page.all("main")[0].text and "4 failed" in page.all("main")[0].text
+    (tmp_path / MEASURED).unlink()
     [file, *_] = sorted(tmp_path.rglob("predictions.safetensors"))
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(UserError, match="is damaged"):
@@ -318,7 +320,7 @@ def test_text_can_be_read_in_both_modes() -> None:
 
 
 def test_counts_are_those_of_a_loop(run: Run) -> None:
-    pool = run.pools.of["sam", ("art",)]
+    pool = run.measured.pools["sam", ("art",)]
     counts, bins = np.zeros((3, 3), int), np.zeros((ECE_BINS, 3))
     for record in run.records:
         if record.key[:2] == ("sam", ("art",)):
@@ -328,12 +330,13 @@ def test_counts_are_those_of_a_loop(run: Run) -> None:
                 counts[label, predicted] += 1
                 place = min(int(np.ceil(float(row.max()) * ECE_BINS)) - 1, ECE_BINS - 1)
                 bins[place] += 1, row.max(), label == predicted
-    np.testing.assert_array_equal(pool.counts, counts)
+    np.testing.assert_array_equal(pool.counts(3), counts)
     np.testing.assert_allclose(pool.bins, bins, rtol=1e-6)
-    assert pool.levels.sum(0).tolist() == [counts.sum(), np.trace(counts)] and pool.read == 3
+    assert pool.by_level.sum(0).tolist() == [counts.sum(), np.trace(counts)] and pool.models == 3
 
 
 def test_intervals_are_over_seeds_and_images(run: Run) -> None:
+    rows = {row.method: row for row in run.recipe_rows}
     own = [record for record in run.records if record.key[:2] == ("erm", ("photo",))]
     right = np.array([p.predicted == p.images.labels for p in map(run.prediction, own)], float)  # [seeds, images]
     by_seed, by_image = right.mean(1), right.mean(0)
@@ -341,33 +344,28 @@ def test_intervals_are_over_seeds_and_images(run: Run) -> None:
     freedom = (of_seeds + of_images) ** 2 / (of_seeds**2 / 2 + of_images**2 / (len(by_image) - 1))  # Satterthwaite
     half = stats.t.ppf(0.975, freedom) * (of_seeds + of_images) ** 0.5
     ends = max(right.mean() - half, 0), min(right.mean() + half, 1)
-    assert domain_interval(run, "erm", "photo") == pytest.approx(ends, abs=1e-9)
+    assert domain_interval(rows["erm"], "photo") == pytest.approx(ends, abs=1e-9)
     [record] = [record for record in run.records if record.key[:2] == ("zero_shot", ("art",))]  # over images alone
     read = run.prediction(record)
     right = (read.predicted == read.images.labels).astype(float)
     half = stats.t.ppf(0.975, len(right) - 1) * right.std(ddof=1) / len(right) ** 0.5
     ends = right.mean() - half, right.mean() + half
-    assert domain_interval(run, "zero_shot", "art") == pytest.approx(ends, abs=1e-9)
+    assert domain_interval(rows["zero_shot"], "art") == pytest.approx(ends, abs=1e-9)
 
-    [row] = [row for row in run.recipe_rows if row.method == "sam"]  # the mean has one only with every seed
-    interval = mean_interval(run, row)
-    assert interval is not None and row.mean is not None and interval.low < row.mean < interval.high
-    fewer = Run(
-        run.path, run.recipe, run.results, [one for one in run.records if one.key != ("sam", ("art",), 2, 0)], run.rows
-    )
-    assert mean_interval(fewer, row) is None
-    assert mean_interval(run, next(one for one in run.rows if one.selection == "oracle")) is None
+    sam = rows["sam"]
+    assert sam.interval is not None and sam.mean is not None and sam.interval.low < sam.mean < sam.interval.high
 
 
-def test_of_too_many_predictions_the_first_seeds_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = (run.path / "models/erm/art/seed0-trial0/predictions.safetensors").stat().st_size
-    monkeypatch.setattr(means, "MAX_BYTES", 21.5 * size)  # zero_shot has seed 0 alone: 12 models of it, 9 of seed 1
-    again = read_run(run.path)
-    assert (again.pools.read, again.pools.left_out) == (21, 9)
-    assert again.pools.about() == "Counted over 21 of 30 models, those of the first seeds."
-    assert again.pools.of["erm", ("art",)].values == run.pools.of["erm", ("art",)].values, "of all seeds"
-    monkeypatch.setattr(means, "MAX_BYTES", 0)
-    assert read_run(run.path).pools.read == 12, "never none"
+def test_what_is_measured_is_kept_and_made_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunDirectory, "predictions", None)  # the page opens none
+    assert write_page(run)
+    monkeypatch.undo()
+    path = shutil.copytree(run.path, tmp_path / "copy")
+    kept = (path / MEASURED).read_bytes()
+    for damage in (lambda: (path / MEASURED).unlink(), lambda: (path / MEASURED).write_bytes(kept[:-1])):
+        damage()
+        write_reports(RunDirectory(path), read_run(path))
+        assert (path / MEASURED).read_bytes() == kept
 
 
 def test_levels_of_confidence_rise_and_tell_apart_what_is_nearly_sure() -> None:
@@ -384,7 +382,7 @@ def test_answers_that_round_to_1_are_ranked_by_the_other_classes(scale: int) -> 
     logits = torch.stack([margins, torch.zeros(40), torch.zeros(40)], 1)
     images = HeldOutImages(np.arange(40), np.zeros(40, int), np.zeros(40, int))
     made = Prediction("erm", ("a",), 0, "train_val", images, np.zeros(40, int), None, logits.softmax(1).numpy())
-    confidence, others = confidences(made)
+    confidence, others = confidence_and_rest(made.probabilities)
     assert (np.diff(confidence_level(confidence, others)) > 0).all() and (confidence == 1).any() == (scale == 20)
     np.testing.assert_allclose(np.log(others), logits[:, 1:].logsumexp(1) - logits.logsumexp(1), atol=1e-4)
 

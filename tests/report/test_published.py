@@ -31,7 +31,7 @@ def row(method: str, mean: float | None, rule: str = "train_val", **changes: Any
     protocol = f"pacs, 9991 images; encoder an ImageNet one, frozen; picked by {rule}; ± is the standard error"
     spread = {"kind": DOMAINBED.kind, "value": None if mean is None else 0.012}
     found = {"method": method, "selection": rule, "metric": "accuracy", "split": "test", "mean": mean, "std": 0.02}
-    found |= {"stderr": 0.0151, "n": 3, "spread_as_published": spread, "versus_erm": None, "protocol": protocol}
+    found |= {"stderr": 0.0151, "n": 3, "spread_as_published": spread, "interval": None, "protocol": protocol}
     return found | {"per_test_domain": {d: {"mean": 0.6, "std": None} for d in PACS}} | changes
 
 

@@ -38,7 +38,7 @@ from xdm_ft.report.sections import analysis, predictions, sections, selection
 from xdm_ft.report.sections import results as tables_of
 from xdm_ft.report.sections.results import luck_of_the_best
 from xdm_ft.report.words import between, bytes_text, count_text, scaled, seconds_text, significant, trained_words
-from xdm_ft.results.measured import MEASURES, Picked
+from xdm_ft.results.measured import MEASURES, MISTAKES, Picked
 from xdm_ft.runtime.errors import UserError, signed
 
 PANELS = (analysis.invariance, analysis.divergence, analysis.importance, analysis.embeddings, analysis.calibration)
@@ -309,7 +309,7 @@ def test_the_images_of_which_models_were_wrong_with_most_confidence(tmp_path: Pa
         read = [made.prediction(record) for record in records]
         wrong = [np.where(p.predicted != p.images.labels, np.max(p.probabilities, axis=1), 0) for p in read]
         order = np.argsort(-sum(wrong), kind="stable")
-        names = [made.image_names(records[0])[i] for i in order[: predictions.EACH] if sum(wrong)[i] > 0]
+        names = [made.image_names(records[0])[i] for i in order[:MISTAKES] if sum(wrong)[i] > 0]
         assert [one.caption[-1] for one in section.thumbnails if one.caption[0] == domain] == names
     gone, broken = (one.caption[-1] for one in section.thumbnails[:2])
     (tmp_path / "data" / gone).unlink()

@@ -13,7 +13,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.csv import COMPARED, comparison_row
 from xdm_ft.report.headline import sentence
 from xdm_ft.report.markup import notebook_html
-from xdm_ft.report.sections.results import mean_intervals, results
+from xdm_ft.report.sections.results import results
 from xdm_ft.report.words import short
 from xdm_ft.report.written import refresh_reports
 from xdm_ft.results.model import Record
@@ -82,26 +82,21 @@ class Results:
     def table(self, selection: str | None = None) -> list[dict[str, Any]]:
         """Returns the rows of one selection rule as flat dicts: `pandas.DataFrame(results.table())`.
 
-        Under the recipe's own rule, `mean_low` and `mean_high` are the mean's 95% interval over seeds and test images.
+        `mean_low` and `mean_high` are the mean's 95% interval over seeds and test images.
         The difference to `compared_with`, its intervals and the verdicts `here` and `elsewhere` are named as in
         results.csv. What is not known is None.
 
         `selection`: by default the recipe's own rule; "oracle", which reads test labels, and the run's other rules on
-        request. Raises `UserError` for a rule that the run does not have, and for damaged predictions.
+        request. Raises `UserError` for a rule that the run does not have.
         """
         rules = list(dict.fromkeys([self.run.recipe_rule, *self.run.rules]))
         rule = rules[0] if selection is None else selection
         if rule not in rules:
             raise UserError(f'{self.path}: selection: the run has no rule "{rule}"{did_you_mean(rule, rules)}')
         rows = [row for row in self.rows if row.selection == rule]
-        ends, beside = mean_intervals(self.run, rows), self.run.beside_rows(rule)
-        table = []
-        for row in rows:
-            end, compared = ends.get(row.method), beside.get(row.method)
-            interval = {"mean_low": end and end.low, "mean_high": end and end.high}
-            versus = comparison_row(compared, row.metric) if compared else {}
-            table.append(row.flat() | interval | dict.fromkeys(COMPARED) | versus)
-        return table
+        beside = self.run.beside_rows(rule)
+        versus = {method: comparison_row(compared, self.run.metric) for method, compared in beside.items()}
+        return [row.flat() | dict.fromkeys(COMPARED) | versus.get(row.method, {}) for row in rows]
 
 
 def run(recipe: Recipe, fits: Sequence[FitRequest] = ()) -> Results:

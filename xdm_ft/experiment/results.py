@@ -7,9 +7,9 @@ import importlib.metadata
 import logging
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from xdm_ft.core import DomainSet, ModelKey
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.evaluation.metrics import IN_PERCENT
-from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.experiment.data_checks import Finding, divided_groups
 from xdm_ft.experiment.plan import Plan, annotations_digest, augmentation, augmentations
 from xdm_ft.experiment.prepare import Prepared
@@ -36,7 +35,7 @@ from xdm_ft.experiment.resume import (
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.results import runs_by_method
+from xdm_ft.results.measured import picked_by_rule, predictions_of
 from xdm_ft.results.model import Entries, Record
 from xdm_ft.results.run import Run
 from xdm_ft.results.summary import (
@@ -51,8 +50,8 @@ from xdm_ft.results.summary import (
     protocol_line,
     summarise,
 )
-from xdm_ft.results.table import Comparison, InterimLook, SummaryRow
-from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials
+from xdm_ft.results.table import InterimLook
+from xdm_ft.results.trials import MethodChoice, choose_method
 from xdm_ft.runtime.errors import UserError, listed, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
@@ -60,7 +59,7 @@ from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import OtherVersion
 from xdm_ft.storage.names import images_file, is_of_one_model, predictions_in
 from xdm_ft.storage.results_file import INPUTS
-from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.run_directory import MEASURED, RunDirectory
 from xdm_ft.storage.tensors import TensorFiles
 from xdm_ft.training.end_to_end.model import cut_of
 
@@ -177,7 +176,7 @@ class RunResults:
         rows = [row for row in self.summary.rows if row.selection == protocol.selection]
         return choose_method([*self.records.values()], rows, protocol.selection, protocol.metric)
 
-    def _with_common(self, record: Record) -> Record:
+    def with_common(self, record: Record) -> Record:
         """Returns the record with the checksums of the files that its model shares with others, too."""
         if record.status != "ok" or record.test_domains not in self.common:
             return record
@@ -188,7 +187,7 @@ class RunResults:
 
     def write(self) -> Run:
         """Returns the results; the main process writes them."""
-        records, rows = [self._with_common(record) for record in self.records.values()], self.summary.rows
+        records, rows = [self.with_common(record) for record in self.records.values()], self.summary.rows
         choice = self.choice if self.final_fits else None
         final_fit = None if choice is None else self.final_fits.get(choice.method)
         document = {
@@ -399,67 +398,41 @@ def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
 def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     """Returns the rows in the recipe's order, the comparisons between them, and the looks at this run with this one.
 
-    Each rule picks one of several trials. Only the predictions of picked trials are read.
+    Writes measured.safetensors, too.
     """
-    records, directory, looks = [*results.records.values()], results.directory, results.summary.looks
-    recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
-    encoders = list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None))
-    benchmark = benchmark_of(recipe.data, images_tested(records))
-    images = {
-        held: HeldOutImages.of(plan.dataset, directory.test_images(held, results.common[held])["rows"])
-        for held in (split.test_domains for split in plan.splits)
-    }
-    augmented = {item.label: augmentation(recipe, item) for item in methods}
-    labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
-    of_methods = runs_by_method(
-        picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic
+    records, directory, looks = (
+        [*map(results.with_common, results.records.values())],
+        results.directory,
+        results.summary.looks,
     )
+    recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
+    benchmark, margin = benchmark_of(recipe.data, images_tested(records)), recipe.report.margin
+    labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
+    [of_methods] = picked_by_rule(records, plan.rules[:1], metric, labels, deterministic).values()
     number, look = place_of(look_at(of_methods.values(), recipe.declared), looks)
-    before, margin = looks[: number - 1], recipe.report.margin
-    rows, comparisons = list[SummaryRow](), list[Comparison]()
-    for rule in plan.rules:
-        picked = picked_trials(records, rule, metric)
-        predictions = (  # one at a time: those of all models would fill the memory
-            Prediction.from_arrays(
-                directory.predictions(record.folder, record.files), images[record.test_domains], record.key, rule
-            )
-            for record in sorted(picked, key=lambda record: record.seed)
-            if rule in record.selected
-        )
-        of_rule = summarise(
-            picked,
-            predictions,
-            methods=labels,
-            rule=rule,
-            metric=metric,
-            protocol=protocol_of(plan, prepared, rule),
-            references=references(recipe),
-            compare=recipe.declared,
-            encoders=encoders,
-            deterministic=deterministic,
-            augmentations=augmented,
-            convention=BENCHMARKS[benchmark][0] if benchmark else None,
-            look=(number, look.alpha),
-            before=before,
-            margin=None if margin is None else margin / (100 if metric in IN_PERCENT else 1),
-        )
-        comparisons += of_rule.comparisons
-        for row in of_rule.rows:
-            of_method = [record for record in records if record.method == row.method]
-            picks = [
-                record.selected[rule] for record in picked if record.method == row.method and rule in record.selected
-            ]
-            counts = Counter(flag for pick in picks for flag in pick.flags or ())
-            flags = [f"{flag} in {n} of {len(picks)} picks" for flag, n in counts.items()]
-            trials = [record for record in of_method if record.trial > 0]
-            if failed := [record.reason for record in trials if record.status == "failed"]:
-                flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
-            if row.method in results.edited:
-                flags.append("its code has changed since its models trained")
-            budget = row.budget | {"draws": len({record.trial for record in of_method})}
-            rows.append(dataclasses.replace(row, budget=budget, flags=flags or None))
-    judged = [row for row in comparisons if row.p_here is not None and row.p_here.holm is not None]
-    return Summary(rows, comparisons, [*before, look.with_found(judged, before)] if judged else [*looks])
+    before = looks[: number - 1]
+    found = summarise(
+        records,
+        partial(predictions_of, directory),
+        methods=labels,
+        rules={rule: protocol_of(plan, prepared, rule) for rule in plan.rules},
+        metric=metric,
+        references=references(recipe),
+        compare=recipe.declared,
+        encoders=list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None)),
+        deterministic=deterministic,
+        augmentations={item.label: augmentation(recipe, item) for item in methods},
+        convention=BENCHMARKS[benchmark][0] if benchmark else None,
+        look=(number, look.alpha),
+        before=before,
+        margin=None if margin is None else margin / (100 if metric in IN_PERCENT else 1),
+        average=recipe.report.seeds_averaged,
+        edited=results.edited,
+    )
+    assert found.measured is not None
+    directory.write_arrays(MEASURED, *found.measured.tensors())
+    judged = [row for row in found.comparisons if row.p_here is not None and row.p_here.holm is not None]
+    return Summary(found.rows, found.comparisons, [*before, look.with_found(judged, before)] if judged else [*looks])
 
 
 def references(recipe: Recipe) -> dict[str, str]:

@@ -20,8 +20,6 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,10 +43,7 @@ from xdm_ft.evaluation.metrics import (
     HIGHER_IS_BETTER,
     IN_PERCENT,
     Bin,
-    confidences,
-    expected_calibration_error,
     per_image,
-    per_image_nll,
     reliability,
     score,
 )
@@ -63,10 +58,11 @@ from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.export.sources import Item, Site
 from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
 from xdm_ft.results import Runs, new_site_of, one_more_domain, seeds_by_set, values_by_set
+from xdm_ft.results.measured import Pool, RunMeasures, interval
 from xdm_ft.results.run import Run
+from xdm_ft.results.verdicts import OverImages
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
-from xdm_ft.storage.run_directory import RunDirectory
 
 WITHIN = "within what the card promises"
 
@@ -88,11 +84,10 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     at_new_site = new_site_of(runs)
-    stored = [_read_stored(run.path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
-    at = [
-        _at_held_out(runs, held, by_set[held], part.predictions, chosen_at.get(held))
-        for held, part in zip(by_set, stored, strict=True)
-    ]
+    quoted = {record.test_domains: record.method for record in runs.records}  # {held-out set: method}
+    measured = _run_measures(run)
+    over = {held: measured.over_images.get((runs.rule, quoted[held], held)) for held in by_set}
+    at = [_at_held_out(runs, held, by_set[held], over[held], chosen_at.get(held)) for held in by_set]
     if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
         worst = min(at[0].accuracies.items(), key=lambda item: item[1])
     else:
@@ -102,7 +97,7 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
     notes = list[str]()  # what limits the numbers
     if lacking := [", ".join(held) for held in planned if held not in tested]:
         notes.append(f"no result with {'; '.join(lacking)} held out")
-    if not all(part.predictions for part in stored):
+    if not all(over.values()):
         notes.append("stored predictions are missing, damaged or of another run, so that some intervals are unknown")
     if any(site.groups is None for site in at):
         notes.append("images assumed independent: patients, slides or sequences are unknown")
@@ -130,7 +125,9 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
         held_out=tuple(at),
         worst=worst,
         others=_others(runs),
-        calibrated=_calibrated(stored),
+        calibrated=_calibrated(
+            [measured.pools.get((quoted[held], held)) for held in by_set] if runs.rule == run.recipe_rule else [None]
+        ),
         new_site=None if at_new_site is None else at_new_site.between(metric),
         one_more_domain=one_more_domain(runs, run.results["data"]["images"]),
         **({} if at_new_site is None else at_new_site._asdict()),
@@ -138,38 +135,19 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
     )
 
 
-class _Stored(NamedTuple):
-    """The stored test predictions of one held-out set, with the temperature that was fitted for each model."""
-
-    predictions: list[Prediction]  # in the order of the seeds; empty if one cannot be read
-    temperatures: list[float | None]
-
-
-def _read_stored(path: Path, runs: Runs, held: DomainSet, seeds: Sequence[int]) -> _Stored:
-    directory, predictions = RunDirectory(path), list[Prediction]()
-    by_seed = {record.seed: record for record in runs.records if record.test_domains == held}
+def _run_measures(run: Run) -> RunMeasures:
+    """Returns what predictions come to; nothing where they cannot be read, which the notes say."""
     try:
-        images = HeldOutImages.from_arrays(directory.test_images(held, next(iter(by_seed.values())).files))
-        for record in (by_seed[seed] for seed in seeds):
-            arrays = directory.predictions(record.folder, record.files)
-            predictions.append(Prediction.from_arrays(arrays, images, record.key, runs.rule))
-    except UserError:  # without them the estimate has no intervals, and its notes say so
-        predictions = []
-    temperatures = [by_seed[seed].selected[runs.rule].temperature for seed in seeds]
-    return _Stored(predictions, temperatures)
+        return run.measured
+    except UserError:
+        return RunMeasures("", {}, {})
 
 
 def _at_held_out(
-    runs: Runs, held: DomainSet, by_seed: np.ndarray, predictions: Sequence[Prediction], method: str | None
+    runs: Runs, held: DomainSet, by_seed: np.ndarray, over: OverImages | None, method: str | None
 ) -> AtHeldOut:
     records = (record for record in runs.records if record.test_domains == held)
     scores = [score for record in records if (score := runs.score(record)) is not None]
-    interval, groups = None, None
-    if predictions:
-        images = predictions[0].images
-        groups = None if images.groups is None else len(images.sizes)
-        effective = effective_number(images.sizes)
-        interval = interval_of(runs.metric, error_at(runs.metric, by_seed, predictions, effective), effective)
     accuracies = {
         name: float(np.mean([score.per_domain[name]["accuracy"] for score in scores])) for name in scores[0].per_domain
     }
@@ -177,10 +155,10 @@ def _at_held_out(
         domains=held,
         method=method,
         value=float(by_seed.mean()),
-        interval=interval,
+        interval=interval(runs.metric, [by_seed], [over]),
         seeds=len(by_seed),
         images=scores[0].n,
-        groups=groups,
+        groups=over and over.groups,
         accuracies=accuracies,
     )
 
@@ -209,28 +187,12 @@ def _others(runs: Runs) -> dict[str, float]:
     return means
 
 
-def _calibrated(stored: Sequence[_Stored]) -> dict[str, float] | None:
-    """Means of ECE and NLL after the logits of every model are divided by its own fitted temperature.
-
-    None if a temperature or some probabilities are unknown.
-    """
-    by_set = []
-    for predictions, temperatures in stored:
-        pairs = []
-        # not strict: where stored predictions cannot be read, there are none
-        for prediction, temperature in zip(predictions, temperatures, strict=False):
-            if temperature is None or prediction.probabilities is None or prediction.probabilities.ndim == 1:
-                return None
-            # probabilities are float32: the smallest of them are 0, and a logarithm must be finite
-            p = torch.from_numpy(prediction.probabilities).double().clamp_min(torch.finfo(torch.float32).tiny)
-            logits, labels = p.log() / temperature, prediction.images.labels
-            nll = float(per_image_nll(logits, torch.from_numpy(labels)).mean())
-            pairs.append((expected_calibration_error(confidences(logits), prediction.predicted == labels), nll))
-        if not pairs:
-            return None
-        by_set.append([np.mean(values) for values in zip(*pairs, strict=True)])
-    ece, nll = (float(np.mean(values)) for values in zip(*by_set, strict=True))
-    return {"nll": nll, "ece": ece}
+def _calibrated(pools: Sequence[Pool | None]) -> dict[str, float] | None:
+    """Means of NLL and ECE after the logits of every model are divided by its own temperature; None if not known."""
+    known = [(pool.nll, pool.ece) for pool in pools if pool and pool.nll is not None and pool.ece is not None]
+    if len(known) < len(pools):
+        return None
+    return dict(zip(("nll", "ece"), np.mean(known, axis=0).tolist(), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ at a new site

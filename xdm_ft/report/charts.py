@@ -131,8 +131,7 @@ class Mark(NamedTuple):
 
     series: str
     x: float | None
-    ends: Sequence[float] | Callable[[], Sequence[float] | None] | None = None
-    """A function is called when it is drawn: intervals may need predictions."""
+    ends: Sequence[float] | None = None
     shift: float = 0.0  # below the middle of its row
 
 
@@ -174,9 +173,8 @@ def points(
             for mark in row.marks:
                 look, y = series[mark.series], position + mark.shift
                 colour = look.colour or row.colour
-                ends = mark.ends() if callable(mark.ends) else mark.ends
-                if ends is not None:
-                    axes.plot(ends, [y, y], color=colour, linewidth=look.width)
+                if mark.ends is not None:
+                    axes.plot(mark.ends, [y, y], color=colour, linewidth=look.width)
                 if mark.x is not None:
                     axes.plot(mark.x, y, **_marker(look, colour))
         for label, words in legend.items():

@@ -29,15 +29,16 @@ COMPARED = (
 )  # fmt: skip
 COLUMNS = (
     "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
-    "metric", "mean", "std", "stderr",
+    "metric", "mean", "std", "stderr", "low", "high",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
     *COMPARED, "draws", "gradient_evaluations_low", "gradient_evaluations_high", *TrainingCost._fields,
     "failed", "skipped", "reason", "flags", "protocol",
 )  # fmt: skip
 """`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
 or `encoders` (a method under two encoders), `compared` (any two rows) and `runs` (of two runs): comparisons that stand
-beside no row. Metrics are fractions; `std` and `stderr` are over seeds. `difference` and what follows compare the mean
-with the row `compared_with`. Costs are means over models."""
+beside no row. Metrics are fractions; `std` and `stderr` are over seeds, `low` and `high` end the 95% interval over
+seeds and test images. `difference` and what follows compare the mean with the row `compared_with`. Costs are means over
+models."""
 MANY_MODELS = 1000  # from which a run has models.parquet
 
 
@@ -68,12 +69,21 @@ def csv_rows(run: Run) -> Iterator[CsvRow]:
         compared = beside[row.selection].get(row.method)
         means = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        yield start | {"of": "mean"} | _numbers(spread, means) | (_comparison(compared) if compared else {}) | missing
+        interval = row.interval._asdict() if row.interval else {}
+        yield (
+            start
+            | {"of": "mean"}
+            | _numbers(spread, means)
+            | interval
+            | (_comparison(compared) if compared else {})
+            | missing
+        )
         for held in models.held_out:
             on_set = {measure.name: models.on(row.method, held, measure) for measure in MEASURES}
             headline = models.on(row.method, held, Measure(run.metric, run.metric))
             of_set = {"of": "held_out", "held_out": set_name(held), "images": models.images(row.method, held)}
-            yield start | of_set | _numbers(headline, on_set)
+            ends = {end: row.per_test_domain.get(set_name(held), {}).get(end) for end in ("low", "high")}
+            yield start | of_set | _numbers(headline, on_set) | ends
             # a set of one domain has its row already
             for domain, accuracy in models.accuracies(row.method, held).items() if len(held) > 1 else ():
                 of_domain = {"of": "domain", "held_out": domain, "metric": "accuracy"}

@@ -32,7 +32,6 @@ from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown
 from xdm_ft.report.sections import brief_sections, sections
-from xdm_ft.report.sections.results import mean_interval
 from xdm_ft.report.words import between, metric_words, scaled, with_unit
 from xdm_ft.results import values_by_set
 from xdm_ft.results.measured import ECE, Picked
@@ -41,7 +40,18 @@ from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.lines import Damaged, read_object, with_checksum
-from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
+from xdm_ft.storage.run_directory import (
+    ANALYSIS,
+    AUDIT,
+    MARKDOWN,
+    MEASURED,
+    MODELS,
+    PAGE,
+    REPORTS,
+    RESULTS,
+    TABLE,
+    RunDirectory,
+)
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
@@ -186,12 +196,8 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
     metric, words = run.metric, metric_words(run.metric)
     row = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
     if row is not None and row.mean is not None:
-        interval = mean_interval(run, row)
-        where = (
-            "95% interval over seeds and test images, not for a new site: " + between(metric, interval)
-            if interval
-            else ""
-        )
+        kind = "95% interval over seeds and test images, not for a new site: "
+        where = kind + between(metric, row.interval) if row.interval else ""
         sets = run.held_out_sets
         on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
         means = {set_name(held): float(values.mean()) for held, values in values_by_set(run.quoted).items()}
@@ -285,8 +291,10 @@ def _write_tables(directory: RunDirectory, run: Run) -> None:
 
 
 def _write_page(directory: RunDirectory, run: Run) -> None:
-    """Writes the page, and results.md with the tables of all its sections."""
+    """Writes the page, and results.md with the tables of all its sections; measured.safetensors, if it was lost."""
     directory.write_text(MARKDOWN, markdown(run, write_page(run)))
+    if run.measured_again:
+        directory.write_arrays(MEASURED, *run.measured.tensors())
     plots = [f"{PLOTS}/{path.name}" for path in sorted((run.path / PLOTS).glob("*.svg"))]
     digests = _digests(run.path, (*_tables_of(run), PAGE, *plots, *_sources_of(run)))
     directory.write_text(REPORTS, json.dumps(with_checksum(digests), indent=1) + "\n")

@@ -1,21 +1,40 @@
-"""What reports compute of the models of a run: means over seeds, costs, and counts over their predictions."""
+"""What is measured of the models of a run: means over seeds, costs, and what their predictions come to.
+
+The predictions of the picked models are read once, when the summary is made. What table, page and card show of them
+stands in measured.safetensors: the variance over test images of each mean, counts, and the most confident mistakes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from xdm_ft.core import DomainSet, Interval, Score
+from xdm_ft.core import DomainSet, Interval, ModelKey, Score
 from xdm_ft.evaluation.estimates import Spread, mean_of
 from xdm_ft.evaluation.intervals import HeldOutValues, interval_of, over_seeds_and_groups
-from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
-from xdm_ft.evaluation.predictions import Prediction, effective_number, jackknife_variance, without_each_group
-from xdm_ft.results import SPLIT, grouped
+from xdm_ft.evaluation.metrics import (
+    ECE_BINS,
+    confidence_bin,
+    confidences,
+    expected_calibration_error,
+    metric,
+    per_image_nll,
+)
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
+from xdm_ft.results import SPLIT, Runs, grouped, runs_by_method, seeds_by_set, values_by_set
 from xdm_ft.results.model import Record
 from xdm_ft.results.trials import picked_trials
+from xdm_ft.results.verdicts import OverImages, Pair, WithoutGroups
+from xdm_ft.storage import json_digest
+from xdm_ft.storage.names import predictions_in
+from xdm_ft.storage.run_directory import RunDirectory
 
 
 class Measure(NamedTuple):
@@ -98,110 +117,274 @@ def costs(records: Sequence[Record]) -> dict[str, TrainingCost]:
     }
 
 
-# ----------------------------------------------------------------------------------------------- counts of predictions
+# ------------------------------------------------------------------------------------------- what predictions come to
 
 LEVELS = 16000  # steps of confidence that risk and coverage distinguish
 LOGITS = (-9.0, 95.0)
 """log(p/(1 − p)) of the first and the last step: 1 − p, of the other classes, is told apart in float32 down to e⁻⁹⁵."""
-MAX_BYTES = 2_000_000_000  # of predictions that are read: some seconds; of more, whole seeds are left out
+MISTAKES = 6  # most confident ones that are kept
+MISTAKEN = 5  # models, of the first seeds, whose mistakes are looked at
+MAX_VALUES = 1 << 22  # probabilities that are worked on together
+
+
+class Mistake(NamedTuple):
+    """A test image and the wrong class that the models were most sure of."""
+
+    position: int  # among the test images
+    label: int
+    predicted: int
+    wrong: int  # models that were wrong
+    models: int
+    confidence: float  # the mean over the models that were wrong
 
 
 @dataclass
 class Pool:
-    """One method on one held-out set, its seeds pooled."""
+    """One method on one held-out set: the predictions of the seeds that count."""
 
-    classes: int
     pairs: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), np.int64))
-    """(true class · C + predicted class, images) of the pairs that occur: with a thousand classes few do."""
-    values: dict[int, float] = field(default_factory=dict)  # {seed: metric} where it is defined, of all seeds
-    read: int = 0  # models whose predictions are counted
+    """(true class · 2³² + predicted class, images) of the pairs that occur: with a thousand classes few do."""
+    levels: np.ndarray = field(default_factory=lambda: np.zeros((3, 0), np.int64))  # level, images, right ones
     bins: np.ndarray = field(default_factory=lambda: np.zeros((ECE_BINS, 3)))  # images, Σ confidence, right ones
-    levels: np.ndarray = field(default_factory=lambda: np.zeros((LEVELS, 2), np.int64))  # images, right ones
-    groups: float = 0.0  # effective number of groups of test images
-    without: np.ndarray | None = None  # Σ over seeds of the metric without each group of test images in turn
+    models: int = 0
+    every_class: bool = True  # whether the probabilities of all classes were kept
+    averaged: float | None = None  # metric of the mean logits over seeds; None: undefined, or not asked for
+    nll: float | None = None  # after each model's own fitted temperature, as `ece`; None: unknown
+    ece: float | None = None
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    def counts(self, classes: int) -> np.ndarray:
+        """Returns the images by true and predicted class, int64 [C,C]; an image counts once per seed."""
+        counts = np.zeros((classes, classes), np.int64)
+        counts[self.pairs[0] >> 32, self.pairs[0] & 0xFFFFFFFF] = self.pairs[1]
+        return counts
 
     @property
-    def counts(self) -> np.ndarray:
-        """Images by true and predicted class, int64 [C,C]; an image counts once per seed."""
-        counts = np.zeros(self.classes**2, np.int64)
-        counts[self.pairs[0]] = self.pairs[1]
-        return counts.reshape(self.classes, self.classes)
+    def by_level(self) -> np.ndarray:
+        """Images and right ones by level of confidence, int64 [LEVELS,2]."""
+        dense = np.zeros((LEVELS, 2), np.int64)
+        dense[self.levels[0]] = self.levels[1:].T
+        return dense
 
-    def add(self, prediction: Prediction, metric: str) -> None:
-        """Counts the predictions of one more model."""
-        labels = prediction.images.labels
-        right = prediction.predicted == labels  # [n]
-        new = np.unique(labels * self.classes + prediction.predicted, return_counts=True)
-        codes, position = np.unique(np.concatenate([self.pairs[0], new[0]]), return_inverse=True)
-        images = np.bincount(position, np.concatenate([self.pairs[1], new[1]])).astype(np.int64)
-        self.pairs = np.stack([codes, images])
 
-        confidence, others = confidences(prediction)
-        bins, levels = confidence_bin(confidence), confidence_level(confidence, others)
-        self.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
-        self.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
+def interval(metric: str, values: Sequence[np.ndarray], over: Sequence[OverImages | None]) -> Interval | None:
+    """Returns the 95% interval of the mean over held-out sets; None if it is not known.
 
-        # where the metric is defined
-        has_values = metric != "auroc" or prediction.per_image is not None
-        has_values &= metric != "worst_domain_accuracy" or bool((prediction.images.worst_of >= 0).any())
-        without = without_each_group(metric, prediction) if has_values else None
-        if self.read == 0:
-            self.groups, self.without = effective_number(prediction.images.sizes), without
-        else:
-            self.without = None if without is None or self.without is None else self.without + without
-        self.read += 1
+    `values` [S] of each set are of the same seeds; `over`: how their means vary with the test images.
+    """
+    known = [
+        HeldOutValues(of_set, of.variance, of.effective)
+        for of_set, of in zip(values, over, strict=True)
+        if of is not None and len(of_set)
+    ]
+    estimate = over_seeds_and_groups(known) if len(known) == len(values) else None
+    return interval_of(metric, estimate, sum(of.groups for of in known))
+
+
+ARRAYS = ("pairs", "levels", "bins")  # of a pool
+VALUES = tuple(field.name for field in fields(Pool) if field.name not in ARRAYS)
 
 
 @dataclass(frozen=True)
-class Pools:
-    """{(method, held-out domains): pool} of the models that a selection rule picked."""
+class RunMeasures:
+    """What the predictions of a run's picked models come to. Of a method, the seeds of `seeds_by_set` count."""
 
-    of: Mapping[tuple[str, DomainSet], Pool]
-    read: int  # models
-    left_out: int  # models that were not read, as their predictions exceed MAX_BYTES
+    of: str  # `models_digest`
+    over_images: Mapping[tuple[str, str, DomainSet], OverImages]  # by selection rule, method and held-out set
+    pools: Mapping[tuple[str, DomainSet], Pool]  # by method and held-out set, under the recipe's own rule
 
-    def about(self) -> str:
-        """Returns a sentence on what the counts hold."""
-        if self.left_out:
-            return f"Counted over {self.read} of {self.read + self.left_out} models, those of the first seeds."
-        return "All seeds are counted."
+    def interval(self, runs: Runs, held: DomainSet | None = None) -> Interval | None:
+        """Returns the 95% interval over seeds and test images of the mean on one held-out set, or over all of them.
+
+        None if it is not known, as that over all without a complete seed. With one seed it is over images alone.
+        """
+        values = values_by_set(runs)
+        sets = [*values] if held is None else [held]
+        if held is None and not runs.complete_seeds:
+            return None
+        over = [self.over_images.get((runs.rule, runs.method, one)) for one in sets]
+        return interval(runs.metric, [values[one] for one in sets], over)
+
+    def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        """Returns arrays and metadata of measured.safetensors."""
+        pools = [[key, *(getattr(pool, name) for name in VALUES)] for key, pool in self.pools.items()]
+        over = [[*key, *of] for key, of in self.over_images.items()]
+        arrays = {f"{i}.{name}": getattr(pool, name) for i, pool in enumerate(self.pools.values()) for name in ARRAYS}
+        return arrays, {"of": self.of, "over_images": json.dumps(over), "pools": json.dumps(pools)}
+
+    @classmethod
+    def read(cls, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> RunMeasures:
+        over, pools = (json.loads(metadata[name]) for name in ("over_images", "pools"))
+        of_sets = {}
+        for i, ((method, held), *numbers) in enumerate(pools):
+            values = dict(zip(VALUES, numbers, strict=True)) | {name: arrays[f"{i}.{name}"] for name in ARRAYS}
+            values["mistakes"] = [Mistake(*mistake) for mistake in values["mistakes"]]
+            of_sets[method, tuple(held)] = Pool(**values)
+        found = {(rule, method, tuple(held)): OverImages(*of) for rule, method, held, *of in over}
+        return cls(metadata["of"], found, of_sets)
 
 
-def pooled(
+class Counter:
+    """Counts the predictions of a method on a held-out set, model by model, in the order of the seeds."""
+
+    def __init__(self, metric: str, average: bool) -> None:
+        """`average`: whether the metric of the mean logits is wanted."""
+        self.metric, self.average, self.pool = metric, average, Pool()
+        self._log_p: np.ndarray | float = 0.0  # Σ over models, [n,C]
+        self._calibrated: list[tuple[float, float] | None] = []  # nll and ece of each model
+        self._wrong: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # confidence, that of others, class
+
+    def add(self, prediction: Prediction, temperature: float | None) -> None:
+        """Counts one more model, with the temperature that was fitted for it."""
+        p, pool, labels = prediction.probabilities, self.pool, prediction.images.labels
+        assert p is not None
+        right = prediction.predicted == labels  # [n]
+        codes, images = np.unique(labels << 32 | prediction.predicted, return_counts=True)
+        pool.pairs = _added(pool.pairs, np.stack([codes, images]))
+        confidence, others = _in_blocks(confidence_and_rest, p)
+        bins = confidence_bin(confidence)
+        pool.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
+        levels, where = np.unique(confidence_level(confidence, others), return_inverse=True)
+        by_level = [np.bincount(where, w).astype(np.int64) for w in (None, right)]
+        pool.levels = _added(pool.levels, np.stack([levels, *by_level]))
+        pool.models += 1
+        if len(self._wrong) < MISTAKEN:
+            self._wrong.append((np.where(right, 0.0, confidence), np.where(right, 0.0, others), prediction.predicted))
+        pool.every_class &= p.ndim == 2
+        if self.average and pool.every_class:
+            self._log_p = self._log_p + log_probabilities(p)
+        calibrated = None
+        if temperature is not None and p.ndim == 2:
+            nll, sure = _in_blocks(partial(_divided, temperature), p, labels)
+            calibrated = float(nll.mean()), expected_calibration_error(sure, right)
+        self._calibrated.append(calibrated)
+
+    def end(self, images: HeldOutImages) -> Pool:
+        """Returns the pool, with what needs all models."""
+        pool = self.pool
+        pool.mistakes = _most_confident(self._wrong, images.labels)
+        if self.average and pool.every_class:
+            values = self._log_p / pool.models, images.labels, images.worst_of
+            value = metric(self.metric, *(torch.from_numpy(of) for of in values))
+            pool.averaged = None if np.isnan(value) else value
+        if None not in self._calibrated:
+            pool.nll, pool.ece = (float(np.mean(of)) for of in zip(*self._calibrated, strict=True))
+        return pool
+
+
+def picked_by_rule(
     records: Sequence[Record],
-    size: Callable[[Record], int],
-    read: Callable[[Record], Prediction],
-    classes: int,
-    rule: str,
+    rules: Iterable[str],
     metric: str,
-) -> Pools:
-    """Returns the pools of the models that a rule picked, one per method and held-out domains.
+    methods: Sequence[str],
+    deterministic: Collection[str] = (),
+) -> dict[str, dict[str, Runs]]:
+    """Returns {selection rule: {method: the records that it picks}}."""
+    return {
+        rule: runs_by_method(picked_trials(records, rule, metric), methods, rule, metric, deterministic)
+        for rule in rules
+    }
 
-    `size` returns the bytes of a model's predictions, and `read` these: one model's at a time are in memory. As many
-    seeds are read as MAX_BYTES allows, and one at least.
+
+def measure(
+    metric: str,
+    runs: Sequence[Runs],
+    predictions: Iterable[Prediction],
+    average: bool = False,
+    pairs: Iterable[Pair] = (),
+) -> tuple[RunMeasures, WithoutGroups]:
+    """Returns what predictions come to, and what the comparisons of `pairs` need of them.
+
+    `runs`: of all methods and rules. `predictions`: of each method on a held-out set in a row, in the order of the
+    seeds; those with probabilities are counted. `average`: see `Counter`.
     """
-    total, seeds = 0, set[int]()
-    for seed, of_seed in sorted(grouped(records, lambda record: record.seed).items()):
-        total += sum(map(size, of_seed))
-        # whole seeds: a part of one would count some domains more often than others
-        if seeds and total > MAX_BYTES:
-            break
-        seeds.add(seed)
+    count = {(of.rule, of.method, held): seeds for of in runs for held, seeds in seeds_by_set(of).items()}
+    temperatures = {
+        (of.rule, *record.key[:3]): record.selected[of.rule].temperature
+        for of in runs
+        for record in of.records
+        if of.score(record) is not None
+    }
+    without, pools = WithoutGroups(metric, pairs, alone=runs), dict[tuple[str, DomainSet], Pool]()
+    for key, in_a_row in groupby(predictions, lambda one: (one.method, one.test_domains)):
+        counter = Counter(metric, average)
+        for one in in_a_row:
+            without.add(one)
+            if one.probabilities is not None and one.seed in count.get((one.rule, *key), ()):
+                counter.add(one, temperatures[one.rule, *key, one.seed])
+        if counter.pool.models:
+            pools[key] = counter.end(one.images)
+    over = {
+        (of.rule, of.method, held): found
+        for of in runs
+        for held, seeds in seeds_by_set(of).items()
+        if (found := without.over_images(of, held, seeds)) is not None
+    }
+    return RunMeasures(models_digest(runs, average), over, pools), without
 
-    pools: dict[tuple[str, DomainSet], Pool] = {}
-    for record in records:
-        pool = pools.setdefault(record.key[:2], Pool(classes))
-        value = getattr(record.selected[rule].metrics[SPLIT], metric)
-        if value is not None:
-            pool.values[record.seed] = value
-        if record.seed in seeds:
-            pool.add(read(record), metric)
-    counted = sum(pool.read for pool in pools.values())
-    return Pools(pools, counted, len(records) - counted)
+
+def predictions_of(directory: RunDirectory, runs: Sequence[Runs]) -> Iterator[Prediction]:
+    """Yields the predictions of picked models as `measure` needs them; each file is read once.
+
+    Raises `UserError` if one is damaged.
+    """
+    records, picked_by, images = dict[ModelKey, Record](), dict[ModelKey, list[str]](), dict[DomainSet, HeldOutImages]()
+    for of in runs:
+        for record in of.records:
+            if of.score(record) is not None:
+                records[record.key] = record
+                picked_by.setdefault(record.key, []).append(of.rule)
+    for (_, held), of_set in grouped(records.values(), lambda record: record.key[:2]).items():
+        if held not in images:
+            images[held] = HeldOutImages.from_arrays(directory.test_images(held, of_set[0].files))
+        for record in sorted(of_set, key=lambda record: record.key):
+            arrays = directory.predictions(record.folder, record.files)
+            for rule in picked_by[record.key]:
+                yield Prediction.from_arrays(arrays, images[held], record.key, rule)
+
+
+def models_digest(runs: Sequence[Runs], average: bool) -> str:
+    """Returns the checksum of the models that are measured, and of what is measured of them."""
+    models = [
+        [of.rule, of.metric, [[*r.key, r.files.get(predictions_in(r.folder))] for r in of.records if of.score(r)]]
+        for of in runs
+    ]
+    return json_digest([average, models])
+
+
+def _added(counts: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Returns sparse counts [1 + k, m], the first row holding codes, with others added."""
+    codes, position = np.unique(np.concatenate([counts[0], more[0]]), return_inverse=True)
+    both = np.concatenate([counts[1:], more[1:]], axis=1)
+    return np.stack([codes, *(np.bincount(position, row, len(codes)).astype(np.int64) for row in both)])
+
+
+def _in_blocks(function: Callable[..., Sequence[np.ndarray]], *arrays: np.ndarray) -> np.ndarray:
+    """Returns float64 [2,n]: what a function returns for some images at a time."""
+    step = max(1, MAX_VALUES // max(1, arrays[0][:1].size))
+    starts = range(0, len(arrays[0]), step)
+    return np.concatenate([np.stack(function(*(array[i : i + step] for array in arrays))) for i in starts], axis=1)
+
+
+def _divided(temperature: float, p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns −log p(true class) and confidence after logits are divided by the temperature."""
+    logits = torch.from_numpy(log_probabilities(p)) / temperature
+    return per_image_nll(logits, torch.from_numpy(labels)), confidences(logits)
+
+
+def log_probabilities(p: np.ndarray) -> np.ndarray:
+    """Returns log p, float64; a probability that float32 has rounded to 0 counts as the smallest normal number.
+
+    It is the logits minus a constant of the image: the softmax of a mean over models is that of the mean logits.
+    """
+    return np.log(np.maximum(p, np.finfo(np.float32).tiny), dtype=np.float64)
 
 
 def confidence_level(confidence: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns the number of each confidence's step, int64 [n], equal in log odds; arguments as from `confidences`."""
+    """Returns the number of each confidence's step, int64 [n], equal in log odds.
+
+    Arguments as from `confidence_and_rest`.
+    """
     # probabilities of 0 become ∓∞, which `clip` brings to the ends
     with np.errstate(divide="ignore"):
         logits = np.log(confidence) - np.log(others)
@@ -209,13 +392,12 @@ def confidence_level(confidence: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.minimum(steps.astype(np.int64), LEVELS - 1)
 
 
-def confidences(prediction: Prediction) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the probability of the predicted class, and of all others, float64 [n], under the recipe's own rule.
+def confidence_and_rest(probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the probability of the predicted class, and of all others, float64 [n], from [n,C] or that class's [n].
 
     The second one orders images whose first is rounded to 1, unless the predicted class's alone was kept.
     """
-    assert prediction.probabilities is not None, "of the recipe's own rule they are kept"
-    p = prediction.probabilities.astype(np.float64)
+    p = probabilities.astype(np.float64)
     if p.ndim == 1:
         return p, 1 - p
     predicted, every = p.argmax(1), np.arange(len(p))
@@ -224,17 +406,16 @@ def confidences(prediction: Prediction) -> tuple[np.ndarray, np.ndarray]:
     return confidence, p.sum(1)
 
 
-def interval(pools: Sequence[Pool], metric: str) -> Interval | None:
-    """Returns the 95% interval over seeds and test images of a method's mean over held-out sets; None if not known.
-
-    The sets need the same seeds. With one seed the interval is over test images alone.
-    """
-    if not pools or len({tuple(sorted(pool.values)) for pool in pools}) > 1:
-        return None
-    sets = []
-    for pool in pools:
-        variance = None
-        if pool.without is not None and pool.groups >= 2:
-            variance = jackknife_variance(pool.without / pool.read)
-        sets.append(HeldOutValues(np.array([pool.values[seed] for seed in sorted(pool.values)]), variance, pool.groups))
-    return interval_of(metric, over_seeds_and_groups(sets), sum(pool.groups for pool in pools))
+def _most_confident(wrong: Sequence[tuple[np.ndarray, ...]], labels: np.ndarray) -> list[Mistake]:
+    """Returns the images that the models were most sure of and wrong. Values are 0 where a model was right."""
+    sure, unsure, predicted = (np.stack(of) for of in zip(*wrong, strict=True))  # [models,n]
+    total, counts, surest = sure.sum(0), np.count_nonzero(sure, axis=0), sure.argmax(0)
+    # stable: of equally sure mistakes the first images, so that a page does not change when it is made again
+    order = np.lexsort((unsure.sum(0), -total))[:MISTAKES]
+    return [
+        Mistake(
+            int(i), int(labels[i]), int(predicted[surest[i], i]), int(counts[i]), len(sure), float(total[i] / counts[i])
+        )
+        for i in order
+        if total[i] > 0
+    ]

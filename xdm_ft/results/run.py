@@ -10,17 +10,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from xdm_ft.core import ORACLE, DomainSet, ModelKey, honest_rule
+from xdm_ft.core import ORACLE, DomainSet, ModelKey, honest_rule, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.recipe.check import checked_before
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText
 from xdm_ft.results import Runs
-from xdm_ft.results.measured import Pools, pooled
+from xdm_ft.results.measured import RunMeasures, measure, models_digest, picked_by_rule, predictions_of
 from xdm_ft.results.model import Entries, Record
 from xdm_ft.results.table import Comparison, InterimLook, SummaryRow
 from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials, selection_values
@@ -29,7 +28,7 @@ from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged, OtherVersion, read_object
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.results_file import read_results
-from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, WRITE_AGAIN, RunDirectory
+from xdm_ft.storage.run_directory import ANALYSIS, AUDIT, MEASURED, WRITE_AGAIN, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars, sub_run
 
 logger = logging.getLogger("xdm_ft")
@@ -173,33 +172,53 @@ class Run:
         return selection_values(self.records, rows, self.rule, self.metric)
 
     @cached_property
-    def pools(self) -> Pools:
-        """What the page counts in the predictions of the picked models. Raises `UserError` if one is damaged."""
-        directory = RunDirectory(self.path)
-        rule, classes = self.recipe_rule, len(self.class_names)
+    def _measured_runs(self) -> list[Runs]:
+        labels = [item.label for item in self.recipe.methods]
+        by_rule = picked_by_rule(self.every, self.rules, self.metric, labels)
+        return [of for by_method in by_rule.values() for of in by_method.values()]
 
-        def size(record: Record) -> int:
-            return directory.predictions_size(record.folder)
+    @property
+    def measured_again(self) -> bool:
+        """Whether `measured` was made from predictions, as its file is of no use."""
+        return "measured" in vars(self) and self.kept_measures is None
 
-        return pooled(self.picked, size, self.prediction, classes, rule, self.metric)
+    @cached_property
+    def kept_measures(self) -> RunMeasures | None:
+        """`measured` as the run kept it; None if the file is missing, damaged or of other models."""
+        try:
+            kept = RunMeasures.read(*RunDirectory(self.path).arrays(MEASURED))
+        except (Damaged, FileNotFoundError):
+            return None
+        return kept if kept.of == models_digest(self._measured_runs, self.recipe.report.seeds_averaged) else None
+
+    @cached_property
+    def measured(self) -> RunMeasures:
+        """What the predictions of the picked models come to, made again if it was lost.
+
+        Raises `UserError` if that cannot be, because predictions are damaged.
+        """
+        if self.kept_measures is not None:
+            return self.kept_measures
+        predictions = predictions_of(RunDirectory(self.path), self._measured_runs)
+        return measure(self.metric, self._measured_runs, predictions, self.recipe.report.seeds_averaged)[0]
 
     @property
     def shown_method(self) -> str | None:
         """The method with figures of its own: that which the rule chose; without one, the first of the recipe."""
-        drawn = [row.method for row in self.recipe_rows if any(key[0] == row.method for key in self.pools.of)]
+        drawn = [row.method for row in self.recipe_rows if any(key[0] == row.method for key in self.measured.pools)]
         return self.chosen if self.chosen in drawn else next(iter(drawn), None)
 
     def shown_sets(self, method: str | None) -> list[DomainSet]:
         """The held-out sets that are drawn, in the run's order: all, or those where the method does worst."""
-        pools = {held: pool for held in self.held_out_sets if (pool := self.pools.of.get((method or "", held)))}
-        read = [held for held, pool in pools.items() if pool.read]
-        if len(read) <= MAX_SETS:
-            return read
+        counted = [held for held in self.held_out_sets if (method, held) in self.measured.pools]
+        if len(counted) <= MAX_SETS:
+            return counted
         sign = 1 if HIGHER_IS_BETTER[self.metric] else -1
-        values = {held: sign * fmean(seeds.values()) for held in read if (seeds := pools[held].values)}
+        [means] = [row.per_test_domain for row in self.recipe_rows if row.method == method]
+        values = {held: sign * float(of["mean"] or 0) for held in counted if (of := means.get(set_name(held)))}
         # ∞: sets where the metric is not defined come last, as nothing is known to be bad there
-        worst = sorted(read, key=lambda held: values.get(held, math.inf))[:MAX_SETS]
-        return [held for held in read if held in worst]
+        worst = sorted(counted, key=lambda held: values.get(held, math.inf))[:MAX_SETS]
+        return [held for held in counted if held in worst]
 
     @cached_property
     def class_names(self) -> list[str]:

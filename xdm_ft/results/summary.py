@@ -8,7 +8,7 @@ k-th 0.05/2^k: 7.5% in all. What a look has found stays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,10 +20,11 @@ from xdm_ft.evaluation.estimates import Spread
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import split_label, with_encoder
-from xdm_ft.results import SPLIT, Runs, runs_by_method
+from xdm_ft.results import SPLIT, Runs, grouped
+from xdm_ft.results.measured import RunMeasures, measure, picked_by_rule
 from xdm_ft.results.model import Point, Record, Status
 from xdm_ft.results.table import NO_VERDICT, UNKNOWN, Comparison, InterimLook, SummaryRow
-from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
+from xdm_ft.results.verdicts import Pair, compared, judge
 
 if TYPE_CHECKING:
     from xdm_ft.image_files.domainbed import BenchmarkFolders
@@ -111,16 +112,16 @@ class Summary(NamedTuple):
     rows: list[SummaryRow]  # `summary`
     comparisons: list[Comparison]  # between these rows
     looks: list[InterimLook] = []  # the last one made these comparisons
+    measured: RunMeasures | None = None
 
 
 def summarise(
     records: Sequence[Record],
-    predictions: Iterable[Prediction],
+    predictions: Callable[[Sequence[Runs]], Iterable[Prediction]],
     *,
     methods: Sequence[str],
-    rule: str,
+    rules: Mapping[str, str],
     metric: str,
-    protocol: str,
     references: Mapping[str, str],
     compare: Sequence[tuple[str, str]] = (),
     encoders: Sequence[str] = (),
@@ -130,21 +131,22 @@ def summarise(
     look: tuple[int, float] = (1, ALPHA),
     before: Sequence[InterimLook] = (),
     margin: float | None = None,
+    average: bool = False,
+    edited: Collection[str] = (),
 ) -> Summary:
-    """Returns one row per method under one selection rule, in the order of `methods`, and the comparisons between them.
+    """Returns one row per selection rule and method, the comparisons between them, and what predictions come to.
 
-    Methods without a record have no row. The comparisons are those of `compare`, of each method with its reference,
-    and of each method under all pairs of encoders. They are one family of verdicts, or those of `compare` alone, if it
-    holds any. A seed counts only if it has every held-out domain.
+    Methods without a record have no row. The comparisons under a rule are those of `compare`, of each method with its
+    reference, and of each method under all pairs of encoders. They are one family of verdicts, or those of `compare`
+    alone, if it holds any. A seed counts only if it has every held-out domain. Each rule picks one of several trials.
 
     Args:
-        records: one per method, held-out domains and seed. Raises `ValueError` if there are two.
-        predictions: of these models, those of a method and held-out set in the order of the seeds; they are read once
-            and not kept. Where some are missing, a comparison has no errors and no verdict, and its note says so.
+        records: of all models.
+        predictions: picked models → their predictions, in the order that `measure` needs; they are read once and not
+            kept. Where some are missing, a comparison has no errors and no verdict, and its note says so.
         methods: labels of the recipe's methods.
-        rule: the selection rule.
+        rules: {selection rule: its protocol line}, the recipe's own first.
         metric: the metric to summarise.
-        protocol: the protocol line.
         references: method → the method that it is compared with, for methods that are compared.
         compare: pairs of methods that the recipe declares (`report.compare`).
         encoders: labels of several encoders, which each method is compared between; none for one encoder.
@@ -154,56 +156,82 @@ def summarise(
         look: number and significance level of this look.
         before: the looks before it, whose verdicts stay.
         margin: half of the range in which rows are equal, in the metric's unit.
+        average: whether the seeds of a method are averaged to one model, too.
+        edited: methods whose code has changed since their models trained.
     """
-    for model, count in Counter(record.key[:3] for record in records).items():
-        if count > 1:
-            raise ValueError(f"two records of {model}: a summary needs one per method, held-out domains and seed")
-    runs_of = runs_by_method(records, methods, rule, metric, deterministic)
+    trials_of = grouped(records, lambda record: record.method)
+    runs_of = picked_by_rule(records, rules, metric, methods, deterministic)
+    pairs = {rule: _pairs(of, references, compare, encoders) for rule, of in runs_of.items()}
+    runs = [of for by_method in runs_of.values() for of in by_method.values()]
+    measured, without = measure(
+        metric, runs, predictions(runs), average, [pair for of in pairs.values() for pair in of.values()]
+    )
+    rows, comparisons = list[SummaryRow](), list[Comparison]()
+    for rule, by_method in runs_of.items():
+        cheats = "oracle reads labels of the test domains" if rule == ORACLE else ""
+        found = {names: made for names, pair in pairs[rule].items() if (made := compared(pair, without, cheats))}
+        family = [names in compare if compare else True for names in found]
+        judged = judge(metric, [*found.values()], family, alpha=look[1], look=look[0], margin=margin)
+        comparisons += with_earlier_verdicts(judged, before)
+        for method, of in by_method.items():
+            values = of.values
+            means = [float(np.mean([values[held, seed] for held in of.held_out])) for seed in of.complete_seeds]
+            gradients = [r.gradient_evaluations for r in of.records if r.gradient_evaluations is not None]
+            row = SummaryRow(
+                method=method,
+                encoder=of.records[0].encoder,
+                trainable=of.records[0].trainable,
+                augmentation=(augmentations or {}).get(method, "none"),
+                selection=rule,
+                metric=metric,
+                split=SPLIT,
+                **Spread.of(means)._asdict(),
+                interval=measured.interval(of),
+                spread_as_published=convention and {"kind": convention.kind, "value": convention.value(means)},
+                per_test_domain=_per_test_domain(of, measured),
+                protocol=rules[rule],
+                budget={
+                    "draws": len({record.trial for record in trials_of[method]}),
+                    "gradient_evaluations": {"low": min(gradients), "high": max(gradients)} if gradients else None,
+                },
+                failed=_count(of, "failed") or None,
+                skipped=_count(of, "skipped") or None,
+                reason="; ".join(_gaps(of)) or None,
+                flags=[
+                    *_flags(of, trials_of[method]),
+                    *(["its code has changed since its models trained"] * (method in edited)),
+                ]
+                or None,
+            )
+            rows.append(row)
+    return Summary(rows, comparisons, measured=measured)
+
+
+def _pairs(
+    runs: Mapping[str, Runs],
+    references: Mapping[str, str],
+    compare: Sequence[tuple[str, str]],
+    encoders: Sequence[str],
+) -> dict[tuple[str, str], Pair]:
+    """Returns what is compared under a rule, {labels: both sides}."""
     # a pair that is declared the other way round would count twice in Holm's correction
     plain = [(method, other) for method, other in references.items() if (other, method) not in compare]
-    wanted = dict.fromkeys([*compare, *plain, *encoder_pairs([*runs_of], encoders)])
-    pairs = {names: Pair(*(runs_of[name] for name in names)) for names in wanted if {*names} <= runs_of.keys()}
-    without = WithoutGroups(metric, pairs.values(), predictions)
-    cheats = "oracle reads labels of the test domains" if rule == ORACLE else ""
-    comparisons = {names: made for names, pair in pairs.items() if (made := compared(pair, without, cheats))}
-    family = [names in compare if compare else True for names in comparisons]
-    judged = judge(metric, [*comparisons.values()], family, alpha=look[1], look=look[0], margin=margin)
-    judged = with_earlier_verdicts(judged, before)
-    by_pair = dict(zip(comparisons, judged, strict=True))
-
-    rows = []
-    for method, runs in runs_of.items():
-        values = runs.values
-        means = [float(np.mean([values[held, seed] for held in runs.held_out])) for seed in runs.complete_seeds]
-        gradients = [r.gradient_evaluations for r in runs.records if r.gradient_evaluations is not None]
-        versus = by_pair.get((method, references.get(method, "")))
-        row = SummaryRow(
-            method=method,
-            encoder=runs.records[0].encoder,
-            trainable=runs.records[0].trainable,
-            augmentation=(augmentations or {}).get(method, "none"),
-            selection=rule,
-            metric=metric,
-            split=SPLIT,
-            **Spread.of(means)._asdict(),
-            spread_as_published=convention and {"kind": convention.kind, "value": convention.value(means)},
-            per_test_domain=_per_test_domain(runs),
-            versus_erm=None if versus is None else versus.versus_erm(),
-            protocol=protocol,
-            budget={
-                "draws": len({record.trial for record in runs.records}),
-                "gradient_evaluations": {"low": min(gradients), "high": max(gradients)} if gradients else None,
-            },
-            failed=_count(runs, "failed") or None,
-            skipped=_count(runs, "skipped") or None,
-            reason="; ".join(_gaps(runs)) or None,
-        )
-        rows.append(row)
-    return Summary(rows, judged)
+    wanted = dict.fromkeys([*compare, *plain, *encoder_pairs([*runs], encoders)])
+    return {names: Pair(*(runs[name] for name in names)) for names in wanted if {*names} <= runs.keys()}
 
 
-def _per_test_domain(runs: Runs) -> dict[str, Point]:
-    """Mean and std of each held-out set, over all seeds that have it.
+def _flags(runs: Runs, trials: Sequence[Record]) -> Iterator[str]:
+    """Yields reasons to doubt the picks of a method. `trials`: all of its records."""
+    picks = [record.selected[runs.rule] for record in runs.records if runs.rule in record.selected]
+    for flag, count in Counter(flag for pick in picks for flag in pick.flags or ()).items():
+        yield f"{flag} in {count} of {len(picks)} picks"
+    drawn = [record for record in trials if record.trial > 0]
+    if failed := [record.reason for record in drawn if record.status == "failed"]:
+        yield f"{len(failed)} of {len(drawn)} drawn trials failed, the first: {failed[0]}"
+
+
+def _per_test_domain(runs: Runs, measured: RunMeasures) -> dict[str, Point]:
+    """Mean and std of each held-out set, over all seeds that have it, and the ends of its interval if it is known.
 
     If there is one set of several domains (official split), each domain has its accuracy. Other metrics are known only
     for all test images together. Of several sets the mean is that of the columns, so each set has one.
@@ -219,8 +247,12 @@ def _per_test_domain(runs: Runs) -> dict[str, Point]:
             columns = {domain: entry["accuracy"] for domain, entry in score.per_domain.items()}
         for domain, of_domain in columns.items():
             by_domain.setdefault(domain, []).append(of_domain)
-    spreads = {domain: Spread.of(values) for domain, values in by_domain.items()}
-    return {domain: {"mean": spread.mean, "std": spread.std} for domain, spread in spreads.items()}
+    points = dict[str, Point]()
+    ends = {set_name(held): measured.interval(runs, held) for held in runs.held_out}
+    for domain, values in by_domain.items():
+        spread, interval = Spread.of(values), ends.get(domain)
+        points[domain] = {"mean": spread.mean, "std": spread.std, **(interval._asdict() if interval else {})}
+    return points
 
 
 def _count(runs: Runs, status: Status) -> int:

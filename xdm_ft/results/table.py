@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+from xdm_ft.core import Interval
 from xdm_ft.evaluation.estimates import Estimate
 from xdm_ft.results.model import Point
 
@@ -36,9 +37,9 @@ class SummaryRow:
     std: float | None  # over seeds, ddof 1
     stderr: float | None  # std / √n
     n: int  # number of complete seeds: those with a value for every held-out domain
+    interval: Interval | None  # 95% over complete seeds and test images; None: not known
     spread_as_published: dict[str, Any] | None  # {"kind", "value"} as the data set's benchmark prints it
-    per_test_domain: dict[str, Point]  # {name: {"mean", "std"}}
-    versus_erm: dict[str, Any] | None  # difference to its reference; None for a reference
+    per_test_domain: dict[str, Point]  # {name: {"mean", "std"}, and "low" and "high" of the interval if it is known}
     protocol: str  # one line: data, split, selection and metric behind the numbers
     budget: dict[str, Any]  # {"draws", "gradient_evaluations": {"low", "high"} | None}
     failed: int | None = None  # number of failed models
@@ -51,20 +52,21 @@ class SummaryRow:
 
     def to_json(self) -> dict[str, Any]:
         first = {"method": self.method, "encoder": self.encoder, "trainable": self.trainable}
-        return {name: v for name, v in (first | vars(self)).items() if v is not None or name not in self._OPTIONAL}
+        values = first | vars(self) | {"interval": self.interval and self.interval._asdict()}
+        return {name: value for name, value in values.items() if value is not None or name not in self._OPTIONAL}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> SummaryRow:
-        return cls(**{"spread_as_published": None} | dict(entry))
+        interval = entry["interval"] and Interval(**entry["interval"])
+        return cls(**{"spread_as_published": None} | dict(entry) | {"interval": interval})
 
     def flat(self) -> dict[str, Any]:
-        """Returns the row as a flat dict; nested values get keys such as `mean:DOMAIN` and `versus_erm:p`."""
+        """Returns the row as a flat dict; nested values get keys such as `mean:DOMAIN`."""
         row = {name: value for name, value in self.to_json().items() if not isinstance(value, dict | list)}
-        row.pop("versus_erm", None)  # null where ERM itself is the row; its values follow
+        row.pop("interval", None)
+        row |= {f"mean_{end}": self.interval and getattr(self.interval, end) for end in Interval._fields}
         for domain, values in self.per_test_domain.items():
             row |= {f"{name}:{domain}": value for name, value in values.items()}
-        versus, names = self.versus_erm or {}, ("reference", "difference", "p", "p_holm", "verdict")
-        row |= {f"versus_erm:{name}": versus.get(name) for name in names}
         return row | {"draws": self.budget["draws"], "flags": "; ".join(self.flags or ())}
 
 
@@ -137,19 +139,6 @@ class Comparison:
             here=opposite.get(self.here, self.here),
             elsewhere=opposite.get(self.elsewhere, self.elsewhere),
         )
-
-    def versus_erm(self) -> dict[str, Any]:
-        """Returns `versus_erm` of a row of the summary."""
-        estimates = {"domains": self.on_others, "seeds_and_images": self.on_these}
-        return {
-            "difference": self.difference,
-            **{name: estimate and estimate.interval()._asdict() for name, estimate in estimates.items()},
-            "p": self.p_here and self.p_here.plain,
-            "p_holm": self.p_here and self.p_here.holm,
-            "verdict": f"{self.here} {self.where}" if self.is_found else self.here,
-            "note": self.note,
-            "reference": self.second,
-        }
 
     def to_json(self) -> dict[str, Any]:
         p_values = {"p_here": self.p_here, "p_elsewhere": self.p_elsewhere}

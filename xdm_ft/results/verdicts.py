@@ -12,7 +12,7 @@ Satterthwaite's: these are too liberal with ten slides, or with three paired see
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
@@ -41,7 +41,7 @@ from xdm_ft.evaluation.predictions import (
     jackknife_variance,
     without_each_group,
 )
-from xdm_ft.results import Runs
+from xdm_ft.results import Runs, seeds_by_set
 from xdm_ft.results.table import BETTER, EQUAL, UNDECLARED, UNKNOWN, WORSE, Comparison, PValue
 
 SEEDS = 3  # fewest seeds of a verdict, of each side that is not deterministic
@@ -126,33 +126,58 @@ class Pair(NamedTuple):
         return self.first.complete_seeds, self.second.complete_seeds
 
 
+class OverImages(NamedTuple):
+    """How the mean over some seeds of a method, on one held-out set, varies with the test images."""
+
+    variance: float | None  # None: it cannot be estimated
+    effective: float  # number of groups
+    groups: int | None  # None: images assumed independent
+
+
 class WithoutGroups:
     """The metric without each group of test images, as its mean over the seeds of each side of the comparisons.
 
     One pass over the predictions: of them, no more than one mean per side is kept.
     """
 
-    def __init__(self, metric: str, pairs: Iterable[Pair], predictions: Iterable[Prediction]) -> None:
-        """`predictions` of a method and held-out set come in the order of the seeds, which decides the rounding."""
+    def __init__(self, metric: str, pairs: Iterable[Pair], alone: Iterable[Runs] = ()) -> None:
+        """`alone`: methods whose own error is wanted, over the seeds of `seeds_by_set`."""
+        self.metric = metric
         self.images: dict[DomainSet, HeldOutImages] = {}
-        sides: dict[tuple[str, str], set[tuple[int, ...]]] = {}  # (rule, method) → the seeds of each comparison
+        self._first: dict[DomainSet, Prediction] = {}
+        self._sides: dict[tuple[str, str, DomainSet], set[tuple[int, ...]]] = {}  # by rule and method
         for pair in pairs:
             for runs, seeds in zip(pair, pair.seeds, strict=True):
-                sides.setdefault((runs.rule, runs.method), set()).add(tuple(seeds))
+                self._want(runs, dict.fromkeys(runs.held_out, seeds))
+        for runs in alone:
+            self._want(runs, seeds_by_set(runs))
         self._sums: dict[tuple[str, str, DomainSet, tuple[int, ...]], tuple[np.ndarray, int]] = {}
-        first: dict[DomainSet, Prediction] = {}
-        for prediction in predictions:
-            if metric == "auroc" and prediction.per_image is None:  # the AUROC is not defined
-                continue
-            held, rule, method = tuple(prediction.test_domains), prediction.rule, prediction.method
-            check_same_images(first.setdefault(held, prediction), prediction)
-            self.images[held] = first[held].images
-            counted_in = [seeds for seeds in sides.get((rule, method), ()) if prediction.seed in seeds]
-            if counted_in:
-                without = without_each_group(metric, prediction)
-                for side in counted_in:
-                    total, count = self._sums.get((rule, method, held, side), (np.zeros_like(without), 0))
-                    self._sums[rule, method, held, side] = total + without, count + 1
+
+    def _want(self, runs: Runs, seeds: Mapping[DomainSet, Sequence[int]]) -> None:
+        for held, of_set in seeds.items():
+            self._sides.setdefault((runs.rule, runs.method, held), set()).add(tuple(of_set))
+
+    def add(self, prediction: Prediction) -> None:
+        """Those of a method and held-out set come in the order of the seeds, which decides the rounding."""
+        key = prediction.rule, prediction.method, tuple(prediction.test_domains)
+        check_same_images(self._first.setdefault(key[2], prediction), prediction)
+        self.images[key[2]] = self._first[key[2]].images
+        sides = [seeds for seeds in self._sides.get(key, ()) if prediction.seed in seeds]
+        if not sides or (self.metric == "auroc" and prediction.per_image is None):  # the AUROC is not defined
+            return
+        without = without_each_group(self.metric, prediction)
+        for side in sides:
+            total, count = self._sums.get((*key, side), (np.zeros_like(without), 0))
+            self._sums[(*key, side)] = total + without, count + 1
+
+    def over_images(self, runs: Runs, held: DomainSet, seeds: Sequence[int]) -> OverImages | None:
+        """Returns how the mean over these seeds varies; None without predictions."""
+        if held not in self.images:
+            return None
+        images, mean = self.images[held], self.mean(runs, held, seeds)
+        effective = effective_number(images.sizes) if mean is None else _effective(images, mean)
+        variance = None if mean is None or effective < 2 else jackknife_variance(mean)
+        return OverImages(variance, effective, None if images.groups is None else len(images.sizes))
 
     def mean(self, runs: Runs, held: DomainSet, seeds: Sequence[int]) -> np.ndarray | None:
         """The mean over these seeds, [groups]; None if a prediction is missing."""
@@ -250,8 +275,7 @@ def _over_images(
         if first is None or second is None:
             return None, "predictions are missing"
         images, difference = without.images[held], first - second
-        # a metric that needs many images is jackknifed over blocks, which may be fewer than the groups
-        groups = min(effective_number(images.sizes), len(difference))
+        groups = _effective(images, difference)
         if groups < 2:
             what = "images" if images.groups is None else "groups"
             return None, f"a test domain has effectively {groups:.1f} {what}, and it needs 2"
@@ -261,6 +285,12 @@ def _over_images(
         variances.append(variance)
         numbers.append(groups)
     return over_images(variances, numbers), ""
+
+
+def _effective(images: HeldOutImages, without: np.ndarray) -> float:
+    """Returns the effective number of groups of an estimate from values without each group."""
+    # a metric that needs many images is jackknifed over blocks, which may be fewer than the groups
+    return min(effective_number(images.sizes), len(without))
 
 
 def _about_groups(sets: Sequence[HeldOutImages]) -> list[str]:

@@ -38,6 +38,7 @@ LOCK = "run.lock"
 ANALYSIS = "analysis.json"
 AUDIT = "audit/audit.json"
 RESULTS, MARKDOWN, TABLE, PAGE = "results.json", "results.md", "results.csv", "report.html"
+MEASURED = "measured.safetensors"  # what the predictions of picked models come to
 MODELS = "models.parquet"  # of a run with many models
 REPORTS = "reports.json"  # checksums of the reports
 COPIES = "copies.csv"  # of a run whose images have copies
@@ -253,6 +254,11 @@ class RunDirectory:
         except (Damaged, FileNotFoundError) as error:
             fault = error.fault if isinstance(error, Damaged) else "is damaged (it does not exist)"
             raise UserError(f"{self.path / address}: {fault}; run the run's recipe again to {does}") from error
+
+    def arrays(self, address: str) -> tuple[Arrays, dict[str, str]]:
+        """Returns the checked arrays and metadata at an address. Raises as `tensors`."""
+        tensors, metadata = self.tensors(address)
+        return arrays_of(tensors), metadata
 
     def predictions(self, folder: str, files: Digests | None = None) -> Arrays:
         """Returns a model's predictions. Raises as `require_tensors`."""

@@ -12,7 +12,7 @@ from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
 from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, SeriesStyle, curves, heat_maps, looks
 from xdm_ft.report.words import short
-from xdm_ft.results.measured import ECE, Picked, Pool, confidences
+from xdm_ft.results.measured import ECE, MISTAKES, Mistake, Picked, Pool
 from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, plural
 
@@ -31,7 +31,7 @@ def confusion(run: Run) -> Section | None:
         return None
     figures = []
     for i, held in enumerate(sets, 1):
-        counts, where = run.pools.of[method, held].counts, f"{set_name(held)} held out"
+        counts, where = _counts(run, method, held), f"{set_name(held)} held out"
         recall = np.nan_to_num(recalls(counts), nan=2.0)  # above any recall: never the lowest
         alt = (
             f"Confusion matrix of {method}, {where}: {100 * np.trace(counts) / counts.sum():.1f}% right; the lowest "
@@ -40,14 +40,13 @@ def confusion(run: Run) -> Section | None:
         figures.append(heat_maps(f"confusion-{i}", alt, {where: _shares(counts)}, run.class_names, small=len(sets) > 2))
 
     pairs = []
-    for held in (held for held in run.held_out_sets if (method, held) in run.pools.of):
-        pool = run.pools.of[method, held]
-        counts = pool.counts
+    for held in (held for held in run.held_out_sets if (method, held) in run.measured.pools):
+        counts = _counts(run, method, held)
         shares = _shares(counts)
         np.fill_diagonal(shares, 0)
         for number in np.argsort(-shares, axis=None)[:MAX_PAIRS]:
             i, j = divmod(int(number), len(shares))
-            share, models = float(shares[i, j]), max(pool.read, 1)  # each counted the images
+            share, models = float(shares[i, j]), run.measured.pools[method, held].models  # each counted the images
             images, of = (f"{count / models:.1f}".removesuffix(".0") for count in (counts[i, j], counts[i].sum()))
             sized = Cell(f"{100 * share:.1f}", share), Cell(f"{images} of {of}", counts[i, j] / models)
             held_out = [set_name(held)] if len(run.held_out_sets) > 1 else []
@@ -64,7 +63,6 @@ def confusion(run: Run) -> Section | None:
         [table] if rows else [],
         method=method,
         chosen=chosen,
-        counted=run.pools.about(),
         not_drawn=_rest(run, sets),
     )
 
@@ -76,12 +74,16 @@ def other_confusions(run: Run) -> Section | None:
         return None
     figures = []
     for i, method in enumerate(methods[:MAX_METHODS], 1):
-        counts = {set_name(held): run.pools.of[method, held].counts for held in run.shown_sets(method)}
+        counts = {set_name(held): _counts(run, method, held) for held in run.shown_sets(method)}
         right = [f"{where} {100 * np.trace(of) / of.sum():.1f}%" for where, of in counts.items() if of.sum()]
         alt, shares = f"Confusion matrices of {method}; right were: {', '.join(right)}.", map(_shares, counts.values())
         figures.append(heat_maps(f"confusion-others-{i}", alt, dict(zip(counts, shares, strict=True)), (), method))
     more = f" {len(methods) - MAX_METHODS} more methods are not drawn." if len(methods) > MAX_METHODS else ""
     return make_section("confusion-others", figures, more=more)
+
+
+def _counts(run: Run, method: str, held: DomainSet) -> np.ndarray:
+    return run.measured.pools[method, held].counts(len(run.class_names))
 
 
 def _rest(run: Run, sets: Sequence[DomainSet]) -> str:
@@ -112,14 +114,14 @@ def reliability(run: Run) -> Section | None:
     def drawn(pool: Pool) -> np.ndarray:
         """Returns confidence, accuracy and share of the images, in %, of bins that have enough of them: [bins,3]."""
         n, confidence, right = pool.bins.T
-        kept = n >= FEWEST_IMAGES * pool.read
+        kept = n >= FEWEST_IMAGES * pool.models
         return 100 * np.stack([confidence[kept] / n[kept], right[kept] / n[kept], n[kept] / n.sum()], 1)
 
     panels, captions = {}, []
     for held in sets:
-        others = [pool for (name, where), pool in run.pools.of.items()
-                  if where == held and name != method and pool.read]  # fmt: skip
-        points = drawn(run.pools.of[method, held])
+        others = [pool for (name, where), pool in run.measured.pools.items()
+                  if where == held and name != method]  # fmt: skip
+        points = drawn(run.measured.pools[method, held])
         lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
         lines.append(
             Line(
@@ -130,7 +132,7 @@ def reliability(run: Run) -> Section | None:
             )
         )
         panels[f"{short(set_name(held), 22)} held out"] = lines
-        n, confidence, right = run.pools.of[method, held].bins.sum(0)
+        n, confidence, right = run.measured.pools[method, held].bins.sum(0)
         captions.append(f"{set_name(held)}: mean confidence {100 * confidence / n:.1f}%, right {100 * right / n:.1f}%")
     columns = min(len(panels), RELIABILITY_COLUMNS)
     figure = curves(
@@ -154,8 +156,8 @@ def reliability(run: Run) -> Section | None:
     names = [*map(set_name, run.held_out_sets), *(["mean"] if len(run.held_out_sets) > 1 else ())]
     table = Table(caption, ["method", *names], rows, folded=True)
     grey = "; grey lines are the other methods" if any(len(lines) > 1 for lines in panels.values()) else ""
-    counted, rest = run.pools.about(), _rest(run, sets)
-    return make_section("reliability", [figure], [table], method=method, others=grey, counted=counted, not_drawn=rest)
+    rest = _rest(run, sets)
+    return make_section("reliability", [figure], [table], method=method, others=grey, not_drawn=rest)
 
 
 # ---------------------------------------------------------------------------------------------------- risk and coverage
@@ -169,10 +171,10 @@ def risk_coverage(run: Run) -> Section | None:
     """What share of the images can be answered at what accuracy, if the least confident ones go to a human."""
     by_method: dict[str, tuple[np.ndarray, np.ndarray]] = {}  # coverage and accuracy from the highest threshold on
     for row in run.drawn_rows:
-        pools = [pool for held in run.held_out_sets if (pool := run.pools.of.get((row.method, held)))]
-        if pools and all(pool.read for pool in pools):
+        pools = [pool for held in run.held_out_sets if (pool := run.measured.pools.get((row.method, held)))]
+        if pools:
             # every held-out set weighs the same, as in the mean of the first table
-            shares = sum(pool.levels / pool.levels[:, 0].sum() for pool in pools) / len(pools)  # [LEVELS,2]
+            shares = sum(pool.by_level / pool.levels[1].sum() for pool in pools) / len(pools)  # [LEVELS,2]
             answered, right = np.cumsum(np.asarray(shares)[::-1], axis=0).T
             first = np.searchsorted(answered, 1e-12, "right")  # the first threshold that some image exceeds
             by_method[row.method] = answered[first:], right[first:] / answered[first:]
@@ -215,21 +217,16 @@ def risk_coverage(run: Run) -> Section | None:
 
 # --------------------------------------------------------------------------------------------------- confident mistakes
 
-EACH, MAX_IMAGES = 6, 12  # images per held-out set, and of all of them
-SEEDS = 5  # models per held-out set whose mistakes are looked at, at most
+MAX_IMAGES = 12  # of all held-out sets
 
 
-class Mistake(NamedTuple):
-    """A test image and the wrong class that the models were most sure of."""
+class Shown(NamedTuple):
+    """A mistake as an image of the page."""
 
     held: DomainSet
     name: str  # in the data
     row: int  # of the data set, when the run was made
-    label: int
-    predicted: int
-    confidence: float  # the mean over the models that were wrong
-    wrong: int  # models that were wrong
-    models: int
+    of: Mistake
 
 
 def mistakes(run: Run) -> Section | None:
@@ -242,36 +239,24 @@ def mistakes(run: Run) -> Section | None:
     if method is None or not run.recipe.report.images:
         return None
     sets = run.shown_sets(method)
-    each = min(EACH, max(1, MAX_IMAGES // max(len(sets), 1)))
-    worst = [mistake for held in sets for mistake in _worst_mistakes(run, method, held)[:each]]
+    each = min(MISTAKES, max(1, MAX_IMAGES // max(len(sets), 1)))
+    worst = [mistake for held in sets for mistake in _worst_mistakes(run, method, held, each)]
     if not worst:
         return None
     thumbnails, missing = _thumbnails(run, worst)
     return make_section("mistakes", notes=[missing] if missing else [], thumbnails=thumbnails, method=method)
 
 
-def _worst_mistakes(run: Run, method: str, held: DomainSet) -> list[Mistake]:
-    records = [record for record in run.picked if record.key[:2] == (method, held)][:SEEDS]
-    # confidence in a wrong class, and in all others; 0 where the model was right; all [models][n]
-    sure, unsure, predicted = list[np.ndarray](), list[np.ndarray](), []
-    for record in records:
-        prediction = run.prediction(record)
-        for values, confidence in zip((sure, unsure), confidences(prediction), strict=True):
-            values.append(np.where(prediction.predicted != prediction.images.labels, confidence, 0.0))
-        predicted.append(prediction.predicted)
-    images, names, total = run.images(records[0]), run.image_names(records[0]), np.sum(sure, axis=0)
-    counts, surest = np.count_nonzero(sure, axis=0), np.argmax(sure, axis=0)
+def _worst_mistakes(run: Run, method: str, held: DomainSet, most: int) -> list[Shown]:
+    record = next(record for record in run.picked if record.key[:2] == (method, held))
+    names, rows = run.image_names(record), run.images(record).rows
     return [
-        Mistake(
-            held, names[i], int(images.rows[i]), int(images.labels[i]), int(predicted[surest[i]][i]),
-            float(total[i] / counts[i]), int(counts[i]), len(records),
-        )
-        # stable: of equally sure mistakes the first images, so that a page does not change when it is made again
-        for i in np.lexsort((np.sum(unsure, axis=0), -total))[:EACH] if total[i] > 0
-    ]  # fmt: skip
+        Shown(held, names[mistake.position], int(rows[mistake.position]), mistake)
+        for mistake in run.measured.pools[method, held].mistakes[:most]
+    ]
 
 
-def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], str]:
+def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[list[Thumbnail], str]:
     """Returns the images that can be read, and a sentence on the others; empty if there is none."""
     from xdm_ft.data import load_dataset, rows_by_name
     from xdm_ft.images import Range
@@ -283,18 +268,18 @@ def _thumbnails(run: Run, worst: Sequence[Mistake]) -> tuple[list[Thumbnail], st
         return [], f"No image can be shown, because the data cannot be read now: {error}"
     if intensity := run.results["environment"]["data"].get("intensity"):
         dataset.intensity = Range.model_validate(intensity)
-    rows = rows_by_name(dataset, {mistake.name: mistake.row for mistake in worst})
+    rows = rows_by_name(dataset, {shown.name: shown.row for shown in worst})
     thumbnails = []
-    for mistake in (mistake for mistake in worst if mistake.name in rows):
+    for held, name, _, mistake in (shown for shown in worst if shown.name in rows):
         try:
-            image = dataset.image(rows[mistake.name])
+            image = dataset.image(rows[name])
         except UnreadableImage:
             continue  # counted below
-        label, where = run.class_names[mistake.label], set_name(mistake.held)
+        label, where = run.class_names[mistake.label], set_name(held)
         sure = f"{run.class_names[mistake.predicted]}, {100 * mistake.confidence:.0f}% sure"
         if mistake.wrong < mistake.models:
             sure += f" ({mistake.wrong} of {mistake.models} models)"
-        lines = where, f"label: {label}", f"predicted: {sure}", mistake.name
+        lines = where, f"label: {label}", f"predicted: {sure}", name
         thumbnails.append(Thumbnail.of(image, f"{where}: {label}, taken for {sure}", lines))
     left = len(worst) - len(thumbnails)
     return thumbnails, f"{plural(left, 'image')} cannot be read now." if left else ""

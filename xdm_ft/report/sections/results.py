@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import partial
+from statistics import fmean
 
 import numpy as np
-import torch
 from scipy.special import ndtr
 
 from xdm_ft.core import Interval, set_name
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
 from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Mark, Row, SeriesStyle, curves, looks, points
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, in_unit, oracle_mark, with_spread
 from xdm_ft.results import grouped
-from xdm_ft.results.measured import MEASURES, Picked, costs, interval
-from xdm_ft.results.model import Record
+from xdm_ft.results.measured import MEASURES, Picked, costs
 from xdm_ft.results.run import ORACLE, Run, encoders_of
 from xdm_ft.results.table import SummaryRow
 from xdm_ft.runtime.errors import listed, plural
-from xdm_ft.storage.run_directory import RunDirectory
 
 
 def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
     """The results under a rule: a table per protocol, metric and kind of ±, which no column mixes.
 
-    `with_intervals`: beside each mean its 95% interval, which reads predictions.
+    `with_intervals`: beside each mean its 95% interval.
     """
     order = [item.label for item in run.recipe.methods]
     rows = [row for row in run.rows if row.selection == rule]
@@ -90,7 +86,7 @@ def _table(run: Run, rows: Sequence[SummaryRow], with_intervals: bool) -> Table:
     has_budgets, has_mixed = any(row.budget for row in rows), any(row.method in mixed for row in rows)
     several = len(domains) != 1  # the mean of one domain is that domain's
     header = [f"method{mark}", *(domains if several else ())]
-    ends = mean_intervals(run, rows) if with_intervals else {}
+    ends = {row.method: row.interval for row in rows if with_intervals and row.interval is not None}
     error = " ± stderr" * any(row.stderr is not None for row in rows)
     header += [f"{'mean' if several else domains[0]}{error}{mark}"]
     header += ["95% interval"] * bool(ends) + ["seeds"]
@@ -114,10 +110,6 @@ def _dot_plot(run: Run) -> list[Figure]:
     if not rows or len(rows) * len(domains) < 2:
         return []
 
-    def on_axis(method: str, domain: str) -> list[float] | None:
-        ends = domain_interval(run, method, domain)
-        return None if ends is None else [axis_value(run.metric, end) for end in ends]
-
     several = len(domains) > 1
     drawn = []
     for row in rows:
@@ -126,7 +118,8 @@ def _dot_plot(run: Run) -> list[Figure]:
             value = row.per_test_domain.get(domain, {}).get("mean")
             if value is not None:
                 shift = 0.6 * (i / (len(domains) - 1) - 0.5) if several else 0.0
-                ends = partial(on_axis, row.method, domain)
+                end = domain_interval(row, domain)
+                ends = None if end is None else [axis_value(run.metric, one) for one in end]
                 marks.append(Mark(domain, axis_value(run.metric, value), ends, shift))
         if several and row.mean is not None:
             marks.append(Mark("mean", axis_value(run.metric, row.mean)))
@@ -157,7 +150,7 @@ def intervals(run: Run) -> Section | None:
     rows = []
     of_domains = domains if len(domains) > 1 else []
     for row in run.recipe_rows:
-        ends = [mean_interval(run, row), *(domain_interval(run, row.method, domain) for domain in of_domains)]
+        ends = [row.interval, *(domain_interval(row, domain) for domain in of_domains)]
         if any(ends):
             shown = [Cell(words.between(run.metric, end), end.low) if end else Cell(EMPTY) for end in ends]
             rows.append(cells(row.method, *shown))
@@ -166,29 +159,10 @@ def intervals(run: Run) -> Section | None:
     return make_section("intervals", tables=[table]) if rows else None
 
 
-def mean_interval(run: Run, row: SummaryRow) -> Interval | None:
-    """Returns the 95% interval over seeds and test images of a row's mean; None if it is not known.
-
-    It needs every seed in every held-out domain, and predictions, which rules other than the recipe's own lack.
-    """
-    if row.selection != run.recipe_rule or row.mean is None or row.reason is not None:
-        return None
-    pools = run.pools.of
-    return interval([pools[row.method, held] for held in run.held_out_sets if (row.method, held) in pools], run.metric)
-
-
-def mean_intervals(run: Run, rows: Sequence[SummaryRow]) -> dict[str, Interval]:
-    """Returns {method: `mean_interval`} where it is known; {} for a copy of results.json alone, without predictions."""
-    directory = RunDirectory(run.path)
-    if not any(directory.predictions_size(record.folder) for record in run.picked):
-        return {}
-    return {row.method: end for row in rows if (end := mean_interval(run, row)) is not None}
-
-
-def domain_interval(run: Run, method: str, domain: str) -> Interval | None:
-    """Returns the interval of a method on one column of the summary; None for one of several tested together."""
-    pools = [pool for (name, held), pool in run.pools.of.items() if (name, set_name(held)) == (method, domain)]
-    return interval(pools, run.metric)
+def domain_interval(row: SummaryRow, domain: str) -> Interval | None:
+    """Returns the interval on one column of the summary; None if it is not known."""
+    low, high = (row.per_test_domain.get(domain, {}).get(end) for end in Interval._fields)
+    return None if low is None or high is None else Interval(low, high)
 
 
 # --------------------------------------------------------------------------------------------- other metrics, and costs
@@ -269,63 +243,36 @@ def cost(run: Run) -> Section | None:
 # ------------------------------------------------------------------------------------------------------ seeds averaged
 
 
-def averaged_log_probabilities(probabilities: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns logits float64 [n,C] whose softmax is that of the mean logits of S models, from their probabilities.
-
-    log p_s = logits_s − a constant of the image, so that their mean differs from the mean logits by a constant of the
-    image. A probability that float32 has rounded to 0 counts as the smallest normal number.
-    """
-    least = np.finfo(np.float32).tiny
-    total = np.zeros(probabilities[0].shape)
-    for of_seed in probabilities:
-        total += np.log(np.maximum(of_seed, least), dtype=np.float64)
-    return total / len(probabilities)
-
-
 def averaged(run: Run) -> Section | None:
     """Each method's models of all seeds as one model, whose logits are the mean of theirs, under the recipe's rule.
 
-    None if the recipe does not ask for it, or no method has two complete seeds. Reads the predictions of all picked
-    models. Raises `UserError` if a file is damaged.
+    None if the recipe does not ask for it, or no method has two complete seeds.
     """
     if not run.recipe.report.seeds_averaged:
         return None
-    held_out = tuple(dict.fromkeys(record.test_domains for record in run.picked))
+    held_out, pools = run.held_out_sets, run.measured.pools
     rows, notes = [], []
-    for method in (row.method for row in run.recipe_rows):
-        models = {(record.test_domains, record.seed): record for record in run.picked if record.method == method}
-        seeds = [s for s in sorted({seed for _, seed in models}) if all((held, s) in models for held in held_out)]
-        if len(seeds) < 2:
+    for row in run.recipe_rows:
+        of_sets = [pools.get((row.method, held)) for held in held_out]
+        if row.n < 2 or None in of_sets:
             continue
-        by_set = [[models[held, seed] for seed in seeds] for held in held_out]
-        values = [_averaged_metric(run, records) for records in by_set]
-        defined = [math.nan if value is None else value for value in values]
-        if None in values:
-            notes.append(f"{method}: no row: probabilities of all classes were not kept, as they take too much space")
+        if not all(pool.every_class for pool in of_sets if pool):
+            reason = "probabilities of all classes were not kept, as they take too much space"
+            notes.append(f"{row.method}: no row: {reason}")
             continue
-        tests = [record.selected[run.recipe_rule].metrics["test"] for records in by_set for record in records]
-        of_seeds = [getattr(test, run.metric) for test in tests]
-        single, mean = math.nan if None in of_seeds else float(np.mean(of_seeds)), float(np.mean(defined))
-        of_sets = defined if len(held_out) > 1 else []
-        shown = [metric_cell(None if math.isnan(v) else v, run.metric) for v in (*of_sets, mean, single)]
-        difference = EMPTY if math.isnan(mean - single) else words.scaled(mean - single, run.metric, signed=True)
-        rows.append(cells(f"{method}, seeds averaged", len(seeds), *shown, difference))
+        values = [pool.averaged for pool in of_sets if pool]
+        defined = [value for value in values if value is not None]
+        mean = fmean(defined) if len(defined) == len(values) else None
+        shown = [metric_cell(value, run.metric) for value in (*(values if len(values) > 1 else ()), mean, row.mean)]
+        gain = None if mean is None or row.mean is None else mean - row.mean
+        difference = EMPTY if gain is None else words.scaled(gain, run.metric, signed=True)
+        rows.append(cells(f"{row.method}, seeds averaged", row.n, *shown, difference))
     if not rows and not notes:
         return None
     sets = [*map(set_name, held_out), "mean"] if len(held_out) > 1 else [*map(set_name, held_out)]
     header = [f"method{oracle_mark(run.recipe_rule)}", "seeds", *sets, "mean of its seeds", "difference"]
     table = Table("Seeds averaged.", header, rows)
     return make_section("averaged", tables=[table], notes=notes)
-
-
-def _averaged_metric(run: Run, records: Sequence[Record]) -> float | None:
-    """Returns the metric of the averaged models on one held-out set; nan: not defined; None: not known."""
-    every_class = [p for record in records if (p := run.prediction(record).probabilities) is not None and p.ndim == 2]
-    if len(every_class) < len(records):
-        return None
-    images = run.images(records[0])
-    logits = torch.from_numpy(averaged_log_probabilities(every_class))
-    return metric(run.metric, logits, torch.from_numpy(images.labels), torch.from_numpy(images.worst_of))
 
 
 # ------------------------------------------------------------------------------------------------ labels of a new site
