@@ -84,7 +84,7 @@ class Run:
             for seed in range(self.seeds)
         ]
         compared = summarise(
-            records, self.predictions(grouped), methods=self.methods, rule=RULE, metric=metric, protocol="",
+            records, lambda _: self.predictions(grouped), methods=self.methods, rules={RULE: ""}, metric=metric,
             references=dict.fromkeys(self.methods[1:], "erm"),
         ).comparisons  # fmt: skip
         assert all(row.share_images == 1 for row in compared), "a variance is missing"

@@ -98,7 +98,7 @@ class Study:
         encoder = replace(self.prepared.for_method(self.item), features=features)
         return replace(self, plan=plan, prepared=replace(self.prepared, encoders={self.item.encoder_label: encoder}))
 
-    def answers(self, wanted: Sequence[HeadRequest], what: str) -> Iterator[tuple[int, Tensor]]:
+    def answers(self, wanted: Sequence[HeadRequest], task: str) -> Iterator[tuple[int, Tensor]]:
         """Trains heads and yields, for each of `wanted` in any order, its number and the logits float32 [n,C].
 
         Heads on the same images, labels and seed are trained once. `what` they are for is shown with the progress.
@@ -113,7 +113,7 @@ class Study:
             rule = self._rule(first.split)
             job = self._job(first.split, first.seed, rule)
             together.setdefault((rule, id(first.labels)), {})[id(job)] = job, numbers
-        with progress(f"heads, {what}", len(same), "heads") as bar:
+        with progress(f"heads, {task}", len(same), "heads") as bar:
             for (rule, _), jobs in together.items():
                 labels = wanted[next(iter(jobs.values()))[1][0]].labels
                 for chunk in chunks([job for job, _ in jobs.values()], self.features.device):
@@ -122,10 +122,10 @@ class Study:
                             yield number, predictor.logits(trained.selected[rule].state, wanted[number].rows)
                         bar.advance()
 
-    def predictions(self, wanted: Sequence[HeadRequest], what: str) -> list[np.ndarray]:
+    def predictions(self, wanted: Sequence[HeadRequest], task: str) -> list[np.ndarray]:
         """Returns the predicted classes of each of `wanted`, int64 [n]; the rest as `answers`."""
         predicted = dict[int, np.ndarray]()
-        for number, logits in self.answers(wanted, what):
+        for number, logits in self.answers(wanted, task):
             predicted[number] = logits.argmax(1).numpy()
         return [predicted[number] for number in range(len(wanted))]
 

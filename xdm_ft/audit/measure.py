@@ -274,8 +274,8 @@ def _site_costs(
         if label:
             rows = rows[dataset.labels[rows] == dataset.class_names.index(label)]
         trains = [held for held, split in splits.items() if domain in split.train_domains]
-        what = f"{f'{label} in ' if label else ''}{domain} left out of training"
-        changes.append(Change(what, len(rows), dict.fromkeys(trains, rows)))
+        title = f"{f'{label} in ' if label else ''}{domain} left out of training"
+        changes.append(Change(title, len(rows), dict.fromkeys(trains, rows)))
     return [asdict(cost) for cost in costs(study, changes[:MAX_COSTS])] if splits else []
 
 

@@ -48,12 +48,12 @@ class StoreEntry:
         cut = self.encoder.get("cut")
         activations = "" if cut is None else f", activations before {cut}"
         encoder = f"{self.encoder['component']} {self.encoder['model']}{activations}"
-        what = f"{encoder}, {plural(self.images, 'image')}, {self.precision}"
+        line = f"{encoder}, {plural(self.images, 'image')}, {self.precision}"
         if self.view is not None:
-            what += f", view {self.view['number']} of {self.view['augmentation']}"
+            line += f", view {self.view['number']} of {self.view['augmentation']}"
         if self.state == "outdated":
-            what += ", of another version: nothing reads it"
-        return f"{self.key}  {self.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"
+            line += ", of another version: nothing reads it"
+        return f"{self.key}  {self.bytes / GIGABYTE:8.3f} GB  last used {used}  {line}"
 
 
 def list_cache(folder: str | None) -> CommandResult:

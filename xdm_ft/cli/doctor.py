@@ -84,12 +84,12 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from _guarded("recipe's own", weights_and_data(recipe))
 
 
-def _guarded(what: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+def _guarded(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yields the findings of a check. A `UserError` that stops it becomes a fault, and the next checks still run."""
     try:
         yield from findings
     except UserError as error:
-        yield from fault(what, error)
+        yield from fault(subject, error)
 
 
 def installation() -> Iterator[Finding]:
@@ -164,26 +164,26 @@ def ray_cluster(settings: Cluster) -> Iterator[Finding]:
         yield Finding("cluster", "Ray is not installed; models train on this machine")
     else:
         try:
-            where = f"runs at {address_of(settings.address)}; cluster.name=ray trains there"
+            state = f"runs at {address_of(settings.address)}; cluster.name=ray trains there"
         except UserError:
-            where = "does not run on this machine"
-        yield Finding("cluster", f"Ray {importlib.metadata.version('ray')} {where}")
+            state = "does not run on this machine"
+        yield Finding("cluster", f"Ray {importlib.metadata.version('ray')} {state}")
 
 
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoders' weights, the data, the disk space that the features need, and the time of the run."""
     encoders: dict[str | None, Encoder] = {}
     for label, component in by_label(recipe).items() if recipe.has_images else ():
-        what = "weights" if label is None else f"weights of {label}"
+        name = "weights" if label is None else f"weights of {label}"
         try:
             encoder = build_encoder(component, recipe.protocol.seeds[0])
         except UserError as error:
-            yield from fault(what, error)
+            yield from fault(name, error)
             continue
         tensors = encoder.state_dict().values()
         number, size = sum(tensor.numel() for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
         values = f"{number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
-        yield Finding(what, f"{encoder.pretraining}; {values}; {encoder.width} features")
+        yield Finding(name, f"{encoder.pretraining}; {values}; {encoder.width} features")
         encoders[label] = encoder
     all_built = not recipe.has_images or encoders.keys() == by_label(recipe).keys()
     if encoders and all_built:
@@ -231,13 +231,13 @@ def cache_space(
     if any(item.trainable is False for item in items):
         cached.append(("features", encoder))
     for cut in cuts_of(recipe, encoder, items, dataset, device, hashes):
-        what = f"activations, {', '.join(map(trained_words, cut.serves))}"
+        title = f"activations, {', '.join(map(trained_words, cut.serves))}"
         if cut.is_cached:
-            cached.append((what, cut.below))
+            cached.append((title, cut.below))
         else:
-            yield Finding(what, f"computed at every step ({cut.why_computed})")
+            yield Finding(title, f"computed at every step ({cut.why_computed})")
     needed_before = 0
-    for what, part in cached:
+    for title, part in cached:
         views = cached_views(part, dataset, hashes.images, recipe.features, recipe.train_augmentation, device)
         missing, plain = sum(len(store.missing()) for _, store in views), views[0][1]
         needed = sum(store.bytes_needed for _, store in views)
@@ -246,7 +246,7 @@ def cache_space(
         needed_before += needed
         passes = f" in {len(views)} passes" if len(views) > 1 else ""
         count = len(views) * len(hashes.images.contents)
-        yield Finding(what, f"{count - missing} of {count} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
+        yield Finding(title, f"{count - missing} of {count} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
 
 
 def check_data(

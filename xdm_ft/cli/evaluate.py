@@ -74,8 +74,8 @@ class Evaluation:
             at, metric = f"{name}: " if name else "", versus.metric
             value, promised = shown(metric, versus.value), shown(metric, versus.promised)
             if versus.verdict in (WITHIN, "below", "above"):
-                where, ends = versus.verdict.removesuffix(WITHIN) or "within", interval(metric, versus.interval)
-                yield f"{at}{WORDS[metric]} {value} is {where} what the card promises for such a sample: {ends}"
+                position, ends = versus.verdict.removesuffix(WITHIN) or "within", interval(metric, versus.interval)
+                yield f"{at}{WORDS[metric]} {value} is {position} what the card promises for such a sample: {ends}"
             else:
                 known = f"{at}{WORDS[metric]} {value} is {versus.among}"
                 yield f"{known}; whether as promised (mean {promised}) {versus.verdict}"

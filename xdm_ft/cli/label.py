@@ -47,8 +47,8 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         allow_few_groups=arguments.allow_few_groups,
     )  # fmt: skip
     write(made.rows, out, html, model.config.intensity)
-    about = {name: value for name, value in vars(made).items() if name != "rows"}
-    document = {"model": made.model, "out": out, "sheet": html} | about
+    facts = {name: value for name, value in vars(made).items() if name != "rows"}
+    document = {"model": made.model, "out": out, "sheet": html} | facts
     return CommandResult(document, list(lines(made, out, html, model.class_names)))
 
 
@@ -98,8 +98,8 @@ def write(rows: Sequence[ToLabel], out: Path, html: Path | None, intensity: Rang
                 raise UserError(f"{printable(path)}: cannot be read any more ({reason}); run again") from error
             thumbnails.append(Thumbnail.of(image, f"row {number}", (f"row {number}", path)))
         # without the model's predictions: a label must not depend on them
-        about = f"Rows of {out.name}. Write the class of each image into its column label."
-        texts[html] = sheet(f"{plural(len(rows), 'image')} to label", about, thumbnails)
+        header = f"Rows of {out.name}. Write the class of each image into its column label."
+        texts[html] = sheet(f"{plural(len(rows), 'image')} to label", header, thumbnails)
     with Together(new=True) as files:
         for file, text in texts.items():
             files.add(file, partial(Path.write_bytes, data=text.encode()))

@@ -47,27 +47,27 @@ class Listing:
     settings: tuple[Setting, ...] = ()
 
 
-def listing(what: str, name: str | None = None) -> CommandResult:
+def listing(subject: str, name: str | None = None) -> CommandResult:
     """Returns a line per entry, or all that is known of the one with this name. Raises `UserError` if there is none."""
-    if what in ("recipes", "benchmarks") and name is None:
-        return _recipes(only_benchmarks=what == "benchmarks")
-    if what in ("recipes", "benchmarks"):
+    if subject in ("recipes", "benchmarks") and name is None:
+        return _recipes(only_benchmarks=subject == "benchmarks")
+    if subject in ("recipes", "benchmarks"):
         entries = _recipes(only_benchmarks=False).document
-    elif what == "methods":
+    elif subject == "methods":
         entries = list(_methods())
     else:
-        entries = [_entry(what, name, prefix=f"{name}." if what == "heads" else "") for name in names(what)]
+        entries = [_entry(subject, name, prefix=f"{name}." if subject == "heads" else "") for name in names(subject)]
     if name is not None:
         known = {entry.name.removeprefix("…+"): entry for entry in entries}
         if name not in known:
-            raise UserError(f"ls {what}: no {name}{did_you_mean(name, [*known])}")
+            raise UserError(f"ls {subject}: no {name}{did_you_mean(name, [*known])}")
         return CommandResult([known[name]], _details(known[name]))
     rows = [
-        tuple(filter(None, (entry.name, entry.works_on, entry.source if what == "methods" else entry.about)))
+        tuple(filter(None, (entry.name, entry.works_on, entry.source if subject == "methods" else entry.about)))
         for entry in entries
     ]
     lines = [line if len(line) <= WIDTH else f"{line[: WIDTH - 1]}…" for line in columns(rows, numbers=False)]
-    return CommandResult(entries, [*lines, "", f"All of one, with its settings: xdm-ft ls {what} NAME"])
+    return CommandResult(entries, [*lines, "", f"All of one, with its settings: xdm-ft ls {subject} NAME"])
 
 
 def _details(entry: Listing) -> list[str]:
@@ -86,12 +86,12 @@ def _details(entry: Listing) -> list[str]:
 
 def _recipes(only_benchmarks: bool) -> CommandResult:
     """As text either the recipes for own images or the benchmarks; the document of `ls recipes` has both."""
-    about = {
+    texts = {
         path.stem: path.read_text(encoding="utf-8").split("\n")[0].removeprefix("#").strip()
         for path in sorted(recipe_folder().glob("*.yaml"))
     }
-    own = [Listing(name, about.pop(name), "own images") for name in OWN_IMAGES]
-    others = [Listing(name, text, "benchmarks") for name, text in about.items()]
+    own = [Listing(name, texts.pop(name), "own images") for name in OWN_IMAGES]
+    others = [Listing(name, text, "benchmarks") for name, text in texts.items()]
     lines = columns([(entry.name, entry.about) for entry in (others if only_benchmarks else own)], numbers=False)
     if only_benchmarks:
         return CommandResult(others, lines)

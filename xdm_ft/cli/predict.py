@@ -43,8 +43,8 @@ def check_batch_size(arguments: argparse.Namespace) -> None:
 
 def load_model(arguments: argparse.Namespace) -> Model:
     """Returns the model of the options of `add_model_options`. Raises `UserError`."""
-    where = {"device": arguments.device, "precision": arguments.precision}
-    return load(arguments.model, **where, encoder_weights=arguments.encoder_weights, choice=choice_of(arguments))
+    placement = {"device": arguments.device, "precision": arguments.precision}
+    return load(arguments.model, **placement, encoder_weights=arguments.encoder_weights, choice=choice_of(arguments))
 
 
 def output_of(arguments: argparse.Namespace) -> tuple[Path | None, Format]:

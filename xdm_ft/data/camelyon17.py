@@ -30,8 +30,8 @@ class Camelyon17(ImageFiles):
         self.domains = metadata[:, columns["hospital"]]
         patients = release._metadata_df["patient"]
         if empty := [row for row, is_empty in enumerate(patients.isna(), start=2) if is_empty]:
-            where = printable(os.path.join(release.data_dir, "metadata.csv"))
-            raise UserError(f"{where}: row {empty[0]}, column patient: the cell is empty; fill it in")
+            file = printable(os.path.join(release.data_dir, "metadata.csv"))
+            raise UserError(f"{file}: row {empty[0]}, column patient: the cell is empty; fill it in")
         # from its table, as WILDS' metadata array has slides alone, of which a patient may have several
         self.groups = numbered(patients.tolist())[1]
         part = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}

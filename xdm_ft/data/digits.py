@@ -71,10 +71,10 @@ class Digits(ImageDataset):
             self.image(row).save(path)
 
 
-def _draw(what: int, rows: np.ndarray, low: int, high: int, per_row: int = 1) -> np.ndarray:
+def _draw(stream: int, rows: np.ndarray, low: int, high: int, per_row: int = 1) -> np.ndarray:
     """Returns uniform integers in low…high−1, int64 [rows, per_row]."""
     index = torch.from_numpy(rows)[:, None] * per_row + torch.arange(per_row)
-    return low + integers(SEED, what, Stream.STYLE, index, high - low).numpy()
+    return low + integers(SEED, stream, Stream.STYLE, index, high - low).numpy()
 
 
 def _ink(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -153,9 +153,9 @@ def _blur(stroke: np.ndarray) -> np.ndarray:
     return stroke
 
 
-def _noise(what: int, rows: np.ndarray, low: int, high: int, channels: int = 1) -> np.ndarray:
+def _noise(stream: int, rows: np.ndarray, low: int, high: int, channels: int = 1) -> np.ndarray:
     """Returns one draw per pixel: int64 [n,32,32,channels] in low…high−1."""
-    return _draw(what, rows, low, high, SIDE * SIDE * channels).reshape(-1, SIDE, SIDE, channels)
+    return _draw(stream, rows, low, high, SIDE * SIDE * channels).reshape(-1, SIDE, SIDE, channels)
 
 
 def _cloud(rows: np.ndarray, cell: int) -> np.ndarray:

@@ -227,13 +227,13 @@ def _columns(file: str, values: Mapping[str, Array | ChunkedArray]) -> Table:
     )
 
 
-def _require_columns(file: str, names: list[str], what: str) -> None:
+def _require_columns(file: str, names: list[str], purpose: str) -> None:
     for name in NEEDED:
         if name not in names:
-            raise UserError(f'{file}: has no {what} "{name}"{did_you_mean(name, names)}')
+            raise UserError(f'{file}: has no {purpose} "{name}"{did_you_mean(name, names)}')
     for name in COLUMNS:
         if names.count(name) > 1:
-            raise UserError(f"{file}: two {what}s have the name {name}; keep one")
+            raise UserError(f"{file}: two {purpose}s have the name {name}; keep one")
 
 
 @contextmanager

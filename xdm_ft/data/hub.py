@@ -61,7 +61,7 @@ class Hub(ImageTable):
                 f"ORGANISATION/NAME, or set data.name: {repository} to read DomainBed's folders"
             )
         name = KNOWN[repository][0] if repository in KNOWN else repository
-        where = f"{name} on the hub"
+        source = f"{name} on the hub"
         remedy = (
             f"check data.repository and the network, or run `hf download --repo-type dataset {name}` on a machine "
             "with a network, copy its cache folder (HF_HOME) here and set HF_HUB_OFFLINE=1; or read files (data.name: "
@@ -69,9 +69,9 @@ class Hub(ImageTable):
         )
         with hub():
             parts = load(
-                lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), where, remedy
+                lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), source, remedy
             )
-        self._fill(parts, columns, where, use_splits)
+        self._fill(parts, columns, source, use_splits)
         if repository in KNOWN:
             benchmark = KNOWN[repository][1]  # whose names and order of domains it gets
             names = [benchmark.canonical(name) or name for name in self.domain_names]

@@ -27,34 +27,34 @@ class ImageFolder(ImageTable):
 
         root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
-        tree, where = images_below(root), printable(root)
+        tree, folder = images_below(root), printable(root)
         images = [path for path in tree.files if "/" in path and is_image(path)]
         if not images:
-            raise UserError(f"data.root: {where} contains no images in <domain>/<class>/ folders; {TREE}")
+            raise UserError(f"data.root: {folder} contains no images in <domain>/<class>/ folders; {TREE}")
         domains = Counter(path.split("/")[0] for path in images)  # in the order of their names
-        refuse_splits(where, tree.images, domains, {path.split("/")[1] for path in tree.images})
+        refuse_splits(folder, tree.images, domains, {path.split("/")[1] for path in tree.images})
         # `datasets` takes the folder of an image for its class, at any depth
         if others := [path for path in images if path.count("/") != 2]:
             raise UserError(
-                f"data.root: {where}: {printable(others[0])} ({len(others)} of {len(images)} images) is not "
+                f"data.root: {folder}: {printable(others[0])} ({len(others)} of {len(images)} images) is not "
                 "<domain>/<class>/<image>; move it, or set data.name: folder, which reads deeper folders too"
             )
         if chained := [path for path in images if "::" in f"{root.absolute()}/{path}"]:
             raise UserError(
-                f"data.root: {where}: `datasets` cannot read a path with :: ({printable(chained[0])}); rename it, or "
+                f"data.root: {folder}: `datasets` cannot read a path with :: ({printable(chained[0])}); rename it, or "
                 "set data.name: folder"
             )
         # numbered, as `datasets` allows fewer characters in the name of a split than a folder may have
         files = {f"domain{n}": f"{glob.escape(str(root.absolute() / name))}/**" for n, name in enumerate(domains)}
         # without these two, a first domain of one class has no labels, and a file metadata.csv replaces all of them
         of_folders = {"drop_labels": False, "metadata_filenames": ["/"], "keep_in_memory": False}
-        splits = load(lambda: load_dataset("imagefolder", data_files=files, **of_folders), where, TREE)
+        splits = load(lambda: load_dataset("imagefolder", data_files=files, **of_folders), folder, TREE)
         parts = {name: splits[split] for name, split in zip(domains, files, strict=True)}
         for name, part in parts.items():
             if len(part) != domains[name]:  # it follows no links, unpacks archives, and knows other extensions
                 raise UserError(
-                    f"data.root: {where}: `datasets` finds {len(part)} of {domains[name]} images in "
+                    f"data.root: {folder}: `datasets` finds {len(part)} of {domains[name]} images in "
                     f"{printable(name)}; set data.name: folder, which finds all"
                 )
-        self._fill(parts, FROM_FOLDERS, where)
+        self._fill(parts, FROM_FOLDERS, folder)
         self.left_out = left_out(root, tree)

@@ -95,8 +95,8 @@ class Parquet(PiecedImages):
         file, group = int(self.pieces.file_of[number]), self.pieces.in_file(number)
         address, state, column = self.container.files[file], self.pieces.states[file], self.container.column
         footer = self.memory.footers.get(file, partial(_read_footer, address, state))
-        where = f"{address}, row group {group}"
-        with _open(address, state, footer, where) as source:
+        part = f"{address}, row group {group}"
+        with _open(address, state, footer, part) as source:
             images = source.read_row_group(group, columns=[column], use_threads=False)[column]
         if pyarrow.types.is_struct(images.type):
             content = pc.struct_field(images, "bytes")
@@ -105,7 +105,7 @@ class Parquet(PiecedImages):
                 path = path.filter(pc.and_(pc.is_null(content), pc.is_valid(path)))
                 if len(path):
                     raise UserError(
-                        f"{where}: it holds the path of an image ({path[0].as_py()}) instead of its bytes; write the "
+                        f"{part}: it holds the path of an image ({path[0].as_py()}) instead of its bytes; write the "
                         "bytes into the file, or list the paths in a table (data.name: table)"
                     )
             images = content
@@ -170,16 +170,16 @@ def _read_footer(address: str, state: FileState) -> FileMetaData:
 
 
 @contextmanager
-def _open(address: str, state: FileState, footer: FileMetaData | None = None, where: str = "") -> Iterator[ParquetFile]:
+def _open(address: str, state: FileState, footer: FileMetaData | None = None, part: str = "") -> Iterator[ParquetFile]:
     from pyarrow.parquet import ParquetFile
 
-    with _damage_in(where or address), open_file(address, state) as source:
+    with _damage_in(part or address), open_file(address, state) as source:
         # pre_buffer: the pages of a column in a row group are one request
         yield ParquetFile(source, metadata=footer, pre_buffer=True, page_checksum_verification=True)
 
 
 @contextmanager
-def _damage_in(where: str) -> Iterator[None]:
+def _damage_in(part: str) -> Iterator[None]:
     """Context for reading a file. Raises `UserError` for what is not as Parquet says."""
     import pyarrow
 
@@ -188,4 +188,4 @@ def _damage_in(where: str) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
         remedy = "write the file again, or remove it"
-        raise UserError(f"{where}: cannot be read ({reason}); {remedy}") from error
+        raise UserError(f"{part}: cannot be read ({reason}); {remedy}") from error

@@ -208,15 +208,15 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
 def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
     if name == "label" and sample.label is not None and key not in sample.values:
         return sample.label
-    where = f"{printable(address)}: {printable(sample.key)}.json"
+    member = f"{printable(address)}: {printable(sample.key)}.json"
     if not sample.values:
         instead = f" or {printable(sample.key)}.cls" if name == "label" else ""
-        raise UserError(f'{where}: it must exist and have the key "{key}"{instead}')
+        raise UserError(f'{member}: it must exist and have the key "{key}"{instead}')
     if key not in sample.values:
-        raise UserError(f'data.keys.{name}: {where} has no key "{key}"{did_you_mean(key, list(sample.values))}')
+        raise UserError(f'data.keys.{name}: {member} has no key "{key}"{did_you_mean(key, list(sample.values))}')
     cell = sample.values[key]
     if not isinstance(cell, str | int | float | None):
-        raise UserError(f"{where}, key {key}: a name must be text or a number; write it as text")
+        raise UserError(f"{member}, key {key}: a name must be text or a number; write it as text")
     return cell
 
 
@@ -254,16 +254,16 @@ def _said(address: str, stem: str, texts: Mapping[str, Mapping[str, bytes]]) -> 
     """Returns the text of STEM.cls, None without one, and the object in STEM.json."""
     label, values = None, {}
     for extension, content in texts.get(stem, {}).items():
-        where = f"{printable(address)}: {printable(stem)}{extension}"
+        member = f"{printable(address)}: {printable(stem)}{extension}"
         try:
             if extension == LABEL:
                 label = content.decode().strip()
             else:
                 values = json.loads(content)
         except ValueError as error:
-            raise UserError(f"{where}: cannot be read ({error}); write it as UTF-8 text") from error
+            raise UserError(f"{member}: cannot be read ({error}); write it as UTF-8 text") from error
         if not isinstance(values, dict):
-            raise UserError(f"{where}: it must be a JSON object, with a key for each name")
+            raise UserError(f"{member}: it must be a JSON object, with a key for each name")
     return label, values
 
 

@@ -214,9 +214,9 @@ def _from_library(name: str, model: str, pretrained: bool, kwargs: dict[str, Any
 
     on_hub = name.startswith("hf-hub:")
     config = None if on_hub else get_pretrained_cfg(name)
-    where = name if config is None else str(config.hf_hub_id or config.url)
+    source = name if config is None else str(config.hf_hub_id or config.url)
     try:
-        with hub(where if pretrained and not _is_downloaded(where) else None):
+        with hub(source if pretrained and not _is_downloaded(source) else None):
             if on_hub:
                 _, _, of_hub = load_model_config_from_hf(name.removeprefix("hf-hub:"))
                 check_sizes(of_hub, f'encoder.model: the config of "{name}"')
@@ -226,7 +226,7 @@ def _from_library(name: str, model: str, pretrained: bool, kwargs: dict[str, Any
     except Exception as error:
         fault = network_error(error) if pretrained else None
         if fault is not None:
-            raise download_failed(name, where, fault) from error
+            raise download_failed(name, source, fault) from error
         if not kwargs:
             raise
         raise wrong_kwargs(name, kwargs, error) from error

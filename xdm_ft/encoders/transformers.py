@@ -415,8 +415,8 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     # only masked pre-training reads a mask token
     unused = {name for name in report["missing_keys"] if name.split(".")[-1] == "mask_token"}
     if lacking := sorted(report["missing_keys"] - unused - pooler):  # features would depend on random weights
-        what = f"it lacks {len(lacking)} of the model's tensors ({first_few(lacking)})"
-        raise does_not_fit(source.file or source.name, source.name, what)
+        problem = f"it lacks {len(lacking)} of the model's tensors ({first_few(lacking)})"
+        raise does_not_fit(source.file or source.name, source.name, problem)
     return model
 
 

@@ -94,7 +94,7 @@ def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits
             context = RunContext(plan, prepared, directory, accelerator)
             keep_common_files(context, results)
             pieces, done = left_to_train(context, results)
-            do_pieces(context, pieces, measure, results, what="training", done=done)
+            do_pieces(context, pieces, measure, results, activity="training", done=done)
 
             results.read_all(plan)
             if main:

@@ -449,8 +449,8 @@ def _measure_group(
         rule = plan.recipe.protocol.selection
         values = entry(model, seen, task.limits, plan.dataset.domain_names, task.first, rule)
         weights = task.record.files.get(task.record.selected[rule].weights)
-        about = {"normalized": item.reads_normalized, "weights": weights, "inputs": task.inputs}
-        context.directory.append(KIND, plain(values | about))
+        facts = {"normalized": item.reads_normalized, "weights": weights, "inputs": task.inputs}
+        context.directory.append(KIND, plain(values | facts))
         yield
 
 
@@ -476,10 +476,10 @@ def _notes(plan: Plan, entries: Sequence[Json], images: Mapping[Group, SplitImag
             "frozen encoder: the features, and so the representation invariance, are the same for all methods"
             f"{which}{under}{alike}"
         )
-    for used, limits, what in ((True, FROZEN, "on cached features"), (False, TRAINED, "that trains its encoder")):
+    for used, limits, mode in ((True, FROZEN, "on cached features"), (False, TRAINED, "that trains its encoder")):
         if any(frozen == used for *_, frozen in images):
             yield (
-                f"images of a model {what}: at most {limits.training} for training, {limits.validation} for "
+                f"images of a model {mode}: at most {limits.training} for training, {limits.validation} for "
                 f"validation and {limits.test} for testing; larger sets are sampled, about equally from every "
                 "domain"
             )

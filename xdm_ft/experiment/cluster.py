@@ -266,9 +266,9 @@ class Tasks:
                     self.poll()
                 faults = self.stop() if stop_requested() else []
             except self.ray.exceptions.RayError as error:
-                what = f"the cluster's head has died or does not answer ({_first_line(error)})"
+                problem = f"the cluster's head has died or does not answer ({_first_line(error)})"
                 resume = f"{RESUME}, on a new cluster or with cluster.name=null"
-                raise UserError(f"cluster.address: {self.head}: {what}; {resume}") from error
+                raise UserError(f"cluster.address: {self.head}: {problem}; {resume}") from error
             except BaseException:
                 with suppress(self.ray.exceptions.RayError):
                     self.stop()
@@ -305,20 +305,20 @@ class Tasks:
         for task in ended:
             part = self.running.pop(task)
             try:
-                how, node, value = self.ray.get(task)
+                kind, node, value = self.ray.get(task)
             except self.ray.exceptions.RayError as error:
                 if not self.head_answers():
                     raise
                 why = f"{part.name}: its task was lost {MAX_LOSSES + 1} times ({type(error).__name__})"
                 raise UserError(f"{why}; nodes may lack memory (see `ray status` and Ray's log); {RESUME}") from error
-            if how == "refused":
+            if kind == "refused":
                 raise UserError(*value)
-            if how == "failed":
+            if kind == "failed":
                 print_error(value)
                 raise RuntimeError(f"a task on node {node} failed; its traceback is above")
-            if how == "done":
+            if kind == "done":
                 self.done(value)
-            self.saved += how == "stopped" and value
+            self.saved += kind == "stopped" and value
 
     def head_answers(self) -> bool:
         with suppress(OSError):
@@ -336,8 +336,8 @@ class Tasks:
         for node in self.ray.nodes():
             if not node["Alive"] and node["NodeID"] not in self.dead:
                 self.dead.add(node["NodeID"])
-                where = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-                logger.warning("node %s was lost; what it did is done again", where)
+                name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+                logger.warning("node %s was lost; what it did is done again", name)
 
     def stop(self) -> list[Exception]:
         """Lets the tasks that have begun save their state. Returns the faults of tasks that end by one meanwhile.
@@ -370,8 +370,8 @@ def _task() -> Callable[..., tuple[str, str, Any]]:
             why = f"node {node}: xdm_ft cannot be imported ({error}); install the version of the run on all nodes"
             return "refused", node, (why,)
         fetch = lambda: ray.get(work[0])  # noqa: E731
-        how, value = cluster.do_task(fetch, work[0].hex(), node, cluster.TaskPart(*part), cluster.Order(**order))
-        return how, node, value
+        kind, value = cluster.do_task(fetch, work[0].hex(), node, cluster.TaskPart(*part), cluster.Order(**order))
+        return kind, node, value
 
     return do
 

@@ -46,11 +46,11 @@ class Finding:
         return printable(f"{self.what}: {self.found}" + (f" → {self.remedy}" if self.remedy else ""))
 
 
-def fault(what: str, error: UserError) -> Iterator[Finding]:
+def fault(subject: str, error: UserError) -> Iterator[Finding]:
     """Yields one fault per line of the error's text. The remedy is the text behind the last semicolon of a line."""
     for line in str(error).splitlines():
         problem, semicolon, remedy = line.rpartition("; ")
-        yield Finding(what, problem, remedy) if semicolon else Finding(what, line, "repair this and run again")
+        yield Finding(subject, problem, remedy) if semicolon else Finding(subject, line, "repair this and run again")
 
 
 SITE_CLASS = "site × class"
@@ -87,7 +87,7 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
     domain, or so few domains that class and domain cannot be told apart, unless the data set is published so.
     """
     yield from left_out(dataset)
-    site_class, how = site_class_of(dataset), "differ only in case, spaces or the form of a number"
+    site_class, reason = site_class_of(dataset), "differ only in case, spaces or the form of a number"
     images, remedy = site_class.counts, "give them one name in the data, or clearly different names"
 
     def named(domains: np.ndarray) -> str:
@@ -95,14 +95,14 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
 
     for numbers in alike(dataset.class_names):
         names = [f'"{dataset.class_names[c]}" (in {named(images[:, c] > 0)})' for c in numbers]
-        yield Finding("classes", f"{' and '.join(names)} {how}", remedy)
+        yield Finding("classes", f"{' and '.join(names)} {reason}", remedy)
     for numbers in alike(dataset.domain_names):
         names = [f'"{dataset.domain_names[d]}" ({plural(images[d].sum(), "image")})' for d in numbers]
-        yield Finding("domains", f"{' and '.join(names)} {how}", remedy)
-    for what, all_names in (("classes", dataset.class_names), ("domains", dataset.domain_names)):
+        yield Finding("domains", f"{' and '.join(names)} {reason}", remedy)
+    for noun, all_names in (("classes", dataset.class_names), ("domains", dataset.domain_names)):
         if all(whole_number(name) != name for name in all_names):
             found = f"{', '.join(all_names[:NAMED_AT_MOST])} are whole numbers as pandas writes them beside empty cells"
-            yield Finding(what, found, "write them without .0 (pandas: astype('Int64'))")
+            yield Finding(noun, found, "write them without .0 (pandas: astype('Int64'))")
     lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(0)).tolist()
     if names := [f'no image of "{dataset.class_names[c]}" in {named(images[:, c] == 0)}' for c in lacking]:
         yield Finding("classes", _listed(names), "add images, or remove the class from the other domains")
@@ -207,9 +207,9 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
     for number, rows in enumerate(repeated):
         copy_of[rows] = number
     counts = list[str]()
-    for values, where in ((dataset.domains, "more than one domain"), (dataset.labels, "two classes")):
+    for values, places in ((dataset.domains, "more than one domain"), (dataset.labels, "two classes")):
         if count := sum(len({*values[rows].tolist()}) > 1 for rows in repeated):
-            counts.append(f"{count} in {where}")
+            counts.append(f"{count} in {places}")
     # −1 is no copy: two roles that both have images without copies share none
     sets = [
         {role: {*np.unique(copy_of[rows]).tolist()} - {-1} for role, rows in roles(split).items()} for split in splits
@@ -225,9 +225,9 @@ def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence
     other_domain = (row for row in first if dataset.domains[row] != dataset.domains[first[0]])
     pair = f"{dataset.name(first[0])} and {dataset.name(next(other_domain, first[1]))}"
     remedy = "remove one of each pair, or both where their labels differ"
-    what = f"{'1 image has' if len(repeated) == 1 else f'{len(repeated)} images have'} copies"
-    where = f", {', '.join(counts)}".replace(" in ", " of them in ", 1) if counts else ""
-    yield Finding(COPIED, f"{what} ({sum(map(len, repeated))} files){where}; the first: {pair}", remedy)
+    copies = f"{'1 image has' if len(repeated) == 1 else f'{len(repeated)} images have'} copies"
+    places = f", {', '.join(counts)}".replace(" in ", " of them in ", 1) if counts else ""
+    yield Finding(COPIED, f"{copies} ({sum(map(len, repeated))} files){places}; the first: {pair}", remedy)
 
 
 def roles(split: Split) -> dict[str, np.ndarray]:

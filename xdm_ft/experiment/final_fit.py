@@ -212,7 +212,7 @@ def _final_fit(
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
         criteria = Criteria((FINAL_FIT,), protocol.metric)
         pieces = pieces_of(context, fit.model.item, [*jobs.values()], criteria, missing)
-        do_pieces(context, pieces, fit.outcome, results, what="final fit")
+        do_pieces(context, pieces, fit.outcome, results, activity="final fit")
         # from the run directory, because another process may have trained the models
         trained = fit.lines(directory) | trained
 

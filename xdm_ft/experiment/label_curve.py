@@ -105,9 +105,9 @@ def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, flo
     for number in (number for number in LABELS if number <= len(offered)):
         # the other half measures
         as_label = choose_images(of_offered, p[offered], number, np.random.default_rng([seed, number]), groups, 0)
-        for how, chosen in ((AS_LABEL, offered[as_label.adapt]), (AT_RANDOM, offered[every[:number]])):
+        for choice, chosen in ((AS_LABEL, offered[as_label.adapt]), (AT_RANDOM, offered[every[:number]])):
             adapted = adapted_head(weight, bias, z[chosen], labels[chosen], mean, deviation)
-            accuracies[how, number] = accuracy(*adapted)
+            accuracies[choice, number] = accuracy(*adapted)
     return accuracies
 
 
@@ -119,7 +119,7 @@ def points_of(accuracies: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]])
     """
     points = []
     usable = {held: seeds for held, seeds in accuracies.items() if all(len(of_seed) > 1 for of_seed in seeds)}
-    for chosen in [(None, 0), *((how, number) for how in (AS_LABEL, AT_RANDOM) for number in LABELS)]:
+    for chosen in [(None, 0), *((choice, number) for choice in (AS_LABEL, AT_RANDOM) for number in LABELS)]:
         by_set, gains = dict[str, float](), dict[str, float]()
         for held, seeds in usable.items():
             if all(chosen in of_seed for of_seed in seeds):

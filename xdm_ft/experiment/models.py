@@ -119,10 +119,10 @@ def keep_test_images(context: RunContext, split: Split) -> dict[str, str]:
     """Writes the test images that predictions refer to, and returns {file: checksum}."""
     dataset, directory, file = context.plan.dataset, context.directory, images_file(split.test_domains)
     tensors = tensors_of(test_images(dataset, split.evaluation["test"].numpy()))
-    about = {"class_names": json.dumps(dataset.class_names)}
-    files = {file: tensors_checksum(tensors, {**about, FILE_KEY: file})}
+    metadata = {"class_names": json.dumps(dataset.class_names)}
+    files = {file: tensors_checksum(tensors, {**metadata, FILE_KEY: file})}
     if not directory.verify_or_warn(file, files, "it will be written again"):
-        directory.write_tensors(file, tensors, about)
+        directory.write_tensors(file, tensors, metadata)
     return files
 
 
@@ -387,8 +387,8 @@ def keep_references(context: RunContext, split: Split, known: Mapping[str, str])
                 logger.warning("%s: not written: %s with finite features", directory.path / file, error)
                 continue
         counts = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
-        about = {key: json.dumps(value) for key, value in counts.items()}
-        files[file] = directory.write_arrays(file, reference.arrays(), about)
+        metadata = {key: json.dumps(value) for key, value in counts.items()}
+        files[file] = directory.write_arrays(file, reference.arrays(), metadata)
     return files
 
 
@@ -456,7 +456,7 @@ def cross_domain_values(
         pieces += pieces_of(context, item, [job for _, job in pairs], criteria, missing)
     if pieces:
         logger.info("%s; %d are missing", extra_models(plan), len(missing))
-        do_pieces(context, pieces, _measure_extra, results, what="extra models")
+        do_pieces(context, pieces, _measure_extra, results, activity="extra models")
     measured, courses = read_values(), dict[ModelKey, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.needed_by, strict=False):  # a model serves one planned model, or two

@@ -140,7 +140,7 @@ def do_pieces(
     measure: MeasureFunction,
     results: RunResults,
     *,
-    what: str,
+    activity: str,
     done: WorkDone = NOTHING,
 ) -> None:
     """Does all pieces, in all processes of the run, and returns when every process is done.
@@ -157,7 +157,7 @@ def do_pieces(
     together = [piece for piece in pieces if piece.is_end_to_end]
     # a CUDA context cannot be used in a forked process
     processes = 1 if accelerator.device.type != "cpu" else min(own_cores(), max(1, len(queue)))
-    with RunProgress(what, work_of(pieces), done, context.directory, processes, shows=main) as progress:
+    with RunProgress(activity, work_of(pieces), done, context.directory, processes, shows=main) as progress:
         if context.plan.recipe.cluster.name is not None:
             _do_on_cluster(context, queue, 1, measure, progress)
             _do_on_cluster(context, together, context.plan.recipe.cluster.cpus_per_model, measure, progress)
@@ -217,8 +217,8 @@ def do_piece(
         method, remedy = job.new_method(), "train on fewer images or free some memory"
         assert isinstance(method, Solver)
         units = method.candidates
-        what = f"{job.method}, {', '.join(job.test_domains)} held out"
-        too_large = what, f"a solver needs all training features in memory; {remedy}"
+        title = f"{job.method}, {', '.join(job.test_domains)} held out"
+        too_large = title, f"a solver needs all training features in memory; {remedy}"
     else:
         if len(piece.jobs) > 1:
             note, together = f"{job.method} ({len(piece.jobs)} models)", f"{len(piece.jobs)} heads together"

@@ -371,8 +371,8 @@ def augmentations(recipe: Recipe) -> str:
     if len(kinds) == 1:
         [words] = kinds
         plain = words != "none" and len(trained) < len(recipe.methods)
-        how = "by gradient steps" if recipe.features.views else "on images"
-        return words + (f" of what trains {how}" if plain else "")
+        way = "by gradient steps" if recipe.features.views else "on images"
+        return words + (f" of what trains {way}" if plain else "")
     rows = dict[str, list[str]]()
     for item in recipe.methods:
         rows.setdefault(augmentation(recipe, item), []).append(item.label)

@@ -227,7 +227,7 @@ def refuse_other_inputs(
     changed = differences(shared(old, now), shared(now, old))
     if changed:
         words = INPUT_WORDS | ({} if "encoder" in now else {"data.content": "the given features"})
-        named = [what for key, what in words.items() if any(changed_key.startswith(key) for changed_key in changed)]
+        named = [noun for key, noun in words.items() if any(changed_key.startswith(key) for changed_key in changed)]
         if len(named) > 1 and any(changed_key.startswith("encoder") for changed_key in changed):
             named.remove(INPUT_WORDS["features"])  # they follow from the weights
         raise UserError(
@@ -452,8 +452,8 @@ def trained_words(trainable: Trainable) -> str:
         return f"last {plural(trainable.blocks, 'block')} trained"
     if isinstance(trainable, LowRank):
         above = trainable.lora.blocks
-        where = "all blocks" if above is None else f"the last {plural(above, 'block')}"
-        return f"LoRA of rank {trainable.lora.rank} in {where}"
+        depth = "all blocks" if above is None else f"the last {plural(above, 'block')}"
+        return f"LoRA of rank {trainable.lora.rank} in {depth}"
     return "trained end to end" if trainable else "frozen"
 
 
@@ -465,9 +465,9 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
             notes.append(of_encoder.encoder.pretraining)
             continue
         items = [item for item in recipe.runnable_methods if item.encoder_label == label and not item.is_solver]
-        how = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
+        ways = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
         name = "" if label is None else f"{label}: "
-        notes.append(f"encoder {name}{of_encoder.encoder.pretraining}, {' / '.join(how)}")
+        notes.append(f"encoder {name}{of_encoder.encoder.pretraining}, {' / '.join(ways)}")
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
     if recipe.training.tf32:
         notes.append("float32 products in TF32 on GPUs")

@@ -77,9 +77,9 @@ def write_sessions(plan: Plan, records: Iterable[Record], directory: RunDirector
     rule = plan.rules[0]
     for record in (record for record in records if record.status != "skipped" and not plan.is_large):
         held_out, pick = ", ".join(map(printable, record.test_domains)), record.selected.get(rule)
-        about = {"method": record.method, "held_out": held_out, "trial": record.trial, "selection": rule}
+        facts = {"method": record.method, "held_out": held_out, "trial": record.trial, "selection": rule}
         row, step = f"{printable(record.method)}/{held_out}/trial{record.trial}", 0 if pick is None else pick.step
-        session = Session(row, _plain(about | record.hparams), step, _scalars(plan, record), record.status == "failed")
+        session = Session(row, _plain(facts | record.hparams), step, _scalars(plan, record), record.status == "failed")
         directory.write_session(sub_run(*record.key), session)
 
 
@@ -118,8 +118,8 @@ def installed_trackers(recipe: Recipe) -> list[str]:
     available = {str(name) for name in get_available_trackers()}
     missing = [name for name in recipe.report.log_with if name not in available]
     if missing:
-        what = f"the library of {', '.join(missing)} is not installed"
-        raise UserError(f"{recipe.name}: report.log_with: {what}; install it, or leave it out")
+        problem = f"the library of {', '.join(missing)} is not installed"
+        raise UserError(f"{recipe.name}: report.log_with: {problem}; install it, or leave it out")
     return list(dict.fromkeys(recipe.report.log_with))
 
 
@@ -141,9 +141,9 @@ def log_results(accelerator: Accelerator, recipe: Recipe, run: Run) -> None:
             for tracker in accelerator.trackers:  # not `end_training`, which would also end the group of processes
                 tracker.finish()
     except Exception as error:  # each library raises errors of its own, such as for a missing login or network
-        used, what = ", ".join(recipe.report.log_with), printable(str(error) or type(error).__name__)
+        used, problem = ", ".join(recipe.report.log_with), printable(str(error) or type(error).__name__)
         remedy = "the run is complete; run the same command to log it again, or leave report.log_with out"
-        raise UserError(f"{recipe.name}: report.log_with: {used}: {what}; {remedy}") from error
+        raise UserError(f"{recipe.name}: report.log_with: {used}: {problem}; {remedy}") from error
     finally:
         # else `end_training`, when the run shuts down, would finish them a second time
         accelerator.trackers.clear()

@@ -145,16 +145,16 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
     # were the only one
     if not on_cpu_by_request() and not torch.accelerator.is_available():
         visible, processes = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("WORLD_SIZE", "1")
-        what = None
+        problem = None
         if visible not in ("", "-1", "NoDevFiles"):  # these hide all GPUs on purpose; schedulers set the last one
-            what = f"GPU {visible} is selected (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
+            problem = f"GPU {visible} is selected (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
             remedy = "leave it out"
         elif processes != "1":
-            what, remedy = f"{processes} processes are launched for GPUs", "launch one process"
-        if what is not None:
+            problem, remedy = f"{processes} processes are launched for GPUs", "launch one process"
+        if problem is not None:
             raise UserError(
-                f"accelerate: {what}, but torch {torch.__version__} finds none; {remedy}, or set ACCELERATE_USE_CPU=1 "
-                "to train on the CPU"
+                f"accelerate: {problem}, but torch {torch.__version__} finds none; {remedy}, or set "
+                "ACCELERATE_USE_CPU=1 to train on the CPU"
             )
     precision = recipe.training.mixed_precision or "no"
     if is_initialized() and AcceleratorState().mixed_precision != precision:
@@ -279,7 +279,7 @@ class RunProgress:
 
     def __init__(
         self,
-        what: str,
+        activity: str,
         pieces: Mapping[str, WorkDone],
         done: WorkDone,
         directory: RunDirectory,
@@ -287,7 +287,7 @@ class RunProgress:
         shows: bool,
     ) -> None:
         """`pieces`: {name: its work}. `done`: of an earlier run. `processes`: this one and its forks."""
-        self.what, self.pieces, self.done, self.directory, self.shows = what, pieces, done, directory, shows
+        self.what, self.pieces, self.done, self.directory, self.shows = activity, pieces, done, directory, shows
         self.total = self._with_done(pieces)
         self.number, self.note = 0, ""  # of the process, and what it does
         # cost of the unfinished pieces' steps, and of all steps of earlier runs: forks share the memory

@@ -407,7 +407,7 @@ def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> Non
         )
 
 
-def check_identity(encoder: Encoder, identity: Mapping[str, Any] | None, where: str) -> None:
+def check_identity(encoder: Encoder, identity: Mapping[str, Any] | None, source: str) -> None:
     """Raises `UserError` if the text of an encoder's identity is not that of the encoder that was built.
 
     Nothing is raised for a text of other versions of the libraries, which may have described it in other words.
@@ -416,7 +416,7 @@ def check_identity(encoder: Encoder, identity: Mapping[str, Any] | None, where: 
         return
     if different := encoder.differences(identity):
         raise UserError(
-            f"{where}: encoder.identity: {', '.join(different)[:120]}: not that of the encoder that its settings "
+            f"{source}: encoder.identity: {', '.join(different)[:120]}: not that of the encoder that its settings "
             "build; do not use this model, or export it again if it is yours"
         )
 
@@ -443,8 +443,8 @@ def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str,
 def first_fault(error: ValidationError) -> str:
     """Returns where a value is wrong, and why, on one line."""
     fault = error.errors()[0]
-    where, problem = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
-    return " ".join(": ".join(filter(None, (where, problem))).split())
+    key, problem = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+    return " ".join(": ".join(filter(None, (key, problem))).split())
 
 
 def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -174,10 +174,10 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
     if training_features or config.class_means:
         head = f"class head of {'training features' if training_features else 'class means'}"
     if isinstance(encoder.trained, bool):
-        what = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
+        trained = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
     else:
-        what = f"encoder: {trained_words(encoder.trained)}; class head trained"
-    yield f"* Method: {escaped(method['label'])}; {what}."
+        trained = f"encoder: {trained_words(encoder.trained)}; class head trained"
+    yield f"* Method: {escaped(method['label'])}; {trained}."
     yield f"* Encoder: {encoder.name} {escaped(encoder.settings['model'])}, {escaped(encoder.pretraining)}."
     if images is not None:
         counts = ", ".join(f"{escaped(name)} ({number})" for name, number in images.items())

@@ -157,10 +157,12 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
     order = {seed: position for position, seed in enumerate(run.recipe.protocol.seeds)}
     models.sort(key=lambda record: order.get(record.seed, len(order)))
     first, files = models[0], {record.seed: record.selected[run.rule].weights for record in models}
-    how = f"trained without {', '.join(first.test_domains)} (held out), seed {first.seed}, trial {first.trial}; {why}"
+    provenance = (
+        f"trained without {', '.join(first.test_domains)} (held out), seed {first.seed}, trial {first.trial}; {why}"
+    )
     if ensemble:
-        return files, f"the heads of {len(files)} seeds; {how}", None
-    return {first.seed: files[first.seed]}, how, None
+        return files, f"the heads of {len(files)} seeds; {provenance}", None
+    return {first.seed: files[first.seed]}, provenance, None
 
 
 def read_parts(
@@ -175,10 +177,10 @@ def read_parts(
     if wise_ft is not None and (ensemble or temperature):
         lacking = "ensemble" if ensemble else "fitted temperature"
         raise UserError(f"{run.path}: --wise-ft makes a new model, which has no {lacking}; leave one out")
-    addresses, how, final_fit = choose(run, choice, ensemble)
+    addresses, provenance, final_fit = choose(run, choice, ensemble)
     if ensemble and len(addresses) == 1:
         raise UserError(
-            f"{run.path}: --ensemble needs models of several seeds, but there is one ({how.split(';')[0]}; a "
+            f"{run.path}: --ensemble needs models of several seeds, but there is one ({provenance.split(';')[0]}; a "
             "solver has the same head under every seed); run the recipe with more protocol.seeds, or leave it "
             "out"
         )
@@ -210,7 +212,7 @@ def read_parts(
         heads = members | {SINGLE: head_of(mean)}
     if wise_ft is not None:
         _interpolate(run, description, encoder, trained, heads[SINGLE], wise_ft)
-        how = f"{how}; WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
+        provenance = f"{provenance}; WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
 
     temperatures = [value for _, metadata in files.values() if (value := metadata.get("temperature")) is not None]
     fitted = median(temperatures) if temperatures and wise_ft is None else None
@@ -234,7 +236,7 @@ def read_parts(
         xdm_ft=__version__,
         encoder=_encoder_config(description["encoder"], encoder, tuple(trained)),
         members=tuple(files) if len(files) > 1 else (),
-        chosen=how,
+        chosen=provenance,
         wise_ft=wise_ft,
         temperature=fitted if temperature and fitted is not None else 1.0,
         fitted_temperature=fitted,

@@ -342,9 +342,9 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
     for name in encoder_files(folder, config):
         if name.endswith(".json"):
             described.append((str(folder / name), _architecture(folder / name)))
-    for where, document in described:
-        refuse_sources(document, where)
-        check_sizes(document, where)
+    for file, document in described:
+        refuse_sources(document, file)
+        check_sizes(document, file)
     try:
         encoder = build_encoder(expected.name, settings, config.preprocessing, expected.seed)
     except UserError as error:
@@ -366,15 +366,15 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
 
 def _sources(folder: Path, config: ModelConfig, given: str | None) -> dict[str, str | None]:
     """Returns the encoder's model and the place of its weights. Raises `UserError` if they lead elsewhere."""
-    settings, where = config.encoder.settings, f"{folder / CONFIG}: encoder.settings"
+    settings, key = config.encoder.settings, f"{folder / CONFIG}: encoder.settings"
     model, weights = settings["model"], settings.get("weights")
     if model.endswith(".json"):
         # a config from others could else name any file of this machine
         if Path(model).name != model:
-            raise UserError(f"{where}.model: {model} is not a file of this directory")
+            raise UserError(f"{key}.model: {model} is not a file of this directory")
         model = str(folder / model)
     if model.startswith(LOCAL_FOLDER):
-        raise UserError(f"{where}.model: a folder outside of this directory; export again")
+        raise UserError(f"{key}.model: a folder outside of this directory; export again")
     if given is not None:
         # ./ makes it a file: without a slash or a known suffix it would mean a pretrained tag
         weights = given if is_file_name(given) else f"./{given}"
@@ -386,5 +386,5 @@ def _sources(folder: Path, config: ModelConfig, given: str | None) -> dict[str, 
             "give that file (encoder_weights, --encoder-weights), or export with --with-encoder"
         )
     elif isinstance(weights, str) and is_file_name(weights):
-        raise UserError(f"{where}.weights: a file outside of this directory; export again")
+        raise UserError(f"{key}.weights: a file outside of this directory; export again")
     return {"model": model, "weights": weights}

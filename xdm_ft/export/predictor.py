@@ -159,11 +159,11 @@ class Model:
         """
         return self.reference_for("distance_percentile").percentile(distances)
 
-    def reference_for(self, what: str) -> Reference:
+    def reference_for(self, purpose: str) -> Reference:
         """Returns the reference. Raises `UserError`, which begins with `what`, if the model has none."""
         if self.reference is not None:
             return self.reference
-        start = f"{what}: unknown for this model, because its run kept nothing of the training features"
+        start = f"{purpose}: unknown for this model, because its run kept nothing of the training features"
         if self.config.encoder.trained:
             raise UserError(f"{start}: the model is a mean of others; leave it out")
         raise UserError(

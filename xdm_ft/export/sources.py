@@ -340,12 +340,12 @@ def read_site(
         if is_table:
             table = _SiteTable(source, group, purpose)
             unlabelled, others = table.unlabelled, table.others
-            names, labels, where, hint = table.class_names, table.labels, f"{printable(source)}: column label", ""
+            names, labels, origin, hint = table.class_names, table.labels, f"{printable(source)}: column label", ""
             items = [Item(shown, path) for shown, path in zip(table.shown, table.paths, strict=True)]
             domain_names, domains, groups = table.domain_names, table.domains, table.groups
         else:
             images, classes, domain_of = _labelled_images(source, numbers)
-            (names, labels), where, hint = numbered(classes), str(source), f" ({LAYOUTS})"
+            (names, labels), origin, hint = numbered(classes), str(source), f" ({LAYOUTS})"
             items = [Item(path, path) for path in (os.path.join(source, image) for image in images)]
             domain_names, domains = numbered(domain_of)
             groups = None if group is None else groups_of(images, group)[1]
@@ -356,13 +356,13 @@ def read_site(
         )
         raise UserError(*lines) from error
     if converted := [name for name in names if name not in numbers and whole_number(name) in numbers]:
-        logger.warning("%s: reads %s as the class %s", where, converted[0], whole_number(converted[0]))
+        logger.warning("%s: reads %s as the class %s", origin, converted[0], whole_number(converted[0]))
         numbers |= {name: numbers[whole_number(name)] for name in converted}
     unknown = [name for name in names if name not in numbers]
     if unknown:
         more = f", nor {plural(len(unknown) - 1, 'other label')} of the site" if len(unknown) > 1 else ""
         meant = did_you_mean(unknown[0], list(class_names))
-        raise UserError(f'{where}: the model has no class "{unknown[0]}"{more}{meant}{hint}')
+        raise UserError(f'{origin}: the model has no class "{unknown[0]}"{more}{meant}{hint}')
     labels = np.array([numbers[name] for name in names], np.int64)[labels]
     return Site(items, labels, domain_names, domains, groups, unlabelled, others)
 

@@ -154,7 +154,7 @@ class BenchmarkFolders(ImageFiles):
 
 
 def check_counts(
-    benchmark: type[BenchmarkFolders], dataset: ImageDataset, where: str, counts: Literal["published", "any"]
+    benchmark: type[BenchmarkFolders], dataset: ImageDataset, source: str, counts: Literal["published", "any"]
 ) -> bool:
     """Returns whether the data set has the published images. Else warns of the differences or raises `UserError`."""
     images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
@@ -164,7 +164,7 @@ def check_counts(
     unknown = [domain for domain in per_domain if domain not in benchmark.domain_folders]
     for edition, published in benchmark.published.items():
         if published == counted and not unknown:
-            logger.info("%s: complete (%s)", where, edition)
+            logger.info("%s: complete (%s)", source, edition)
             return True
     (name, published), *others = benchmark.published.items()
     faults = [
@@ -177,7 +177,7 @@ def check_counts(
     faults += [f"no {dataset.class_names[c]} in {dataset.domain_names[d]}" for d, c in absent[:NAMED_AT_MOST]]
     if len(absent) > NAMED_AT_MOST:
         faults.append(f"and {len(absent) - NAMED_AT_MOST} more classes missing from a domain")
-    fault = f"data: {where} is not {name}: {', '.join(faults)}"
+    fault = f"data: {source} is not {name}: {', '.join(faults)}"
     if others:
         fault += f" (nor {', '.join(other for other, _ in others)})"
     if counts == "published" or len(per_domain) < 2:  # one domain cannot be both held out and trained on

@@ -286,17 +286,17 @@ def left_out(
         logger.warning("%s: ignored %s without an image, the first: %s", root, count, notes[0])
     parts = [one_form(path).split("/")[:-1] for path in tree.folders]
     parts = [part for part in parts if only is None or {*part[:1]} <= {*map(one_form, only)}]
-    lines = [line for level, what in enumerate(levels) for line in _empty(tree, level, what, parts, others, {*data})]
+    lines = [line for level, noun in enumerate(levels) for line in _empty(tree, level, noun, parts, others, {*data})]
     if only is None and (higher := [path for path in files if path in of_any_depth and path not in deep]):
-        where = f"outside a {'/'.join(f'<{level}>' for level in levels)} folder"
+        outside = f"outside a {'/'.join(f'<{level}>' for level in levels)} folder"
         lines.append(
-            f"{plural(len(higher), 'image')} {where}, the first: {higher[0]}; move them into one, or remove them"
+            f"{plural(len(higher), 'image')} {outside}, the first: {higher[0]}; move them into one, or remove them"
         )
     return (*lines, *not_read(kinds_of(data)))
 
 
 def _empty(
-    tree: Tree, level: int, what: str, folders: list[list[str]], others: list[str], data: set[str]
+    tree: Tree, level: int, noun: str, folders: list[list[str]], others: list[str], data: set[str]
 ) -> Iterator[str]:
     """Yields the line on the names at one level of the tree under which no image lies. A folder of notes is no domain.
 
@@ -311,12 +311,12 @@ def _empty(
     names = [
         f'"{name}" ({f"its folder holds {counted(Counter(map(kind_of, files)))}" if files else "its folder is empty"})'
         for name, files in sorted(holding.items())
-        if what != "domain" or name in have_folders or not files or not data.isdisjoint(files)
+        if noun != "domain" or name in have_folders or not files or not data.isdisjoint(files)
     ]
     if names:
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         remedy = "add images that can be read, or remove the folders"
-        yield f"{plural(len(names), what)} without any image: {', '.join(names[:MAX_NAMED])}{more}; {remedy}"
+        yield f"{plural(len(names), noun)} without any image: {', '.join(names[:MAX_NAMED])}{more}; {remedy}"
 
 
 def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:

@@ -79,12 +79,12 @@ def open_file(address: str, state: FileState, block_bytes: int = 0) -> BinaryIO:
             return open(address, "rb", buffering=block_bytes)
         except OSError as error:
             raise UserError(f"{address}: cannot be read: {error.strerror}; check the disk") from error
-    how = {"cache_type": "readahead", "block_size": block_bytes} if block_bytes else {"cache_type": "none"}
+    options = {"cache_type": "readahead", "block_size": block_bytes} if block_bytes else {"cache_type": "none"}
 
     def request() -> Any:
         system, path = _system(address)
         # with the size that is known: fsspec would ask the server for it at each opening
-        return system.open(path, "rb", size=state.size, **how)
+        return system.open(path, "rb", size=state.size, **options)
 
     file = attempt(address, request)
     if hasattr(file, "cache"):  # not those of this machine
@@ -246,17 +246,17 @@ def no_answer(address: str) -> str:
     return reasons[-1]
 
 
-def known_answer(where: str) -> str:
+def known_answer(address: str) -> str:
     """Returns which server was found not to answer, and why; "": none. `where`: an address, or a name on the hub."""
     from huggingface_hub.constants import ENDPOINT
 
-    server = where if is_remote(where) else ENDPOINT
+    server = address if is_remote(address) else ENDPOINT
     _, reason = _NO_ANSWER.get(server, (0.0, ""))
     return reason and f"{urlsplit(server).netloc}: {reason}"
 
 
 @contextmanager
-def hub(where: str | None = "") -> Iterator[None]:
+def hub(address: str | None = "") -> Iterator[None]:
     """Context in which libraries read files of the hub, from its cache alone if the hub does not answer.
 
     They would try each file again and again, for a minute, with a line for each try. `where`: None or a folder,
@@ -267,10 +267,13 @@ def hub(where: str | None = "") -> Iterator[None]:
 
     expand_user(constants.HF_HUB_CACHE, "HF_HOME")
     messages, level = logging.getLogger("huggingface_hub"), logging.getLogger("huggingface_hub").level
-    if where is not None and is_remote(where) and (reason := no_answer(where)):
+    if address is not None and is_remote(address) and (reason := no_answer(address)):
         raise ConnectionError(reason)
     is_elsewhere = (
-        where is None or is_remote(where) or where.startswith("local-dir:") or (where and Path(where).exists())
+        address is None
+        or is_remote(address)
+        or address.startswith("local-dir:")
+        or (address and Path(address).exists())
     )
     with _HUB, ExitStack() as undo:
         if not (is_elsewhere or constants.HF_HUB_OFFLINE) and no_answer(constants.ENDPOINT):

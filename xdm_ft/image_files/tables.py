@@ -141,7 +141,7 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
 def name_columns(
     dataset: ImageDataset,
     table: Table,
-    where: str,
+    source: str,
     columns: Mapping[str, str | None],
     class_names: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
@@ -152,7 +152,7 @@ def name_columns(
     first row whose cell is not a name.
     """
     numbers = {
-        key: number_names(table[name], where, name, (class_names or {}).get(name))
+        key: number_names(table[name], source, name, (class_names or {}).get(name))
         for key, name in columns.items()
         if name is not None
     }
@@ -162,11 +162,11 @@ def name_columns(
     if "group" in numbers:
         dataset.group_names, dataset.groups = numbers["group"]
     if "split" in numbers:
-        dataset.splits = parts_of(where, *numbers["split"])
+        dataset.splits = parts_of(source, *numbers["split"])
 
 
 def number_names(
-    cells: ChunkedArray, where: str, column: str, class_names: Sequence[str] | None
+    cells: ChunkedArray, source: str, column: str, class_names: Sequence[str] | None
 ) -> tuple[tuple[str, ...], np.ndarray]:
     """Returns the names that occur, and for every row its name's index (int64 [n]).
 
@@ -191,7 +191,7 @@ def number_names(
             faults[code] = str(error)
     if faults:
         row = int(np.flatnonzero(np.isin(codes, list(faults)))[0])
-        raise UserError(f"{where}: row {row}, column {column}: {faults[int(codes[row])]}")
+        raise UserError(f"{source}: row {row}, column {column}: {faults[int(codes[row])]}")
     if not all(isinstance(value, int) for value in values):
         names, index = numbered(texts)
         return names, index[codes]
@@ -202,7 +202,7 @@ def number_names(
     return names, merged[index][codes]
 
 
-def encode_names(cells: ChunkedArray, where: str) -> ChunkedArray:
+def encode_names(cells: ChunkedArray, source: str) -> ChunkedArray:
     """Returns the cells as dictionary<text, int64, double or bool>, or of the type null if all are missing.
 
     Raises `UserError`, which begins with `where`, if their type is neither text nor a number.
@@ -221,14 +221,14 @@ def encode_names(cells: ChunkedArray, where: str) -> ChunkedArray:
     elif types.is_floating(kind):
         kind = pyarrow.float64()
     elif not types.is_boolean(kind):
-        raise UserError(f"{where}: a name must be text or a number, not a {kind}; write it as text")
+        raise UserError(f"{source}: a name must be text or a number, not a {kind}; write it as text")
     try:
         return cells.cast(kind).dictionary_encode()
     except pyarrow.ArrowInvalid as error:  # an integer beyond 64 bits with a sign
-        raise UserError(f"{where}: {error}; write it as text") from error
+        raise UserError(f"{source}: {error}; write it as text") from error
 
 
-def join_tables(tables: Sequence[Table], where: str) -> Table:
+def join_tables(tables: Sequence[Table], source: str) -> Table:
     """Returns the rows of the tables, one table after the other. Raises `UserError` if types of a column differ."""
     import pyarrow
 
@@ -236,7 +236,7 @@ def join_tables(tables: Sequence[Table], where: str) -> Table:
         kinds = {table.schema.field(column).type for table in tables} - {pyarrow.null()}
         if len(kinds) > 1:
             named = ", ".join(sorted(str(getattr(kind, "value_type", kind)) for kind in kinds))
-            raise UserError(f"{where}: column {column} has values of several types ({named}); write one type")
+            raise UserError(f"{source}: column {column} has values of several types ({named}); write one type")
     return pyarrow.concat_tables(tables, promote_options="permissive")
 
 
@@ -253,11 +253,11 @@ def remembered_table(key: str, make: Callable[[], Table]) -> Table:
     return pyarrow.ipc.open_stream(pyarrow.py_buffer(remembered(key, to_arrays)["table"])).read_all()
 
 
-def parts_of(where: str, names: tuple[str, ...], numbers: np.ndarray) -> np.ndarray:
+def parts_of(source: str, names: tuple[str, ...], numbers: np.ndarray) -> np.ndarray:
     """Returns train, val or test for every row (str [n]). Raises `UserError` for another split."""
     for name in names:
         if name not in PARTS:
-            raise UserError(f'{where}: the split "{name}" is unknown{did_you_mean(name, list(PARTS))}')
+            raise UserError(f'{source}: the split "{name}" is unknown{did_you_mean(name, list(PARTS))}')
     return np.array([PARTS[name] for name in names])[numbers]
 
 
@@ -283,11 +283,11 @@ def column_meant(column: str, names: Sequence[str]) -> str | None:
     return close[0] if close else None
 
 
-def no_column(key: str, where: str, name: str, names: Sequence[str]) -> UserError:
+def no_column(key: str, source: str, name: str, names: Sequence[str]) -> UserError:
     """Returns the error that a table lacks the column `name` of the key `data.columns.key`."""
     meant = column_meant(name, names) or column_meant(key, names)
     hint = f'did you mean "{meant}"?' if meant else f"known: {', '.join(names)}"
-    return UserError(f'data.columns.{key}: {where} has no column "{name}"; {hint}')
+    return UserError(f'data.columns.{key}: {source} has no column "{name}"; {hint}')
 
 
 class Columns(Block):
@@ -322,7 +322,7 @@ class TableColumns(Block):
 PATH_COLUMNS = TableColumns()
 
 
-def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDict:
+def load(read: Callable[[], DatasetDict], source: str, remedy: str) -> DatasetDict:
     """Returns what `read` loads with `datasets`. Raises `UserError`, one line that ends with `remedy`."""
     from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetsError
@@ -333,7 +333,7 @@ def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDic
     except (DatasetsError, OSError, ValueError) as error:  # Arrow raises ValueError for a damaged Parquet file
         cause = error.__cause__ or error
         reason = " ".join(printable(f"{type(cause).__name__}: {cause}").split())[:200]
-        raise UserError(f"{where}: cannot be read ({reason}); {remedy}") from error
+        raise UserError(f"{source}: cannot be read ({reason}); {remedy}") from error
 
 
 class ImageTable(EncodedImages):
@@ -343,22 +343,22 @@ class ImageTable(EncodedImages):
     column: str
     where: str  # name of the data for messages
 
-    def _fill(self, parts: Mapping[str, Dataset], columns: Columns, where: str, use_splits: bool = False) -> None:
+    def _fill(self, parts: Mapping[str, Dataset], columns: Columns, source: str, use_splits: bool = False) -> None:
         """Concatenates `parts`, {name of the split: table}. Raises `UserError` if a column is missing or has gaps."""
         import pyarrow
         from datasets import ClassLabel, concatenate_datasets
         from datasets import Image as ImageFeature
 
-        self.where, self.column = where, columns.image
+        self.where, self.column = source, columns.image
         wanted = [name for name in columns.model_dump().values() if name is not None]
         for key, name in columns.model_dump().items():
             for part in parts.values():
                 if name is not None and name not in part.column_names:
-                    raise no_column(key, where, name, part.column_names)
+                    raise no_column(key, source, name, part.column_names)
         try:
             table = concatenate_datasets([part.select_columns(wanted) for part in parts.values()])
         except ValueError as error:
-            raise UserError(f"{where}: the splits have different types of columns: {error}") from error
+            raise UserError(f"{source}: the splits have different types of columns: {error}") from error
         if isinstance(table.features[columns.image], ImageFeature):
             table = table.cast_column(columns.image, ImageFeature(decode=False))  # else reading a row decodes it
         self.table = table.select_columns([columns.image])
@@ -368,10 +368,10 @@ class ImageTable(EncodedImages):
         self.domain_names, merged = numbered([*parts], in_order=True)
         self.domains = merged[of_part]
         names = {name: feature.names for name, feature in table.features.items() if isinstance(feature, ClassLabel)}
-        cells = {name: encode_names(table.data.column(name), f"{where}: column {name}") for name in wanted[1:]}
-        name_columns(self, pyarrow.table(cells), where, columns.model_dump(exclude={"image"}), names)
+        cells = {name: encode_names(table.data.column(name), f"{source}: column {name}") for name in wanted[1:]}
+        name_columns(self, pyarrow.table(cells), source, columns.model_dump(exclude={"image"}), names)
         if use_splits and columns.split is None:
-            self.splits = parts_of(where, tuple(parts), of_part)
+            self.splits = parts_of(source, tuple(parts), of_part)
 
     def name(self, row: int) -> str:
         return f"{self.where}, {self.name_in_data(row)}"

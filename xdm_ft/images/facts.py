@@ -151,7 +151,11 @@ def _file(image: Image.Image, num_bytes: int) -> dict[str, float | str]:
 def _colour(image: Image.Image) -> dict[str, float | str]:
     statistics, below = ImageStat.Stat(image), np.cumsum(np.reshape(image.histogram(), (3, 256)), 1)
     lightest = [int(np.searchsorted(channel, LIGHTEST * channel[-1])) for channel in below]
-    names = [f"{what} {colour}" for what in ("mean", "spread of", "lightest") for colour in ("red", "green", "blue")]
+    names = [
+        f"{statistic} {colour}"
+        for statistic in ("mean", "spread of", "lightest")
+        for colour in ("red", "green", "blue")
+    ]
     return dict(zip(names, [*statistics.mean, *statistics.stddev, *lightest], strict=True))
 
 

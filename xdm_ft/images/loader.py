@@ -102,7 +102,7 @@ def pixel_batches(
     shape: tuple[int, int, int, int],
     device: torch.device,
     workers: int,
-    what: str,
+    activity: str,
     remedy: str,
 ) -> Iterator[PixelBatch[T]]:
     """Yields each batch, decoded by `workers` processes; 0: by threads of this one. Raises `UserError`.
@@ -116,7 +116,7 @@ def pixel_batches(
         loader = image_loader(
             dataset, workers, device, batch_size=None, sampler=batches, collate_fn=lambda batch: batch
         )
-        yield from iterate_batches(loader, what, remedy)
+        yield from iterate_batches(loader, activity, remedy)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class _PixelBatches(Dataset[PixelBatch[T]]):
         return PixelBatch(items, torch.from_numpy(pixels), {at: value for at, value in values if value is not None})
 
 
-def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:
+def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **options: Any) -> DataLoader[T]:
     """Returns a DataLoader of batches for the device; `how` says which batches. See `iterate_batches`."""
     parent = os.getpid()
     return DataLoader(
@@ -156,11 +156,11 @@ def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how:
         # fork: what `read` closes over cannot be pickled, and workers share the memory of data sets and features
         multiprocessing_context="fork" if workers else None,
         worker_init_fn=lambda number: end_with_parent(parent),
-        **how,
+        **options,
     )
 
 
-def iterate_batches(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
+def iterate_batches(loader: DataLoader[Any], activity: str, remedy: str) -> Iterator[Any]:
     """Yields the batches of an `image_loader`. After a stop request, an error ends them instead of being raised.
 
     The signal that requests the stop may have ended the workers too. Raises `UserError`, a line from `what` to
@@ -190,5 +190,5 @@ def iterate_batches(loader: DataLoader[Any], what: str, remedy: str) -> Iterator
         if not any(worker.exitcode for worker in workers):
             raise
         raise UserError(
-            f"{what}: a process that reads images died, most likely because memory or /dev/shm is full; {remedy}"
+            f"{activity}: a process that reads images died, most likely because memory or /dev/shm is full; {remedy}"
         ) from error

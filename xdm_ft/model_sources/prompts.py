@@ -84,4 +84,4 @@ def warn_of_class_names(class_names: tuple[str, ...]) -> list[str]:
     short = [name for name in class_names if name not in numeric and len(in_words(name)) < _SHORTEST_NAME]
     remedy = "set words in data.class_names"
     unclear = ((numeric, "numbers, not words"), (short, f"shorter than {_SHORTEST_NAME} letters"))
-    return [f"class names {', '.join(names)} are {what}; {remedy}" for names, what in unclear if names]
+    return [f"class names {', '.join(names)} are {fault}; {remedy}" for names, fault in unclear if names]

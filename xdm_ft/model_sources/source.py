@@ -135,9 +135,9 @@ def network_error(error: BaseException) -> BaseException | None:
     return None
 
 
-def download_failed(what: str, where: str, cause: BaseException) -> UserError:
+def download_failed(item: str, address: str, cause: BaseException) -> UserError:
     """The error for `what` (a model and its weights), to be found at `where` (a hub repository or an address)."""
-    repository = where.removeprefix("hf-hub:")
+    repository = address.removeprefix("hf-hub:")
     reason = known_answer(repository) or type(cause).__name__
     if "://" in repository:
         fetch = f"download {repository} on a machine with a network and set encoder.weights to the file"
@@ -146,7 +146,7 @@ def download_failed(what: str, where: str, cause: BaseException) -> UserError:
             f'on a machine with a network run "hf download {repository}", copy its cache folder (HF_HOME, '
             "~/.cache/huggingface) here and set HF_HUB_OFFLINE=1; or set encoder.weights to a file"
         )
-    return UserError(f"encoder: {what} is not on this machine and did not download ({reason}); {fetch}")
+    return UserError(f"encoder: {item} is not on this machine and did not download ({reason}); {fetch}")
 
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
@@ -230,12 +230,12 @@ def not_finite(state: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def refuse_not_finite(state: Mapping[str, Tensor], where: str) -> None:
+def refuse_not_finite(state: Mapping[str, Tensor], source: str) -> None:
     """Raises `UserError`, which begins with `where`, if weights are not finite."""
     if broken := not_finite(state):
         raise UserError(
-            f"{where} holds NaN or infinity in {plural(len(broken), 'tensor')} ({first_few(broken)}): its training has "
-            "diverged, a number was too large for float16, or the file is damaged; give another one"
+            f"{source} holds NaN or infinity in {plural(len(broken), 'tensor')} ({first_few(broken)}): its training "
+            "has diverged, a number was too large for float16, or the file is damaged; give another one"
         )
 
 
@@ -324,13 +324,13 @@ def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
     if shapes:
         name, in_file, in_model = shapes[0]
         faults.append(f"{len(shapes)} of another shape ({name}: {in_file} in the file, {in_model} in the model)")
-    what = ", ".join(faults) or f"does not load ({type(error).__name__}: {reason_of(error)})"
-    return does_not_fit(path, model, what)
+    problem = ", ".join(faults) or f"does not load ({type(error).__name__}: {reason_of(error)})"
+    return does_not_fit(path, model, problem)
 
 
-def does_not_fit(path: Path | str, model: str, what: str) -> UserError:
+def does_not_fit(path: Path | str, model: str, problem: str) -> UserError:
     return UserError(
-        f'encoder.weights: {path} does not fit "{model}": {what}; '
+        f'encoder.weights: {path} does not fit "{model}": {problem}; '
         "check encoder.model and encoder.kwargs, or give the complete file"
     )
 
@@ -374,25 +374,25 @@ def _values(document: Any) -> Iterator[tuple[str, Any]]:
             rest += [(keys, inner) for inner in value] if isinstance(value, list | tuple) else []
 
 
-def refuse_sources(document: Any, where: str) -> None:
+def refuse_sources(document: Any, source: str) -> None:
     """Raises `UserError` if an architecture asks for code, or names a repository, a folder or an address.
 
     It is called with decoded JSON, where an escaped letter is the letter. `where` names the file.
     """
     for keys, value in _values(document):
         if any(name in keys.split(".") for name in _CODE):
-            raise UserError(f"{where}: {keys} asks for code of a repository, which is never run")
+            raise UserError(f"{source}: {keys} asks for code of a repository, which is never run")
         allowed = _OWN_SOURCES.get(keys.rpartition(".")[2])
         if (allowed is not None and value is not None and value not in allowed) or (
             isinstance(value, str) and (re.search(r"[/\\:]", value) or value.startswith(("~", ".")))
         ):
             raise UserError(
-                f'{where}: {keys}: "{printable(str(value))[:80]}" names another source, but a model directory '
+                f'{source}: {keys}: "{printable(str(value))[:80]}" names another source, but a model directory '
                 "must hold its whole architecture; do not use this model, or export it again if it is yours"
             )
 
 
-def check_sizes(document: Any, where: str) -> None:
+def check_sizes(document: Any, source: str) -> None:
     """Raises `UserError` if an architecture has more layers, or a greater width or more classes, than any model has.
 
     Sizes are known by the ends of their keys, which timm, open_clip and transformers have in common. `where` begins the
@@ -404,7 +404,7 @@ def check_sizes(document: Any, where: str) -> None:
         limit = next((limit for pattern, limit in _LIMITS if re.search(pattern, keys)), math.inf)
         if sizes and not (sum(sizes) if limit == _LIMITS[0][1] else max(sizes)) <= limit:  # NaN too
             raise UserError(
-                f"{where}: {keys} is {str(value)[:60]}, more than any model has; it may be {limit:,} at most"
+                f"{source}: {keys} is {str(value)[:60]}, more than any model has; it may be {limit:,} at most"
             )
 
 
@@ -465,15 +465,15 @@ def quiet(progress_bars: bool = False) -> Iterator[None]:
 @contextmanager
 def tokenizer_errors(model: str, repository: str) -> Iterator[None]:
     """Context in which a library reads the tokenizer of a model from a hub repository or folder."""
-    what = f'encoder.model: the tokenizer of "{model}"'
+    item = f'encoder.model: the tokenizer of "{model}"'
     try:
         yield
     except OSError as error:
         raise not_read(f"the tokenizer of {model}", repository, error) from error
     except ImportError as error:
-        raise UserError(f"{what} needs {error.name}; pip install {error.name}") from error
+        raise UserError(f"{item} needs {error.name}; pip install {error.name}") from error
     except (ValueError, KeyError) as error:
-        raise UserError(f"{what} cannot be used ({reason_of(error)})") from error
+        raise UserError(f"{item} cannot be used ({reason_of(error)})") from error
 
 
 def not_read(model: str, folder: str, error: OSError) -> UserError:

@@ -212,12 +212,12 @@ def leave_one_domain_out(
     test_domains = protocol.held_out_with(test_domain, dataset.domain_names)
     train_domains = tuple(name for name in dataset.domain_names if name not in test_domains)
     if not train_domains:
-        what, remedy = f'data: "{test_domain}" is the only domain', ""
+        problem, remedy = f'data: "{test_domain}" is the only domain', ""
         if len(test_domains) > 1:
-            what = f"protocol.together: {', '.join(test_domains)} are all domains of the data"
+            problem = f"protocol.together: {', '.join(test_domains)} are all domains of the data"
         elif dataset.folder_order:
             remedy = f"; if {', '.join(dataset.class_names[:3])} are domains, add /{test_domain} to data.root"
-        raise UserError(f"{what}; leave_one_domain_out needs another domain to train on{remedy}")
+        raise UserError(f"{problem}; leave_one_domain_out needs another domain to train on{remedy}")
     held_out = in_domains(dataset, test_domains)
     readable = np.ones(len(dataset), dtype=bool)
     readable[list(unreadable)] = False
@@ -267,17 +267,17 @@ def _draw_validation(
         if not dataset.folder_order:
             raise UserError("protocol.split_rule: domainbed needs images in the order of folders; use stratified here")
         rows = [domainbed_validation(dataset.domains, protocol.val_fraction, seed)]
-        how = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
+        notes = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
     elif of_data is not None:
         return of_data, ["validation parts as they come with the data"]
     else:
         rows = [drawn] if drawn is not None else []
         for part in (is_source, is_test) if drawn is None else ():
             rows.append(stratified_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed))
-        how = [] if dataset.splits is None else ["the data's own split is not used, all labelled images take part"]
+        notes = [] if dataset.splits is None else ["the data's own split is not used, all labelled images take part"]
     is_val = np.zeros(len(dataset), dtype=bool)
     is_val[np.concatenate(rows)] = True
-    return is_val, how
+    return is_val, notes
 
 
 def _validation_of_data(dataset: ImageDataset) -> np.ndarray | None:
@@ -335,7 +335,7 @@ def usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
     return usable
 
 
-def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:
+def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], context: str = "") -> None:
     """Raises `UserError` if one of `domains` has, among `rows`, no image or images of one class only."""
     # with one class in a domain, the domain alone predicts the class
     count = images_per_class(dataset, rows)
@@ -344,7 +344,7 @@ def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int
         if len(present) < 2:
             only = f'images of one class only ("{dataset.class_names[present[0]]}")' if len(present) else "no image"
             raise UserError(
-                f'data: the domain "{dataset.domain_names[domain]}" has {only}{where}; add images of at least two '
+                f'data: the domain "{dataset.domain_names[domain]}" has {only}{context}; add images of at least two '
                 "classes, or remove the domain"
             )
 
@@ -439,8 +439,8 @@ def without(dataset: ImageDataset, split: Split, *domains: str) -> Split:
     # groups of all images of the domains, as in `leave_one_domain_out`: a group may have validation images alone
     rest = rest[~with_groups(dataset, in_domains(dataset, domains))[rest]]
     held_out, numbers = (*split.test_domains, *domains), [dataset.domain_names.index(name) for name in by_name]
-    where = f" left for training with {', '.join(held_out)} held out (protocol.selection: cross_domain)"
-    check_classes(dataset, rest, numbers, where)
+    context = f" left for training with {', '.join(held_out)} held out (protocol.selection: cross_domain)"
+    check_classes(dataset, rest, numbers, context)
     return split_of_rows(dataset, held_out, numbers, rest, {LEFT_OUT[0]: left_out})
 
 

@@ -281,8 +281,8 @@ def _under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
         item = replace(item, encoder=encoder, encoder_label=label, label=with_encoder(item.label, label))
     if not item.reads_text or issubclass(encoder.cls, TextEncoder):
         return item
-    what = "" if item.algorithm.cls.needs_text else "with head_init: zero_shot "
-    return replace(item, skipped=f"{what}needs an encoder with a text side")
+    condition = "" if item.algorithm.cls.needs_text else "with head_init: zero_shot "
+    return replace(item, skipped=f"{condition}needs an encoder with a text side")
 
 
 def _methods(faults: Faults, values: Any, encoder: Component) -> tuple[MethodItem, ...]:
@@ -432,8 +432,8 @@ def _check_without_images(faults: Faults, recipe: Recipe) -> None:
         if item.trainable is not False:
             faults.add((*key_of_item, "trainable"), f"{NO_IMAGES}, so no encoder can train; leave it out", "data.name")
         if item.reads_text:
-            what = f"{item.label} needs class embeddings of an encoder with a text side, but {NO_IMAGES}"
-            faults.add(key_of_item, f"{what}; leave it out", "data.name")
+            problem = f"{item.label} needs class embeddings of an encoder with a text side, but {NO_IMAGES}"
+            faults.add(key_of_item, f"{problem}; leave it out", "data.name")
 
 
 def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
@@ -480,9 +480,9 @@ def _check_views(faults: Faults, recipe: Recipe) -> None:
     on_images = [item for item in trained if recipe.trains_on_images(item)]
     if not on_images and not views and given not in (None, "none"):
         has_cut = any(item.is_cut for item in trained)
-        what = "cached activations" if has_cut else "a frozen encoder"
+        inputs = "cached activations" if has_cut else "a frozen encoder"
         remedy = "leave it out, or set features.views, or trainable: true" + ", or features.cut: compute" * has_cut
-        problem = f"has no effect with {what}: each image is computed only once; {remedy}"
+        problem = f"has no effect with {inputs}: each image is computed only once; {remedy}"
         faults.add("data.train_augmentation", problem, "encoder.trainable", "features.views")
     if views and trained and len(on_images) == len(trained):
         problem = "has no effect with encoder.trainable: true, which augments at every step; leave it out"

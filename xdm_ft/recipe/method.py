@@ -194,9 +194,9 @@ class MethodItem:
             elif head.text_reason:
                 yield ("head",), f"{self.head.name} cannot be combined with head_init: zero_shot: {head.text_reason}"
             elif not normalized and not head.normalizes:
-                what = self.label if needs_text else "zero_shot"
+                name = self.label if needs_text else "zero_shot"
                 remedy = "set encoder.normalize: true, or normalize: true for this method"
-                yield (), f"{what} starts from class embeddings, which need L2-normalised features; {remedy}"
+                yield (), f"{name} starts from class embeddings, which need L2-normalised features; {remedy}"
         if self.is_solver and self.head.name != self.algorithm.cls.head_kind:
             yield ("head",), f"{self.label} computes a {self.algorithm.cls.head_kind} head directly; leave head out"
         elif not self.is_solver and not head.trained:

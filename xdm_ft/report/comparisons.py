@@ -137,11 +137,11 @@ def _section(
     reference: str | None = None,
 ) -> Section:
     """Returns a forest plot of the comparisons and their numbers. `reference`: what all are compared with."""
-    what, sides = (f"difference to {reference}", SIDES) if reference else ("difference", ("first", "second"))
+    title, sides = (f"difference to {reference}", SIDES) if reference else ("difference", ("first", "second"))
     caption = f"{caption} in {words.unit_of_difference(run.metric)}."
     return make_section(
         id_,
-        [_forest(id_, what, run.metric, shown)],
+        [_forest(id_, title, run.metric, shown)],
         [comparison_table(caption, run.metric, shown.values(), rule, sides)],
         notes,
         reference=reference,

@@ -274,7 +274,7 @@ def _counts(rows: Sequence[Comparison]) -> str:
 
 
 def _listed(tally: Counter[str]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in tally.items())
+    return ", ".join(f"{count} {noun}" for noun, count in tally.items())
 
 
 # ------------------------------------------------------------------------------------------------------ the last screen
@@ -319,8 +319,8 @@ def show_headline(run: Run) -> None:
     below += [Text(_on_terminal(f"{line[0].upper()}{line[1:]}."), style="dim") for line in smallest]
     below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, MAX_NOTES if is_terminal else None)]
     below += [Text()]
-    for what, text in _files(run):
-        below.append(Text(f"{what:<8} ", style="dim").append(_on_terminal(text), style="not dim"))
+    for purpose, text in _files(run):
+        below.append(Text(f"{purpose:<8} ", style="dim").append(_on_terminal(text), style="not dim"))
     rows = run.recipe_rows
     if is_terminal:
         used = sum(len(console.render_lines(part, pad=False)) for part in (*above, *below)) + PROMPT

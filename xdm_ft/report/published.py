@@ -180,7 +180,9 @@ def paper_table(run: Run, *tables: str) -> list[Table]:
     comparable = all(trained[method] is True and model.startswith(kind) for method, model in models.items())
     words = "The paper does not say which images it measured: compare the order of methods, not the numbers."
     if not comparable:
-        ours = "; ".join(dict.fromkeys(f"{models[method]}, {trained_words(how)}" for method, how in trained.items()))
+        ours = "; ".join(
+            dict.fromkeys(f"{models[method]}, {trained_words(trainable)}" for method, trainable in trained.items())
+        )
         words = f"Not comparable with this run, whose encoder is {ours}."
     caption = f"Published: {' and '.join(tables)} on {dataset}; {SOURCE}; {lines[0].encoder}, fine-tuned. {words}"
     return [Table(caption, ["method", *metrics], rows, folded=not comparable)]

@@ -50,11 +50,9 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
         protocols.append(of_run)
     for run, other_protocol in zip(runs[1:], protocols[1:], strict=True):
         pairs = [
-            (what, value, other_protocol[what]) for what, value in protocols[0].items() if value != other_protocol[what]
+            (key, value, other_protocol[key]) for key, value in protocols[0].items() if value != other_protocol[key]
         ]
-        differs = [
-            what if what == DATA else f"{what} ({short(value)} and {short(other)})" for what, value, other in pairs
-        ]
+        differs = [key if key == DATA else f"{key} ({short(value)} and {short(other)})" for key, value, other in pairs]
         if differs:
             raise UserError(
                 f"{runs[0].path} and {run.path}: their protocols differ in {'; '.join(differs)}; such numbers are not "

@@ -125,8 +125,8 @@ def trained_words(trainable: Any) -> str:
     if "lora" not in trainable:
         return f"last {blocks(trainable['blocks'])}"
     lora = trainable["lora"]
-    where = f" in the last {blocks(lora['blocks'])}" if lora.get("blocks") else ""
-    return f"LoRA of rank {lora['rank']}{where}"
+    depth = f" in the last {blocks(lora['blocks'])}" if lora.get("blocks") else ""
+    return f"LoRA of rank {lora['rank']}{depth}"
 
 
 def oracle_mark(rule: str) -> str:

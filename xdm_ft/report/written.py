@@ -130,8 +130,8 @@ def copies_sheet(pairs: Iterable[tuple[Mapping[str, Any], Image, Image]], title:
         beside = images.new("RGB", (2 * SIDE + GAP, max(image.height for image in both)), "white")
         for image, left in zip(both, (0, SIDE + GAP), strict=True):
             beside.paste(image, (left, 0))
-        where = ", in training and test" if pair["straddles"] else ""
-        first_line = f"{number}: {'copy' if pair['sure'] else 'similar'}, score {pair['score']:.2f}{where}"
+        straddles = ", in training and test" if pair["straddles"] else ""
+        first_line = f"{number}: {'copy' if pair['sure'] else 'similar'}, score {pair['score']:.2f}{straddles}"
         caption = first_line, pair["first"], pair["second"]
         thumbnails.append(Thumbnail.of(beside, f"pair {number}", caption, side=2 * SIDE + GAP))
     about = "The most similar pairs, those in training and test first. Delete one image of each copy."
@@ -197,7 +197,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
     row = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
     if row is not None and row.mean is not None:
         kind = "95% interval over seeds and test images, not for a new site: "
-        where = kind + between(metric, row.interval) if row.interval else ""
+        remark = kind + between(metric, row.interval) if row.interval else ""
         sets = run.held_out_sets
         on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
         means = {set_name(held): float(values.mean()) for held, values in values_by_set(run.quoted).items()}
@@ -206,7 +206,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
             quoted = with_unit(metric, fmean(means.values()))
             yield f"test {words}, {on}, each of the method that the others choose", quoted, own
         else:
-            yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where
+            yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), remark
         versus = run.beside_rows(row.selection).get(row.method)
         if versus is not None:
             difference = scaled(versus.difference, metric, True)

@@ -202,8 +202,8 @@ class RunMeasures:
         sets = [*values] if held is None else [held]
         if held is None and not runs.complete_seeds:
             return None
-        over = [self.over_images.get((runs.rule, runs.method, one)) for one in sets]
-        return interval(runs.metric, [values[one] for one in sets], over)
+        over = [self.over_images.get((runs.rule, runs.method, held_set)) for held_set in sets]
+        return interval(runs.metric, [values[held_set] for held_set in sets], over)
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """Returns arrays and metadata of measured.safetensors."""
@@ -220,8 +220,8 @@ class RunMeasures:
             values = dict(zip(VALUES, numbers, strict=True)) | {name: arrays[f"{i}.{name}"] for name in ARRAYS}
             values["mistakes"] = [Mistake(*mistake) for mistake in values["mistakes"]]
             of_sets[method, tuple(held)] = Pool(**values)
-        found = {(rule, method, tuple(held)): OverImages(*of) for rule, method, held, *of in over}
-        return cls(metadata["of"], found, of_sets)
+        over_images = {(rule, method, tuple(held)): OverImages(*of) for rule, method, held, *of in over}
+        return cls(metadata["of"], over_images, of_sets)
 
 
 class Counter:
@@ -244,8 +244,8 @@ class Counter:
         confidence, others = _in_blocks(confidence_and_rest, p)
         bins = confidence_bin(confidence)
         pool.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
-        levels, where = np.unique(confidence_level(confidence, others), return_inverse=True)
-        by_level = [np.bincount(where, w).astype(np.int64) for w in (None, right)]
+        levels, position = np.unique(confidence_level(confidence, others), return_inverse=True)
+        by_level = [np.bincount(position, w).astype(np.int64) for w in (None, right)]
         pool.levels = _added(pool.levels, np.stack([levels, *by_level]))
         pool.models += 1
         if len(self._wrong) < MISTAKEN:
@@ -306,19 +306,19 @@ def measure(
         if of.score(record) is not None
     }
     without, pools = WithoutGroups(metric, pairs, alone=runs), dict[tuple[str, DomainSet], Pool]()
-    for key, in_a_row in groupby(predictions, lambda one: (one.method, one.test_domains)):
+    for key, in_a_row in groupby(predictions, lambda prediction: (prediction.method, prediction.test_domains)):
         counter = Counter(metric, average)
-        for one in in_a_row:
-            without.add(one)
-            if one.probabilities is not None and one.seed in count.get((one.rule, *key), ()):
-                counter.add(one, temperatures[one.rule, *key, one.seed])
+        for prediction in in_a_row:
+            without.add(prediction)
+            if prediction.probabilities is not None and prediction.seed in count.get((prediction.rule, *key), ()):
+                counter.add(prediction, temperatures[prediction.rule, *key, prediction.seed])
         if counter.pool.models:
-            pools[key] = counter.end(one.images)
+            pools[key] = counter.end(prediction.images)
     over = {
-        (of.rule, of.method, held): found
+        (of.rule, of.method, held): over_set
         for of in runs
         for held, seeds in seeds_by_set(of).items()
-        if (found := without.over_images(of, held, seeds)) is not None
+        if (over_set := without.over_images(of, held, seeds)) is not None
     }
     return RunMeasures(models_digest(runs, average), over, pools), without
 

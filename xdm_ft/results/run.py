@@ -226,8 +226,8 @@ class Run:
         if not self.records:
             return []
         first = self.records[0]
-        _, about = RunDirectory(self.path).require_tensors(images_file(first.test_domains), first.files, WRITE_AGAIN)
-        return list(json.loads(about["class_names"]))
+        _, metadata = RunDirectory(self.path).require_tensors(images_file(first.test_domains), first.files, WRITE_AGAIN)
+        return list(json.loads(metadata["class_names"]))
 
     def prediction(self, record: Record) -> Prediction:
         """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""

@@ -277,8 +277,8 @@ def _over_images(
         images, difference = without.images[held], first - second
         groups = _effective(images, difference)
         if groups < 2:
-            what = "images" if images.groups is None else "groups"
-            return None, f"a test domain has effectively {groups:.1f} {what}, and it needs 2"
+            noun = "images" if images.groups is None else "groups"
+            return None, f"a test domain has effectively {groups:.1f} {noun}, and it needs 2"
         variance = jackknife_variance(difference)
         if variance is None:
             return None, "the metric is not defined without one of the groups of test images"
@@ -297,9 +297,9 @@ def _about_groups(sets: Sequence[HeldOutImages]) -> list[str]:
     notes = ["images assumed independent"] if any(images.groups is None for images in sets) else []
     few = min(sets, key=lambda images: effective_number(images.sizes), default=None)
     if few is not None and effective_number(few.sizes) < FEW_GROUPS:
-        what = "images" if few.groups is None else "groups"
+        noun = "images" if few.groups is None else "groups"
         number = effective_number(few.sizes)
-        notes.append(f"only {len(few.sizes)} {what} in a test domain, effectively {number:.1f}")
+        notes.append(f"only {len(few.sizes)} {noun} in a test domain, effectively {number:.1f}")
     return notes
 
 

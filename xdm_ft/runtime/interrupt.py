@@ -136,9 +136,9 @@ def how_to_resume() -> str:
 
 
 @contextmanager
-def resumed_by(how: str) -> Iterator[None]:
+def resumed_by(remedy: str) -> Iterator[None]:
     """Context in which finished work is kept, and the line of a signal or a full disk says `how` it is resumed."""
-    before, _received.resume = _received.resume, how
+    before, _received.resume = _received.resume, remedy
     try:
         yield
     finally:

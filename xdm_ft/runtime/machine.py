@@ -126,7 +126,7 @@ def _resident(name: str) -> int:
 
 
 @contextmanager
-def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
+def out_of_memory_as_user_error(activity: str, remedy: str) -> Iterator[None]:
     """Raises a `UserError` of one line in place of an out-of-memory error, of the machine or of a GPU."""
     try:
         yield
@@ -139,4 +139,4 @@ def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
         if not on_gpu and not on_cpu:
             raise
         memory = "the memory of the GPU" if on_gpu else "the memory of this machine"
-        raise UserError(f"{what}: does not fit {memory}; {remedy}") from error
+        raise UserError(f"{activity}: does not fit {memory}; {remedy}") from error

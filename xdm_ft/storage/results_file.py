@@ -132,7 +132,7 @@ def _without_most(run: Json) -> Json:
     return {**run, "selected": kept(run["selected"], 4)} if "selected" in run else run
 
 
-def _refuse_other_types(value: Any, schema: Json, where: str) -> None:
+def _refuse_other_types(value: Any, schema: Json, path: str) -> None:
     """Raises `OtherVersion` if a value has another type than the schema says, or lacks a key."""
     if "$ref" in schema:
         schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
@@ -141,36 +141,36 @@ def _refuse_other_types(value: Any, schema: Json, where: str) -> None:
     if kinds and not any(
         isinstance(value, TYPES[kind]) and (kind == "boolean") >= isinstance(value, bool) for kind in kinds
     ):
-        raise OtherVersion(f"{where} must be {' or '.join(kinds)}, not {json.dumps(value)[:40]}")
+        raise OtherVersion(f"{path} must be {' or '.join(kinds)}, not {json.dumps(value)[:40]}")
     known = schema.get("enum", [schema["const"]] if "const" in schema else ())
     if known and not any(value == one and type(value) is type(one) for one in known):
-        raise OtherVersion(f"{where} must be {' or '.join(map(json.dumps, known))}, not {json.dumps(value)[:40]}")
+        raise OtherVersion(f"{path} must be {' or '.join(map(json.dumps, known))}, not {json.dumps(value)[:40]}")
     if not value and (schema.get("minItems") or schema.get("minProperties")):
-        raise OtherVersion(f"{where} is empty")
+        raise OtherVersion(f"{path} is empty")
     if "if" in schema:  # all of them ask for a status
-        _refuse_other_types(value, schema["then" if value.get("status") == "ok" else "else"], where)
+        _refuse_other_types(value, schema["then" if value.get("status") == "ok" else "else"], path)
     if "anyOf" in schema:
-        _refuse_all_of(value, schema["anyOf"], where)
+        _refuse_all_of(value, schema["anyOf"], path)
     if isinstance(value, dict):
         if lacking := [key for key in schema.get("required", ()) if key not in value]:
-            raise OtherVersion(f"{where or 'it'} lacks {lacking[0]}")
+            raise OtherVersion(f"{path or 'it'} lacks {lacking[0]}")
         for key, inner in value.items():
             of_key = schema.get("properties", {}).get(key, schema.get("additionalProperties"))
             if of_key is False:
-                raise OtherVersion(f"{where} has the key {json.dumps(key)[:40]}")
+                raise OtherVersion(f"{path} has the key {json.dumps(key)[:40]}")
             if isinstance(of_key, dict):
-                _refuse_other_types(inner, of_key, f"{where}.{key}".lstrip("."))
+                _refuse_other_types(inner, of_key, f"{path}.{key}".lstrip("."))
     elif isinstance(value, list) and "items" in schema:
         for number, inner in enumerate(value):
-            _refuse_other_types(inner, schema["items"], f"{where}.{number}")
+            _refuse_other_types(inner, schema["items"], f"{path}.{number}")
 
 
-def _refuse_all_of(value: Any, schemas: list[Json], where: str) -> None:
+def _refuse_all_of(value: Any, schemas: list[Json], path: str) -> None:
     """Raises `OtherVersion` if a value has none of these types."""
     faults = list[OtherVersion]()
     for schema in schemas:
         try:
-            _refuse_other_types(value, schema, where)
+            _refuse_other_types(value, schema, path)
         except OtherVersion as fault:
             faults.append(fault)
     if len(faults) == len(schemas):

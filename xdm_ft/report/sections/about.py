@@ -114,10 +114,10 @@ def data(run: Run) -> Section | None:
 
 def _without_files(fault: str) -> str:
     """Returns a fault without the names of image files."""
-    what, _, found = fault.partition(": ")
-    if what in ("left out", "intensity"):
+    subject, _, found = fault.partition(": ")
+    if subject in ("left out", "intensity"):
         return fault.partition(", the first: ")[0]
-    return f"{what}: {found.partition(': ')[0] if what == 'groups' else 'details are in results.json'}"
+    return f"{subject}: {found.partition(': ')[0] if subject == 'groups' else 'details are in results.json'}"
 
 
 def environment(run: Run) -> Section:

@@ -57,12 +57,12 @@ Domain = tuple[str, str, str, str]  # method, held-out set, domain, role
 def calibration(run: Run) -> Section | None:
     """ECE per method, reliability per held-out domain, and a table of all domains."""
     measured: dict[Domain, list[Entry]] = {}
-    for (method, where), models in by_set(run.analysed("calibration")).items():
+    for (method, held), models in by_set(run.analysed("calibration")).items():
         for model in models:
             for domain, values in (model["calibration"].get("domains") or {}).items():
                 percent = {key: None if values[key] is None else 100 * values[key] for key in ("ece", "ece_scaled")}
                 entry = values | percent | {"temperature": model["calibration"]["temperature"]}
-                measured.setdefault((method, where, domain, values["role"]), []).append(entry)
+                measured.setdefault((method, held, domain, values["role"]), []).append(entry)
     if not measured:
         return None
 
@@ -243,9 +243,9 @@ def invariance(run: Run) -> Section | None:
 def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[Figure]:
     name, axis, (part, key) = INVARIANCES[title]
     values: dict[str, dict[str, float]] = {}
-    for (method, where), models in by_set(measured).items():
+    for (method, held), models in by_set(measured).items():
         if (value := mean_of(part_of(model, part, key) for model in models)) is not None:
-            values.setdefault(method, {})[where] = value
+            values.setdefault(method, {})[held] = value
     if len(values) > 1 and len({tuple(of_method.items()) for of_method in values.values()}) == 1:
         values = {ALL: next(iter(values.values()))}  # of one frozen encoder
     normalized = {model["method"] for model in measured if model["normalized"]} & {*values}
@@ -258,7 +258,7 @@ def _invariance_figure(run: Run, measured: Sequence[Entry], title: str) -> list[
         own = [model for model in measured if method in (model["method"], ALL)]
         chance = mean_of(part_of(model, part, f"{key}_noise") for model in own)
         rows[method] = Bar(MUTED if method == ALL else looks(run.drawn_methods)[method].colour, of_method, {}, chance)
-    one_set = len({where for of_method in values.values() for where in of_method}) == 1
+    one_set = len({held for of_method in values.values() for held in of_method}) == 1
     markers = "" if one_set else ": the bar is the mean over held-out domains, a marker is one of them"
     scale = f" No bar: {', '.join(sorted(normalized))}, which reads features of length 1." if normalized else ""
     title = title.capitalize()
@@ -273,19 +273,19 @@ Levels = dict[tuple[str, str, float | None], list[Entry]]
 def divergence(run: Run) -> Section | None:
     """Bars of both estimates per method and level of τ_d, and a table."""
     levels = Levels()
-    for (method, where), models in by_set(run.analysed("divergence")).items():
+    for (method, held), models in by_set(run.analysed("divergence")).items():
         for entry in (entry for model in models for entry in model["divergence"]):
-            levels.setdefault((method, where, entry["quantile"]), []).append(entry)
+            levels.setdefault((method, held, entry["quantile"]), []).append(entry)
     if not levels:
         return None
 
     rows = []
-    for (method, where, quantile), entries in levels.items():
+    for (method, held, quantile), entries in levels.items():
         level = Cell("none" if quantile is None else f"{100 * quantile:g}%", quantile)
         published, unbiased = (mean_cell(entry[key] for entry in entries) for key in ("published_mmd", "unbiased_mmd2"))
         error, size = mean_of(entry["stderr"] for entry in entries), entries[0]["batch_size"]
         error_cell = Cell("" if error is None else significant(error, 2), error)
-        rows.append(cells(method, where, level, published, size, unbiased, error_cell, entries[0]["n"]))
+        rows.append(cells(method, held, level, published, size, unbiased, error_cell, entries[0]["n"]))
     header = ["method", "held out", "quantile of τ_d", "published MMD", "batch size", "unbiased MMD²", "± error"]
     caption = "Divergence of augmented features, mean ± standard deviation over seeds; the error is that of one seed."
     table = long_table(caption, [*header, "samples"], rows)
@@ -372,7 +372,7 @@ def _importance_figure(i: int, methods: Sequence[str], models: Sequence[Entry], 
                 for values in (means, *of_models)
             )
             lines.append(Line(words, look, mean, thin if len(thin) > 1 else []))
-    sets, who = [where for _, where in by_set(models)], f"{', '.join(methods)}: {kind} accuracy"
+    sets, who = [held for _, held in by_set(models)], f"{', '.join(methods)}: {kind} accuracy"
     several = f"Thin lines: {len(sets)} held-out sets; with markers: their mean."
     caption = f"{who}. {several if len(sets) > 1 else f'Held out: {sets[0]}.'}"
     title, axes = f"{who} against the share of removed features", ("features removed in %", f"{kind} accuracy in %")
@@ -408,11 +408,11 @@ def embeddings(run: Run) -> Section | None:
         for title in MAPS
         for part, words in enumerate(("specific", "generic"))
     }
-    columns = {title: where for title, where in columns.items()
-               if any(_silhouette(model, *where) is not None for model in measured)}  # fmt: skip
+    columns = {title: space for title, space in columns.items()
+               if any(_silhouette(model, *space) is not None for model in measured)}  # fmt: skip
     rows = []
     for of, models in by_set(measured).items():
-        values = [[_silhouette(model, *where) for model in models] for where in columns.values()]
+        values = [[_silhouette(model, *space) for model in models] for space in columns.values()]
         rows.append(cells(*of, *(mean_cell(of_models, "z.2f") for of_models in values)))
     caption = "Silhouettes: of classes and of domains among the points of each part; of original against augmented."
     if len(measured) > len(shown):

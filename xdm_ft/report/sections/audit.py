@@ -82,10 +82,10 @@ def _copies(audit: Json) -> AuditFinding:
     more = f"{count_text(count)} more {'candidate' if count == 1 else 'candidates'}, {across} across domains"
     if not part["sure"]:
         return AuditFinding("copies", NOTHING, f"none; {more}: copies.csv" if count else "none", "")
-    where = f"{part['across_domains']} of them lie in two domains, {part['straddling']} in training and test"
-    what = f"{plural(part['sure'], 'pair')} of images are copies of each other; {where}; {more}: copies.csv"
+    places = f"{part['across_domains']} of them lie in two domains, {part['straddling']} in training and test"
+    line = f"{plural(part['sure'], 'pair')} of images are copies of each other; {places}; {more}: copies.csv"
     remedy = "look through copies.csv (--images shows the pairs), and delete one image of each copy"
-    return AuditFinding("copies", PROMISE if part["straddling"] else SUSPECT, what, remedy, part["costs"])
+    return AuditFinding("copies", PROMISE if part["straddling"] else SUSPECT, line, remedy, part["costs"])
 
 
 def _twins(audit: Json) -> AuditFinding:
@@ -106,17 +106,17 @@ def _twins(audit: Json) -> AuditFinding:
         return AuditFinding("domain_pairs", NOTHING, "none", "")
     of_twins = [row for row in left_out if any({row["domain"], row["without"]} == {*pair} for pair in twins)]
     worst = max(of_twins, key=lambda row: -1 if row["excess"] is None else row["excess"], default=None)
-    what = listed([" and ".join(pair) for pair in twins], 3)
+    line = listed([" and ".join(pair) for pair in twins], 3)
     if worst is not None and worst["excess"] is not None:
         before, after, matched = (_percent(worst[key]) for key in ("accuracy", "accuracy_without", "accuracy_matched"))
-        what += (
+        line += (
             f". With {worst['without']} left out of training too, {worst['domain']} falls from {before} to {after}; "
             f"with as many other images left out, it has {matched}"
         )
     return AuditFinding(
         "domain_pairs",
         PROMISE,
-        what,
+        line,
         f"if they show the same objects, patients or scanner, hold them out together: {_together(twins)}",
     )
 
@@ -150,12 +150,12 @@ def _labels(audit: Json) -> AuditFinding:
     share = f" ({_percent(part['suspects'] / audit['images'])})" if audit["images"] else ""
     # hard images look as wrong labels do: only that heads are better without them shows that there are errors
     shown = any(cost["verdict"].startswith(BETTER) for cost in part["costs"])
-    what = f"the heads contradict {plural(part['suspects'], 'label')}{share}"
+    line = f"the heads contradict {plural(part['suspects'], 'label')}{share}"
     if part["confused"]:
         most = part["confused"][0]
-        what += f", most often {most['label']} instead of {most['suggested']} ({plural(most['images'], 'image')})"
+        line += f", most often {most['label']} instead of {most['suggested']} ({plural(most['images'], 'image')})"
     remedy = "look through the rows of labels.csv where suspect is true, worst first, and correct what is wrong"
-    return AuditFinding("labels", SUSPECT if shown else NOTHING, what, remedy, part["costs"])
+    return AuditFinding("labels", SUSPECT if shown else NOTHING, line, remedy, part["costs"])
 
 
 def _site_class(audit: Json) -> AuditFinding:
@@ -167,13 +167,13 @@ def _site_class(audit: Json) -> AuditFinding:
     parts, remedy = [], "a model may learn the site, not the class: balance the classes of each site"
     if marks:
         mark, more = marks[0], f" (and {len(marks) - 1} more)" if len(marks) > 1 else ""
-        where = f"{mark['class']} in {mark['domain']}"
-        parts.append(f"a {mark['kind']} gives away {_percent(mark['share'])} of {where}, and not elsewhere{more}")
-        remedy = f"look at images of {where}; remove the {mark['kind']}, or mark all classes alike"
+        position = f"{mark['class']} in {mark['domain']}"
+        parts.append(f"a {mark['kind']} gives away {_percent(mark['share'])} of {position}, and not elsewhere{more}")
+        remedy = f"look at images of {position}; remove the {mark['kind']}, or mark all classes alike"
     for fact in (costly or facts)[:1]:
         right, chance = (_percent(fact[key]) for key in ("accuracy", "chance"))
-        where, harm = f" in {fact['domain']}" if fact["domain"] else "", "" if costly else ", at no cost that shows"
-        parts.append(f"the class is predicted with {right}{where} by {fact['facts']} alone (chance: {chance}){harm}")
+        position, harm = f" in {fact['domain']}" if fact["domain"] else "", "" if costly else ", at no cost that shows"
+        parts.append(f"the class is predicted with {right}{position} by {fact['facts']} alone (chance: {chance}){harm}")
     if costly and not marks:
         remedy = f"a model may learn {costly[0]['facts']}, not the class: make all files alike"
     if part["confounded"]:
@@ -182,9 +182,9 @@ def _site_class(audit: Json) -> AuditFinding:
         first, count = part["lacking"][0], plural(len(part["lacking"]), "pair")
         parts.append(f"{count} of domain and class without an image, such as {first['domain']} and {first['class']}")
     rank = PROMISE if marks or costly or part["confounded"] else SUSPECT if part["lacking"] else NOTHING
-    what = "; ".join(parts) or "every domain has every class, and neither files nor marks tell the class"
+    line = "; ".join(parts) or "every domain has every class, and neither files nor marks tell the class"
     return AuditFinding(
-        "site_class", rank, f"{what}. Cramér's V {_strength(part)}", remedy if rank > NOTHING else "", part["costs"]
+        "site_class", rank, f"{line}. Cramér's V {_strength(part)}", remedy if rank > NOTHING else "", part["costs"]
     )
 
 
@@ -219,9 +219,9 @@ def _encoder_rows(part: Json) -> Iterator[tuple[str, str, str]]:
     yield "domain predicted with", right, "100%: the features tell all domains apart"
     halves = part["aligned"]
     if halves is not None:
-        how = "of {} images; {}"
+        remark = "of {} images; {}"
         for half, words in (("aligned", "known beforehand"), ("unaligned", "not known beforehand")):
-            meaning = how.format(count_text(halves[f"images_{half}"]), halves["how"])
+            meaning = remark.format(count_text(halves[f"images_{half}"]), halves["how"])
             yield f"accuracy on images {words}", _percent(halves[f"accuracy_{half}"]), meaning
 
 
@@ -444,8 +444,8 @@ def site_class_details(part: Json, files: bool) -> Section:
         for fact in facts[:MAX_FACTS]:
             right = _change(fact["accuracy"], fact["interval"])
             numbers = right, metric_cell(fact["chance"], "accuracy"), p_value(fact["p_holm"])
-            where = fact["domain"] or "all domains"
-            rows.append(cells(fact["facts"], fact["predicts"], where, *numbers, "yes" if fact["found"] else "no"))
+            position = fact["domain"] or "all domains"
+            rows.append(cells(fact["facts"], fact["predicts"], position, *numbers, "yes" if fact["found"] else "no"))
         header = ["facts", "predict", "in", "accuracy in % (95%)", "chance in %", "p (Holm)", "beyond chance"]
         caption = "What facts about the files alone tell, by a classifier that sees no pixels."
         tables.append(Table(caption + _some(len(rows), len(facts), "facts", "audit.json"), header, rows, labels=3))

@@ -31,13 +31,13 @@ def confusion(run: Run) -> Section | None:
         return None
     figures = []
     for i, held in enumerate(sets, 1):
-        counts, where = _counts(run, method, held), f"{set_name(held)} held out"
+        counts, title = _counts(run, method, held), f"{set_name(held)} held out"
         recall = np.nan_to_num(recalls(counts), nan=2.0)  # above any recall: never the lowest
         alt = (
-            f"Confusion matrix of {method}, {where}: {100 * np.trace(counts) / counts.sum():.1f}% right; the lowest "
+            f"Confusion matrix of {method}, {title}: {100 * np.trace(counts) / counts.sum():.1f}% right; the lowest "
             f"recall is that of {run.class_names[int(recall.argmin())]}, {100 * recall.min():.1f}%."
         )
-        figures.append(heat_maps(f"confusion-{i}", alt, {where: _shares(counts)}, run.class_names, small=len(sets) > 2))
+        figures.append(heat_maps(f"confusion-{i}", alt, {title: _shares(counts)}, run.class_names, small=len(sets) > 2))
 
     pairs = []
     for held in (held for held in run.held_out_sets if (method, held) in run.measured.pools):
@@ -75,7 +75,7 @@ def other_confusions(run: Run) -> Section | None:
     figures = []
     for i, method in enumerate(methods[:MAX_METHODS], 1):
         counts = {set_name(held): _counts(run, method, held) for held in run.shown_sets(method)}
-        right = [f"{where} {100 * np.trace(of) / of.sum():.1f}%" for where, of in counts.items() if of.sum()]
+        right = [f"{title} {100 * np.trace(of) / of.sum():.1f}%" for title, of in counts.items() if of.sum()]
         alt, shares = f"Confusion matrices of {method}; right were: {', '.join(right)}.", map(_shares, counts.values())
         figures.append(heat_maps(f"confusion-others-{i}", alt, dict(zip(counts, shares, strict=True)), (), method))
     more = f" {len(methods) - MAX_METHODS} more methods are not drawn." if len(methods) > MAX_METHODS else ""
@@ -119,8 +119,8 @@ def reliability(run: Run) -> Section | None:
 
     panels, captions = {}, []
     for held in sets:
-        others = [pool for (name, where), pool in run.measured.pools.items()
-                  if where == held and name != method]  # fmt: skip
+        others = [pool for (name, on_set), pool in run.measured.pools.items()
+                  if on_set == held and name != method]  # fmt: skip
         points = drawn(run.measured.pools[method, held])
         lines = [Line("", OTHERS, drawn(pool)[:, :2].tolist()) for pool in others]
         lines.append(
@@ -275,11 +275,11 @@ def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[list[Thumbnail], str]
             image = dataset.image(rows[name])
         except UnreadableImage:
             continue  # counted below
-        label, where = run.class_names[mistake.label], set_name(held)
+        label, domain = run.class_names[mistake.label], set_name(held)
         sure = f"{run.class_names[mistake.predicted]}, {100 * mistake.confidence:.0f}% sure"
         if mistake.wrong < mistake.models:
             sure += f" ({mistake.wrong} of {mistake.models} models)"
-        lines = where, f"label: {label}", f"predicted: {sure}", name
-        thumbnails.append(Thumbnail.of(image, f"{where}: {label}, taken for {sure}", lines))
+        lines = domain, f"label: {label}", f"predicted: {sure}", name
+        thumbnails.append(Thumbnail.of(image, f"{domain}: {label}, taken for {sure}", lines))
     left = len(worst) - len(thumbnails)
     return thumbnails, f"{plural(left, 'image')} cannot be read now." if left else ""

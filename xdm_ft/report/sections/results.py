@@ -235,9 +235,9 @@ def cost(run: Run) -> Section | None:
 
     missing = [method for method, spent in shown.items() if spent.peak_memory is None]
     shared = "their models trained together and share their memory, so a model has no peak of its own"
-    where = "they are a part of the test images" if run.rule == ORACLE else "test images are not in it"
+    remark = "they are a part of the test images" if run.rule == ORACLE else "test images are not in it"
     notes = [f"{', '.join(missing)}: {shared}"] if missing else []
-    return make_section("cost", tables=tables, notes=notes, unit=in_unit(run.metric), rule=run.rule, where=where)
+    return make_section("cost", tables=tables, notes=notes, unit=in_unit(run.metric), rule=run.rule, where=remark)
 
 
 # ------------------------------------------------------------------------------------------------------ seeds averaged
@@ -299,8 +299,8 @@ def label_curve(run: Run) -> Section | None:
     table = Table("Accuracy in %; gains in points, the mean and those of each domain.", header, rows, labels=2)
 
     lines = []
-    for how, look in looks(("label", "random")).items():
-        of = [point for point in measured if point["chosen"] in (None, how)]
+    for choice, look in looks(("label", "random")).items():
+        of = [point for point in measured if point["chosen"] in (None, choice)]
         thin = [
             [(point["labels"], 100 * point["past_gains"][domain]) for point in of if domain in point["past_gains"]]
             for domain in domains
@@ -308,8 +308,8 @@ def label_curve(run: Run) -> Section | None:
         band = [
             (point["labels"], *(100 * end for end in point["interval"].values())) for point in of if point["interval"]
         ]
-        line = Line(HOW[how], look, [(point["labels"], 100 * point["gain"]) for point in of])
-        lines.append(line._replace(thin=thin, band=[(0, 0, 0), *band] if band else ()) if how == "label" else line)
+        line = Line(HOW[choice], look, [(point["labels"], 100 * point["gain"]) for point in of])
+        lines.append(line._replace(thin=thin, band=[(0, 0, 0), *band] if band else ()) if choice == "label" else line)
     figure = curves(
         "label-curve",
         "Gain in accuracy against the number of labelled images of a new site",

@@ -121,8 +121,8 @@ def _trial_text(run: Run, keys: Sequence[str], trial: Trial) -> str:
     record = trial.record
     values = [f"{key} {setting_text(record.hparams.get(key))}" for key in keys]
     tested = f"selection {number(trial.selection, run.metric)}, test {number(trial.test, run.metric)}"
-    where = f"trial {record.trial}, seed {record.seed}, held out {set_name(record.test_domains)}"
-    return "; ".join([where, tested, *values])
+    model = f"trial {record.trial}, seed {record.seed}, held out {set_name(record.test_domains)}"
+    return "; ".join([model, tested, *values])
 
 
 def _against_key(run: Run, name: str, method: str, keys: Sequence[str], key: str, trials: Sequence[Trial]) -> Figure:
@@ -174,10 +174,10 @@ def _clouds(
     by_set = grouped(trials, lambda trial: set_name(trial.record.test_domains))
     few = len(by_set) <= MAX_MARKED_SETS
     clouds = []
-    for where, look in looks(by_set).items():
+    for held, look in looks(by_set).items():
         style = look._replace(marker=look.marker if few else "o", size=3.5)
-        label = where if few and len(by_set) > 1 else ""
-        shown = thinned(by_set[where], max(MAX_POINTS // len(by_set), 1))
+        label = held if few and len(by_set) > 1 else ""
+        shown = thinned(by_set[held], max(MAX_POINTS // len(by_set), 1))
         button, texts = shown[0].record.method, [*map(text, shown)]
         clouds.append(Line(label, style, [*map(point, shown)], button=button, texts=texts))
     picked = thinned([trial for trial in trials if trial.picked], MAX_POINTS // 2)
@@ -294,11 +294,11 @@ def _spans_decades(every: Iterable[Scalars], tag: str) -> bool:
 
 
 def _curves_figure(
-    run: Run, name: str, recorded: Sequence[Recorded], tag: str, what: str, where: str, logarithmic: bool
+    run: Run, name: str, recorded: Sequence[Recorded], tag: str, label: str, context: str, logarithmic: bool
 ) -> list[Figure]:
     """Returns a line per method and its models; the held-out sets together if `where` is empty. [] without a value."""
     scale = axis_value(run.metric, 1.0) if tag.endswith(f"/{run.metric}") else 1.0
-    ring_rule = run.recipe_rule if where and tag != LOSS else None
+    ring_rule = run.recipe_rule if context and tag != LOSS else None
     by_method = grouped(recorded, lambda curve: curve.method).items()
     lines = [
         line
@@ -307,9 +307,9 @@ def _curves_figure(
     ]
     if not lines:
         return []
-    title = f"{what.capitalize()}{f', held out: {where}' if where else ', all held-out sets'}."
+    title = f"{label.capitalize()}{f', held out: {context}' if context else ', all held-out sets'}."
     caption = title + (" Thin lines: models; bold: their mean." if any(line.thin for line in lines) else "")
-    axes = "step", what
+    axes = "step", label
     return [curves(name, title.rstrip("."), caption, {"": lines}, axes, logarithmic_y=logarithmic, width=4.6)]
 
 

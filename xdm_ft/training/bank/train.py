@@ -141,11 +141,11 @@ class _Chunk(TrainingState):
             if head in broken_at:
                 number = broken_at[head]
                 rows = job.sampler(self.data.annotations.labels).indices(number, number + 1)[0].tolist()
-                where = f"at step {number + 1} of {self.steps}; rows of its batch: {', '.join(map(str, rows))}"
-                self.failures[head] = f"the loss was not finite {where}"
+                moment = f"at step {number + 1} of {self.steps}; rows of its batch: {', '.join(map(str, rows))}"
+                self.failures[head] = f"the loss was not finite {moment}"
             elif values is None:
-                where = f"after step {taken} of {self.steps}"
-                self.failures[head] = f"the logits of the validation images were not finite {where}"
+                moment = f"after step {taken} of {self.steps}"
+                self.failures[head] = f"the logits of the validation images were not finite {moment}"
             else:
                 values |= external_values(job, taken)
                 for rule in selector.offer(taken, values, dict):  # the weights stay stacked until the end

@@ -211,8 +211,8 @@ class _Loop(TrainingState):
         self.skipped = 0 if finite and not scalars.skipped else self.skipped + 1
         if self.skipped > (0 if self.accelerator.scaler is None else MAX_SKIPPED):
             self.taken = scalars.step  # later steps continue from weights that are not finite
-            what = "gradients are not finite" if finite else f"the loss is {scalars.loss}"
-            return self._failure(what, scalars.step + 1)
+            problem = "gradients are not finite" if finite else f"the loss is {scalars.loss}"
+            return self._failure(problem, scalars.step + 1)
         if finite:
             self.means.add(scalars.step, {name: value[None] for name, value in scalars.recorded.items()})
         if scalars.stop:
@@ -245,9 +245,9 @@ class _Loop(TrainingState):
         self.is_evaluated = True
         return True
 
-    def _failure(self, what: str, taken: int) -> str:
+    def _failure(self, problem: str, taken: int) -> str:
         rows = ", ".join(map(str, self.batches.rows(taken - 1).tolist()))
-        return f"{what} at step {taken} of {self.steps}; images in its batch: rows {rows}"
+        return f"{problem} at step {taken} of {self.steps}; images in its batch: rows {rows}"
 
     def selected_average(self) -> Selected:
         """Returns the averaged weights, with batch-norm statistics of them, and leaves them in the model."""
