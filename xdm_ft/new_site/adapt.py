@@ -25,7 +25,7 @@ from xdm_ft.export.directory import (
     write_changed,
     write_directory,
 )
-from xdm_ft.export.predictor import Model
+from xdm_ft.export.predictor import Model, cache_of
 from xdm_ft.export.sources import Site, Sources, read_site
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images import ImageDataset
@@ -226,7 +226,7 @@ def _at_random(
 def _that_count(
     model: Model, name: str, path: str, site: Site, known: np.ndarray | None, batch_size: int | None
 ) -> _Labelled:
-    every = distinct(site.items, known)
+    every = distinct(site.items, known, cache_of(name))
     left, unreadable = every.untrained(), dict[str, str]()
     items = [site.items[row] for row in left.rows]
     z, read = features_of(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from xdm_ft.export.choose import training_images
-from xdm_ft.export.expected import are_among, checksums, first_of_each
 from xdm_ft.export.predictor import Model, cache_of, store_of, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features.cache import Store, contents_of
 from xdm_ft.features.extract import IMAGES_PER_SHARD
+from xdm_ft.features.hashes import ListedImages, hash_files
 from xdm_ft.image_files.files import counted
 from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural
@@ -52,11 +52,19 @@ class Distinct(NamedTuple):
         return self._replace(rows=self.rows[new], content=self.content[new], trained=self.trained[new])
 
 
-def distinct(items: Sequence[Item], known: np.ndarray | None) -> Distinct:
-    """`known`: checksums of the images that trained the model, uint8 [k,16]; None: unknown."""
-    content = checksums(items)
-    rows, first = first_of_each(content)
-    return Distinct(rows, first, content[rows], None if known is None else are_among(content[rows], known))
+def distinct(items: Sequence[Item], known: np.ndarray | None, cache: Path) -> Distinct:
+    """Hashes images, with the index in the folder `cache`. Those whose bytes cannot be read are different ones.
+
+    `known`: checksums of the images that trained the model, uint8 [k,16]; None: unknown.
+    """
+    hashes = hash_files(ListedImages([item.content for item in items]), cache, show=True)
+    _, first_rows, number_of = hashes.images
+    first = np.arange(len(items))
+    first[number_of >= 0] = first_rows[number_of[number_of >= 0]]
+    rows = np.flatnonzero(first == np.arange(len(items)))
+    content = hashes.digests[rows]
+    trained = None if known is None else np.isin(contents_of(content), contents_of(known))
+    return Distinct(rows, first, content, trained)
 
 
 class Unlabelled(NamedTuple):
@@ -74,7 +82,7 @@ def unlabelled_images(model: Model, name: str, sources: Sources) -> Unlabelled:
         raise UserError("PATH: no image is listed on standard input")
     if sources.others:
         logger.warning("%s", counted(sources.others))
-    every = distinct(items, known_training_images(model, name))
+    every = distinct(items, known_training_images(model, name), cache_of(name))
     left = every.untrained()
     if not len(left.rows):
         trained = plural(every.training_images or 0, "image")
@@ -108,6 +116,8 @@ def readable(
     the images, no two equal but zeros. `path`: what the user gave. Raises `UserError` if no image can be read.
     """
     cache, start = cache_of(name), 0
+    hashed = (bytes(row) if row.any() else b"" for row in content)
+    items = [item._replace(hashed=of_item) for item, of_item in zip(items, hashed, strict=True)]
     added = _Added(store_of(model, cache, contents_of(content[content.any(1)])), content)
     with progress(what, len(items), "images") as bar:
         for batch in stream(model, items, batch_size=batch_size, cache=cache):
