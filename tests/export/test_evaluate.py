@@ -701,7 +701,8 @@ def test_of_several_domains_the_worst_is_next(small_model, tmp_path, evaluate):
 
 def test_unreadable_images_are_no_copies_of_each_other(tmp_path):
     items = [Item(name, str(tmp_path / name)) for name in ("a", "b", ".")] + [Item("c", b"x"), Item("d", b"y")] * 2
-    found = distinct(items, distinct(items[4:5], None, tmp_path).content, tmp_path)
+    [hashed] = distinct(items[4:5], None, tmp_path).items
+    found = distinct(items, np.frombuffer(hashed.hashed, np.uint8)[None], tmp_path)
     assert found.rows.tolist() == [0, 1, 2, 3, 4] and found.first.tolist() == [0, 1, 2, 3, 4, 3, 4]
     assert found.trained.tolist() == [False] * 4 + [True] and found.copies == 2
 

@@ -250,6 +250,10 @@ def test_features_of_a_site_are_computed_once(inside, capsys, tmp_path, monkeypa
     first = json.loads(answer(capsys, "assess", "model", tmp_path / "site", "--json")[1])
     assert computed("after.csv") == 0
     assert json.loads(answer(capsys, "assess", "model", tmp_path / "site", "--json")[1]) == first
+    with monkeypatch.context() as patch:
+        for place in ("features.hashes.hash_file", "export.predictor.decode"):
+            patch.delattr(f"xdm_ft.{place}")  # no image is opened
+        assert json.loads(answer(capsys, "assess", "model", tmp_path / "site", "--json")[1]) == first
     assert (tmp_path / "before.csv").read_text() == (tmp_path / "after.csv").read_text()
     # a damaged shard is computed again
     [shard] = (tmp_path / "cache").glob("*/shard-*")

@@ -230,8 +230,8 @@ def _predict(
     model: Model, name: str, path: str, site: Site, images: Distinct, unreadable: dict[str, str], batch_size: int | None
 ) -> Labelled:
     """Returns the images that can be read with the model's logits; `unreadable` gets the others."""
-    logits, rows, items = list[Tensor](), list[int](), [site.items[row] for row in images.rows]
-    for batch in readable(model, name, path, items, images.content, unreadable, what="evaluate", batch_size=batch_size):
+    logits, rows = list[Tensor](), list[int]()
+    for batch in readable(model, name, path, images.items, unreadable, what="evaluate", batch_size=batch_size):
         logits.append(batch.logits)
         rows += batch.rows
     trained = None if images.trained is None else images.trained[rows]

@@ -24,7 +24,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import PIL
@@ -63,31 +63,26 @@ ROWS_AT_ONCE = 1 << 14  # whose states a process looks at; the hash of the paths
 DECODED_PER_COMMIT = 256
 KEPT_LISTS = 64  # facts of whole data sets, that were used last; hashes take 16 bytes per image
 SECONDS_FOR_INDEX = 60.0  # at most, for another process that writes to the index
+WRITTEN = "another program is writing to this file; run again when the data are complete"
 _NO_FILE = (-1, -1, -1)
 _EMPTY_FILE = np.bytes_(xxhash.xxh3_128_digest(b""))
 
 
-class HasContents(Protocol):
-    """N images whose bytes are hashed, such as a data set."""
-
-    container: Container | None
-
-    def __len__(self) -> int: ...
-
-    def content(self, row: int) -> str | bytes:
-        """Returns the path of the image's file, or its bytes."""
-
-
-@dataclass
+@dataclass(frozen=True)
 class ListedImages:
+    """Images that are hashed as those of a data set are: their paths, or bytes."""
+
     contents: Sequence[str | bytes]
-    container: Container | None = None
+    container: ClassVar[None] = None
 
     def __len__(self) -> int:
         return len(self.contents)
 
     def content(self, row: int) -> str | bytes:
         return self.contents[row]
+
+
+_Hashable = ImageDataset | ListedImages
 
 
 class DistinctImages(NamedTuple):
@@ -104,7 +99,7 @@ class FileHashes:
 
     digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they cannot be read
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes cannot be read
-    dataset: HasContents | None = None  # of the files
+    dataset: _Hashable | None = None  # of the files
     stamps: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int64 [N,3], the `stamp` of each file when it was hashed, −1 where there is none; [0,3] if no image is a file."""
     paths: bytes = b""  # hash of the paths of all files
@@ -175,7 +170,7 @@ class FileHashes:
 
 
 def hash_files(
-    dataset: HasContents,
+    dataset: _Hashable,
     cache: Path | None,
     show: bool,
     equal_sizes_only: bool = False,
@@ -224,7 +219,7 @@ def _digests(known: bytes) -> np.ndarray:
     return np.frombuffer(bytearray(known), np.uint8).reshape(-1, 16)
 
 
-def _table_key(dataset: HasContents) -> bytes | None:
+def _table_key(dataset: _Hashable) -> bytes | None:
     """Returns the key of the hashes of a table's images. None: there is no table, or a file of it cannot be read."""
     if dataset.container is None:
         return None
@@ -275,7 +270,7 @@ def hash_file(path: str) -> tuple[tuple[int, int, int], bytes]:
         while chunk := file.read(READ_BYTES):
             hasher.update(chunk)
         if stamp(os.fstat(file.fileno())) != before:
-            raise UserError(f"{path}: another program is writing to this file; run again when the data are complete")
+            raise UserError(f"{path}: {WRITTEN}")
     return before, hasher.digest()
 
 
@@ -283,7 +278,7 @@ def hash_file(path: str) -> tuple[tuple[int, int, int], bytes]:
 
 
 def _hash_pieces(
-    dataset: HasContents,
+    dataset: _Hashable,
     container: Container,
     pieces: Pieces,
     facts: _Facts,
@@ -321,9 +316,7 @@ def _hash_pieces(
             uncommitted.append(number)
             if rows.stop - pieces.rows(uncommitted[0]).start >= ROWS_PER_COMMIT or number == missing[-1]:
                 if changed := _changed_container(container, pieces, np.array(uncommitted)):
-                    raise UserError(
-                        f"{changed}: another program is writing to this file; run again when the data are complete"
-                    )
+                    raise UserError(f"{changed}: {WRITTEN}")
                 runs = {keys[number]: pieces.rows(number) for number in uncommitted}
                 facts.add({key: digests[run.start : run.stop].tobytes() for key, run in runs.items()})
                 uncommitted = []
@@ -548,7 +541,7 @@ def _sealed(key: bytes, fact: bytes) -> bytes:
 # ---- The states of files
 
 
-def file_states(dataset: HasContents) -> FileHashes:
+def file_states(dataset: _Hashable) -> FileHashes:
     """Returns the states of all images that are files, and the hashes of those that are none.
 
     Most of that time is spent in Python, so processes divide a long list.
@@ -570,7 +563,7 @@ def file_states(dataset: HasContents) -> FileHashes:
 class _StatesOf(Dataset[FileHashes]):
     """Item `rows` is `file_states` of these images."""
 
-    dataset: HasContents
+    dataset: _Hashable
 
     def __getitem__(self, rows: range) -> FileHashes:
         digests, stamps = np.zeros((len(rows), 16), np.uint8), list[int]()  # a list of tuples takes much longer

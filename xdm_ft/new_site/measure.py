@@ -179,9 +179,8 @@ def with_images(model: Model, name: str, sources: Sources, images: Labelled, bat
         return WithImages(None, None, None, 0, refused)
     listed, confidence = unlabelled_images(model, name, sources), list[np.ndarray]()
     unreadable = dict[str, str]()
-    for batch in readable(
-        model, name, sources.paths[0], listed.items, listed.content, unreadable, what="predict", batch_size=batch_size
-    ):
+    path = sources.paths[0]
+    for batch in readable(model, name, path, listed.items, unreadable, what="predict", batch_size=batch_size):
         confidence.append(_calibrated(batch.logits, model.config))
     right, of_all = images.logits.argmax(1).numpy() == images.site.labels, np.concatenate(confidence)
     estimate = difference_estimate(of_all, _calibrated(images.logits, model.config), right, images.site.groups)
