@@ -23,14 +23,16 @@ from scipy.stats import t
 from xdm_ft import load
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.estimates import Estimate
+from xdm_ft.evaluation.expected_site import judged
 from xdm_ft.evaluation.few_labels import clopper_pearson, enough_for, widest_half_width
 from xdm_ft.evaluation.intervals import NewSite, gain_words, new_site, rank_words
 from xdm_ft.evaluation.metrics import metric, score
 from xdm_ft.export import ExpectedPerformance
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import TRAINING_IMAGES
-from xdm_ft.export.expected import Labelled, are_among, at_site, checksums, first_of_each, judged
 from xdm_ft.export.sources import Item, Site, read_site
+from xdm_ft.new_site.images import distinct
+from xdm_ft.new_site.measure import Labelled, at_site
 from xdm_ft.results import Runs, one_more_domain
 from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError
@@ -698,10 +700,11 @@ def test_of_several_domains_the_worst_is_next(small_model, tmp_path, evaluate):
 
 
 def test_unreadable_images_are_no_copies_of_each_other(tmp_path):
-    content = checksums([Item(name, str(tmp_path / name)) for name in ("a", "b", ".")] + [Item("c", b"x")] * 2)
-    rows, first = first_of_each(content)
-    assert rows.tolist() == [0, 1, 2, 3] and first.tolist() == [0, 1, 2, 3, 3]
-    assert are_among(content[3:], content[4:]).tolist() == [True, True]
+    items = [Item(name, str(tmp_path / name)) for name in ("a", "b", ".")] + [Item("c", b"x"), Item("d", b"y")] * 2
+    [hashed] = distinct(items[4:5], None, tmp_path).items
+    found = distinct(items, np.frombuffer(hashed.hashed, np.uint8)[None], tmp_path)
+    assert found.rows.tolist() == [0, 1, 2, 3, 4] and found.first.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    assert found.trained.tolist() == [False] * 4 + [True] and found.copies == 2
 
 
 def test_without_checksums_of_training_images_nothing_is_known_of_them(small_model, tmp_path, evaluate):

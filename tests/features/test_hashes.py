@@ -43,7 +43,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of files that were looked up one by one."""
-    return spied(monkeypatch, module._Index, "find_files", lambda index, hashes, rows: len(rows))
+    return spied(monkeypatch, module, "_hash_each", lambda rows, *_: len(rows))
 
 
 def spied(monkeypatch: pytest.MonkeyPatch, where: object, name: str, seen: Callable[..., object]) -> list:
@@ -168,34 +168,40 @@ def test_a_file_that_is_being_written_is_refused(images: Path, monkeypatch: pyte
 # ---- The index
 
 
-@pytest.mark.parametrize("damage", ["empty", "text", "middle", "other tables", "a list", "a checksum"])
+EARLIER = (  # another table of this name, and those of an earlier version
+    "CREATE TABLE facts (path, thing)",
+    "CREATE TABLE files (path BLOB PRIMARY KEY, size, mtime_ns, ctime_ns, xxh3_128 BLOB) WITHOUT ROWID",
+)
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "middle", "another table", "earlier", "a list", "all facts"])
 def test_a_damaged_index_costs_a_look(damage: str, images: Path, hashed: list[str], caplog) -> None:
     hashes_of(images)
     path = images.parent / "index.sqlite"
     whole = path.read_bytes()
-    if damage in ("a list", "a checksum"):
-        column = {"a list": "xxh3_128 = zeroblob(80)", "a checksum": "checksum = 'a'"}[damage]
+    if damage in ("a list", "all facts"):
+        which = {"a list": "used NOT NULL", "all facts": "true"}[damage]
         with closing(sqlite3.connect(path)) as index, index:
-            index.execute(f"UPDATE contents SET {column}")
-    elif damage == "other tables":
+            index.execute(f"UPDATE facts SET fact = zeroblob(24) WHERE {which}")
+    elif damage in ("another table", "earlier"):
         path.unlink()
         with closing(sqlite3.connect(path)) as index:
-            index.execute("CREATE TABLE files (path, thing)")
+            index.execute(EARLIER[damage == "earlier"])
     else:
         pages = [whole[place : place + 4096] for place in range(0, len(whole), 4096)]
         middle = pages[0] + b"".join(b"\xff" * 200 + page[200:] for page in pages[1:])
         path.write_bytes({"empty": b"", "text": b"not a database at all" * 9, "middle": middle}[damage])
     hashes_of(images)
-    count = 5 if damage in ("a list", "a checksum") else 10
+    count = 5 if damage == "a list" else 10
     assert len(hashed) == count
-    assert (f"{path} is damaged" in caplog.text) == (damage in ("text", "middle", "other tables"))
+    assert (f"{path} is damaged" in caplog.text) == (damage in ("text", "middle", "another table"))
     hashes_of(images)
     assert len(hashed) == count
 
 
 def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module._Index, "tables", ("PRAGMA max_page_count = 2", *module._Index.tables))  # a full disk
+        patch.setattr(module._Facts, "tables", ("PRAGMA max_page_count = 2", *module._Facts.tables))  # a full disk
         with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
             hashes_of(images)
     path = images.parent / "index.sqlite"
@@ -207,7 +213,7 @@ def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.Monk
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(module._Index, "_transaction", fails)
+            patch.setattr(module._Facts, "_transaction", fails)
             with pytest.raises(UserError, match=r"index\.sqlite: the disk fails \(disk I/O error\); make room, check"):
                 hashes_of(images)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -229,7 +235,7 @@ def test_many_may_begin_at_the_same_moment(images: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(begin, range(8)))
     with closing(sqlite3.connect(images.parent / "index.sqlite")) as index:
-        assert index.execute("SELECT count(*) FROM files").fetchone() == (5,)
+        assert index.execute("SELECT count(*), count(used) FROM facts").fetchone() == (6, 1)
 
 
 # ---- States of files
@@ -420,14 +426,17 @@ def test_an_interrupted_check_goes_on(broken: Path) -> None:
     assert decoded(Counting(broken), cache) == (decoded(Counting(broken), None)[0], [8, 9])
 
 
-@pytest.mark.parametrize("column", ["checksum = 'a'", "xxh3_128 = zeroblob(64)", "reasons = '{}'"])
-def test_a_damaged_entry_is_decoded_again(column: str, broken: Path) -> None:
+@pytest.mark.parametrize("fact", ["substr(fact, 1, 8) || 'nulL'", "(SELECT max(fact) FROM facts)", "1e9", "NULL"])
+def test_a_damaged_fact_is_found_again(fact: str, broken: Path) -> None:
     cache = broken.parent / "cache"
     faults, _ = decoded(Counting(broken), cache)
-    first = "SELECT min(rowid) FROM contents WHERE used IS NULL"
     with closing(sqlite3.connect(cache / "index.sqlite")) as index, index:
-        index.execute(f"UPDATE contents SET {column} WHERE rowid = ({first})")
-    assert decoded(Counting(broken), cache) == (faults, [0, 1, 2, 3])
+        index.execute("DELETE FROM facts WHERE used NOT NULL")
+        decodes = "SELECT min(key) FROM facts WHERE length(fact) = 12"  # a checksum and `null`
+        index.execute(f"UPDATE facts SET fact = {fact} WHERE key = ({decodes})")
+    found, seen = decoded(Counting(broken), cache)
+    assert found == faults and len(seen) == 1
+    assert decoded(Counting(broken), cache) == (faults, [])
 
 
 def test_processes_divide_the_images(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:

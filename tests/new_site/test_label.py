@@ -19,8 +19,8 @@ from xdm_ft.cli.label import COLUMNS, lines
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.few_labels import choose_images
 from xdm_ft.export.directory import CHECKSUMS, digest_of, write_directory
-from xdm_ft.export.expected import checksums
-from xdm_ft.export.sources import Item, read_site
+from xdm_ft.export.sources import read_site
+from xdm_ft.features.hashes import ListedImages, hash_files
 from xdm_ft.new_site import label as driver
 from xdm_ft.new_site.label import Labelling
 from xdm_ft.new_site.stored import Bought
@@ -42,7 +42,7 @@ def made(tmp_path_factory):
     for number in range(48):
         picture(folder / f"images/p{number // 4:02}/{number}.png", number)
     parts = small_models.parts(*small_models.timm("test_resnet"), "linear", normalize=True)
-    trained = checksums([Item("0", str(folder / "images/p00/0.png"))])
+    trained = hash_files(ListedImages([str(folder / "images/p00/0.png")]), None, show=False).digests
     config = parts.config.model_copy(update={"training_images_xxh3": digest_of(tensors_of({CHECKSUMS: trained}))})
     parts = dataclasses.replace(parts, config=config, training_images=trained)
     write_directory(parts, folder / "model", with_encoder=True)

@@ -13,12 +13,11 @@ from scipy.stats import beta, t
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.few_labels import clopper_pearson, shorter
 from xdm_ft.export.directory import CONFIG, THRESHOLD, checksum_of
-from xdm_ft.export.expected import Labelled
 from xdm_ft.export.predict import open_unfinished
 from xdm_ft.export.predictor import load
 from xdm_ft.export.sources import Item, Site, Sources
 from xdm_ft.new_site import measure
-from xdm_ft.new_site.measure import AtRisk, at_risk, with_images
+from xdm_ft.new_site.measure import AtRisk, Labelled, at_risk, with_images
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import json_digest
 from xdm_ft.training.adaptation import do_no_harm
@@ -251,6 +250,10 @@ def test_features_of_a_site_are_computed_once(inside, capsys, tmp_path, monkeypa
     first = json.loads(answer(capsys, "assess", "model", tmp_path / "site", "--json")[1])
     assert computed("after.csv") == 0
     assert json.loads(answer(capsys, "assess", "model", tmp_path / "site", "--json")[1]) == first
+    with monkeypatch.context() as patch:
+        for place in ("features.hashes.hash_file", "export.predictor.decode"):
+            patch.delattr(f"xdm_ft.{place}")  # no image is opened
+        assert json.loads(answer(capsys, "assess", "model", tmp_path / "site", "--json")[1]) == first
     assert (tmp_path / "before.csv").read_text() == (tmp_path / "after.csv").read_text()
     # a damaged shard is computed again
     [shard] = (tmp_path / "cache").glob("*/shard-*")

@@ -14,13 +14,22 @@ from torch import Tensor
 from xdm_ft.cli import UNKNOWN_TRAINING, CommandResult, columns, copies_left_out, unreadable_left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.core import ORACLE
+from xdm_ft.evaluation.expected_site import WITHIN, AtSite
 from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.directory import THRESHOLD
-from xdm_ft.export.expected import WITHIN, AtSite, Labelled, at_site
-from xdm_ft.export.predictor import Model
+from xdm_ft.export.predictor import Model, cache_of
 from xdm_ft.export.sources import Site, Sources, read_site
 from xdm_ft.new_site.images import Distinct, distinct, known_training_images, readable
-from xdm_ft.new_site.measure import AtRisk, WithImages, at_risk, refuse_other_directories, store, with_images
+from xdm_ft.new_site.measure import (
+    AtRisk,
+    Labelled,
+    WithImages,
+    at_risk,
+    at_site,
+    refuse_other_directories,
+    store,
+    with_images,
+)
 from xdm_ft.results.run import is_run
 from xdm_ft.runtime.errors import UserError, plural
 
@@ -148,7 +157,8 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     site = read_site(path, config.class_names, config.renamed, arguments.group)
     if arguments.domain is not None:
         site = site.only(arguments.domain)
-    every, unreadable = distinct(site.items, known_training_images(model, arguments.model)), dict[str, str]()
+    known, unreadable = known_training_images(model, arguments.model), dict[str, str]()
+    every = distinct(site.items, known, cache_of(arguments.model))
     images = _predict(model, arguments.model, path, site, every, unreadable, arguments.batch_size)
     by_domain = {
         domain: images.of_domain(number)
@@ -220,8 +230,8 @@ def _predict(
     model: Model, name: str, path: str, site: Site, images: Distinct, unreadable: dict[str, str], batch_size: int | None
 ) -> Labelled:
     """Returns the images that can be read with the model's logits; `unreadable` gets the others."""
-    logits, rows, items = list[Tensor](), list[int](), [site.items[row] for row in images.rows]
-    for batch in readable(model, name, path, items, images.content, unreadable, what="evaluate", batch_size=batch_size):
+    logits, rows = list[Tensor](), list[int]()
+    for batch in readable(model, name, path, images.items, unreadable, what="evaluate", batch_size=batch_size):
         logits.append(batch.logits)
         rows += batch.rows
     trained = None if images.trained is None else images.trained[rows]

@@ -1,4 +1,4 @@
-"""The accuracy of a model at a new site whose images have no labels.
+"""The accuracy of a model at a new site whose images have no labels; and the metrics of labelled ones.
 
 Three estimates, each of which fails somewhere, and their median:
 
@@ -16,23 +16,43 @@ Images that belong to no class of the model have a score, a threshold, and a sha
 together with a domain; at that domain the images of this class are unknown, the others are known. Validation images of
 known domains would promise too few false alarms, so the threshold comes from held-out domains. With f the rate of false
 alarms and t that of detections, a share π of unknown images gives flagged = π t + (1 − π) f.
+
+Of labelled images, a metric is judged by what the model's card promises: the distribution m + spread · t(D − 1) of the
+metric at one more site, over D held-out sets. At the site it is measured on some images, with standard error SE
+(jackknife over their groups; on the logit scale SE/(p(1 − p)), the delta method with p = (x + ½)/(n + 1)). Sampling is
+independent of which site it is, so the value lies in m ± t(D − 1)·√(spread² + SE²) for 95% of sites that are like the
+held-out ones. SE has its own degrees of freedom, Welch and Satterthwaite's number for the sum is never smaller than the
+smaller of the two: t(min(D, G) − 1) is used, G being the effective number of groups. spread² already holds the sampling
+error of the held-out images, so "within" is said in somewhat more than 95% where images vary as much as sites do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import Field
 from scipy.optimize import minimize
 from scipy.special import logsumexp, ndtr, ndtri, softmax, stdtrit
+from torch import Tensor
 
 from xdm_ft.core import ALPHA
-from xdm_ft.evaluation.few_labels import clopper_pearson
-from xdm_ft.evaluation.metrics import wins
+from xdm_ft.evaluation.estimates import Estimate
+from xdm_ft.evaluation.few_labels import FEWEST_EXACT, clopper_pearson
+from xdm_ft.evaluation.intervals import Bounds, HeldOutValues, NewSite, interval_of, over_seeds_and_groups, smoothed
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, Bin, per_image, reliability, score, wins
+from xdm_ft.evaluation.predictions import (
+    HeldOutImages,
+    Prediction,
+    effective_number,
+    jackknife_variance,
+    without_each_group,
+)
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.settings import Block
 
@@ -44,6 +64,7 @@ MAX_VALUES = 20_000_000  # probabilities of a transport plan; of more images, a 
 FALSE_ALARMS = 0.05  # of the known images at held-out domains, on average
 LEAST_AUROC = 0.7  # mean over held-out domains; below, nothing is said about unknown images
 FEWEST_CLASSES = 3  # of two, a head without one has a single class
+WITHIN = "within what the card promises"
 Rate = Annotated[float, Field(ge=0, le=1)]
 Pairs = Sequence[tuple[np.ndarray, np.ndarray]]
 """Of each class that was left out with a domain: scores there of the known images [n] and of the unknown ones [m]."""
@@ -307,3 +328,103 @@ def unknown_of(scores: Mapping[str, Pairs]) -> Unknown:
 
 def _auroc(known: np.ndarray, unknown: np.ndarray) -> float:
     return float(wins(np.concatenate([known, unknown]), np.arange(len(known) + len(unknown)) >= len(known)).mean())
+
+
+# ---- Labelled images of a site
+
+
+@dataclass(frozen=True)
+class Measured:
+    value: float
+    interval: tuple[float, float] | None  # 95%, over groups of images; None: too few groups, or all alike
+
+
+@dataclass(frozen=True)
+class OfClass:
+    images: int
+    recall: float | None  # None without images
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A metric at a site beside what the model's card promises."""
+
+    metric: str
+    value: float
+    promised: float  # the mean over held-out domains
+    interval: tuple[float, float] | None  # 95%, for a value that is measured on this many images; None: unknown
+    worst: tuple[str, float]  # the held-out domain with the worst value, and that value
+    verdict: str  # `WITHIN` | below | above | cannot be said (why)
+    among: str  # where the value lies among those of the held-out domains, in words
+
+
+@dataclass(frozen=True)
+class AtSite:
+    """What was measured on the images of one domain, or of all."""
+
+    images: int
+    groups: int | None  # None: images assumed independent
+    metrics: dict[str, Measured]
+    classes: dict[str, OfClass]
+    reliability: list[Bin]
+    versus: Versus | None = None  # None: all of several domains, or a model without a promise
+
+
+def site_metrics(
+    logits: Tensor,
+    labels: np.ndarray,
+    domains: np.ndarray,
+    groups: np.ndarray | None,
+    class_names: Sequence[str],
+    domain_names: Sequence[str],
+) -> tuple[AtSite, dict[str, Estimate | None]]:
+    """Returns the metrics of labelled images, with intervals over their groups, and the metrics' errors.
+
+    The accuracy of few images without groups has Clopper and Pearson's interval, as the jackknife's covers 83 to 89% at
+    25 to 50 images. logits: [n,C]; labels, domains, groups: int64 [n].
+    """
+    answers = torch.from_numpy(labels)
+    scores = score(logits, answers, torch.from_numpy(domains), class_names, domain_names)
+    tested = HeldOutImages(np.arange(len(labels)), labels, domains, groups)
+    effective = effective_number(tested.sizes)
+    estimates, metrics = dict[str, Estimate | None](), dict[str, Measured]()
+    for name in HIGHER_IS_BETTER:
+        value = getattr(scores, name)
+        if value is None or (name == "worst_domain_accuracy" and len(scores.per_domain) == 1):
+            continue
+        prediction = Prediction("", (), 0, "", tested, logits.argmax(1).numpy(), per_image(name, logits, answers))
+        estimates[name] = error_at(name, np.array([value]), [prediction], effective)
+        metrics[name] = Measured(value, interval_of(name, estimates[name], effective))
+    if groups is None and scores.n < FEWEST_EXACT:
+        right = int((logits.argmax(1) == answers).sum())
+        metrics["accuracy"] = Measured(right / scores.n, clopper_pearson(right, scores.n))
+    counts, recalls = np.bincount(labels, minlength=len(class_names)), scores.per_class_recall
+    classes = {name: OfClass(int(n), recalls[name]) for name, n in zip(class_names, counts, strict=True)}
+    number = None if groups is None else len(np.unique(groups))
+    return AtSite(scores.n, number, metrics, classes, reliability(logits, labels)), estimates
+
+
+def error_at(metric: str, by_seed: np.ndarray, predictions: Sequence[Prediction], groups: float) -> Estimate | None:
+    """The mean over seeds on one held-out set, with its error; None if that cannot be estimated.
+
+    `groups` is the effective number of groups of images.
+    """
+    if groups < 2 or (metric == "auroc" and any(prediction.per_image is None for prediction in predictions)):
+        return None
+    without = np.stack([without_each_group(metric, prediction) for prediction in predictions])  # [S,groups]
+    return over_seeds_and_groups([HeldOutValues(by_seed, jackknife_variance(without.mean(0)), groups)])
+
+
+def judged(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, str]:
+    """Returns the 95% interval of the values that a site would have if it is like the held-out ones, and the verdict.
+
+    `estimate` has the standard error of `value` over these `images` and its degrees of freedom.
+    """
+    error = estimate.error
+    if promised.scale == "logit":
+        p = smoothed(value, images)
+        error /= p * (1 - p)
+    ends = promised.between(metric, error=error, freedom=estimate.freedom, images=images)
+    if value < ends[0]:
+        return ends, "below"
+    return ends, "above" if value > ends[1] else WITHIN

@@ -205,7 +205,7 @@ def expected_half_width(accuracy: float, n: int) -> float:
 def widest_half_width(number: float, grouped: bool = False) -> float:
     """Returns half of the 95% interval of an accuracy of 50%, the widest, from this many images or groups.
 
-    It is that of `export.expected.at_site`: Clopper and Pearson's of few images, else the jackknife's with its t
+    It is that of `expected_site.site_metrics`: Clopper and Pearson's of few images, else the jackknife's with its t
     distribution, whose variance is ¼/(n − 1) if the images of a group are all right or all wrong. At most ½.
     """
     if not grouped and number < FEWEST_EXACT:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checka
 import numpy as np
 import torch
 import torch.nn.functional as F
+import xxhash
 from PIL import Image
 from torch import Tensor
 
@@ -379,14 +380,18 @@ def read_batches(
                     status = content.stat()
                     if not stat.S_ISREG(status.st_mode):  # opening a pipe would block for ever
                         raise UnreadableImage(item.path, "not a regular file")
-                    content = content if lookup is None or status.st_size > MAX_READ else content.read_bytes()
+                    if lookup is not None and not item.hashed and status.st_size <= MAX_READ:
+                        content = content.read_bytes()
                 except ValueError as error:  # a null byte in the path
                     raise UnreadableImage(item.path, str(error)) from error
                 except OSError as error:
                     if error.errno in OF_THE_MACHINE:
                         raise
                     raise UnreadableImage(item.path, error.strerror or str(error)) from error
-            cached = None if lookup is None or isinstance(content, Path) else lookup.find(content)
+            hashed = item.hashed
+            if lookup is not None and isinstance(content, bytes) and not hashed:
+                hashed = xxhash.xxh3_128_digest(content)
+            cached = lookup.find(hashed) if lookup is not None and hashed else None
             if cached is not None:
                 return cached
             return resize(decode(content, name, preprocessing.least_side, model.config.intensity))

@@ -51,6 +51,7 @@ class Item(NamedTuple):
     path: str  # as the user gave it
     content: str | bytes  # its file, or the encoded image
     group: str = ""
+    hashed: bytes = b""  # xxh3 (128 bits) of the encoded image; empty: unknown
 
 
 class Sources:

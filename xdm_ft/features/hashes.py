@@ -4,10 +4,10 @@ A file counts as unchanged if its path, size, time of modification and time of s
 not set back) equal those in the index. A file that was moved or touched is hashed again, with the same result. On a
 file system without ctime, a change that restores both size and time of modification is not noticed.
 
-`<cache>/index.sqlite` has two tables: `files`, one row per file; and `contents`, lists of hashes under a key of what
-determines them: all files of a data set, so that an unchanged one is found without a look-up per image; a row group of
-a Parquet file or a run of a tar's members; and images that were decoded, with what was found: why some of them do not
-decode, or which values their pixels use.
+`<cache>/index.sqlite` has one table of facts: {hash of all that determines a fact: the fact}. Facts are the hash of a
+file; the hashes of a piece of a container (a row group of a Parquet file, a run of a tar's members); and what was found
+when an image was decoded: why it does not decode, or which values its pixels use. All facts of a data set are one more
+fact, so that an unchanged one is found without a look-up per image.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import PIL
@@ -33,7 +33,7 @@ import xxhash
 from PIL import Image
 from torch.utils.data import Dataset
 
-from xdm_ft.features.cache import INDEX, ContentIndex, Contents, contents_of
+from xdm_ft.features.cache import INDEX, Contents, contents_of
 from xdm_ft.features.key import SCHEMA
 from xdm_ft.image_files.files import ImageFiles
 from xdm_ft.image_files.remote import is_remote, state_of
@@ -47,8 +47,7 @@ from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress, pulse
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage import digest
-from xdm_ft.storage.atomic import UNFINISHED, disk_errors, file_mode, is_writable
-from xdm_ft.storage.cache_root import one_at_a_time
+from xdm_ft.storage.atomic import disk_errors, file_mode, is_writable
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
@@ -62,10 +61,28 @@ READ_BYTES = 1 << 22
 ROWS_PER_COMMIT = 1024  # at most so many hashes (and a piece's) are lost when a process is killed
 ROWS_AT_ONCE = 1 << 14  # whose states a process looks at; the hash of the paths depends on it
 DECODED_PER_COMMIT = 256
-KEPT_LISTS = 32  # of whole data sets, that were used last; 16 bytes per image each
+KEPT_LISTS = 64  # facts of whole data sets, that were used last; hashes take 16 bytes per image
 SECONDS_FOR_INDEX = 60.0  # at most, for another process that writes to the index
+WRITTEN = "another program is writing to this file; run again when the data are complete"
 _NO_FILE = (-1, -1, -1)
 _EMPTY_FILE = np.bytes_(xxhash.xxh3_128_digest(b""))
+
+
+@dataclass(frozen=True)
+class ListedImages:
+    """Images that are hashed as those of a data set are: their paths, or bytes."""
+
+    contents: Sequence[str | bytes]
+    container: ClassVar[None] = None
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def content(self, row: int) -> str | bytes:
+        return self.contents[row]
+
+
+_Hashable = ImageDataset | ListedImages
 
 
 class DistinctImages(NamedTuple):
@@ -82,7 +99,7 @@ class FileHashes:
 
     digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they cannot be read
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes cannot be read
-    dataset: ImageDataset | None = None  # of the files
+    dataset: _Hashable | None = None  # of the files
     stamps: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int64 [N,3], the `stamp` of each file when it was hashed, −1 where there is none; [0,3] if no image is a file."""
     paths: bytes = b""  # hash of the paths of all files
@@ -153,7 +170,7 @@ class FileHashes:
 
 
 def hash_files(
-    dataset: ImageDataset,
+    dataset: _Hashable,
     cache: Path | None,
     show: bool,
     equal_sizes_only: bool = False,
@@ -166,55 +183,58 @@ def hash_files(
     `share` (i, n) skips all files but the i-th of every n; of a container, all pieces but those of the i-th of n parts.
     Raises `UserError` for a file that is being written, and for an index that cannot be written.
     """
-    index, container = _Index(cache), dataset.container
+    facts, container = _Facts(cache), dataset.container
     if container is not None and container.pieces is not None:
-        digests = _hash_pieces(dataset, container, container.pieces, index, show, equal_sizes_only, share)
+        digests = _hash_pieces(dataset, container, container.pieces, facts, show, equal_sizes_only, share)
         return FileHashes(digests, container=container)
     table = _table_key(dataset)
-    if table is not None and (lists := index.find(table)):
-        return FileHashes(lists[0].digests)
+    if table is not None and (known := facts.find_list(table)) is not None:
+        return FileHashes(_digests(known))
     hashes = file_states(dataset)
     rows = hashes.files
     if not len(rows):
         # the key once more: hashes of a table that changed meanwhile must not be kept under its old state
         if table is not None and not hashes.unreadable and table == _table_key(dataset):
-            index.add([table], [hashes.digests], is_whole=True)
+            facts.add_list(table, hashes.digests.tobytes())
         return hashes
-    if lists := index.find(_files_key(hashes)):
-        hashes.digests[rows] = lists[0].digests
+    if (known := facts.find_list(_key("files", hashes.stamps.tobytes(), hashes.paths))) is not None:
+        hashes.digests[rows] = _digests(known)
         return hashes
 
     wanted = rows[share[0] :: share[1]]
     if equal_sizes_only:
         _, size, files = np.unique(hashes.stamps[rows, 0], return_inverse=True, return_counts=True)
         wanted = rows[files[size] > 1]
-    indexed = index.find_files(hashes, wanted.tolist())
-    for row, content in indexed.items():
-        hashes.digests[row] = np.frombuffer(content, np.uint8)
-    _hash_new_files([row for row in wanted.tolist() if row not in indexed], hashes, index, show)
+    _hash_each(wanted.tolist(), hashes, facts, show)
     if len(wanted) == len(rows) == len(hashes.files):  # all were hashed, none proved unreadable
-        index.add([_files_key(hashes)], [hashes.digests[rows]], is_whole=True)
+        facts.add_list(_key("files", hashes.stamps.tobytes(), hashes.paths), hashes.digests[rows].tobytes())
     return hashes
 
 
-def _files_key(hashes: FileHashes) -> str:
-    """Returns the key of the list of all images that are files: it changes with the state of any file."""
-    return xxhash.xxh3_128_hexdigest(hashes.stamps.tobytes() + hashes.paths)
+def _key(kind: str, *parts: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(b"".join((kind.encode(), *parts)))
 
 
-def _table_key(dataset: ImageDataset) -> str | None:
-    """Returns the key of the list of a table's images. None: there is no table, or a file of it cannot be read."""
+def _digests(known: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(known), np.uint8).reshape(-1, 16)
+
+
+def _table_key(dataset: _Hashable) -> bytes | None:
+    """Returns the key of the hashes of a table's images. None: there is no table, or a file of it cannot be read."""
     if dataset.container is None:
         return None
     try:
         files = [[path, *stamp(regular_file(path))] for path in dataset.container.files]
     except OSError:
         return None
-    return xxhash.xxh3_128_hexdigest(json.dumps([files, dataset.container.column, len(dataset)]).encode())
+    return _key("table", json.dumps([files, dataset.container.column, len(dataset)]).encode())
 
 
-def _hash_new_files(rows: list[int], hashes: FileHashes, index: _Index, show: bool) -> None:
-    """Hashes the files of these rows into `hashes`, and adds every `ROWS_PER_COMMIT` of them to the index."""
+def _hash_each(rows: list[int], hashes: FileHashes, facts: _Facts, show: bool) -> None:
+    """Hashes the files of these rows into `hashes`, and adds every `ROWS_PER_COMMIT` new hashes to the index."""
+
+    def key_of(row: int) -> bytes:
+        return _key("file", hashes.stamps[row].tobytes(), os.fsencode(hashes.path(row)))
 
     def hash_row(row: int) -> tuple[tuple[int, int, int], bytes] | str:
         try:
@@ -222,9 +242,14 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, index: _Index, show: bo
         except OSError as error:
             return _reason(error)
 
-    with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(rows), "images", show) as bar:
-        for first in range(0, len(rows), ROWS_PER_COMMIT):
-            some, entries = rows[first : first + ROWS_PER_COMMIT], []
+    keys = {row: key_of(row) for row in rows}
+    known = facts.find(keys.values())
+    for row, key in keys.items():
+        hashes.digests[row] = np.frombuffer(known.get(key, bytes(16)), np.uint8)
+    new = [row for row, key in keys.items() if key not in known]
+    with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(new), "images", show) as bar:
+        for first in range(0, len(new), ROWS_PER_COMMIT):
+            some, entries = new[first : first + ROWS_PER_COMMIT], dict[bytes, bytes]()
             for row, result in zip(some, pool.map(hash_row, some), strict=True):
                 if isinstance(result, str):
                     hashes.stamps[row] = _NO_FILE
@@ -232,9 +257,9 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, index: _Index, show: bo
                 else:
                     hashes.stamps[row], content = result
                     hashes.digests[row] = np.frombuffer(content, np.uint8)
-                    entries.append((os.fsencode(hashes.path(row)), *result[0], content))
+                    entries[key_of(row)] = content
                 bar.advance()
-            index.add_files(entries)
+            facts.add(entries)
 
 
 def hash_file(path: str) -> tuple[tuple[int, int, int], bytes]:
@@ -245,7 +270,7 @@ def hash_file(path: str) -> tuple[tuple[int, int, int], bytes]:
         while chunk := file.read(READ_BYTES):
             hasher.update(chunk)
         if stamp(os.fstat(file.fileno())) != before:
-            raise UserError(f"{path}: another program is writing to this file; run again when the data are complete")
+            raise UserError(f"{path}: {WRITTEN}")
     return before, hasher.digest()
 
 
@@ -253,10 +278,10 @@ def hash_file(path: str) -> tuple[tuple[int, int, int], bytes]:
 
 
 def _hash_pieces(
-    dataset: ImageDataset,
+    dataset: _Hashable,
     container: Container,
     pieces: Pieces,
-    index: _Index,
+    facts: _Facts,
     show: bool,
     indexed_only: bool,
     share: tuple[int, int],
@@ -265,17 +290,17 @@ def _hash_pieces(
 
     Raises `UserError` for a file that cannot be read, or has changed.
     """
-    keys = list[str]()  # under which pieces are remembered: they change with the state of their file
+    keys = list[bytes]()  # they change with the state of the piece's file
     for number, file in enumerate(pieces.file_of.tolist()):
         parts = [container.files[file], *pieces.states[file], container.column, pieces.in_file(number)]
-        keys.append(xxhash.xxh3_128_hexdigest(json.dumps([*parts, len(pieces.rows(number))]).encode()))
+        keys.append(_key("piece", json.dumps([*parts, len(pieces.rows(number))]).encode()))
 
-    digests, missing = np.zeros((len(dataset), 16), np.uint8), list[int]()
+    digests, missing, known = np.zeros((len(dataset), 16), np.uint8), list[int](), facts.find(keys)
     begin, end = (len(keys) * part // share[1] for part in (share[0], share[0] + 1))
-    for number, lists in enumerate(index.find_each(keys)):
+    for number, key in enumerate(keys):
         rows = pieces.rows(number)
-        if lists and len(lists[0].digests) == len(rows):
-            digests[rows.start : rows.stop] = lists[0].digests
+        if key in known:
+            digests[rows.start : rows.stop] = _digests(known[key])
         elif begin <= number < end and not (indexed_only and is_remote(container.files[pieces.file_of[number]])):
             missing.append(number)
 
@@ -291,11 +316,9 @@ def _hash_pieces(
             uncommitted.append(number)
             if rows.stop - pieces.rows(uncommitted[0]).start >= ROWS_PER_COMMIT or number == missing[-1]:
                 if changed := _changed_container(container, pieces, np.array(uncommitted)):
-                    raise UserError(
-                        f"{changed}: another program is writing to this file; run again when the data are complete"
-                    )
-                runs = [pieces.rows(number) for number in uncommitted]
-                index.add([keys[n] for n in uncommitted], [digests[run.start : run.stop] for run in runs])
+                    raise UserError(f"{changed}: {WRITTEN}")
+                runs = {keys[number]: pieces.rows(number) for number in uncommitted}
+                facts.add({key: digests[run.start : run.stop].tobytes() for key, run in runs.items()})
                 uncommitted = []
     return digests
 
@@ -328,14 +351,14 @@ def find_undecodable(
     """
     check = NotAStrip(preprocessing)
     what = {"most_pixels": Image.MAX_IMAGE_PIXELS, "resize": [check.how, check.limit]}
-    of_images = _Decoded(
-        dataset, hashes, cache, what, lambda rows: scan(dataset, threads, check, show=False, rows=rows), show
+    findings = _Findings(
+        dataset, hashes, _Facts(cache), what, lambda rows: scan(dataset, threads, check, show=False, rows=rows), show
     )
     # without an index no process would learn what the others found
-    if accelerator is not None and accelerator.num_processes > 1 and of_images.index.path is not None:
-        of_images.read(part=accelerator.process_index, parts=accelerator.num_processes)
+    if accelerator is not None and accelerator.num_processes > 1 and findings.facts.path is not None:
+        findings.read(part=accelerator.process_index, parts=accelerator.num_processes)
         wait_for_everyone(accelerator)  # the others' parts are in the index now, if it is the same one
-    return hashes.unreadable_rows(of_images.read())
+    return hashes.unreadable_rows(findings.read())
 
 
 def extremes_of(dataset: ImageDataset, hashes: FileHashes, cache: Path | None, show: bool) -> list[Extremes]:
@@ -343,12 +366,9 @@ def extremes_of(dataset: ImageDataset, hashes: FileHashes, cache: Path | None, s
 
     Raises `UserError` for a file that changes meanwhile.
     """
-
-    def read(rows: list[int]) -> dict[int, Extremes]:
-        return _by_threads(partial(extremes, dataset), rows)
-
-    found = _Decoded(dataset, hashes, cache, {"what": "extremes"}, read, show).read()
-    return [Extremes(*values) for values in found.values()]
+    read = partial(_by_threads, partial(extremes, dataset))
+    findings = _Findings(dataset, hashes, _Facts(cache), {"what": "extremes"}, read, show)
+    return [Extremes(*values) for values in findings.read().values()]
 
 
 def pixels_of(
@@ -358,13 +378,9 @@ def pixels_of(
 
     Decodes only images that were not decoded before for this; of images without a hash nothing is remembered.
     """
-
-    def read(rows: list[int]) -> dict[int, Pixels]:
-        return _by_threads(partial(pixels, dataset), rows)
-
-    numbers = hashes.images.number_of[rows]
-    decoded = _Decoded(dataset, hashes, cache, {"what": "pixels"}, read, show)
-    known = decoded.read(wanted=np.unique(numbers[numbers >= 0]))
+    read, numbers = partial(_by_threads, partial(pixels, dataset)), hashes.images.number_of[rows]
+    findings = _Findings(dataset, hashes, _Facts(cache), {"what": "pixels"}, read, show)
+    known = findings.read(np.unique(numbers[numbers >= 0]))
     found = read(rows[numbers < 0].tolist())
     for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
         if number in known:
@@ -380,139 +396,103 @@ def _by_threads(read: Callable[[int], T | None], rows: list[int]) -> dict[int, T
 
 
 @dataclass(frozen=True)
-class _Decoded:
-    """What was found when images were decoded. It is kept in the index, so that each content is decoded once."""
+class _Findings:
+    """What is found when images are decoded. It is kept in the index, so that each content is decoded once."""
 
     dataset: ImageDataset
     hashes: FileHashes
-    cache: Path | None
+    facts: _Facts
     what: Mapping[str, Any]  # determines the values, besides decoder and versions
     decode: Callable[[list[int]], Mapping[int, Any]]  # rows → {row: value, JSON-serialisable}; others have none
     show: bool
 
-    @cached_property
-    def index(self) -> _Index:
-        return _Index(self.cache)
+    def read(self, numbers: np.ndarray | None = None, part: int = 0, parts: int = 1) -> dict[int, Any]:
+        """Returns {image: value} of these images, by default of all, that have one, in the order of `numbers`.
 
-    def read(self, part: int = 0, parts: int = 1, wanted: np.ndarray | None = None) -> dict[int, Any]:
-        """Returns {image: value} of all that have one, after decoding what the index lacks of one of the parts, or of
-        the `wanted` images."""
-        hashes, images = self.hashes, self.hashes.images
+        Decodes those of which the index lacks it; of several parts only those of one."""
+        images = self.hashes.images
+        numbers = np.arange(len(images.rows)) if numbers is None else numbers
         versions = {"xdm_ft": __version__, "pillow": PIL.__version__}
         what = {"schema": SCHEMA, "decoder": self.dataset.decoder, "versions": versions, **self.what}
-        key = digest(json.dumps(what, sort_keys=True), bits=128)
-        number_of, count = ContentIndex(images.contents), len(images.contents)
-        decoded, values = np.zeros(count, bool), dict[int, Any]()
-        for entry in self.index.find(key):
-            numbers = number_of.find(contents_of(entry.digests))
-            decoded[numbers[numbers >= 0]] = True
-            values |= {int(numbers[position]): value for position, value in entry.values.items()}
-        values.pop(-1, None)  # of images that are not here
-        if wanted is None:
-            wanted = np.arange(count * part // parts, count * (part + 1) // parts)
-        mine = wanted[~decoded[wanted]]
+        kind = digest(json.dumps(what, sort_keys=True), bits=128)
+        contents = images.contents[numbers].tobytes()
+        whole = _key(f"all {kind}", contents)
+        if (known := self.facts.find_list(whole)) is not None:
+            return {int(numbers[int(position)]): value for position, value in json.loads(known).items()}
+
+        keys = [_key(kind, contents[first : first + 16]) for first in range(0, len(contents), 16)]
+        texts, of_part = self.facts.find(keys), range(len(keys) * part // parts, len(keys) * (part + 1) // parts)
+        mine = [position for position in of_part if keys[position] not in texts]
         with progress("checking", len(mine), "images", self.show and len(mine) > 0) as bar:
             for first in range(0, len(mine), DECODED_PER_COMMIT):
-                numbers = mine[first : first + DECODED_PER_COMMIT]
-                rows = images.rows[numbers].tolist()
+                some = mine[first : first + DECODED_PER_COMMIT]
+                rows = images.rows[numbers[some]].tolist()
                 of_rows = self.decode(rows)
-                if changed := hashes.changed_file(rows):
+                if changed := self.hashes.changed_file(rows):
                     raise UserError(f"{changed}: this file was changed while images were checked; run again")
-                new = {rows.index(row): value for row, value in of_rows.items()}
-                self.index.add([key], [hashes.digests[rows]], values=new)
-                values |= {int(numbers[position]): value for position, value in new.items()}
-                bar.advance(len(numbers))
-        return values
+                values = (json.dumps(of_rows.get(row)).encode() for row in rows)  # null: there is none
+                new = dict(zip((keys[position] for position in some), values, strict=True))
+                self.facts.add(new)
+                texts |= new
+                bar.advance(len(some))
+        found = {i: json.loads(texts[key]) for i, key in enumerate(keys) if texts.get(key, b"null") != b"null"}
+        if len(texts) == len(keys):
+            self.facts.add_list(whole, json.dumps(found).encode())
+        return {int(numbers[position]): value for position, value in found.items()}
 
 
 # ---- The index
 
 
-class _List(NamedTuple):
-    """Hashes of images that were found or decoded together."""
-
-    digests: np.ndarray  # uint8 [n,16]
-    values: dict[int, Any]  # position → what was found, such as why the image does not decode
-
-
-class _Index:
+class _Facts:
     """The index in the folder of the cache. Without a folder that can be written it stays empty.
 
     A damaged index is deleted, as it only saves time. Raises `UserError` if it cannot be written.
     """
 
     tables = (
-        "CREATE TABLE IF NOT EXISTS files"
-        " (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID",
-        # used: seconds since 1970, of the lists of whole data sets, of which KEPT_LISTS are kept
-        "CREATE TABLE contents (key TEXT, used REAL, checksum TEXT, xxh3_128 BLOB, reasons TEXT)",
-        "CREATE INDEX contents_by_key ON contents (key)",
+        # used: seconds since 1970, of facts of whole data sets, of which KEPT_LISTS are kept
+        "CREATE TABLE IF NOT EXISTS facts (key BLOB PRIMARY KEY, used REAL, fact BLOB) WITHOUT ROWID",
+        "CREATE INDEX IF NOT EXISTS lists ON facts (used) WHERE used NOT NULL",
     )
 
     def __init__(self, cache: Path | None) -> None:
         self.path = cache / INDEX if cache is not None and is_writable(cache) else None
 
-    def find(self, key: str) -> list[_List]:
-        return self.find_each([key])[0]
+    def find(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
+        """Returns {key: fact} of those that are known and undamaged."""
+        query = "SELECT CAST(fact AS BLOB) FROM facts WHERE key = ? AND fact NOT NULL"
 
-    def find_each(self, keys: Sequence[str]) -> list[list[_List]]:
-        """Returns the undamaged lists of each key."""
-
-        def work(index: sqlite3.Connection) -> list[list[_List]]:
-            lists_of_keys = []
-            for key in keys:
-                lists = list[_List]()
-                rows = index.execute("SELECT checksum, xxh3_128, reasons FROM contents WHERE key = ?", (key,))
-                for checksum, content, text in rows:
-                    if xxhash.xxh3_64_hexdigest(content + text.encode()) == checksum:
-                        values = {int(position): value for position, value in json.loads(text or "{}").items()}
-                        lists.append(_List(np.frombuffer(bytearray(content), np.uint8).reshape(-1, 16), values))
-                lists_of_keys.append(lists)
-            index.executemany(
-                "UPDATE contents SET used = ? WHERE key = ? AND used IS NOT NULL", ((time.time(), key) for key in keys)
-            )
-            return lists_of_keys
-
-        return self._run(work, [[] for _ in keys])
-
-    def add(
-        self,
-        keys: Sequence[str],
-        digests: Sequence[np.ndarray],
-        values: Mapping[int, Any] | None = None,
-        is_whole: bool = False,
-    ) -> None:
-        """Adds a list for each key. `is_whole`: of a whole data set; removes those that were not used for longest."""
-        text = json.dumps(values) if values else ""
-
-        def work(index: sqlite3.Connection) -> None:
-            for key, of_key in zip(keys, digests, strict=True):
-                content = of_key.tobytes()
-                checksum = xxhash.xxh3_64_hexdigest(content + text.encode())
-                row = key, time.time() if is_whole else None, checksum, content, text
-                index.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?)", row)
-            if is_whole:
-                kept = "SELECT rowid FROM contents WHERE used IS NOT NULL ORDER BY used DESC LIMIT ?"
-                index.execute(f"DELETE FROM contents WHERE used NOT NULL AND rowid NOT IN ({kept})", (KEPT_LISTS,))
-
-        self._run(work, None)
-
-    def find_files(self, hashes: FileHashes, rows: list[int]) -> dict[int, bytes]:
-        """Returns {row: hash} of the files of these rows whose state equals that in the index."""
-
-        def work(index: sqlite3.Connection) -> dict[int, bytes]:
-            index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
-            stamps = hashes.stamps[rows].tolist()
-            wanted = ((row, os.fsencode(hashes.path(row)), *stamp) for row, stamp in zip(rows, stamps, strict=True))
-            index.executemany("INSERT INTO wanted VALUES (?, ?, ?, ?, ?)", wanted)
-            # CROSS JOIN keeps SQLite from reordering the tables: it looks each path up in the index by its key
-            columns = "SELECT row, xxh3_128 FROM wanted CROSS JOIN files USING (path, size, mtime_ns, ctime_ns)"
-            return dict(index.execute(f"{columns} WHERE length(xxh3_128) = 16"))
+        def work(index: sqlite3.Connection) -> dict[bytes, bytes]:
+            found = {}
+            for key in sorted(keys):  # in the order of the table, whose pages are read once
+                for (sealed,) in index.execute(query, (key,)):
+                    if sealed == _sealed(key, sealed[8:]):
+                        found[key] = sealed[8:]
+            return found
 
         return self._run(work, {})
 
-    def add_files(self, entries: list[tuple[bytes, int, int, int, bytes]]) -> None:
-        self._run(lambda index: index.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", entries), None)
+    def find_list(self, key: bytes) -> bytes | None:
+        """Returns a fact of a whole data set."""
+        if (fact := self.find([key]).get(key)) is not None:
+            used = time.time(), key
+            self._run(lambda index: index.execute("UPDATE facts SET used = ? WHERE key = ?", used), None)
+        return fact
+
+    def add(self, facts: Mapping[bytes, bytes]) -> None:
+        rows = [(key, None, _sealed(key, facts[key])) for key in sorted(facts)]
+        self._run(lambda index: index.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", rows), None)
+
+    def add_list(self, key: bytes, fact: bytes) -> None:
+        """Adds a fact of a whole data set, and removes those that were not used for longest."""
+
+        def work(index: sqlite3.Connection) -> None:
+            index.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", (key, time.time(), _sealed(key, fact)))
+            last = "SELECT used FROM facts WHERE used NOT NULL ORDER BY used DESC LIMIT 1 OFFSET ?"
+            index.execute(f"DELETE FROM facts WHERE used <= ({last})", (KEPT_LISTS,))
+
+        self._run(work, None)
 
     def _run(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
         """Returns what `work` returns, run in one transaction; `otherwise` if there is no index."""
@@ -531,7 +511,7 @@ class _Index:
                 raise UserError(f"{path}: {problem}, or {full} folder") from error
             if code == sqlite3.SQLITE_IOERR:  # a quota, a faulty disk, or a network disk without locks
                 raise UserError(f"{path}: the disk fails ({error}); make room, check it, or {full} disk") from error
-            # SQLITE_ERROR: it has other tables
+            # SQLITE_ERROR: it has another table of this name
             if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
                 raise
             logger.warning("%s is damaged (%s): hashing the images again", path, error)
@@ -541,40 +521,33 @@ class _Index:
 
     def _transaction(self, path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
         if not path.exists():
-            with one_at_a_time(path.with_suffix(".lock")):
-                if not path.exists():
-                    # under another name, and renamed: a change of the journal does not wait for other processes
-                    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-                    with disk_errors(path):
-                        unfinished.unlink(missing_ok=True)  # of a killed process
-                        unfinished.touch(mode=0o600)
-                        with closing(sqlite3.connect(unfinished)) as index:
-                            index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait
-                        unfinished.chmod(file_mode(path.parent))
-                        unfinished.replace(path)
+            with disk_errors(path):
+                path.touch(file_mode(path.parent))
+                path.chmod(file_mode(path.parent))  # whatever the umask is
         # opened for each transaction: SQLite forbids using a connection in a forked process, such as a loader's worker
-        with closing(sqlite3.connect(path, timeout=SECONDS_FOR_INDEX)) as index:
-            index.execute("PRAGMA temp_store = MEMORY")
-            has_table = "SELECT 1 FROM sqlite_master WHERE name = ?"
-            with index:
-                if not index.execute(has_table, ("contents",)).fetchone():
-                    index.execute("BEGIN IMMEDIATE")  # of processes that begin at once, one makes the tables
-                    if not index.execute(has_table, ("contents",)).fetchone():
-                        for table in self.tables:
-                            index.execute(table)
-                return work(index)
+        with closing(sqlite3.connect(path, timeout=SECONDS_FOR_INDEX)) as index, index:
+            with suppress(sqlite3.OperationalError):  # it does not wait for another process, which does the same
+                index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait
+            for table in self.tables:
+                index.execute(table)
+            return work(index)
+
+
+def _sealed(key: bytes, fact: bytes) -> bytes:
+    """Returns the fact behind a checksum."""
+    return xxhash.xxh3_64_digest(key + fact) + fact
 
 
 # ---- The states of files
 
 
-def file_states(dataset: ImageDataset) -> FileHashes:
+def file_states(dataset: _Hashable) -> FileHashes:
     """Returns the states of all images that are files, and the hashes of those that are none.
 
     Most of that time is spent in Python, so processes divide a long list.
     """
     blocks = [range(first, min(first + ROWS_AT_ONCE, len(dataset))) for first in range(0, len(dataset), ROWS_AT_ONCE)]
-    workers = min(own_cores(), len(blocks)) if len(blocks) > 1 and isinstance(dataset, ImageFiles) else 0
+    workers = min(own_cores(), len(blocks)) if len(blocks) > 1 and isinstance(dataset, ImageFiles | ListedImages) else 0
     loader = image_loader(_StatesOf(dataset), workers, torch.device("cpu"), batch_size=None, sampler=blocks)
     digests, stamps = np.zeros((len(dataset), 16), np.uint8), np.empty((len(dataset), 3), np.int64)
     unreadable, paths = dict[int, str](), xxhash.xxh3_128()
@@ -590,7 +563,7 @@ def file_states(dataset: ImageDataset) -> FileHashes:
 class _StatesOf(Dataset[FileHashes]):
     """Item `rows` is `file_states` of these images."""
 
-    dataset: ImageDataset
+    dataset: _Hashable
 
     def __getitem__(self, rows: range) -> FileHashes:
         digests, stamps = np.zeros((len(rows), 16), np.uint8), list[int]()  # a list of tuples takes much longer

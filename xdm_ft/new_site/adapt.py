@@ -25,12 +25,19 @@ from xdm_ft.export.directory import (
     write_changed,
     write_directory,
 )
-from xdm_ft.export.predictor import Model
+from xdm_ft.export.predictor import Model, cache_of
 from xdm_ft.export.sources import Site, Sources, read_site
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import decode, decoder_of
-from xdm_ft.new_site.images import Readable, distinct, known_training_images, readable, unlabelled_images
+from xdm_ft.new_site.images import (
+    Readable,
+    contents_of_items,
+    distinct,
+    known_training_images,
+    readable,
+    unlabelled_images,
+)
 from xdm_ft.new_site.reference import prepared_run, trained_head
 from xdm_ft.new_site.stored import Stored, read_stored, without_site
 from xdm_ft.protocol.splits import split_of_rows, usable
@@ -226,21 +233,19 @@ def _at_random(
 def _that_count(
     model: Model, name: str, path: str, site: Site, known: np.ndarray | None, batch_size: int | None
 ) -> _Labelled:
-    every = distinct(site.items, known)
-    left, unreadable = every.untrained(), dict[str, str]()
-    items = [site.items[row] for row in left.rows]
+    left, unreadable = distinct(site.items, known, cache_of(name)).untrained(), dict[str, str]()
     z, read = features_of(
-        model, readable(model, name, path, items, left.content, unreadable, what="adapt", batch_size=batch_size)
+        model, readable(model, name, path, left.items, unreadable, what="adapt", batch_size=batch_size)
     )
-    rows = left.rows[read]
     about: dict[str, Any] = {
         "unlabelled": site.unlabelled,
-        "copies": every.copies,
-        "copies_with_another_label": int((site.labels != site.labels[every.first]).sum()),
-        "training_images": every.training_images,
+        "copies": left.copies,
+        "copies_with_another_label": int((site.labels != site.labels[left.first]).sum()),
+        "training_images": left.training_images,
         "unreadable": unreadable,
     }
-    return _Labelled(site.rows(rows), left.content[read], z, about)
+    content = contents_of_items([left.items[i] for i in read]).view(np.uint8).reshape(-1, 16)
+    return _Labelled(site.rows(left.rows[read]), content, z, about)
 
 
 def gain(before: Tensor, after: Tensor, groups: np.ndarray | None) -> AtRandom:
@@ -310,9 +315,7 @@ def _shift(
     q = torch.from_numpy(shares if prevalence is None else prevalence).float()
     listed = unlabelled_images(model, name, Sources(images))
     of_images = dict[str, str]()
-    every = readable(
-        model, name, images[0], listed.items, listed.content, of_images, what="recentre", batch_size=batch_size
-    )
+    every = readable(model, name, images[0], listed.items, of_images, what="recentre", batch_size=batch_size)
     z, _ = features_of(model, every)
     unreadable |= of_images
     return z.mean(0) - q @ stored.class_means

@@ -89,9 +89,7 @@ def assess(
     unreadable = dict[str, str]()
     p, predicted, distances, items = list[np.ndarray](), list[np.ndarray](), list[np.ndarray](), list[Item]()
     flagged = list[np.ndarray]()
-    for batch in readable(
-        model, name, paths[0], listed.items, listed.content, unreadable, what="assess", batch_size=batch_size
-    ):
+    for batch in readable(model, name, paths[0], listed.items, unreadable, what="assess", batch_size=batch_size):
         z = model.module.head_input(batch.encoded)
         seen = stored.seen(z)
         flagged.append(stored.is_unknown(z))

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from xdm_ft.export.choose import training_images
-from xdm_ft.export.expected import are_among, checksums, first_of_each
 from xdm_ft.export.predictor import Model, cache_of, store_of, stream
 from xdm_ft.export.sources import Item, Sources
-from xdm_ft.features.cache import Store, contents_of
+from xdm_ft.features.cache import Contents, Store, contents_of
 from xdm_ft.features.extract import IMAGES_PER_SHARD
+from xdm_ft.features.hashes import ListedImages, hash_files
 from xdm_ft.image_files.files import counted
 from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural
@@ -29,57 +29,62 @@ MAX_ROUNDING = 0.01  # of the sum of class shares
 
 
 class Distinct(NamedTuple):
-    """Which of some images count: of those with the same bytes the first one."""
+    """Those of some images that count: of images with the same bytes the first one."""
 
     rows: np.ndarray  # int64 [m]: the images that count
-    first: np.ndarray  # int64 [n]: of each image, the one that counts for it
-    content: np.ndarray  # uint8 [m,16], checksums of those that count
+    items: list[Item]  # they themselves, with their hashes
     trained: np.ndarray | None  # bool [m], whether they trained the model; None: unknown
-
-    @property
-    def copies(self) -> int:
-        return len(self.first) - len(self.rows)
-
-    @property
-    def training_images(self) -> int | None:
-        return None if self.trained is None else int(self.trained.sum())
+    first: np.ndarray  # int64 [n]: of each image, the one that counts for it
+    copies: int
+    training_images: int | None
 
     def untrained(self) -> Distinct:
         """Returns those that did not train the model, or of which that is unknown."""
         if self.trained is None:
             return self
-        new = ~self.trained
-        return self._replace(rows=self.rows[new], content=self.content[new], trained=self.trained[new])
+        new = np.flatnonzero(~self.trained)
+        return self._replace(rows=self.rows[new], items=[self.items[i] for i in new], trained=self.trained[new])
 
 
-def distinct(items: Sequence[Item], known: np.ndarray | None) -> Distinct:
-    """`known`: checksums of the images that trained the model, uint8 [k,16]; None: unknown."""
-    content = checksums(items)
-    rows, first = first_of_each(content)
-    return Distinct(rows, first, content[rows], None if known is None else are_among(content[rows], known))
+def distinct(items: Sequence[Item], known: np.ndarray | None, cache: Path) -> Distinct:
+    """Hashes images, with the index in the folder `cache`. Those whose bytes cannot be read are different ones.
+
+    `known`: checksums of the images that trained the model, uint8 [k,16]; None: unknown.
+    """
+    hashes = hash_files(ListedImages([item.content for item in items]), cache, show=True)
+    _, first_rows, number_of = hashes.images
+    is_hashed, first = number_of >= 0, np.arange(len(items))
+    first[is_hashed] = first_rows[number_of[is_hashed]]
+    rows = np.flatnonzero(first == np.arange(len(items)))
+    hashed = [
+        items[row]._replace(hashed=hashes.digests[row].tobytes() if is_hashed[row] else b"") for row in rows.tolist()
+    ]
+    trained = None if known is None else np.isin(contents_of(hashes.digests[rows]), contents_of(known))
+    count = None if trained is None else int(trained.sum())
+    return Distinct(rows, hashed, trained, first, len(items) - len(rows), count)
 
 
-class Unlabelled(NamedTuple):
-    items: list[Item]
-    content: np.ndarray  # their checksums, uint8 [n,16]
-    copies: int  # of other images here, which were left out
-    training_images: int | None  # images that were left out as they trained the model; None: unknown
+def contents_of_items(items: Sequence[Item]) -> Contents:
+    """Returns the hashes of images, empty where they are unknown."""
+    return np.array([item.hashed for item in items], "S16")
 
 
-def unlabelled_images(model: Model, name: str, sources: Sources) -> Unlabelled:
-    """Lists the images of a site. `name`: the directory of the model. Raises `UserError` if there are none."""
+def unlabelled_images(model: Model, name: str, sources: Sources) -> Distinct:
+    """Lists the images of a site, but those that trained the model. `name`: the directory of the model.
+
+    Raises `UserError` if there are none.
+    """
     sources.count()  # first, as it refuses a folder, glob or table without images
     items = list(sources)
     if not items:
         raise UserError("PATH: no image is listed on standard input")
     if sources.others:
         logger.warning("%s", counted(sources.others))
-    every = distinct(items, known_training_images(model, name))
-    left = every.untrained()
-    if not len(left.rows):
-        trained = plural(every.training_images or 0, "image")
+    left = distinct(items, known_training_images(model, name), cache_of(name)).untrained()
+    if not left.items:
+        trained = plural(left.training_images or 0, "image")
         raise UserError(f"{sources.paths[0]}: all {trained} trained the model; give new ones")
-    return Unlabelled([items[row] for row in left.rows], left.content, every.copies, every.training_images)
+    return left
 
 
 class Readable(NamedTuple):
@@ -96,7 +101,6 @@ def readable(
     name: str,
     path: str,
     items: Sequence[Item],
-    content: np.ndarray,
     unreadable: dict[str, str],
     *,
     what: str,
@@ -104,11 +108,12 @@ def readable(
 ) -> Iterator[Readable]:
     """Yields the images that can be read, in their order, and adds the others to `unreadable`: {image: why}.
 
-    Features of a frozen encoder are cached, so that the next command about the site reads them. `content`: checksums of
-    the images, no two equal but zeros. `path`: what the user gave. Raises `UserError` if no image can be read.
+    Features of a frozen encoder are cached, so that the next command about the site reads them. `items`: no two
+    have the same hash. `path`: what the user gave. Raises `UserError` if no image can be read.
     """
     cache, start = cache_of(name), 0
-    added = _Added(store_of(model, cache, contents_of(content[content.any(1)])), content)
+    contents = contents_of_items(items)
+    added = _Added(store_of(model, cache, contents[contents != b""]), contents)
     with progress(what, len(items), "images") as bar:
         for batch in stream(model, items, batch_size=batch_size, cache=cache):
             of_batch = batch.readable
@@ -130,10 +135,10 @@ def readable(
 class _Added:
     """Adds features that the cache lacks, a shard at a time. What cannot be written is computed again next time."""
 
-    def __init__(self, store: Store | None, content: np.ndarray) -> None:
+    def __init__(self, store: Store | None, contents: Contents) -> None:
         self.store, self.numbers, self.parts = store, list[int](), list[Tensor]()
-        has_content = content.any(1)
-        self.number_of = np.where(has_content, np.cumsum(has_content) - 1, -1)  # int64 [n]: in the store
+        is_hashed = contents != b""
+        self.number_of = np.where(is_hashed, np.cumsum(is_hashed) - 1, -1)  # int64 [n]: in the store
         self.missing = set[int]() if store is None else set(store.missing().tolist())
 
     def add(self, rows: Sequence[int], encoded: Tensor) -> None:

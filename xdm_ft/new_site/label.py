@@ -78,9 +78,7 @@ def label(
     z = np.empty((len(listed.items), model.config.encoder.width), np.float16)
     largest, classes = np.empty((len(z), 2), np.float32), np.empty(len(z), np.int64)
     items, unreadable, flagged = list[Item](), dict[str, str](), np.zeros(len(z), bool)
-    for batch in readable(
-        model, name, paths[0], listed.items, listed.content, unreadable, what="label", batch_size=batch_size
-    ):
+    for batch in readable(model, name, paths[0], listed.items, unreadable, what="label", batch_size=batch_size):
         rows, p = slice(len(items), len(items) + len(batch.items)), probabilities(batch.logits).numpy()
         # stable: of equal probabilities the first class is predicted, as by `predict`
         order = np.argsort(-p, axis=1, kind="stable")[:, :2]

@@ -1,28 +1,33 @@
-"""What a few labels show of a model at a site besides its metrics.
-
-These are a threshold for a wanted risk, and the accuracy with the help of images without labels.
+"""What labels show of a model at a site: its metrics beside what its card promises, a threshold for a wanted risk, and
+the accuracy with the help of images without labels.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
+from xdm_ft.core import ORACLE, sets_noun
+from xdm_ft.evaluation.estimates import Estimate
+from xdm_ft.evaluation.expected_site import WITHIN, AtSite, Versus, judged, site_metrics
 from xdm_ft.evaluation.few_labels import DELTA, difference_estimate, fewest_answered, shorter, threshold_for
-from xdm_ft.evaluation.intervals import Bounds, within_bounds
+from xdm_ft.evaluation.intervals import MAX_WIDTH, Bounds, within_bounds
+from xdm_ft.evaluation.metrics import IN_PERCENT
 from xdm_ft.evaluation.predictions import effective_number
-from xdm_ft.export import Count, ModelConfig, ModelPrecision, first_fault, probabilities
+from xdm_ft.export import Count, ExpectedPerformance, ModelConfig, ModelPrecision, first_fault, probabilities
 from xdm_ft.export.directory import CONFIG, THRESHOLD, refuse_changed
-from xdm_ft.export.expected import Labelled
 from xdm_ft.export.predict import decimals
 from xdm_ft.export.predictor import Model
-from xdm_ft.export.sources import Sources
+from xdm_ft.export.sources import Site, Sources
 from xdm_ft.new_site.images import readable, unlabelled_images
 from xdm_ft.results.run import is_run
 from xdm_ft.runtime.errors import UserError, plural
@@ -32,6 +37,78 @@ from xdm_ft.storage.lines import Damaged, one_line, read_object, with_checksum
 from xdm_ft.version import __version__
 
 FEWEST_LABELS = 50  # for the difference estimate: of so many its interval covers 94 to 96%
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The images of a site that can be read, with the model's answers."""
+
+    site: Site
+    logits: Tensor  # float32 [n,C]
+    trained: np.ndarray | None = None  # bool [n], whether the image trained the model; None: unknown
+
+    def of_domain(self, number: int) -> Labelled:
+        rows = np.flatnonzero(self.site.domains == number)
+        trained = None if self.trained is None else self.trained[rows]
+        return Labelled(self.site.rows(rows), self.logits[torch.from_numpy(rows)], trained)
+
+
+def at_site(
+    images: Labelled, class_names: Sequence[str], expected: ExpectedPerformance | None = None, temperature: float = 1.0
+) -> AtSite:
+    """Returns the metrics of labelled images, beside a promise.
+
+    `expected` is given for one domain: a promise is about one site. `temperature` is that of the logits.
+    """
+    site = images.site
+    measured, estimates = site_metrics(
+        images.logits, site.labels, site.domains, site.groups, class_names, site.domain_names
+    )
+    if expected is None:
+        return measured
+    # of a single domain the worst accuracy is its accuracy
+    name = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
+    if name not in estimates:  # the metric is not defined on these images
+        return measured
+    versus = _versus(expected, measured.metrics[name].value, estimates[name], images, temperature)
+    return replace(measured, versus=versus)
+
+
+def _versus(
+    expected: ExpectedPerformance, value: float, estimate: Estimate | None, images: Labelled, temperature: float
+) -> Versus:
+    interval, reason, promised, sets = None, "", expected.at_new_site, len(expected.held_out)
+    trained = 0 if images.trained is None else int(images.trained.sum())
+    if expected.selection == ORACLE:
+        reason = "picked by labels of the held-out domains"
+    elif trained:
+        reason = f"{trained} of these images trained the model"
+    elif promised is None:
+        reason = "one held-out set" if sets == 1 else f"{sets} held-out sets"
+    elif temperature != 1 and expected.metric in ("nll", "ece"):
+        reason = "the promise is for probabilities without a temperature"
+    elif estimate is None:
+        reason = "too few images or groups"
+    else:
+        interval, verdict = judged(expected.metric, value, estimate, len(images.logits), promised)
+        if interval == within_bounds(expected.metric, -math.inf, math.inf):
+            reason = "the held-out domains differ so much that any value is possible"
+        elif verdict == WITHIN and expected.metric in IN_PERCENT and interval[1] - interval[0] > MAX_WIDTH:
+            ends = " to ".join(f"{100 * end:.1f}%" for end in interval)
+            reason = f"of such a sample it expects {ends}, which hardly any site would miss"
+    if reason:
+        verdict = f"cannot be said ({reason})"
+    return Versus(expected.metric, value, expected.mean, interval, expected.worst, verdict, _among(value, expected))
+
+
+def _among(value: float, expected: ExpectedPerformance) -> str:
+    sites = sorted(expected.held_out, key=lambda of: of.value)
+    n, lower, higher = len(sites), sum(of.value < value for of in sites), sum(of.value > value for of in sites)
+    if n in (lower, higher):
+        every = f"all {n} {sets_noun([of.domains for of in sites])}" if n > 1 else "the held-out one"
+        return f"{'above' if lower else 'below'} {every}"
+    first, last = (", ".join(of.domains) for of in (sites[max(0, lower - 1)], sites[min(n - 1, n - higher)]))
+    return f"as at the held-out {first}" if first == last else f"between the held-out {first} and {last}"
 
 
 @dataclass(frozen=True)
@@ -102,9 +179,8 @@ def with_images(model: Model, name: str, sources: Sources, images: Labelled, bat
         return WithImages(None, None, None, 0, refused)
     listed, confidence = unlabelled_images(model, name, sources), list[np.ndarray]()
     unreadable = dict[str, str]()
-    for batch in readable(
-        model, name, sources.paths[0], listed.items, listed.content, unreadable, what="predict", batch_size=batch_size
-    ):
+    path = sources.paths[0]
+    for batch in readable(model, name, path, listed.items, unreadable, what="predict", batch_size=batch_size):
         confidence.append(_calibrated(batch.logits, model.config))
     right, of_all = images.logits.argmax(1).numpy() == images.site.labels, np.concatenate(confidence)
     estimate = difference_estimate(of_all, _calibrated(images.logits, model.config), right, images.site.groups)

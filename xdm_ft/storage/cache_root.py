@@ -48,6 +48,10 @@ def one_at_a_time(path: Path, waiting: str = "", wait: bool = True) -> Iterator[
     is a file that its holder touches, so that a file system needs no locks of its own. A process that was paused for
     longer, or whose machine was, may find itself here together with another one. Whoever must wait logs `waiting`; not
     `wait`: raises `filelock.Timeout`. Raises `UserError` if the file cannot be written.
+
+    Not for a run directory or the file of a prediction, where two processes would do harm: their locks are of the
+    system, and hold however long a process is paused. A training that a process takes (`RunDirectory.claim`) is no
+    lock: it stays taken when it is finished.
     """
     with disk_errors(path):
         mode = file_mode(path.parent)
