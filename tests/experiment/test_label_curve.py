@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scipy.stats import t
-from small_runs import document, wait_for
+from small_runs import document
+from warm_processes import two_ranks
 
 from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
@@ -29,7 +26,7 @@ from xdm_ft.recipe.check import load
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.training.adaptation import adapted_head
 
-RUN, ROOT = Path("output/tiny"), Path(__file__).resolve().parents[2]
+RUN = Path("output/tiny")
 RECIPE = """\
 name: tiny
 data: {name: digits}
@@ -156,22 +153,14 @@ def test_two_processes_have_one_curve(in_folder: Path) -> None:
     """The second process waits for the first one, which computes it alone; a run of one process has the same."""
     overrides = ["protocol.test_domains=[ink, blurred, chalk]", "training.steps=2"]
     recipe()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    where |= {"ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "xdm_ft/run.py"), "tiny.yaml", *overrides]
-    ranks = [
-        subprocess.Popen(
-            command, env={**os.environ, **where, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
-    wait_for(ranks)
+    two_ranks("run", "tiny.yaml", *overrides, cwd=in_folder)
     both = document(RUN)
     assert both["environment"]["processes"] == 2
     run(recipe(*overrides, "name=alone"))
-    assert document("output/alone")["label_curve"]["points"] == both["label_curve"]["points"]
+    alone = document("output/alone")
+    assert alone["label_curve"]["points"] == both["label_curve"]["points"] and alone["summary"] == both["summary"]
+    for path in Path("output/alone/models").rglob("*.safetensors"):
+        assert path.read_bytes() == Path(RUN, *path.parts[2:]).read_bytes(), path
 
 
 def test_what_can_not_be_measured_is_one_line(
