@@ -77,7 +77,12 @@ def test_two_encoders_at_two_cuts(small_pacs):
     )
     Path("two.yaml").write_text(recipe)
     rows = "methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}, {name: sam, trainable: {blocks: 1}}]"
-    overrides = [rows, "protocol.test_domains=[sketch]", "protocol.seeds=2", "training.steps=3"]
+    overrides = [
+        rows,
+        "protocol.test_domains=[sketch]",
+        "protocol.seeds=2",
+        "training={steps: 2, batch_size: 2, evaluate_every: 2}",
+    ]
     results = small_runs.results_of(small_runs.load("two.yaml", overrides))
     encoders = ("vit", "test_resnet")
     summary = [row for row in results["summary"] if row["selection"] == "train_val"]

@@ -22,7 +22,7 @@ from xdm_ft.encoders.timm import Timm
 from xdm_ft.encoders.transformers import Transformers
 from xdm_ft.export.directory import read_config, write_directory
 from xdm_ft.export.hub import checked_files
-from xdm_ft.model_sources.source import architecture, check_sizes, quiet
+from xdm_ft.model_sources.source import architecture, check_sizes
 from xdm_ft.runtime.errors import UserError
 
 MARKER = "code_of_others_has_run"
@@ -82,19 +82,12 @@ def edit_architecture(model: Path, **text: Any) -> None:
     path.write_text(json.dumps(document).replace("/", "\\u002f").replace("trust", "\\u0074rust"))
 
 
-@pytest.mark.parametrize("case", ["directory", "hub", "encoder of the hub", "encoder of a recipe"])
+@pytest.mark.parametrize("case", ["directory", "encoder of a recipe"])
 def test_no_question_is_asked_and_no_code_runs(model, home, tmp_path, case, capsys, monkeypatch):
     """Whoever is asked says yes."""
     [image] = photographs(tmp_path, 1)
     arguments = ["predict", str(model), image, "--out", str(tmp_path / "out.csv")]
-    if case.startswith("encoder"):
-        edit(model, settings={"model": "hf-hub:attacker/clip", "weights": "pretrained", "kwargs": {}}, file=None)
-        (model / "encoder.safetensors").unlink()
-    else:
-        edit_architecture(model, hf_model_name="attacker/text")
-    if case == "hub":
-        add_to_hub(home / "hub", "org/name", model)
-        arguments[1] = "hf-hub:org/name"
+    edit_architecture(model, hf_model_name="attacker/text")
     if case == "encoder of a recipe":
         arguments = ["features", "demo", "encoder.model=hf-hub:attacker/clip", "encoder.weights=pretrained"]
         arguments += [f"output.dir={tmp_path}", f"features.dir={tmp_path}"]
@@ -170,13 +163,9 @@ def test_a_config_of_transformers_with_wrong_values_is_one_line(tmp_path):
         ({"backbone": "attacker/repo"}, "backbone: .* names another source"),
         ({"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map.AutoModel asks for code"),
         ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, more than any model has; it may be 1,000 at"),
-        ({"num_hidden_layers": "two"}, "cannot read the config of"),
         ({"hidden_size": [32]}, "cannot read the config of|cannot be loaded"),
-        ({"image_size": None}, "vit.json"),
-        ({"num_attention_heads": 0}, "."),
         ({"patch_size": 0}, "."),
         ({"model_type": "timm_wrapper"}, "."),
-        ({"model_type": 3}, "has no model_type"),
     ):
         path.write_text(json.dumps(whole | changes))
         refused(model, message)
@@ -186,9 +175,7 @@ def test_a_config_of_transformers_with_wrong_values_is_one_line(tmp_path):
     ("encoder", "arguments", "message"),
     [
         (Timm, {"model": "vit_tiny_patch16_224", "kwargs": {"depth": 10**7}}, "encoder.kwargs: depth is 10000000"),
-        (Timm, {"model": "convnext_atto", "kwargs": {"depths": [900, 900]}}, r"depths is \[900, 900\]"),
         (Timm, {"model": "test_vit", "kwargs": {"reg_tokens": 10**9}}, "reg_tokens is 1000000000"),
-        (Timm, {"model": "test_vit", "kwargs": {"embed_dim": 10**6}}, "embed_dim is 1000000"),
         (OpenClip, {"kwargs": {"vision_cfg": {"layers": 10**7}}}, r"encoder\.kwargs: vision_cfg\.layers is"),
     ],
 )
@@ -260,12 +247,3 @@ def test_a_text_side_of_transformers_goes_with_the_model(tmp_path):
     for folder in ("model", "b"):
         files = checked_files(tmp_path / folder, read_config(tmp_path / folder)[0])
         assert "text_config.json" in files and "bert_clip.json" in files
-
-
-def test_the_prompt_is_as_before_afterwards():
-    from transformers import dynamic_module_utils
-
-    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    with quiet(), pytest.raises(ValueError, match="trust_remote_code"):
-        dynamic_module_utils.resolve_trust_remote_code(None, "attacker/text", False, True)
-    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == before > 0

@@ -101,11 +101,8 @@ def answered(status: int, kind: type[Exception] = errors.HfHubHTTPError) -> Exce
 def test_errors_of_the_hub_are_one_line_with_a_remedy(model, api):
     for api.fault, message in (
         (answered(401), r"needs a token with the right to write; run `hf auth login`, or set HF_TOKEN"),
-        (answered(403), r"the token has no right to write there"),
-        (errors.LocalTokenNotFoundError("none"), r"needs a token"),
         (errors.OfflineModeIsEnabled("offline"), r"HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"),
         (ConnectionRefusedError("no route"), r"the upload failed \(ConnectionRefusedError\); check the network"),
-        (answered(500), r"the upload failed \(HfHubHTTPError\)"),
     ):
         with pytest.raises(UserError, match=rf"^org/name: .*{message}") as found:
             push(model, "org/name", private=True)
@@ -176,14 +173,6 @@ def test_a_model_of_the_hub_loads_and_is_never_read_as_a_run(model, hub, tmp_pat
         with pytest.raises(UserError, match=f"^{name}: .*{message}") as found:
             xdm_ft.load(name)
         assert len(str(found.value).splitlines()) == 1
-
-
-def test_a_repository_without_a_model_is_refused(tmp_path, hub):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "README.md").write_text("x")
-    hub(tmp_path / "other")
-    with pytest.raises(UserError, match=r"hf-hub:org/name: holds no model of xdm_ft \(config\.json is missing\)"):
-        xdm_ft.load("hf-hub:org/name")
 
 
 SCENARIO = """\
