@@ -167,6 +167,7 @@ def test_twins_that_help_each_other_are_named(strength):
     assert {row.verdict for row in pairs.left_out if {row.domain, row.without} == {"d0", "d4"}} == {"no verdict"}
 
 
+@pytest.mark.slow
 def test_few_nearest_images_of_all_are_no_twins_and_many_without_a_cost_are_undecided():
     twins = study(*with_twins(1.0))
     pairs = domain_pairs(twins, units_of(twins), *shares([(0, 1)], 5, foreign=0.95, of_all=0.17))

@@ -287,19 +287,20 @@ def test_activations_of_a_cut(folder: Path) -> None:
 
 
 def test_lists_and_copies(in_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = {what: listing(what).text().splitlines() for what in ("benchmarks", "methods", "heads", "data", "encoders")}
-    for what, word in {
+    kinds = {
         "benchmarks": "clip_camelyon",
+        "methods": "coral",
         "heads": "mlp",
         "data": "folder",
         "encoders": "open_clip",
-    }.items():
+    }
+    lines = {what: listing(what).text().splitlines() for what in kinds}
+    for what, word in kinds.items():
         assert any(line.startswith(f"{word} ") for line in lines[what])
         assert what == "benchmarks" or all(len(line) <= 100 for line in lines[what])
     rows = {cells[0]: cells for line in lines["methods"] for cells in [re.split(r"  +", line)]}
     assert rows["groupdro"][1] == rows["…+sagm"][1] == "cached / end to end" and rows["coral"][1] == "end to end"
-    assert rows["groupdro"][2].startswith("Sagawa et al. 2020, Distributionally Robust Neural")
-    assert all(len(line) <= 100 for line in lines["methods"]) and len(rows) >= 22
+    assert rows["groupdro"][2].startswith("Sagawa et al. 2020, Distributionally Robust Neural") and len(rows) >= 22
     asked = ("methods", "groupdro"), ("methods", "knn"), ("methods", "sam"), ("heads", "mlp"), ("recipes", "pacs")
     one = {pair: listing(*pair).text() for pair in asked}
     assert "L_d the mean" in one["methods", "groupdro"] and "algorithm 1\n  works on:" in one["methods", "groupdro"]

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 from small_runs import document
@@ -339,6 +341,19 @@ def test_a_split_with_some_unseen_domains_names_the_others():
     plan = planned(*OFFICIAL)
     tested_on = data_facts(plan, [])["tested_on"]
     assert tested_on == "domains of which a, b are also trained on" and f"tested on {tested_on}" in plan.notes
+
+
+def test_images_in_a_parquet_file_are_compared_too():
+    paths = sorted(Path("images").rglob("*.png"))
+    columns = {
+        "image": [path.read_bytes() for path in (*paths[:-1], paths[0])],
+        "label": [path.parts[-2] for path in paths],
+        "domain": [path.parts[-3] for path in paths],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), "images.parquet")
+    (line,) = lines("data={name: parquet, file: images.parquet}")
+    counts = "1 image has copies (2 files), 1 of them in more than one domain, 1 in two cl"
+    assert line.startswith(f"images: {counts}") and "images.parquet, row 0 and images.parquet, row 23" in line
 
 
 def test_only_files_of_equal_size_are_opened(monkeypatch):

@@ -8,9 +8,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import sklearn.datasets
 import torch
 from safetensors.torch import load_file
 from scipy.stats import t
+from sklearn.utils import Bunch
 from small_runs import document
 from warm_processes import two_ranks
 
@@ -38,6 +40,22 @@ training: {steps: 4, batch_size: 4, evaluate_every: 2, lr: 0.01}
 label_curve: true
 report: {page: false}
 """
+
+
+def few_digits() -> None:
+    """For a process of its own: 160 digits of each style, of which half may be labelled."""
+    every = sklearn.datasets.load_digits()
+    few = Bunch(images=every.images[:640], target=every.target[:640])
+    sklearn.datasets.load_digits = lambda: few
+    curve.LABELS = (20, 60)
+
+
+@pytest.fixture
+def here(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("sklearn.datasets.load_digits", sklearn.datasets.load_digits)  # and LABELS: restored
+    monkeypatch.setattr(curve, "LABELS", curve.LABELS)
+    few_digits()
+    return in_folder
 
 
 def recipe(*overrides: str) -> Recipe:
@@ -115,9 +133,8 @@ def killed(*_: object) -> NoReturn:
 
 @pytest.mark.slow
 def test_a_run_measures_it_once_and_again_when_it_was_killed_or_has_grown(
-    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(curve, "LABELS", (20, 100))
     made = recipe("protocol.test_domains=[ink, blurred, chalk]")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(curve, "points_of", killed)
@@ -130,9 +147,9 @@ def test_a_run_measures_it_once_and_again_when_it_was_killed_or_has_grown(
     assert all(point["interval"] for (how, _), point in points.items() if how)
     before, after = naive(made, "ink", 20)
     assert points[None, 0]["accuracies"]["ink"] == before and points["random", 20]["accuracies"]["ink"] == after
-    assert points["label", 100]["gain"] > 0.02
+    assert points["label", 60]["gain"] > 0.02
     text = (RUN / "results.md").read_text()
-    assert "## What labels of a new site bring" in text and "as xdm-ft label does | 100 |" in text
+    assert "## What labels of a new site bring" in text and "as xdm-ft label does | 60 |" in text
 
     written = (RUN / "results.json").read_bytes()
     with monkeypatch.context() as patch:
@@ -149,11 +166,11 @@ def test_a_run_measures_it_once_and_again_when_it_was_killed_or_has_grown(
 
 
 @pytest.mark.slow
-def test_two_processes_have_one_curve(in_folder: Path) -> None:
+def test_two_processes_have_one_curve(here: Path) -> None:
     """The second process waits for the first one, which computes it alone; a run of one process has the same."""
     overrides = ["protocol.test_domains=[ink, blurred, chalk]", "training.steps=2"]
     recipe()
-    two_ranks("run", "tiny.yaml", *overrides, cwd=in_folder)
+    two_ranks("run", "tiny.yaml", *overrides, cwd=here, first=few_digits)
     both = document(RUN)
     assert both["environment"]["processes"] == 2
     run(recipe(*overrides, "name=alone"))
@@ -164,7 +181,7 @@ def test_two_processes_have_one_curve(in_folder: Path) -> None:
 
 
 def test_what_can_not_be_measured_is_one_line(
-    in_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    here: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, logger="xdm_ft")
     monkeypatch.setattr(curve, "LABELS", (1000,))

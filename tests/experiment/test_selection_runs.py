@@ -235,6 +235,16 @@ def test_every_trial_is_kept_and_selection_picks_one():
 
 
 @pytest.mark.slow
+def test_a_search_end_to_end_trains_its_trials_one_after_another():
+    small = "encoder.trainable=true", ONLY_ERM, "protocol.seeds=1", "training.steps=2", "training.batch_size=2"
+    records = results_of(search(*small, "search={trials: 2, preset: domainbed}"))["runs"]
+    rates = {(r["trial"], r["hparams"]["lr"], r["hparams"]["encoder_lr"]) for r in records}
+    assert len(records) == 4 and len(rates) == 2
+    (_, lr, encoder_lr) = next(rate for rate in rates if rate[0] == 1)
+    assert lr == encoder_lr
+
+
+@pytest.mark.slow
 def test_doubtful_picks_and_failed_trials_are_flagged():
     content = results_of(search(ONLY_ERM, "training.lr=0.2", "training.evaluate_every=6", "search.space={}"))
     first = next(r for r in content["runs"] if r["trial"] == 0)

@@ -48,11 +48,11 @@ def rank_environments():
     return [both | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
 
 
-def two_ranks(*arguments, cwd):
+def two_ranks(*arguments, cwd, first=None):
     """Runs `xdm-ft ARGUMENTS` in two processes of one run, which must end well. Returns what each printed to `err`."""
     logs = [Path(cwd, f"rank{number}.log") for number in range(2)]
     environments = zip(logs, rank_environments(), strict=True)
-    processes = [begin([*arguments], cwd, log, log, environment) for log, environment in environments]
+    processes = [begin([*arguments], cwd, log, log, environment, first) for log, environment in environments]
     for process, log in zip(processes, logs, strict=True):
         process.join(PATIENCE)
         assert process.exitcode == 0, log.read_text()

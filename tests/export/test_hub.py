@@ -175,6 +175,14 @@ def test_a_model_of_the_hub_loads_and_is_never_read_as_a_run(model, hub, tmp_pat
         assert len(str(found.value).splitlines()) == 1
 
 
+def test_a_repository_without_a_model_is_refused(tmp_path, hub):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "README.md").write_text("x")
+    hub(tmp_path / "other")
+    with pytest.raises(UserError, match=r"hf-hub:org/name: holds no model of xdm_ft \(config\.json is missing\)"):
+        xdm_ft.load("hf-hub:org/name")
+
+
 SCENARIO = """\
 import sys
 from pathlib import Path
