@@ -141,6 +141,7 @@ def test_the_row_of_averaged_seeds_is_the_exported_ensemble(small_pacs):
         assert rows[f"{method}, seeds averaged"] == ["3", *shown]
 
 
+@pytest.mark.slow
 def test_seeds_are_averaged_on_request_with_two_seeds_and_with_probabilities(small_pacs, monkeypatch):
     averaged = "report={page: false, seeds_averaged: true}"
     run("methods=[erm]", averaged)

@@ -132,7 +132,8 @@ def test_each_method_has_its_own_prompts():
 
 
 def test_end_to_end_the_encoder_too():
-    overrides = "encoder.trainable=true", "protocol.seeds=1", "training.steps=10", "training.lr=0.01"
+    short = "training={batch_size: 4, steps: 4, evaluate_every: 4, lr: 0.01, encoder_lr: 1.0e-3}"
+    overrides = "encoder.trainable=true", "protocol.seeds=1", short
     content = results(*overrides, methods=[START, HALF])
     assert selected(content, "half")["curve"][10] == {"alpha": 1.0} | accuracies(selected(content, "erm"))
     start, name = load_file("wise_clip.safetensors")["visual.proj"], "visual.proj"

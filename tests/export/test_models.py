@@ -32,7 +32,6 @@ from xdm_ft.export.directory import TRAINING_IMAGES, read_config
 from xdm_ft.export.hub import checked_files
 from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.export.predictor import Model, load
-from xdm_ft.recipe.check import load as load_recipe
 from xdm_ft.results.run import read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.results_file import write_results
@@ -52,12 +51,17 @@ def records() -> list[dict[str, Any]]:
     return results()["runs"]
 
 
+PER_PUSH = [("heads", None), ("clip", None), ("trained", None), ("two encoders", True)]
+OTHERS = [("heads", True), ("clip", True), ("trained", True), ("two encoders", None)]
+
+
 @pytest.mark.parametrize(
     ("name", "with_encoder"),
-    [("heads", None), *(pytest.param(name, None, marks=pytest.mark.slow) for name in ("clip", "trained")),
-     pytest.param("two encoders", True, marks=pytest.mark.slow),
-     *(pytest.param(name, True, marks=pytest.mark.soak) for name in ("heads", "clip", "trained"))],
-)  # fmt: skip
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in PER_PUSH else pytest.mark.soak)
+        for case in PER_PUSH + OTHERS
+    ],
+)
 def test_every_model_predicts_what_was_recorded(
     name: str, with_encoder: bool | None, shared: Enter, tmp_path: Path
 ) -> None:
@@ -499,15 +503,3 @@ def test_wise_ft_lies_between_zero_shot_and_the_trained_model(label: str, shared
     assert any(name.startswith("encoder.") for name in moved) == (label == "deep")
     for name in moved:
         torch.testing.assert_close(middle[name], (start[name] + end[name]) / 2)
-
-
-def test_the_head_of_a_solver_is_no_choice_and_no_head_of_other_methods() -> None:
-    for methods, problem in (
-        ("[{name: knn, head: linear}]", "methods.0.head: knn computes a neighbours head directly; leave head out"),
-        ("[{name: prototypes, head: mlp}]", "prototypes computes a linear head directly; leave head out"),
-        ("[{name: erm, head: neighbours}]", "neighbours is computed by a solver, no gradient trains it"),
-        ("[knn+swad]", "knn takes no gradient steps, so +swad has no effect"),
-    ):
-        with pytest.raises(UserError) as fault:
-            load_recipe("demo", [f"methods={methods}"])
-        assert problem in str(fault.value)
