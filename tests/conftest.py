@@ -70,6 +70,24 @@ def small_pacs(in_folder: Path, made_once: Callable[[str, Callable[[], object]],
     shutil.copytree(folder, in_folder, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
+@pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages have no charts, which take most of the time of a page."""
+    monkeypatch.setattr("xdm_ft.report.charts.Figure.svg", lambda _: "<svg></svg>")
+
+
+@pytest.fixture
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digits of the package, fewer of them; and no workers, whose start takes longer than a few images."""
+    import sklearn.datasets
+    from sklearn.utils import Bunch
+
+    every = sklearn.datasets.load_digits()
+    few = Bunch(images=every.images[:320], target=every.target[:320])
+    monkeypatch.setattr("sklearn.datasets.load_digits", lambda: few)
+    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, Callable[[], object]], Path]:
     """made_once(name, make): the folder that `make()`, called inside, has filled for all processes of the tests.

@@ -167,6 +167,7 @@ def test_two_runs_of_one_process_may_differ_in_precision(tmp_path, monkeypatch):
     from accelerate import Accelerator
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
     recipe = QUICK | {"features": {"dir": str(tmp_path / "cache"), "workers": 0}, "methods": ["erm"]}
     recipe["encoder"] = recipe["encoder"] | {"trainable": True, "preprocessing": {"size": 32}}
     miniature.domainbed(tmp_path / "data", "pacs", per_class=2)  # few images

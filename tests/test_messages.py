@@ -6,9 +6,8 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "xdm_ft").rglob("*.py"))
 TEXTS = list(runpy.run_path(str(ROOT / "tools" / "freeze.py"))["texts"](ROOT / "xdm_ft"))
 CLUMSY = r"\bcan not\b|that of those|of its path|worth then|(?<!there )\bis no (file|name|key|column)\b"
 MOST = 160  # characters of a warning or note, where values are {…}
@@ -18,22 +17,15 @@ LOGGED = re.compile(r"logger\.(?:warning|info|error)\(\s*((?:f?\"(?:[^\"\\]|\\.)
 def test_no_text_is_clumsy():
     assert len(TEXTS) > 1000
     assert not [(where, text) for where, text in TEXTS if re.search(CLUMSY, text)]
-
-
-def test_a_clumsy_text_would_be_found():
     assert re.search(CLUMSY, "the file can not be read") and not re.search(CLUMSY, "the file cannot be read")
 
 
-@pytest.mark.parametrize("room", sorted({path.parent for path in (ROOT / "xdm_ft").rglob("*.py")}), ids=str)
-def test_a_warning_is_a_line(room):
-    for path in room.glob("*.py"):
-        for match in LOGGED.finditer(path.read_text(encoding="utf-8")):
-            text = "".join(re.findall(r"\"((?:[^\"\\]|\\.)*)\"", match[1]))
-            assert len(re.sub(r"\{[^{}]*\}", "{…}", text)) <= MOST, f"{path}: {text}"
-
-
-def test_some_warnings_are_looked_at():
-    assert sum(len(LOGGED.findall(path.read_text(encoding="utf-8"))) for path in (ROOT / "xdm_ft").rglob("*.py")) > 30
+def test_a_warning_is_a_line():
+    logged = [(path, match) for path in SOURCES for match in LOGGED.finditer(path.read_text(encoding="utf-8"))]
+    assert len(logged) > 30
+    for path, match in logged:
+        text = "".join(re.findall(r"\"((?:[^\"\\]|\\.)*)\"", match[1]))
+        assert len(re.sub(r"\{[^{}]*\}", "{…}", text)) <= MOST, f"{path}: {text}"
 
 
 LIMITS = {"UserError": 300, "Problem": 300, "Field": 210, "add_argument": 210, "option": 210, "flag": 210}
@@ -68,11 +60,13 @@ def told(tree: ast.AST) -> Iterator[tuple[str, int, str]]:
                     yield call, node.lineno, text
 
 
-@pytest.mark.parametrize("room", sorted({path.parent for path in (ROOT / "xdm_ft").rglob("*.py")}), ids=str)
-def test_errors_and_descriptions_are_short(room):
-    for path in room.glob("*.py"):
+def test_errors_and_descriptions_are_short():
+    calls = list[str]()
+    for path in SOURCES:
         for call, line, text in told(ast.parse(path.read_text(encoding="utf-8"))):
             assert len(text) <= LIMITS[call], f"{path}:{line}: {len(text)} characters: {text}"
+            calls.append(call)
+    assert calls.count("UserError") > 200 and calls.count("Field") > 100 and calls.count("option") > 30
 
 
 def test_a_long_description_would_be_found():
@@ -82,8 +76,3 @@ def test_a_long_description_would_be_found():
         ("option", True),
         ("UserError", False),
     ]
-
-
-def test_errors_descriptions_and_help_are_looked_at():
-    calls = [call for path in (ROOT / "xdm_ft").rglob("*.py") for call, *_ in told(ast.parse(path.read_text("utf-8")))]
-    assert calls.count("UserError") > 200 and calls.count("Field") > 100 and calls.count("option") > 30

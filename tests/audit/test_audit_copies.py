@@ -52,7 +52,7 @@ def test_pairs_are_those_of_a_loop(n, width, seed):
         assert not clear or gaps[j].argmin() != i or (min(i, j), max(i, j)) in listed
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_planted_copies_come_first(noise):
     z = drawn(500, 128, 0)
     copies = z[:30] + noise * drawn(30, 128, 1)
@@ -61,7 +61,7 @@ def test_planted_copies_come_first(noise):
     assert {(pair.first, pair.second) for pair in first} == {(i, 500 + i) for i in range(30)}
 
 
-@pytest.mark.parametrize("size", [3, 6, 10])
+@pytest.mark.parametrize("size", [3, 10])
 def test_all_of_a_family_of_copies_are_found(size):
     z, noise = drawn(300, 128, 0), 0.2 * drawn(300, 128, 1)
     z[:size] = z[0] + noise[:size]
@@ -77,23 +77,6 @@ def test_exact_copies_have_a_score_that_is_finite():
     assert all(np.isfinite(pair.score) for pair in pairs_of(torch.ones(30, 4)))
 
 
-def test_sparse_copies_are_compared_with_their_own_surroundings():
-    """Of two pairs as close to each other, the one in the dense part is a copy less surely."""
-    dense = drawn(1, 64, 1) * 5 + drawn(200, 64, 0)
-    sparse = drawn(200, 64, 2)
-    z = torch.cat([dense, sparse])
-    z[0], z[200] = z[1] + 0.3 * drawn(1, 64, 3), z[201] + 0.3 * drawn(1, 64, 4)
-    pairs = {(pair.first, pair.second): pair for pair in pairs_of(z)}
-    assert pairs[0, 1].sure and pairs[200, 201].sure
-    nearest_others = [pair.cosine for pair in pairs.values() if pair.second < 200 and not pair.sure]
-    assert max(nearest_others) > pairs[200, 201].cosine - 0.05  # a threshold on the cosine would not tell
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 3])
-def test_few_images(n):
-    assert len(pairs_of(drawn(n, 4, 0))) == n // 2
-
-
 def test_images_without_a_direction_are_in_no_pair():
     z = drawn(30, 16, 0)
     z[[3, 4, 5]] = 0
@@ -101,7 +84,7 @@ def test_images_without_a_direction_are_in_no_pair():
     assert pairs_of(torch.zeros(5, 4)) == []
 
 
-@pytest.mark.parametrize("width", [3, 8, 64, 512])
+@pytest.mark.parametrize("width", [3, 64])
 def test_random_features_have_no_sure_pair(width):
     found = sum(any(pair.sure for pair in pairs_of(drawn(300, width, seed))) for seed in range(100))
     assert found <= 5

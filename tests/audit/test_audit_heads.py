@@ -154,7 +154,7 @@ def with_twins(strength, seed=0):
     return common[labels] + own[domains, labels] + rng.normal(size=(900, 16)), labels, domains
 
 
-@pytest.mark.parametrize("strength", [0.5, 0.7, 1.0])
+@pytest.mark.parametrize("strength", [0.5, 1.0])
 def test_twins_that_help_each_other_are_named(strength):
     twins = study(*with_twins(strength))
     pairs = domain_pairs(twins, units_of(twins), *shares([(0, 1), (2, 3)], 5))
@@ -167,6 +167,7 @@ def test_twins_that_help_each_other_are_named(strength):
     assert {row.verdict for row in pairs.left_out if {row.domain, row.without} == {"d0", "d4"}} == {"no verdict"}
 
 
+@pytest.mark.slow
 def test_few_nearest_images_of_all_are_no_twins_and_many_without_a_cost_are_undecided():
     twins = study(*with_twins(1.0))
     pairs = domain_pairs(twins, units_of(twins), *shares([(0, 1)], 5, foreign=0.95, of_all=0.17))
@@ -175,25 +176,6 @@ def test_few_nearest_images_of_all_are_no_twins_and_many_without_a_cost_are_unde
     assert (pairs.twins, pairs.undecided) == ([], [["d2", "d3"]]), "no cost shows"
     pairs = domain_pairs(twins, units_of(twins), *shares([(2, 3)], 5, foreign=0.95))
     assert (pairs.twins, pairs.undecided) == ([["d2", "d3"]], []), "by the shares alone"
-
-
-def test_two_domains_have_no_matrix_and_one_no_head():
-    z, labels, domains = clusters(images=10, domains=2)
-    two = study(z, labels, domains)
-    pairs = domain_pairs(two, units_of(two), *shares([(0, 1)], 2))
-    assert (pairs.left_out, pairs.twins) == ([], [])
-    assert "needs 3 domains" in pairs.note
-    z, labels, domains = clusters(images=10, domains=1)
-    alone = study(z, labels, domains)
-    assert units_of(alone) == [("d0",)]
-    assert alone.heads == []
-
-
-def test_of_fifty_domains_only_pairs_that_may_be_twins_are_left_out():
-    many = study(*clusters(images=4, domains=50, classes=2), seeds=3)
-    pairs = domain_pairs(many, units_of(many), *shares([(3, 7)], 50))
-    assert {(row.domain, row.without) for row in pairs.left_out} == {("d3", "d7"), ("d7", "d3")}
-    assert "50 domains" in pairs.note
 
 
 # Label errors
@@ -209,7 +191,7 @@ def planted(share, seed=0, **settings):
     return z, labels, domains, wrong
 
 
-@pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize("share", [0.02, 0.1])
 def test_wrong_labels_are_ranked_first(share):
     z, labels, domains, wrong = planted(share)
     whole = study(z, labels, domains)

@@ -139,30 +139,22 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
         (["validate"], "xdm-ft validate: error: the following arguments are required: RECIPE"),
         (["runn", "demo"], 'xdm-ft: error: argument VERB: no "runn"; did you mean "run"?'),
         (["run", "demo", "seeds=5"], 'xdm-ft: command line: seeds: unknown key; did you mean "protocol.seeds"?'),
-        (["run", "missing.yaml"], "xdm-ft: missing.yaml: no such recipe"),
         (["run", "mine.yaml"], 'xdm-ft: mine.yaml: no such recipe; did you mean "mine.yml"?'),
-        (["run", "mine"], 'xdm-ft: mine: no such recipe; did you mean "mine.yml"?'),
         (["run", "folder"], "xdm-ft: folder: is a folder; write a recipe, as clip_folder data.root=folder"),
         (["train", "demo"], 'xdm-ft: error: argument VERB: no "train"; did you mean "run"?'),
         (["retrain", "x"], 'xdm-ft: error: argument VERB: no "retrain"; to train again, run the recipe'),
-        (["fit", "demo"], 'xdm-ft: error: argument VERB: no "fit"; did you mean "run"?'),
-        (["infer", "x", "y"], 'xdm-ft: error: argument VERB: no "infer"; did you mean "predict"?'),
-        (["eval", "x", "y"], 'xdm-ft: error: argument VERB: no "eval"; did you mean "evaluate"?'),
         (["mine.yml"], 'xdm-ft: error: argument VERB: no "mine.yml"; did you mean "run mine.yml"?'),
         *(
             (words, "xdm-ft: error: no option --data.root: a key of a recipe has no dashes; write data.root=X")
             for words in (["--data.root", "X"], ["run", "demo", "--data.root", "X"], ["doctor", "--data.root=X"])
         ),
-        (["run", "demo", "--methods", "[erm]"], "xdm-ft: error: no option --methods: a key of a recipe has no dashes"),
         (["run", "demo", "data.root", "X"], 'xdm-ft: command line: "data.root" is not an override; write data.root'),
         (["predict", "m", "x", "--top_k=3"], 'xdm-ft: error: unrecognized arguments: --top_k=3; did you mean "--top'),
         (["run", "demo", "--lr", "3"], "xdm-ft: error: unrecognized arguments: --lr 3; `xdm-ft run --help` lists"),
         (["run", "demo", "data={name: folder, root: nowhere}"], "xdm-ft: data.root: nowhere does not exist"),
         (["validate", "demo", "data.class_names={zeroo: nought}"], 'xdm-ft: demo: data.class_names: the data has no'),
-        (["run", "demo", "protocol.test_domains=[inc]"], 'xdm-ft: protocol.test_domains: "inc" is not a domain'),
         (["cache", "prune"], "xdm-ft: cache prune: no limit is given; give --unused-days N"),
         (["cp", "demo", "images"], "xdm-ft: images: exists already"),
-        (["cp", "demo", "images/mine.yaml"], "xdm-ft: images/mine.yaml: cannot be written"),
         *(
             ([verb, "output/nothing", *rest], "xdm-ft: output/nothing: does not exist; name a ")
             for verb, rest in (
@@ -251,15 +243,10 @@ def test_a_run_and_its_cache(folder: Path) -> None:
     one_line(xdm_ft("run", "small.yaml", cwd=folder), "results.json", "damaged")
 
 
-@pytest.mark.slow
-def test_started_as_a_script_and_as_a_module_it_is_the_same_program(folder: Path) -> None:
-    def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, capture_output=True, text=True)
-
-    helped = python("-m", "xdm_ft", "--help")
-    assert helped.returncode == 0 and helped.stdout.startswith("usage: xdm-ft ")
-    script = python(ROOT / "xdm_ft" / "run.py", "small.yaml", "methods=[erm]")
-    assert script.returncode == 0 and (folder / "output/small/results.md").is_file(), script.stderr
+def test_started_as_a_script_it_is_the_same_program(folder: Path) -> None:
+    command = [sys.executable, ROOT / "xdm_ft" / "run.py", "missing.yaml"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    one_line(done, "xdm-ft: missing.yaml: no such recipe")
 
 
 def test_on_a_terminal_the_plan_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,40 +274,33 @@ def test_validate_prints_a_recipe_that_resolves_to_itself(folder: Path) -> None:
     one_line(xdm_ft("features", "small.yaml", "encoder.trainable=true", cwd=folder), "no method of it uses cached")
 
 
-@pytest.mark.slow
 def test_activations_of_a_cut(folder: Path) -> None:
     methods = "methods=[erm, {name: erm, label: block, trainable: {blocks: 1}}]"
-
-    def call(verb: str) -> Any:
-        return document(xdm_ft(verb, "small.yaml", methods, "--json", cwd=folder))
-
-    features, activations = call("features")["sets"]
+    filled = document(xdm_ft("features", "small.yaml", methods, "--json", cwd=folder))
+    features, activations = filled["sets"]
     assert (features["what"], features["computed"]) == ("features", 36)
     assert activations["what"] == "activations, last 1 block trained"
     assert (activations["computed"], activations["width"]) == (36, 5 * 64)
-    assert call("features")["computed"] == 0
-    [cut] = call("validate")["cuts"]
-    assert (cut["bytes"], cut["missing_bytes"]) == (36 * 5 * 64 * 4, 0)
-    words = DOCS.read_text(encoding="utf-8")
-    assert [name for name in {**cut, **features} if f"`{name}`" not in words] == []
+    assert [name for name in features if f"`{name}`" not in DOCS.read_text(encoding="utf-8")] == []
     entries = document(xdm_ft("cache", "--dir", "cache", "--json", cwd=folder))["entries"]
     assert sorted(entry["encoder"].get("cut", "") for entry in entries) == ["", "model.blocks.5"]
 
 
 def test_lists_and_copies(in_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = {what: listing(what).text().splitlines() for what in ("benchmarks", "methods", "heads", "data", "encoders")}
-    for what, word in {
+    kinds = {
         "benchmarks": "clip_camelyon",
+        "methods": "coral",
         "heads": "mlp",
         "data": "folder",
         "encoders": "open_clip",
-    }.items():
+    }
+    lines = {what: listing(what).text().splitlines() for what in kinds}
+    for what, word in kinds.items():
         assert any(line.startswith(f"{word} ") for line in lines[what])
         assert what == "benchmarks" or all(len(line) <= 100 for line in lines[what])
     rows = {cells[0]: cells for line in lines["methods"] for cells in [re.split(r"  +", line)]}
     assert rows["groupdro"][1] == rows["…+sagm"][1] == "cached / end to end" and rows["coral"][1] == "end to end"
-    assert rows["groupdro"][2].startswith("Sagawa et al. 2020, Distributionally Robust Neural")
-    assert all(len(line) <= 100 for line in lines["methods"]) and len(rows) >= 22
+    assert rows["groupdro"][2].startswith("Sagawa et al. 2020, Distributionally Robust Neural") and len(rows) >= 22
     asked = ("methods", "groupdro"), ("methods", "knn"), ("methods", "sam"), ("heads", "mlp"), ("recipes", "pacs")
     one = {pair: listing(*pair).text() for pair in asked}
     assert "L_d the mean" in one["methods", "groupdro"] and "algorithm 1\n  works on:" in one["methods", "groupdro"]

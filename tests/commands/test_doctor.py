@@ -1,13 +1,11 @@
 """`xdm-ft doctor`: every planted fault is found and comes with a remedy, and a healthy recipe has none."""
 
-import csv
 import re
 import shutil
 from types import SimpleNamespace
 
 import miniature
 import pytest
-from PIL import Image
 
 from xdm_ft.cli.parser import main
 from xdm_ft.features.cache import Store
@@ -110,22 +108,6 @@ def test_what_is_left_without_broken_images_is_checked_too(images, doctor):
     _, _, faults = doctor("small.yaml")
     plan = [line for line, _ in faults if line.startswith("FAULT  plan")]
     assert len(faults) == 6 + 1 and len(plan) == 1 and '"c" has images of one class only' in plan[0]
-
-
-def test_groups_that_cross_an_official_split(images, doctor):
-    rows = [["path", "label", "domain", "group", "split"]]
-    for domain, split in (("a", "train"), ("b", "train"), ("c", "test")):
-        for path in sorted((images / domain).rglob("*.png")):
-            group = "patient 7" if path.name == "0.png" else f"{domain}{path.name}"
-            rows.append([str(path), path.parent.name, domain, group, split])
-    for domain, label in (("a", "cat"), ("b", "dog")):
-        Image.new("RGB", (8, 8), (ord(domain), 0, 0)).save(images / domain / "new.png")
-        rows.append([str(images / domain / "new.png"), label, domain, f"only {domain}", "val"])
-    with open("table.csv", "w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    _, _, faults = doctor("small.yaml", "data={name: table, file: table.csv}", "protocol={name: official, seeds: 1}")
-    (leak,) = [line for line, _ in faults]
-    assert leak.startswith("FAULT  groups: 1 is in training and test: ") and leak.count("0.png") == 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,12 @@ import small_runs
 
 
 @pytest.fixture(autouse=True)
+def no_loader_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start a process takes longer than to read a few images."""
+    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
+
+
+@pytest.fixture(autouse=True)
 def quick_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The learned maps of an analysis take a few steps: their quality is tested where they are."""
     monkeypatch.setattr("xdm_ft.analysis.embedding.STEPS", 5)
@@ -23,6 +29,7 @@ def analysed(*overrides: str) -> None:
     miniature.domainbed(Path("data"), "pacs", per_class=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xdm_ft.analysis.embedding.STEPS", 5)
+        patch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
         small_runs.results(*overrides)
 
 

@@ -29,9 +29,9 @@ BANK = (
 END_TO_END = (
     "protocol={name: leave_one_domain_out, test_domains: [sketch], seeds: 1, val_fraction: 0.4}",
     "encoder={name: timm, model: test_resnet, preprocessing: {size: 32}, trainable: true}",
-    "methods=[erm, {name: xdomainmix, warmup_steps: 2}, mixstyle, lisa, linear_probe, "
+    "methods=[erm, {name: xdomainmix, warmup_steps: 1}, mixstyle, lisa, linear_probe, "
     "{name: erm, head: cosine, cosine.scale: 3.0, label: cosine}]",
-    "training.steps=4",
+    "training.steps=2",
     "analyse=true",
 )
 

@@ -127,19 +127,6 @@ def test_decisions_of_several_encoders():
             [ONE_CUT, DRAWN, "features.cut=cache"],
             r"train_augmentation: .*no effect with cached activations.*features\.cut: comp",
         ),
-        (
-            ["methods=[{name: erm, encoder_lr: 1.0e-4}]"],
-            r"methods\.0\.encoder_lr: erm trains no encoder; leave it out, or",
-        ),
-        (
-            ["methods=[erm, knn]", "knn.encoder_lr=1e-4"],
-            r"knn\.encoder_lr: knn trains no encoder; leave it out, or set it",
-        ),
-        (
-            [f"methods=[erm, {TWO}]", "erm.encoder_lr=1e-4"],
-            r"erm\.encoder_lr: erm trains no encoder; leave it out, or set it for a row with",
-        ),
-        ([f"methods=[{TWO}]", "two.encoder_lr=0"], r"two\.encoder_lr: input should be greater than 0, given 0"),
         (["methods=[sam]", "sam.encoder_lr=1e-4"], "unknown key"),
     ],
 )

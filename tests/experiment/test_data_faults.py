@@ -3,7 +3,6 @@
 import csv
 import json
 import logging
-import re
 import shutil
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def make_images(root, domains="abc", classes=("cat", "dog")):
 
 
 @pytest.fixture(autouse=True)
-def images(in_folder):
+def images(in_folder, no_charts):
     Path("small.yaml").write_text(RECIPE)
     make_images(in_folder / "images")
 
@@ -116,12 +115,6 @@ def reported(capsys, caplog):
     return by_all
 
 
-def test_clean_data_have_none(reported):
-    findings, results = reported()
-    assert findings == [] and results["tested_on"] == "domains never trained on"
-    assert "tested on domains never trained on" in results["summary"][0]["protocol"]
-
-
 @pytest.mark.slow
 def test_every_fault_is_reported_by_all(reported):
     copy("a/dog/2.png", "b/dog/twin.png")
@@ -160,21 +153,11 @@ def test_faults_of_class_names():
             "training and validation, 2 in training and test, 2 in validation and test; the first: "
             "images/a/dog/2.png and images/b/dog/twin.png → remove one of each pair, or both where their labels differ",
         ),
-        (  # both train
-            [("a/dog/0.png", "a/dog/1.png")],
-            OFFICIAL,
-            "1 image has copies (2 files), none of them in two of training, validation, test; the first: ",
-        ),
         (
             [("a/dog/0.png", f"a/dog/{i}.png") for i in (1, 2, 3)],
             OFFICIAL,
             "1 image has copies (4 files), 1 of them in training and validation, 1 in training and test, "
             "1 in validation and test; the first: HERE/images/a/dog/0.png and HERE/images/a/dog/1.png →",
-        ),
-        (  # 0 trains, 3 tests; both train
-            [("a/dog/0.png", "a/dog/3.png"), ("a/cat/0.png", "a/cat/1.png")],
-            OFFICIAL,
-            "2 images have copies (4 files), 1 of them in training and test; the first: ",
         ),
     ],
 )
@@ -289,7 +272,7 @@ def test_methods_that_need_two_training_domains_are_skipped():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("domains", ["abc", "a"])
+@pytest.mark.parametrize("domains", [pytest.param("abc", marks=pytest.mark.soak), "a"])
 def test_a_random_split_tests_on_seen_domains(domains, reported):
     for other in set("abc") - set(domains):
         shutil.rmtree(f"images/{other}")
@@ -326,7 +309,7 @@ def test_groups_that_a_given_split_divides_are_a_fault(reported, monkeypatch, ca
     assert "1 fault" in about
     assert "groups: 3 are in training and train_val" in section_about(read_run(RUN)).notes
     capsys.readouterr()
-    assert main(["export", str(RUN), str(tmp_path / "model"), "--method", "erm"]) == 0
+    assert main(["export", str(RUN), str(tmp_path / "model"), "--method", "erm", "--no-site"]) == 0
     card = (tmp_path / "model/README.md").read_text()
     assert "* The split divides groups (patients, slides or sequences): 3 in training and train\\_val." in card
 
@@ -432,16 +415,6 @@ def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(capsys
     assert content["classes"] == ["cat", "dog"]
     assert content["estimate"] is None and len(content["findings"]) == 1
     assert main(["validate", "small.yaml", "--json"]) == 0 and json.loads(capsys.readouterr().out)["error"] is None
-
-
-def test_validate_prints_the_names_of_all_classes(capsys):
-    names = [f"class number {number}" for number in range(80)]
-    make_images(Path("many"), "ab", [*names, "x" * 200])
-    assert main(["validate", "small.yaml", "data.root=many"]) == 0
-    text = capsys.readouterr().out.split("# classes\n#   ")[1]
-    lines = re.split("\n# (?! )", text)[0].split("\n#   ")
-    assert " ".join(lines).split(", ") == [*sorted(names), "x" * 200] and len(lines[-1]) == 200
-    assert all(60 < len(of_line) <= 120 for of_line in lines[:-2])
 
 
 def test_validate_names_the_columns_of_a_table_that_are_read_and_those_that_are_not(capsys):

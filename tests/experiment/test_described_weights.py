@@ -111,9 +111,9 @@ def test_every_head_end_to_end(end_to_end, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("trainable", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_heads_that_start_from_prompts(trainable, small_pacs):
-    how = ("encoder.trainable=true", "training.steps=2") if trainable else ()
+    how = ("encoder.trainable=true", "training={steps: 2, batch_size: 2, evaluate_every: 2}") if trainable else ()
     small_runs.results("protocol.test_domains=[photo]", CLIP, FROM_TEXT, *how)
     described = check_run("photo")
     assert described["zero_shot"]["prompts"] == described["cosine"]["prompts"] == ["{}", "a {}"]

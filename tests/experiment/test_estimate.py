@@ -10,7 +10,7 @@ from small_runs import recipe
 
 from xdm_ft.cli.library import run
 from xdm_ft.experiment import estimate as module
-from xdm_ft.experiment.estimate import ImageSeconds, TimeEstimate, estimate, first_line
+from xdm_ft.experiment.estimate import ImageSeconds, estimate, first_line
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.features.extract import cached_images
@@ -128,14 +128,6 @@ def test_pieces_side_by_side_divide_the_time_of_a_table():
     assert seconds(*chunk, other, deep, **cpu) == 15 + 7
     assert seconds(*chunk, **cpu) == 10, "heads that train together are one piece"
     assert seconds(*chunk, other, deep, **cpu | {"device": "cuda"}) == 30 + 7
-
-
-def test_the_parts_of_the_text():
-    assert TimeEstimate("cpu", 3600.0, 7200.0).text() == "about 3.0 h (features 60 min, training 2.0 h)"
-    assert TimeEstimate("cpu", 0.0, 41.0).text() == "about 40 s"
-    assert TimeEstimate("cpu", 1.0, 86400.0 * 3).text() == "about 3 days"
-    content = TimeEstimate("cpu").to_json()
-    assert content["seconds"] is None and content["problem"] is None and content["text"] == "less than a minute"
 
 
 def test_known_models_take_no_time(measuring, monkeypatch):

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.averaging import FixedInterval, Segment
 from xdm_ft.cli.library import run
 from xdm_ft.core import Criteria, ModelKey, Task
 from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
@@ -24,7 +23,6 @@ from xdm_ft.experiment.work import start
 from xdm_ft.protocol.splits import all_domains
 from xdm_ft.results.model import Record
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.bank import train as bank_module
 from xdm_ft.training.bank.data import BankValidation
@@ -176,7 +174,8 @@ def test_patience_and_steps_that_differ_end_no_fit_early():
 @small_pacs
 def test_averages_of_a_fit():
     """SWAD's interval is the median one, and no loss is read; BMA averages the whole fit."""
-    content = results("methods=[{name: erm+swad, swad.n_converge: 2, swad.n_tolerance: 1, swad.tolerance_ratio: 0.0}]")
+    swad = "{name: erm+swad, swad.n_converge: 2, swad.n_tolerance: 1, swad.tolerance_ratio: 0.0}"
+    content = results(f"methods=[{swad}]", "protocol.test_domains=[photo, sketch]")
     final, picks = content["final_fit"], picks_of(content, "erm+swad")
     assert final["averaged_from"] == median(pick["averaged_from"] for pick in picks)
     assert final["step"] == median(pick["step"] for pick in picks)
@@ -185,7 +184,7 @@ def test_averages_of_a_fit():
     weights = load_file(RUN / final["weights"])
     torch.testing.assert_close(weights["head.weight"], torch.stack(heads).mean(0), rtol=1e-5, atol=1e-6)
 
-    content = results("methods=[{name: erm+bma, bma.beta: 2}]", "name=bma")
+    content = results("methods=[{name: erm+bma, bma.beta: 2}]", "name=bma", "protocol.test_domains=[photo]")
     final = content["final_fit"]
     assert final["status"] == "ok" and (final["averaged_from"], final["step"]) == (0, 10)
     assert "weights averaged over all 10 steps by +bma" in final["how"]
@@ -195,7 +194,7 @@ def test_averages_of_a_fit():
 @pytest.mark.slow
 @small_pacs
 def test_a_solver_has_the_median_strength_and_one_model_under_every_seed():
-    overrides = "methods=[linear_probe]", "protocol.seeds=2", ALL
+    overrides = "methods=[linear_probe]", "protocol.seeds=2", "protocol.test_domains=[photo]", ALL
     content = results(*overrides)
     final, picks = content["final_fit"], picks_of(content, "linear_probe")
     assert final["step"] == median(pick["step"] for pick in picks)
@@ -212,8 +211,8 @@ def test_a_solver_has_the_median_strength_and_one_model_under_every_seed():
     ("method", "trainable"),
     [
         ("{name: erm+swad, swad.n_converge: 1}", False),
-        pytest.param("erm", True, marks=pytest.mark.soak),
-        ("{name: erm+swad, swad.n_converge: 1}", True),
+        pytest.param("{name: erm+swad, swad.n_converge: 1}", True, marks=pytest.mark.soak),
+        ("erm", True),
     ],
 )
 def test_nothing_is_measured_while_it_trains(method, trainable, monkeypatch):
@@ -232,7 +231,7 @@ def test_nothing_is_measured_while_it_trains(method, trainable, monkeypatch):
 
     monkeypatch.setattr(bank_module, "BankValidation", WatchedBank)
     monkeypatch.setattr(end_to_end_module, "EndToEndValidation", WatchedModel)
-    how = ("encoder.trainable=true", "training.steps=4", "protocol.seeds=2", ALL) if trainable else ()
+    how = ("encoder.trainable=true", "training={steps: 2, batch_size: 2}", "protocol.seeds=2", ALL) if trainable else ()
     final = results(f"methods=[{method}]", "protocol.test_domains=[photo]", *how)["final_fit"]
     assert final["status"] == "ok" and ("averaged_from" in final) == ("swad" in method)
     assert measured[-1] == ((), 0) and measured[0][0] == ("photo",) and measured[0][1] > 0
@@ -251,13 +250,8 @@ def test_where_no_method_can_be_chosen_nothing_is_fitted():
         recipe("protocol.selection=oracle")
 
 
-def test_medians_and_modes():
-    assert [median([3, 1, 2]), median([4, 1, 2, 3]), median([0.5])] == [2, 2, 0.5]
-    assert [mode(["b", "a", "a", "b"]), mode([None, None, 3])] == ["b", None]
-
-
 SEARCH = (
-    "search={trials: 4, space: {lr: {log_uniform: [0.01, 1]}, batch_size: {uniform: [2, 9]}, "
+    "search={trials: 3, space: {lr: {log_uniform: [0.01, 1]}, batch_size: {uniform: [2, 9]}, "
     "sam.rho: {choice: [0.05, 0.1]}, patience: {choice: [2, 3]}, xdomainmix.discard_per: {choice: [sample, batch]}}}"
 )
 
@@ -298,15 +292,6 @@ def test_trials_that_differ_between_runs_are_combined_and_named():
     assert "lr" not in fit_of_runs(plan, picked[:1]).how, "one run: nothing to combine"
 
 
-def test_an_interval_averages_exactly_its_steps():
-    average, again = FixedInterval(3, 6).begin(), FixedInterval(3, 6).begin()
-    for first, last in ((1, 2), (3, 4), (5, 6), (7, 8)):
-        average.add(Segment(first, last, {"w": torch.tensor((first + last) / 2)}, last - first + 1), float("nan"))
-        again.load_state(average.state())
-    for one in (average, again):
-        assert one.result().mean["w"] == 4.5 and one.result()[:2] == (3, 6)
-
-
 # a fit of every seed
 
 SEEDS = "protocol.seeds=[4, 0, 1]", ERM, "protocol.test_domains=[photo]", "training.steps=6"
@@ -338,10 +323,6 @@ def final(finished, in_folder):
     return json.loads((RUN / "results.json").read_text())["final_fit"]
 
 
-def contents(run=RUN):
-    return {seed: (run / file).read_bytes() for seed, file in FILES.items()}
-
-
 def written():
     """The time at which the file of each seed was written."""
     return {seed: (RUN / file).stat().st_mtime_ns for seed, file in FILES.items() if (RUN / file).exists()}
@@ -367,43 +348,6 @@ def test_one_model_for_each_seed_of_the_recipe_is_added_to_a_fit_of_one(final):
         assert described["method"]["seed"] == int(seed)
         assert described["method"]["hparams"].items() >= final["hparams"].items()
         assert (described["step"], described["temperature"]) == (final["step"], final["temperature"])
-
-
-@pytest.mark.slow
-def test_a_kill_between_two_seeds_repeats_none(final, monkeypatch):
-    append, lines = RunDirectory.append, []
-
-    def killed(directory, kind, *values):
-        append(directory, kind, *(values[:1] if kind == FINAL_FIT else values))
-        if kind == FINAL_FIT:
-            raise InterruptedError
-
-    def noted(directory, kind, *values):
-        append(directory, kind, *values)
-        lines.extend(value["seed"] for value in values if kind == FINAL_FIT)
-
-    again = ALL, "output.dir=again"
-    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(RunDirectory, "append", killed)
-        run(seeds_recipe(*again))
-    monkeypatch.setattr(RunDirectory, "append", noted)
-    content = seeds_results(*again)["final_fit"]
-    assert content["seeds"] == FILES and content["status"] == "ok" and lines == [0, 1]
-    for seed, file in FILES.items():  # those of the finished run were trained in other chunks
-        one, other = (load_file(folder / file)["head.weight"] for folder in (RUN, Path("again/small")))
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=seed)
-
-
-@pytest.mark.slow
-def test_a_damaged_file_trains_its_seed_again_and_nothing_else(final):
-    complete, before = contents(), written()
-    assert seeds_results(ALL)["final_fit"] == final and changed(before) == []
-    damaged = RUN / FILES["1"]
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert seeds_results(ALL)["final_fit"] == final and changed(before) == ["1"] and contents() == complete
-    before = written()
-    (RUN / FILES["0"]).unlink()
-    assert seeds_results(ALL)["final_fit"] == final and changed(before) == ["0"] and contents() == complete
 
 
 @pytest.mark.slow

@@ -2,19 +2,15 @@
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import small_runs
 import yaml
 from loop_models import make_job
+from warm_processes import two_ranks
 
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.knn import KNN
@@ -31,7 +27,6 @@ from xdm_ft.experiment.resume import Generation, grown_from, growth, inherit_cho
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.heads.neighbours import NeighbourHead
 from xdm_ft.recipe.check import load
-from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
 from xdm_ft.results.model import Record
 from xdm_ft.runtime.errors import UserError
@@ -57,13 +52,10 @@ def resolved(*overrides):
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [
-        ([], [], []),
         ([], ["output.dir=elsewhere", "features.batch_size=7", "protocol.seeds=[0,1,2,3,4,9]"], []),
         (["protocol.seeds=2"], ["protocol.seeds=[0,1]", "protocol.final_fit=true"], []),
         (["methods=[erm,rsc]"], ["methods=[vrex,rsc,{name: erm, label: second},erm]"], []),
-        (["methods=[erm,rsc]"], ["methods=[rsc,erm]"], []),
         ([TWO], [FIVE], []),
-        (["methods=[erm,rsc]"], ["methods=[erm,vrex]"], ["methods: no rsc"]),
         (["methods=[erm,rsc]"], ["methods=[erm,{name: rsc, label: r}]"], ["methods: no rsc"]),
         (["methods=[erm,rsc]"], ["methods=[erm,rsc]", "rsc.batch_drop=0.5"], ["methods.rsc.batch_drop"]),
         (
@@ -71,12 +63,9 @@ def resolved(*overrides):
             ["methods=[{name: rsc, label: a}, erm]"],
             ["methods.a.name", "methods.a.feature_drop", "methods.a.batch_drop"],
         ),
-        (["protocol.seeds=3"], ["protocol.seeds=2"], [FOLLOW]),
         (["protocol.seeds=2"], ["protocol.seeds=[2,0,1]"], [FOLLOW]),
         ([FIVE], [TWO], ["search.trials: 2, was 5"]),
         ([TWO], [FIVE, "search.sampler=sobol"], ["search.sampler"]),
-        ([TWO], [FIVE, "search.space.lr={choice: [1, 2]}"], ["search.space.lr"]),
-        ([], [TWO], ["search.preset"]),
         (["protocol.final_fit=true"], [], ["protocol.final_fit"]),
         (["training.lr=0.1"], ["training.lr=0.2", "protocol.seeds=7"], ["training.lr"]),
     ],
@@ -89,29 +78,16 @@ def test_what_grows_a_recipe_and_what_does_not(before, now, expected):
 @pytest.mark.parametrize(
     "edit",
     [
-        lambda recipe: recipe.update(methods=["erm"]),
         lambda recipe: recipe.update(methods=None),
-        lambda recipe: recipe["methods"].append(3),
         lambda recipe: recipe["protocol"].update(seeds=9),
-        lambda recipe: recipe.update(protocol=[]),
         lambda recipe: recipe.update({"protocol.seeds": [0], "protocol": None}),
         lambda recipe: recipe["search"].pop("trials"),
-        lambda recipe: recipe["protocol"].update(final_fit="yes"),
     ],
 )
 def test_what_an_editor_leaves_in_a_recipe_never_grows_it(edit):
     recipe = resolved()
     edit(recipe)
     assert refused_changes(resolved(), recipe)
-
-
-def test_the_draws_of_a_trial_do_not_depend_on_the_number_of_trials():
-    samplers = get_args(Search.model_fields["sampler"].annotation)
-    assert len(samplers) >= 2
-    for sampler in samplers:
-        few, many = (Search(trials=trials, preset="frozen", sampler=sampler) for trials in (4, 33))
-        assert [few.drawn(trial) for trial in range(4)] == [many.drawn(trial) for trial in range(4)]
-        assert len({many.drawn(trial)["lr"] for trial in range(1, 33)}) == 32
 
 
 def test_a_model_belongs_to_the_first_recipe_that_planned_it():
@@ -262,38 +238,28 @@ def test_growing_trains_what_is_new_alone(caplog):
 
 @pytest.mark.slow
 @small_pacs
-@pytest.mark.parametrize("moment", ["before results.json", "after results.json"])
-def test_a_start_that_ends_before_the_first_new_record(moment, monkeypatch):
-    """It resumes with the grown recipe, and with the earlier one only as long as results.json is that one's."""
+def test_a_start_that_ends_before_the_first_new_record(monkeypatch):
+    """It resumes with the grown recipe, or with the earlier one, as long as results.json is that one's."""
     short = *SHORT, "protocol.test_domains=[photo]"
     grown = *short, "methods=[erm, rsc]"
     small_runs.results(*short)
-    shutil.copytree("output", "undisturbed")
     before = runs_by_key()
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        if moment == "before results.json":
-            patch.setattr(RunResults, "write", stop)
-        else:
-            patch.setattr(RunDirectory, "claim", stop)  # of the first piece
+        patch.setattr(RunResults, "write", stop)
         run(small_runs.recipe(*grown))
     recipe = yaml.safe_load((RUN / "recipe.yaml").read_text())
     assert [item["name"] for item in recipe["methods"]] == ["erm", "rsc"], "recipe.yaml is replaced first"
-    if moment == "before results.json":
-        small_runs.results(*short)
-        assert runs_by_key() == before and "grown_from" not in small_runs.document(RUN)
-    else:
-        with pytest.raises(UserError, match="methods: no rsc"):
-            run(small_runs.recipe(*short))
+    small_runs.results(*short)
+    assert runs_by_key() == before and "grown_from" not in small_runs.document(RUN)
     content = small_runs.results(*grown)
-    assert before.items() < runs_by_key().items()
-    expected = small_runs.results(*grown, "output.dir=undisturbed")
-    assert without_times(content["runs"]) == without_times(expected["runs"])
-    assert content["grown_from"] == expected["grown_from"] != []
+    assert before.items() < runs_by_key().items() and content["grown_from"]
+    with pytest.raises(UserError, match="methods: no rsc"):
+        run(small_runs.recipe(*short))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @small_pacs
-@pytest.mark.parametrize("selection", [pytest.param("train_val", marks=pytest.mark.soak), "cross_domain"])
+@pytest.mark.parametrize("selection", ["train_val", "cross_domain"])
 def test_models_share_chunks_with_those_of_their_generation(selection, monkeypatch):
     """Also the models of an interrupted run that grows, and a model of a grown run whose file is damaged."""
     short = *SHORT, f"protocol.selection={selection}"
@@ -335,9 +301,13 @@ def test_models_share_chunks_with_those_of_their_generation(selection, monkeypat
             ["methods=[{name: xdomainmix, warmup_steps: 2}, erm+swad, erm]"],
             marks=pytest.mark.soak,
         ),
-        (["protocol.selection=cross_domain", "protocol.seeds=1"], ["protocol.seeds=[0, 4]", "protocol.final_fit=true"]),
+        pytest.param(
+            ["protocol.selection=cross_domain", "protocol.seeds=1"],
+            ["protocol.seeds=[0, 4]", "protocol.final_fit=true"],
+            marks=pytest.mark.soak,
+        ),
         (["methods=[erm, rsc]", TWO, "search.sampler=sobol", "protocol.final_fit=true"],
-         ["search.trials=7", "methods=[groupdro, erm, rsc]"]),
+         ["search.trials=4", "methods=[groupdro, erm, rsc]"]),
     ],
     ids=["methods", "cross_domain", "trials"],
 )  # fmt: skip
@@ -357,7 +327,7 @@ def test_a_grown_run_agrees_with_a_fresh_one(short, grown):
 @pytest.mark.slow
 @small_pacs
 def test_models_end_to_end_grow_too_and_solvers_read_features_for_the_first_time():
-    short = "encoder.trainable=true", ONLY_ERM, SKETCH, "training={steps: 2, batch_size: 2}"
+    short = "encoder.trainable=true", ONLY_ERM, SKETCH, "training={steps: 2, batch_size: 2, evaluate_every: 2}"
     grown = *short, "methods=[linear_probe, erm]", "protocol.seeds=2"
     assert "features" not in small_runs.results(*short)["environment"]
     files_before, runs_before = kept_files(), runs_by_key()
@@ -382,11 +352,8 @@ def test_processes_grow_a_run_as_one_does():
     small_runs.results(*short)
     shutil.copytree("output", "two")
     one = small_runs.results(*grown)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(files("xdm_ft").joinpath("run.py")), "small.yaml", *grown, "output.dir=two"]
-    done = subprocess.run(command, env=os.environ | {"ACCELERATE_USE_CPU": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("grows by rsc (8 models), seed 1 (4 models of the other methods), the final fit") == 1
+    logs = two_ranks("run", "small.yaml", *grown, "output.dir=two", cwd=Path.cwd())
+    assert "".join(logs).count("grows by rsc (8 models), seed 1 (4 models of the other methods), the final fit") == 1
     two = small_runs.document("two/small")
     assert two["environment"]["processes"] == 2
     assert without_times(one["runs"]) == without_times(two["runs"])

@@ -20,7 +20,7 @@ from xdm_ft.experiment.work import as_launched, on_loopback, start
 from xdm_ft.runtime import watchdog
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import Progress, pulse
-from xdm_ft.runtime.watchdog import Watch, hung_message
+from xdm_ft.runtime.watchdog import Watch
 
 ROOT, SCENARIO = Path(__file__).resolve().parents[2], str(Path(__file__).with_name("ranks_scenario.py"))
 SHORT = "protocol.test_domains=[sketch]", "training={steps: 2, batch_size: 2, evaluate_every: 2}"
@@ -40,11 +40,9 @@ def recipe(in_folder, monkeypatch):
 @pytest.mark.parametrize(
     ("own", "launched", "used"),
     [
-        (None, None, "no"),
         (None, "no", "no"),
         (None, "bf16", "bf16"),
         (None, "FP16", "fp16"),
-        ("bf16", "bf16", "bf16"),
         ("bf16", "no", "bf16"),  # what the launcher sets that was asked for nothing
         ("no", None, "no"),
     ],
@@ -60,7 +58,6 @@ def test_the_precision_is_the_recipes_else_the_launchers(own, launched, used, re
     ("launched", "overrides", "words"),
     [
         ("bf16", ['training.mixed_precision="no"'], ["training.mixed_precision: no", "--mixed_precision bf16"]),
-        ("fp16", ["training.mixed_precision=bf16"], ["training.mixed_precision: bf16", "--mixed_precision fp16"]),
         ("fp8", [], ["--mixed_precision fp8", "not supported"]),
         ("fp16", ["methods=[erm,sam]"], ["--mixed_precision fp16", "second pass of sam"]),
     ],
@@ -84,7 +81,6 @@ def test_the_launchers_precision_is_nothing_to_a_frozen_encoder(recipe, monkeypa
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, "GPU 0,1 is selected"),
         ({"WORLD_SIZE": "2"}, "2 processes are launched for GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "False"}, "GPU 0 is selected"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, None),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, None),
     ],
 )
@@ -123,14 +119,6 @@ def test_real_launches(recipe):
     assert results["environment"]["mixed_precision"] == "bf16" and results["environment"]["processes"] == 2
     assert results["recipe"]["training"]["mixed_precision"] == "bf16"
     check_addresses()
-    script = [str(ROOT / "xdm_ft/run.py"), "small.yaml", *END_TO_END]
-    other = launch("--num_processes", "1", "--cpu", script=script)  # the same recipe, in another precision
-    assert other.returncode == 1
-    assert "It differs in\n  training.mixed_precision\n" in other.stderr
-    if not torch.cuda.is_available():
-        gone = launch("--num_processes", "1", "--gpu_ids", "0", script=script)
-        lines = [line for line in gone.stderr.splitlines() if line.startswith("xdm-ft:")]
-        assert gone.returncode == 1 and len(lines) == 1 and "GPU 0 is selected" in lines[0], gone.stderr
 
 
 # on which addresses they listen: on one machine, on none that another machine reaches
@@ -149,7 +137,7 @@ def check_addresses():
         assert {address for addresses in sockets.values() for address, _ in addresses} == {"127.0.0.1"}, sockets
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ranks_that_serve_the_store_themselves_and_processes_that_a_run_forks(recipe):
     """As under `srun` or `mpirun`, and when torchrun starts ranks again."""
     miniature.domainbed(Path("data"), "pacs")
@@ -291,21 +279,15 @@ def test_forked_workers_count_for_the_process_that_forked_them():
     assert pulse.count == before + 1
 
 
-def test_the_message_of_a_hung_rank():
-    assert hung_message([1], 2) == "rank 1 has made no progress for 30 minutes; run the same command to resume"
-    assert hung_message([1, 3], 4).startswith("ranks 1, 3 have made no progress for 30 minutes; ")
-    assert hung_message([0, 1], 2).startswith("all ranks have made no progress")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("hangs beside work", "rank 1 has made no progress"),
+        ("hangs in a step", "all ranks have made no progress"),  # the first rank stands still too, in the same step
+        pytest.param("hangs beside work", "rank 1 has made no progress", marks=pytest.mark.soak),
         # its launcher waits 30 seconds before it kills it
         pytest.param("stops", "rank 1 has made no progress", marks=pytest.mark.soak),
-        ("hangs in a step", "all ranks have made no progress"),  # the first rank stands still too, in the same step
-        ("works", None),
+        pytest.param("works", None, marks=pytest.mark.soak),
     ],
 )
 def test_a_hung_rank_ends_the_run_of_two_real_processes_and_a_slow_one_is_waited_for(mode, message):

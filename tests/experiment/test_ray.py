@@ -1,6 +1,5 @@
 """Features and models that are computed on a Ray cluster: those of one process, whatever happens to its nodes."""
 
-import os
 import re
 import shutil
 import sys
@@ -12,8 +11,6 @@ import miniature
 import pytest
 import small_runs
 from clusters import cluster, keep_to_one_core, on, replace_the_one_with, weights_and_predictions
-from encoded_images import write_parquet
-from range_server import served
 from safetensors.torch import load_file
 from warm_processes import PATIENCE, begin, interrupted
 
@@ -126,10 +123,6 @@ def impatient():
     cluster_module.HEAD_SECONDS = 3.0
 
 
-def small_shards():
-    extraction.IMAGES_PER_SHARD = SHARD
-
-
 def extracted(*overrides):
     """The number of images that are extracted for a recipe."""
     return int(fill_cache(small_runs.recipe(*SLOW, *overrides)).document["computed"])
@@ -147,10 +140,6 @@ def stored(cache):
     assert features
     assert not [*Path(cache).glob("*/claim-*"), *Path(cache).glob("*/.*.unfinished")], "nothing else is left"
     return features
-
-
-def shards():
-    return set(Path("cache").glob("*/shard-*.safetensors"))
 
 
 def same_models(one, other):
@@ -243,20 +232,6 @@ class TestModels:
                 run(small_runs.recipe(*on(nodes), PROBE))
 
 
-@pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    """The features that one process computes on one core."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("one_process"))
-        patch.setattr(extraction, "IMAGES_PER_SHARD", SHARD)
-        miniature.domainbed(Path("data"), "pacs", per_class=12)
-        cores = os.sched_getaffinity(0)
-        keep_to_one_core()
-        assert extracted() == IMAGES
-        os.sched_setaffinity(0, cores)
-        return stored("cache")
-
-
 @pytest.mark.needs("ray")
 class TestFeatures:
     @pytest.fixture(autouse=True)
@@ -283,33 +258,6 @@ class TestFeatures:
         local = stored("cache_here")
         assert stored("cache") == local and len(local) == 4 * IMAGES, "features and activations in two views"
         assert same_models("here", "there")
-
-    @pytest.mark.soak
-    def test_nodes_die_and_others_come(self, nodes, expected, monkeypatch, caplog, idle_driver):
-        def replace_all(_):
-            """All that have tasks: of one node alone the task may just have ended."""
-            for node in [*nodes.worker_nodes]:
-                nodes.remove_node(node, allow_graceful=False)
-            for _ in range(2):
-                nodes.add_node(num_cpus=1)
-
-        call_once(monkeypatch, lambda: len(shards()) >= 2, replace_all)
-        assert extracted(*on(nodes)) == IMAGES
-        assert [line for line in caplog.messages if re.match(r"node \S+ \(\S+\) was lost", line)]
-        assert stored("cache") == expected
-
-    @pytest.mark.soak
-    @pytest.mark.parametrize("where", ["on the cluster", "without it"])
-    def test_ctrl_c_and_the_same_command(self, where, nodes, expected, in_folder):
-        small_runs.recipe()  # writes small.yaml
-        arguments = ["run", "small.yaml", *SLOW]
-        process = begin([*arguments, *on(nodes)], in_folder, in_folder / "out", in_folder / "err", first=small_shards)
-        text = interrupted(process, Path("err"), lambda: len(shards()) >= 2)
-        assert text.endswith("xdm-ft: interrupted; finished work is kept; run the same command to resume\n")
-        kept = shards()
-        assert SHARD <= len(stored("cache")) < IMAGES
-        assert main([*arguments, *(on(nodes) if where == "on the cluster" else ())]) == 0
-        assert kept < shards() and stored("cache") == expected
 
     @pytest.mark.soak
     def test_faults_of_a_user_are_one_line(self, nodes, monkeypatch, capsys):
@@ -345,15 +293,3 @@ class TestFeatures:
         line = fault_of_node(complete, lambda tasks: shutil.rmtree(tasks.folder, ignore_errors=True))
         assert line.startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
         assert not [*Path("cache").glob("tasks-*")]
-
-    @pytest.mark.soak
-    def test_images_in_parquet_files_on_a_server(self, nodes, monkeypatch, in_folder):
-        monkeypatch.setenv("XDM_FT_CACHE", str(in_folder / "indexes"))
-        for number in range(3):
-            write_parquet(in_folder / "tables" / f"{number}.parquet", range(24 * number, 24 * number + 24), 10)
-        with served(in_folder / "tables") as server:
-            data = f"data={{name: parquet, file: '{server.address}', cache_mb: 1}}"
-            own = (data, PROBE, "protocol.test_domains=photo", "features.batch_size=16")
-            assert fill_cache(small_runs.recipe(*own, "features.dir=cache_here")).document["computed"] > SHARD
-            fill_cache(small_runs.recipe(*own, *on(nodes)))
-        assert stored("cache") == stored("cache_here")

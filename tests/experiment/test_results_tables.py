@@ -77,7 +77,12 @@ def test_two_encoders_at_two_cuts(small_pacs):
     )
     Path("two.yaml").write_text(recipe)
     rows = "methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}, {name: sam, trainable: {blocks: 1}}]"
-    overrides = [rows, "protocol.test_domains=[sketch]", "protocol.seeds=2", "training.steps=3"]
+    overrides = [
+        rows,
+        "protocol.test_domains=[sketch]",
+        "protocol.seeds=2",
+        "training={steps: 2, batch_size: 2, evaluate_every: 2}",
+    ]
     results = small_runs.results_of(small_runs.load("two.yaml", overrides))
     encoders = ("vit", "test_resnet")
     summary = [row for row in results["summary"] if row["selection"] == "train_val"]
@@ -136,6 +141,7 @@ def test_the_row_of_averaged_seeds_is_the_exported_ensemble(small_pacs):
         assert rows[f"{method}, seeds averaged"] == ["3", *shown]
 
 
+@pytest.mark.slow
 def test_seeds_are_averaged_on_request_with_two_seeds_and_with_probabilities(small_pacs, monkeypatch):
     averaged = "report={page: false, seeds_averaged: true}"
     run("methods=[erm]", averaged)

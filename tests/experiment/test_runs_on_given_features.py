@@ -97,10 +97,7 @@ def test_the_protocol_says_where_the_features_are_from():
     [
         ("export output/given out", "has no images"),
         ("predict output/given data", "has no images"),
-        ("evaluate output/given data", "has no images"),
         ("label output/given data --budget 5 --out x.csv", "has no images"),
-        ("adapt output/given data --out x", "has no images"),
-        ("assess output/given data", "has no images"),
         ("analyse output/given --reconstruct .", ""),
         ("features given.yaml", "nothing to compute"),
     ],
@@ -132,12 +129,3 @@ def test_another_file_does_not_resume_a_run():
     np.savez("f.npz", **arrays)
     with pytest.raises(UserError, match=r"the given features have changed since this run started \(data.content\)"):
         run(given(*short))
-
-
-@pytest.mark.usefixtures("in_folder")
-def test_one_domain_is_too_few():
-    miniature.features(Path("f.npz"))
-    with np.load("f.npz") as content:
-        np.savez("one.npz", **dict(content) | {"domain": np.zeros(48, int)})
-    with pytest.raises(UserError, match="domain"):
-        validate(given("data.file=one.npz", "protocol={name: leave_one_domain_out, seeds: 1}"))

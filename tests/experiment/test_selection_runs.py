@@ -14,7 +14,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.cli.library import run
 from xdm_ft.core import Criteria, ModelKey, Task
-from xdm_ft.experiment.plan import describe, hparams, make_plan, read_data
+from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import RECORDS
 from xdm_ft.experiment.work import start
@@ -23,7 +23,6 @@ from xdm_ft.protocol.splits import LEFT_OUT, mean_course, splits, without
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import read_run
 from xdm_ft.results.trials import picked_trials, selection_value
-from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
@@ -56,14 +55,14 @@ def naive_value(record, rule):
 
 @pytest.mark.slow
 def test_each_rule_picks_as_if_alone_and_keeps_its_own_weights_and_the_value_that_it_saw():
-    both, oracle = results(), results("protocol.selection=oracle", "output.dir=other")
+    both, oracle = results(ONLY_ERM), results(ONLY_ERM, "protocol.selection=oracle", "output.dir=other")
     for content, rules in ((both, ["train_val", "oracle"]), (oracle, ["oracle", "train_val"])):
         assert all(list(record["selected"]) == rules for record in content["runs"])
-        assert [row["selection"] for row in content["summary"]] == [rule for rule in rules for _ in range(2)]
+        assert [row["selection"] for row in content["summary"]] == rules
     for rule in ("train_val", "oracle"):
         assert chosen(both, rule) == chosen(oracle, rule)
     marked = ["oracle: picked on the test domain" in row["protocol"] for row in both["summary"]]
-    assert marked == [False, False, True, True]
+    assert marked == [False, True]
     apart = 0
     for record in both["runs"]:
         for rule in ("train_val", "oracle"):
@@ -206,7 +205,7 @@ def search(*overrides):
 
 @pytest.mark.slow
 def test_every_trial_is_kept_and_selection_picks_one():
-    content = results_of(search("protocol.final_fit=true"))
+    content = results_of(search("protocol.final_fit=true", "training.steps=4"))
     counts = {"linear_probe": 4, "erm": 12, "rsc": 12, "xdomainmix+sam": 12}
     assert Counter(record["method"] for record in content["runs"]) == counts
     by_trial = {0: set(), 1: set(), 2: set()}
@@ -263,31 +262,6 @@ def test_doubtful_picks_and_failed_trials_are_flagged():
     assert "drawn trials failed" in Path("output/failing/results.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["search.space={xdomainmixx.p_discard: {uniform: [0, 1]}}"],
-            r"search\.space\.xdomainmixx\.p_discard: is not a searchable hyper",
-        ),
-        (["search.space={encoder_lr: {uniform: [0.1, 1]}}"], "encoder_lr: has no effect with a frozen encoder"),
-        (["search.trials=1"], r"search\.trials: 1 never uses the preset frozen"),
-        (["search.preset=none"], r"search\.trials: 3 would train each model 3 times with the same settings"),
-        (["search.space={lr: {uniform: [-2, -1]}}"], r"trial 1 draws lr = -"),
-        (["search.space={lr: {uniform: [0.1, 1], choice: [1]}}"], "give exactly one of"),
-        (
-            ["methods=[erm, erm+swad]", "search.space={patience: {choice: [1, 2]}}"],
-            r"search\.space\.patience: \+swad decides itself which steps it averages; leave it out",
-        ),
-        (["search.space={rsc.feature_drop: {uniform: [0.9, 1.5]}}"], "draws feature_drop = 1"),
-    ],
-)
-def test_a_faulty_search_is_refused_before_any_data_is_read(overrides, message):
-    shutil.rmtree("data")
-    with pytest.raises(UserError, match=message):
-        search(*overrides)
-
-
 def test_a_method_without_a_range_has_one_trial():
     """Its trials would be equal. Ranges of `training` apply to every method with gradient steps."""
     for space, trials in (("{xdomainmix.p_discard: {uniform: [0, 0.5]}}", 1), ("{lr: {uniform: [0.1, 0.5]}}", 3)):
@@ -297,16 +271,6 @@ def test_a_method_without_a_range_has_one_trial():
         assert Counter(model.key.method for model in plan.models) == {"linear_probe": 1, "erm": trials, "xdomainmix": 3}
         line = "search: has no range for erm, so one trial each trains; add a range, such as search.space.lr, to search"
         assert (f"\n{line} it too" in describe(plan)) == (trials == 1)
-
-
-def test_the_resolved_recipe_draws_the_same():
-    made = search()
-    Path("resolved.yaml").write_text(made.as_yaml())
-    dataset = read_data(made)
-    first, second = (make_plan(one, dataset).models for one in (made, load("resolved.yaml", [])))
-    drawn = [[hparams(model.item, model.training) for model in models] for models in (first, second)]
-    assert drawn[0] == drawn[1]
-    assert len({model.item.block for model in first if model.item.label == "rsc"}) == 3
 
 
 def test_settings_of_averaging_are_searched():

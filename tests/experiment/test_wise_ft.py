@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_folder")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_folder", "few_digits")]
 TINY = {
     "embed_dim": 24,
     "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
@@ -21,9 +21,9 @@ name: small
 data: {name: digits}
 protocol: {name: leave_one_domain_out, test_domains: [ink], seeds: 2}
 encoder: {name: open_clip, model: ./wise_clip.json, weights: ./wise_clip.safetensors, normalize: true}
-features: {dir: features}
+features: {dir: features, workers: 0}
 methods: [zero_shot, {name: erm, head_init: zero_shot}, wise_ft, {name: wise_ft, alpha: 0.5, label: half}]
-training: {batch_size: 16, steps: 30, lr: 5.0, encoder_lr: 1.0e-3}
+training: {batch_size: 16, steps: 20, lr: 5.0, encoder_lr: 1.0e-3}
 report: {page: false}
 """
 RUN = Path("output/small")
@@ -89,7 +89,7 @@ def test_on_cached_features():
         "{name: zero_shot, normalize: true}", *rows, "{name: erm, label: as it comes}"])  # fmt: skip
     for method in ("zero_shot", "erm", "half"):
         picks = [accuracies(selected(one, method)) for one in (content, by_method)]
-        assert picks[0] == pytest.approx(picks[1], abs=0.01), method
+        assert picks[0] == pytest.approx(picks[1], abs=0.03), method
     for method, normalized in (("erm", "true"), ("half", "true"), ("zero_shot", "true"), ("as it comes", "false")):
         with safe_open(f"output/method/{selected(by_method, method)['weights']}", framework="pt") as file:
             assert file.metadata()["normalize"] == normalized
@@ -132,7 +132,8 @@ def test_each_method_has_its_own_prompts():
 
 
 def test_end_to_end_the_encoder_too():
-    overrides = "encoder.trainable=true", "protocol.seeds=1", "training.steps=10", "training.lr=0.01"
+    short = "training={batch_size: 4, steps: 4, evaluate_every: 4, lr: 0.01, encoder_lr: 1.0e-3}"
+    overrides = "encoder.trainable=true", "protocol.seeds=1", short
     content = results(*overrides, methods=[START, HALF])
     assert selected(content, "half")["curve"][10] == {"alpha": 1.0} | accuracies(selected(content, "erm"))
     start, name = load_file("wise_clip.safetensors")["visual.proj"], "visual.proj"

@@ -33,17 +33,6 @@ def progress(directory, done=NOTHING, processes=1, shows=True):
     return RunProgress("training", PIECES, done, directory, processes, shows)
 
 
-def test_a_line_of_progress_ends_with_what_is_known(tmp_path, caplog):
-    """On a cluster this process does no piece itself, so that there is no "now"."""
-    caplog.set_level(logging.INFO, "xdm_ft")
-    with progress(RunDirectory(tmp_path)) as run:
-        for note in ("", "erm"):
-            run.note, run._last = note, -1e9
-            run.show()
-    ends = [line.rpartition("models")[2] for line in caplog.messages]
-    assert ends[:2] == ["", ", now erm"]
-
-
 def test_what_an_earlier_run_did_is_no_part_of_the_rate(tmp_path, caplog):
     with progress(RunDirectory(tmp_path), done=WorkDone(3, 100)) as run:
         run.started -= 30.0
@@ -117,18 +106,6 @@ def test_forks_count_for_themselves_in_shared_memory_on_one_thread_each(tmp_path
     assert [*counts] == [[10.0, 20.0, 30.0]] * 3 and shows == (True, False, False)
     assert len({*pids}) == 3 and pids[0] == os.getpid()
     assert of_process == (1, 1, 1) and torch.get_num_threads() == threads
-
-
-def test_gradients_can_be_taken_in_every_process(tmp_path):
-    weight = torch.ones(3, requires_grad=True)
-    (weight * 2).sum().backward()  # the forked ones inherit an engine that has run
-
-    def work(number):
-        (gradient,) = torch.autograd.grad((weight * number).sum(), weight)
-        torch.save(gradient, tmp_path / f"{number}.pt")
-
-    run_forked(work, 2)
-    assert torch.equal(torch.load(tmp_path / "1.pt"), torch.ones(3))
 
 
 def users_mistake():
@@ -225,7 +202,7 @@ with handled(resumable=True):
 """
 
 
-@pytest.mark.parametrize("to_all", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("to_all", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_process_that_waits_for_others_lets_them_save(to_all, tmp_path):
     command = [sys.executable, "-c", SAVES, str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -300,12 +277,6 @@ def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path):
     with state:
         state.lock()
         assert other.claim(name)
-
-
-def test_what_a_checkpoint_holds_of_its_models_is_what_json_reads():
-    made = piece("train_val", "oracle")
-    assert made.identity(made.jobs) == [[["erm", ["sketch"], 0, 0, 5]], ["train_val", "oracle"]]
-    assert json.loads(json.dumps(made.identity(made.jobs))) == made.identity(made.jobs)
 
 
 class Lost(Exception):

@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,26 @@ def begin(arguments, cwd, out, err, environment=None, first=None):
     process = server.Process(target=_main, args=(arguments, cwd, out, err, environment or {}, first, cores))
     process.start()
     return process
+
+
+def rank_environments():
+    """The environments of two processes of one run, as a launcher sets them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    return [both | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+
+
+def two_ranks(*arguments, cwd, first=None):
+    """Runs `xdm-ft ARGUMENTS` in two processes of one run, which must end well. Returns what each printed to `err`."""
+    logs = [Path(cwd, f"rank{number}.log") for number in range(2)]
+    environments = zip(logs, rank_environments(), strict=True)
+    processes = [begin([*arguments], cwd, log, log, environment, first) for log, environment in environments]
+    for process, log in zip(processes, logs, strict=True):
+        process.join(PATIENCE)
+        assert process.exitcode == 0, log.read_text()
+    return [log.read_text() for log in logs]
 
 
 def interrupted(process, err, when):

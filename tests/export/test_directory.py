@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import small_models
 import torch
-from exported import RUN
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from promised import expected_of
@@ -20,10 +19,8 @@ from safetensors.torch import load_file
 from small_models import config_of, parts, photographs, write_config
 
 import xdm_ft
-from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
 from xdm_ft.export.card import card
-from xdm_ft.export.choose import Choice
 from xdm_ft.export.directory import (
     TRAINING_IMAGES,
     checksum_of,
@@ -110,22 +107,16 @@ def test_an_intact_document_is_read(model: Path) -> None:
 
 
 WRONG = [
-    ("temperature", 0.0), ("temperature", -1.0), ("wise_ft", 2), ("protocol", {}), ("method", {}), ("head.name", "mlp"),
-    ("head.settings", {"hidden": 5}), ("results.images", {"a": "many"}), ("renamed", {SURROGATE: "cat"}),
-    ("class_names", ["cat"] * 4), ("class_names", [SURROGATE, "b", "c", "d"]), ("class_names", []),
-    ("encoder.width", 0), ("encoder.width", 9), ("encoder.width", 10**30), ("encoder.seed", 2**70),
-    ("encoder.settings", {}), (f"encoder.settings.kwargs.{SURROGATE}", 1),
-    ("encoder.identity", {"component": "timm", "model": "test_vit"}), ("encoder.identity.versions", 3),
-    ("encoder.identity.versions", {"torch": 2}), ("encoder.identity.model", None),
-    ("preprocessing.size", 0), ("preprocessing.size", 10**6), ("preprocessing.std", [0, 0, 0]),
-    ("preprocessing.crop", 1e-9), ("preprocessing.mean", [float("nan")] * 3), ("preprocessing.mean", [0.5, 1e308, 0.5]),
-    ("method.train_domains", 3), ("method.label", ["erm"]),
-    ("expected.freedom", 0), ("expected.freedom", HUGE), ("expected.freedom", None), ("expected.mean", 1.2),
-    ("expected.spread", -0.1), ("expected.spread", float("nan")), ("expected.spread", 1e300), ("expected.spread", HUGE),
-    ("expected.scale", "plain"),  # no accuracy has a center of 1.5
-    ("expected.scale", "log"), ("expected.center", None), ("expected.center", float("inf")),
-    ("expected.metric", "nll"), ("expected.metric", "luck"), ("expected.others", {"luck": 1}),
-    ("expected.calibrated", {"nll": 1}), ("expected.held_out", []), ("expected.one_more_domain", HUGE),
+    ("temperature", 0.0), ("protocol", {}), ("head.name", "mlp"), ("head.settings", {"hidden": 5}),
+    ("results.images", {"a": "many"}), ("renamed", {SURROGATE: "cat"}), ("class_names", ["cat"] * 4),
+    ("class_names", [SURROGATE, "b", "c", "d"]), ("encoder.width", 9), ("encoder.width", 10**30),
+    ("encoder.seed", 2**70), ("encoder.settings", {}), (f"encoder.settings.kwargs.{SURROGATE}", 1),
+    ("encoder.identity", {"component": "timm", "model": "test_vit"}), ("encoder.identity.versions", {"torch": 2}),
+    ("preprocessing.size", 10**6), ("preprocessing.std", [0, 0, 0]), ("preprocessing.crop", 1e-9),
+    ("preprocessing.mean", [float("nan")] * 3), ("method.train_domains", 3), ("method.label", ["erm"]),
+    ("expected.freedom", HUGE), ("expected.freedom", None), ("expected.mean", 1.2), ("expected.spread", float("nan")),
+    ("expected.spread", 1e300), ("expected.scale", "plain"),  # no accuracy has a center of 1.5
+    ("expected.center", None), ("expected.metric", "luck"), ("expected.others", {"luck": 1}), ("expected.held_out", []),
 ]  # fmt: skip
 
 
@@ -137,18 +128,16 @@ def test_a_wrong_value_is_one_line(model: Path, key: str, value: object) -> None
     assert len(str(caught.value).splitlines()) == 1 and "/model" in str(caught.value)
 
 
-@pytest.mark.parametrize("verb", ["predict", "evaluate"])
-def test_a_wrong_config_is_status_2(model: Path, verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_config_is_status_2(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(model, config_of(model) | {"temperature": 0.0})
     [image] = photographs(tmp_path, 1)
-    out = ["--out", str(tmp_path / "out.csv")] if verb == "predict" else []
-    assert main([verb, str(model), image, *out]) == 2
+    assert main(["predict", str(model), image, "--out", str(tmp_path / "out.csv")]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
     assert "/model/config.json: cannot be read as a model's config (temperature" in line
     assert not (tmp_path / "out.csv").exists()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000, "3", '"\ud800"', "", "{"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "3", '"\ud800"', "{"])
 def test_what_is_no_document_is_one_line(model: Path, text: str) -> None:
     (model / "config.json").write_bytes(text.encode(errors="surrogatepass"))
     with pytest.raises(UserError, match=r"config\.json: cannot be read as a model's config") as found:
@@ -157,10 +146,14 @@ def test_what_is_no_document_is_one_line(model: Path, text: str) -> None:
 
 
 PRESENT = ("config.json", "model.safetensors", "encoder.safetensors", "reference.safetensors", TRAINING_IMAGES)
+DAMAGE = [
+    *(("model.safetensors", damage) for damage in ("missing", "empty", "cut", "noise", "folder")),
+    *((name, "of another model") for name in PRESENT),
+    ("config.json", "folder"), ("encoder.safetensors", "missing"), (TRAINING_IMAGES, "missing"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESENT)
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "noise", "folder", "of another model"])
+@pytest.mark.parametrize(("name", "damage"), DAMAGE)
 def test_damage_is_one_line(small_model: Any, name: str, damage: str, tmp_path: Path) -> None:
     model = Path(shutil.copytree(small_model.model, tmp_path / "model"))
     file, content = model / name, (model / name).read_bytes()
@@ -193,12 +186,9 @@ def test_damage_is_one_line(small_model: Any, name: str, damage: str, tmp_path: 
         ("model", lambda t: t.update({f"other.{k[5:]}": v * 1 for k, v in [*t.items()]}), "does not hold the heads of"),
         ("model", lambda t: t.update({k: v * torch.nan for k, v in t.items()}), "holds values that are not finite"),
         ("reference", lambda t: t.update(means=torch.tensor(1.0)), r"means has the shape \[\], not \[1 to "),
-        ("reference", lambda t: t.update(means=t["means"][:0]), r"means has the shape \[0, "),
-        ("reference", lambda t: t.update(means=t["means"].repeat(99, 1)), r"means has the shape \["),
         ("reference", lambda t: t.update(more=torch.zeros(1)), "more is no tensor of such a file"),
         ("reference", lambda t: t.update(quantiles=t["quantiles"] * torch.inf), "quantiles holds values that are not"),
         ("reference", lambda t: t.update({k: v.bfloat16() for k, v in t.items()}), None),
-        ("training_images", lambda t: t.update(more=torch.zeros(1)), "more is no tensor of such a file"),
     ],
 )
 def test_foreign_tensors_are_one_line(
@@ -217,22 +207,6 @@ def test_foreign_tensors_are_one_line(
     with pytest.raises(UserError, match=words) as caught:
         xdm_ft.load(model)
     assert "\n" not in str(caught.value) and "export the model again" in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_part_that_is_lost_or_of_another_model_is_one_line(folder_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.chdir(folder_of("trained"))
-    export_model(str(RUN), str(tmp_path / "lora"), Choice("lora", ("photo",)), no_site=True)
-    config, part = read_config(tmp_path / "lora")[0], tmp_path / "lora/encoder_part.safetensors"
-    assert part.name in checked_files(tmp_path / "lora", config)
-    shutil.copy(tmp_path / "lora/model.safetensors", part)
-    with pytest.raises(UserError, match=r"encoder_part\.safetensors: is damaged .* export the model again"):
-        xdm_ft.load(tmp_path / "lora")
-    part.unlink()
-    with pytest.raises(UserError, match=r"encoder_part\.safetensors: does not exist; export the model again"):
-        xdm_ft.load(tmp_path / "lora")
-    with pytest.raises(UserError, match=r"lacks encoder_part\.safetensors; export the model again"):
-        checked_files(tmp_path / "lora", config)
 
 
 def test_of_two_at_once_one_gets_the_name(tmp_path: Path) -> None:
@@ -344,7 +318,7 @@ VALUES = st.one_of(
 
 
 @settings(
-    max_examples=150,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

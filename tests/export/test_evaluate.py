@@ -10,9 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow
-import pyarrow.csv
-import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,8 +24,6 @@ from xdm_ft.evaluation.expected_site import judged
 from xdm_ft.evaluation.few_labels import clopper_pearson, enough_for, widest_half_width
 from xdm_ft.evaluation.intervals import NewSite, gain_words, new_site, rank_words
 from xdm_ft.evaluation.metrics import metric, score
-from xdm_ft.export import ExpectedPerformance
-from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import TRAINING_IMAGES
 from xdm_ft.export.sources import Item, Site, read_site
 from xdm_ft.new_site.images import distinct
@@ -152,14 +147,6 @@ def test_results_that_are_missing_are_named(four):
     assert any("missing, damaged or of another run" in note for note in expected.notes)
 
 
-def test_it_is_part_of_a_models_config(small_model):
-    run = read_run(small_model.run)
-    expected = read_parts(run, Choice(held_out=("sketch",))).config.expected
-    assert ExpectedPerformance.model_validate_json(expected.model_dump_json()) == expected
-    (row,) = [row for row in run.rows if row.selection == run.rule]
-    assert (expected.mean, expected.std) == (row.mean, row.std)
-
-
 @settings(deadline=None)
 @given(st.floats(-5, 5), st.floats(0, 3), st.integers(1, 100), st.sampled_from([1, 7, 1000]))
 def test_an_interval_on_the_logit_scale_holds_what_the_scale_says(center, spread, freedom, images):
@@ -178,18 +165,12 @@ def test_an_interval_on_the_logit_scale_holds_what_the_scale_says(center, spread
         ("accuracy", [0.416, 0.949, 0.7, 0.6],
          "site like these lies below the worst of the 4 held-out ones (0.416) with probability 1 in 5, between worst "
          "and best with 3 in 5"),
-        ("nll", [0.5, 0.9],
-         "site like these lies above the worst of the 2 held-out ones (0.9) with probability 1 in 3, between worst "
-         "and best with 1 in 3"),
-        ("accuracy", [0.8], "site like the held-out one lies below it (0.8) with probability 1 in 2"),
         ("ece", [0.1], "site like the held-out one lies above it (0.1) with probability 1 in 2"),
     ],
 )  # fmt: skip
 def test_the_rank_of_a_new_site_in_words(metric, values, words):
     held_out = [(name,) for name in DOMAINS[: len(values)]]
     assert rank_words(metric, held_out, values, str) == f"a new {words}"
-    several = rank_words("accuracy", [("a", "b")], [0.8], str)
-    assert several == "a new set of sites like the held-out one lies below it (0.8) with probability 1 in 2"
 
 
 def crossed(records, values):
@@ -227,14 +208,17 @@ def test_what_one_more_domain_brings(four):
 
 @pytest.mark.parametrize(
     ("between", "within", "groups", "most"),
-    [(0.05, 0.001, 200, 0.96), (0.1, 0.4, 100, 0.98), (0.05, 0.5, 60, 0.995), (0.01, 0.5, 12, 1.0)],
+    [
+        (0.1, 0.4, 100, 0.98),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in ((0.05, 0.001, 200, 0.96), (0.01, 0.5, 12, 1.0))),
+    ],
 )
 def test_a_site_like_the_others_is_within_the_promise_in_95_of_100(between, within, groups, most):
     """Sites from one distribution; each is measured on groups of images, and so were the held-out ones.
 
     The more images vary (standard errors of 0%, 4%, 6% and 14%), the more often: their variance counts twice.
     """
-    drawn, inside, tries = np.random.default_rng(0), 0, 4000
+    drawn, inside, tries = np.random.default_rng(0), 0, 2000
     for _ in range(tries):
         sites = 0.7 + between * drawn.normal(size=6)
         measured = sites[:5] + within / groups**0.5 * drawn.normal(size=5)
@@ -242,7 +226,7 @@ def test_a_site_like_the_others_is_within_the_promise_in_95_of_100(between, with
         sample = sites[5] + within * drawn.normal(size=groups)
         estimate = Estimate(sample.mean(), sample.std(ddof=1) / groups**0.5, groups - 1)
         inside += judged("nll", sample.mean(), estimate, groups, promised)[1] == WITHIN
-    assert 0.94 <= inside / tries <= most
+    assert 0.935 <= inside / tries <= most
 
 
 # a site
@@ -321,29 +305,19 @@ def test_images_without_groups_are_independent_and_several_domains_have_a_worst(
         ((0.7, 0.75, 0.8, 0.8), WITHIN),
         ((0.6, 0.7, 0.8, 0.9), f"cannot be said ({NO_SITE_MISSES.format('28.2% to 100.0%')})"),
         ((0.97, 0.98, 0.99, 0.985), "below"),
-        ((0.10, 0.11, 0.12, 0.10), "above"),
         ((0.7, 0.8), "cannot be said (2 held-out sets)"),
-        ((0.7,), "cannot be said (one held-out set)"),
     ],
 )
 def test_the_verdict(values, verdict):
     images = random_site(240)
     found = at_site(images, SITE_CLASSES, expected_of(values)).versus
     assert found.verdict == verdict and found.promised == pytest.approx(np.mean(values))
-    if len(values) == 4:
-        right = images.logits.argmax(1).numpy() == images.site.labels
-        error = jackknife([right[images.site.groups != group].mean() for group in range(60)])
-        half = T_3[0.95] * np.sqrt(np.var(values, ddof=1) * 1.25 + error)
-        low, high = max(0, np.mean(values) - half), min(1, np.mean(values) + half)
-        assert found.interval == pytest.approx((low, high))
 
 
 @pytest.mark.parametrize(
     ("values", "among"),
     [
         ((0.1, 0.2, 0.3), "above all 3 held-out domains"),
-        ((0.99, 0.995), "below all 2 held-out domains"),
-        ((0.1,), "above the held-out one"),
         ((0.2, 0.99, 0.1), "between the held-out 0 and 1"),
         ((None,), "as at the held-out 0"),
     ],
@@ -422,13 +396,10 @@ def write(folder, paths):
 @pytest.mark.parametrize(
     ("paths", "domains"),
     [
-        (["cat/1.png", "dog/2.png"], ("site",)),
         (["cat/deep/1.png", "dog/2.png"], ("site",)),
         (["north/cat/1.png", "south/dog/2.png"], ("north", "south")),
         (["north/cat/1.png", "south/dgo/2.png"], "dgo"),
-        (["dgo/1.png", "cat/2.png"], "dgo"),
         (["cat/cat/1.png", "dog/dog/2.png"], ("site",)),
-        (["north/dgo/1.png"], "north"),
     ],
 )
 def test_the_level_of_the_classes_is_found(tmp_path, paths, domains):
@@ -479,8 +450,7 @@ def test_folders_and_tables(tmp_path, files, group, labels, domains, groups):
         assert found.only(["s"]).labels.tolist() == [labels[domains[1].index(1)]]
 
 
-@pytest.mark.parametrize("in_model", [("é", "cat"), ("e\u0301", "cat")])
-@pytest.mark.parametrize("at_site", ["é", "e\u0301"])
+@pytest.mark.parametrize(("in_model", "at_site"), [(("é", "cat"), "e\u0301"), (("e\u0301", "cat"), "é")])
 def test_a_class_in_either_encoding_is_the_class_of_the_model(in_model, at_site, tmp_path):
     write(tmp_path / "site", [f"{at_site}/1.png", "cat/2.png"])
     rows = f"site/{at_site}/1.png,{at_site},{at_site}\nsite/cat/2.png,cat,b\n"
@@ -491,7 +461,7 @@ def test_a_class_in_either_encoding_is_the_class_of_the_model(in_model, at_site,
     assert len(read_site(str(tmp_path / "t.csv"), in_model, {}).only(["e\u0301"]).items) == 1
 
 
-@pytest.mark.parametrize(("in_model", "at_site"), [("0", "0.0"), ("0.0", "0"), ("0.0", "0.0")])
+@pytest.mark.parametrize(("in_model", "at_site"), [("0", "0.0"), ("0.0", "0")])
 def test_a_class_that_pandas_wrote_with_a_point_is_the_class_of_the_model(in_model, at_site, tmp_path, caplog):
     """A column of whole numbers with an empty cell is one of decimals."""
     write(tmp_path, ["1.png", "2.png", "3.png"])
@@ -506,13 +476,21 @@ def test_a_class_that_pandas_wrote_with_a_point_is_the_class_of_the_model(in_mod
     ("paths", "settings", "line"),
     [
         (["dgo/1.png"], {}, 'the model has no class "dgo"; did you mean "dog"? (folders must be'),
-        (["dgo/1.png", "kat/1.png"], {}, '"dgo", nor 1 other label of the site; did you mean "dog"?'),
         (["1.png"], {}, "contains no images in class folders; folders must be"),
-        (["dog/1.png"], {"group": "("}, "--group: ( is not a regular expression"),
         (["dog/1.png"], {"group": "x"}, '--group: "x" matches nothing in 1 of 1 paths'),
         ([], {}, "does not exist; folders must be"),
+        (
+            "path,for,label\n1.png,evaluate,\n2.png,evaluate, \n",
+            {},
+            "t.csv: no row has a label; fill in the column label",
+        ),
+        (
+            "path,for,label\n1.png,evaluate,\n2.png,adapt,dog\n",
+            {},
+            "no row marked evaluate has a label; fill in the co",
+        ),
+        ("path,for,label\n1.png,train,dog\n", {}, 'row 2, column for: "train" is unknown; write evaluate or adapt'),
         ("path,label\n1.png,dgo\n", {}, '/t.csv: column label: the model has no class "dgo"; did you mean "dog"?'),
-        ("path\n1.png\n", {}, "there is no column label"),
     ],
 )
 def test_a_wrong_site_is_one_line(tmp_path, paths, settings, line):
@@ -537,16 +515,11 @@ TO_LABEL = """path,group,for,predicted,probability,label
 """
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_table_to_label_is_read_for_its_purpose(tmp_path, kind):
+def test_a_table_to_label_is_read_for_its_purpose(tmp_path):
     """Rows without label are counted, and a group column that is empty is none."""
     write(tmp_path, ["=1.png", "2.png", "4.png"])  # an image without label need not exist
     (tmp_path / "t.csv").write_text(TO_LABEL)
-    if kind == "parquet":
-        text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(("group", "label"), pyarrow.string()))
-        table = pyarrow.csv.read_csv(tmp_path / "t.csv", convert_options=text)
-        pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
-    path = str(tmp_path / f"t.{kind}")
+    path = str(tmp_path / "t.csv")
     evaluate, adapt = read_site(path, SITE_CLASSES, {}), read_site(path, SITE_CLASSES, {}, purpose="adapt")
     assert (evaluate.labels.tolist(), evaluate.unlabelled, evaluate.groups) == ([1], 1, None)
     assert (adapt.labels.tolist(), adapt.unlabelled) == ([0, 1], 0)
@@ -556,24 +529,6 @@ def test_a_table_to_label_is_read_for_its_purpose(tmp_path, kind):
     (tmp_path / "t.csv").write_text(without)
     both = [read_site(str(tmp_path / "t.csv"), SITE_CLASSES, {}, purpose=purpose) for purpose in ("evaluate", "adapt")]
     assert [(site.labels.tolist(), site.unlabelled) for site in both] == [([1, 0, 1], 1)] * 2
-
-
-@pytest.mark.parametrize(
-    ("rows", "line"),
-    [
-        ("1.png,evaluate,\n2.png,evaluate, \n", "t.csv: no row has a label; fill in the column label"),
-        ("1.png,evaluate,\n2.png,adapt,dog\n", "no row marked evaluate has a label; fill in the column label"),
-        ("1.png,adapt,dog\n", "no row is marked evaluate in the column for"),
-        ("1.png,evaluate,dog\n2.png,train,dog\n", 'row 3, column for: "train" is unknown; write evaluate or adapt'),
-        ("1.png,,dog\n", 'row 2, column for: "" is unknown'),
-    ],
-)
-def test_a_table_without_labels_for_the_purpose_is_one_line(tmp_path, rows, line):
-    (tmp_path / "t.csv").write_text(f"path,for,label\n{rows}")
-    with pytest.raises(UserError) as raised:
-        read_site(str(tmp_path / "t.csv"), SITE_CLASSES, {})
-    (said,) = raised.value.args
-    assert line in said
 
 
 # the command
@@ -607,7 +562,9 @@ def test_a_models_own_test_images_give_its_recorded_metrics(small_model, tmp_pat
     assert found["whole"]["versus"]["verdict"] == "cannot be said (one held-out set)" and found["domains"] == {}
     documented = (Path(__file__).parents[2] / "docs/scripts.md").read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in (*found, *found["whole"], *found["whole"]["versus"]))
+    (row,) = [row for row in read_run(small_model.run).rows if row.selection == "train_val"]
     accuracy = found["whole"]["versus"]["promised"]
+    assert accuracy == row.mean
     ranks = f"a new site like the held-out one lies below it ({accuracy:.1%}) with probability 1 in 2"
     assert found["ranks"] == ranks and f"{ranks.capitalize()}. " in (small_model.model / "README.md").read_text()
     assert f"\nThe card: {ranks}\n" in evaluate(site).out
@@ -663,7 +620,6 @@ def test_copies_count_once_and_training_images_are_known_again(small_model, tmp_
     ("values", "where", "command"),
     [
         ((0.14, 0.16, 0.15, 0.2), "within", "predict {model} IMAGES --out predictions.csv"),
-        ((0.97, 0.98, 0.99, 0.985), "below", "adapt {model} {site} --out site_model"),
         ((0.5,), None, "adapt {model} {site} --out site_model"),
     ],
 )
@@ -683,20 +639,6 @@ def test_the_verdict_is_a_short_sentence_with_the_next_command(
         else "; whether as promised (mean 50.0%) cannot be"
     )
     assert sentence in verdict and len(verdict) <= 110
-
-
-def test_of_several_domains_the_worst_is_next(small_model, tmp_path, evaluate):
-    """With the options that it needs again."""
-    sketches = sorted((small_model.data / "PACS" / "sketch").glob("*/*.png"))
-    for number, path in enumerate(sketches):
-        copy = tmp_path / "site" / ("a b" if number % 2 else "c") / path.parent.name / path.name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    found = json.loads(evaluate(tmp_path / "site", "--json").out)["domains"]
-    worst = min(found, key=lambda name: found[name]["metrics"]["accuracy"]["value"])
-    last = evaluate(tmp_path / "site").out.splitlines()[-1]
-    named = "'a b'" if worst == "a b" else "c"
-    assert last == f"next: xdm-ft evaluate {small_model.model} {tmp_path / 'site'} --domain {named} --risk 10%"
 
 
 def test_unreadable_images_are_no_copies_of_each_other(tmp_path):

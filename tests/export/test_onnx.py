@@ -128,7 +128,7 @@ NEIGHBOURS = {"keys": KEYS, "labels": torch.arange(30) % 4, "k": torch.tensor(5)
 @pytest.mark.parametrize(
     ("head", "changes"),
     [
-        ("linear", {"normalize": True, "temperature": 0.5}),
+        pytest.param("linear", {"normalize": True, "temperature": 0.5}, marks=pytest.mark.soak),
         pytest.param("cosine", {}, marks=pytest.mark.soak),
         pytest.param("mlp", {"temperature": 3.0}, marks=pytest.mark.soak),
         pytest.param("linear", {"members": 3}, marks=pytest.mark.soak),
@@ -144,14 +144,12 @@ def test_every_head_exports(tmp_path, head, changes):
     assert file.difference < 1e-5
 
 
-OTHERS = ("mobilenetv2_100", "densenet121", "convnext_atto")
+OTHERS = ("mobilenetv2_100", "densenet121", "convnext_atto", "test_resnet")
 
 
 @pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "network", ["test_vit", "test_resnet", *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)]
-)
+@pytest.mark.parametrize("network", ["test_vit", *(pytest.param(name, marks=pytest.mark.soak) for name in OTHERS)])
 def test_encoders_of_timm_export(tmp_path, network):
     model, paths = parts(*small_models.timm(network)), photographs(tmp_path, 5)
     file = write_onnx(model, tmp_path, opened(paths[:4]), include_preprocessing=False)
@@ -163,8 +161,13 @@ def test_encoders_of_timm_export(tmp_path, network):
 
 @pytest.mark.needs(*own.PACKAGES)
 @pytest.mark.slow
-@pytest.mark.parametrize("pooling", ["", "cls_mean"])
-@pytest.mark.parametrize("library", ["timm", "open_clip"])
+@pytest.mark.parametrize(
+    ("library", "pooling"),
+    [
+        ("open_clip", ""),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in (("open_clip", "cls_mean"), ("timm", "cls_mean"))),
+    ],
+)
 def test_pooled_tokens_export_and_clip_does_without_its_text_side(tmp_path, library, pooling):
     """Both poolings of tokens are in cls_mean."""
     chosen = {"pooling": pooling} if pooling else {}
@@ -212,7 +215,7 @@ def saved_by_timm(network: str, changes: dict[str, object], temperature: float =
     return xdm_ft.load("timm_model", device="cpu")
 
 
-@pytest.mark.parametrize("network", ["test_vit", pytest.param("mobilenetv2_100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", ["test_vit", pytest.param("mobilenetv2_100", marks=pytest.mark.soak)])
 def test_timm_loads_the_encoder_and_the_classifier(images, network):
     import timm
 

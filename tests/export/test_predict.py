@@ -6,10 +6,8 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -87,10 +85,9 @@ def joined(batches):
     return logits, z, sum(batch.computed for batch in batches)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_the_model_and_starts_again_with_the_same_bits(small_model, model, images, workers):
+def test_a_stream_is_the_model_and_starts_again_with_the_same_bits(small_model, model, images):
     items = list(Sources(["new"]))
-    logits, z, computed = joined(stream(model, items, batch_size=4, cache=small_model.cache, workers=workers))
+    logits, z, computed = joined(stream(model, items, batch_size=4, cache=small_model.cache, workers=2))
     assert [item.path for item in items] == images and computed == 11
     np.testing.assert_allclose(probabilities(logits).numpy(), model.predict_proba(images), rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(model.module.head_input(z).numpy(), model.encode(images), rtol=1e-4, atol=1e-6)
@@ -149,13 +146,11 @@ def test_damaged_shards_and_those_of_another_encoder_are_not_used(small_model, m
 @pytest.mark.parametrize(
     ("place", "value", "key"),
     [
-        ("settings", {"pooling": "mean"}, "pooling"), ("settings", {"normalize": False}, "normalize"),
-        ("settings", {"kwargs": {"img_size": 32, "act_layer": "relu"}}, "kwargs"),
-        ("preprocessing", {"crop": 0.5}, "preprocessing"), ("preprocessing", {"mean": [0, 0.5, 0.5]}, "preprocessing"),
-        ("identity", {"pooling": "mean"}, "pooling"), ("identity", {"model": "test_vit2"}, "model"),
+        ("settings", {"pooling": "mean"}, "pooling"),
+        ("preprocessing", {"crop": 0.5}, "preprocessing"),
         ("identity", {"cut": "model.blocks.1"}, "cut"),
     ],
-)  # fmt: skip
+)
 def test_a_foreign_text_names_no_cached_features(small_model, tmp_path, place, value, key):
     """What an encoder computes is stored under what it is, whatever its directory says of it."""
     folder = Path(shutil.copytree(small_model.model, tmp_path / "foreign"))
@@ -177,15 +172,7 @@ def test_a_foreign_text_names_no_cached_features(small_model, tmp_path, place, v
     assert (cached_features(foreign, small_model.cache) is None) == (place != "identity")
 
 
-def test_a_directory_of_other_versions_finds_the_features_of_its_run(small_model, tmp_path):
-    folder = Path(shutil.copytree(small_model.model, tmp_path / "earlier"))
-    document = config_of(folder)
-    document["encoder"]["identity"]["versions"]["torch"] = "1.0"
-    write_config(folder, document)
-    assert cached_features(library.load(folder), small_model.cache) is not None
-
-
-@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("trainable", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drafts_are_those_of_the_run(in_folder, monkeypatch, trainable):
     """Training, extraction and the model that comes of it decode large JPEGs alike, at a fraction of their size."""
     for path in miniature.domainbed(in_folder / "data", "pacs", suffix=".jpg").rglob("*.jpg"):
@@ -298,7 +285,7 @@ def test_labels_and_probabilities_are_the_models(small_model, model, images, pre
 
 def test_all_columns_in_all_formats(model, images, predict):
     names, p = model.class_names, model.predict_proba(images)
-    options = ["new", "--probabilities", "--entropy", "--top-k", "2", "--abstain-below", "0.3"]
+    options = ["new", "--probabilities", "--entropy", "--distance", "--top-k", "2", "--abstain-below", "0.3"]
     for format_ in ("csv", "jsonl", "parquet"):
         done = predict(*options, "--out", f"out.{format_}")
         assert done.out == f"wrote out.{format_}: predictions of 11 images\n" and not done.err
@@ -317,27 +304,12 @@ def test_all_columns_in_all_formats(model, images, predict):
     for rank, column in enumerate(np.argsort(-found, axis=1).T[:2], start=1):
         assert [row[f"label_{rank}"] for row in of_json] == [names[i] for i in column]
     np.testing.assert_allclose([row["entropy"] for row in of_json], -(p * np.log(p)).sum(1), rtol=1e-4)
+    np.testing.assert_allclose([row["distance"] for row in of_json], model.distance(images), rtol=1e-4)
+    percentiles = model.distance_percentile(model.distance(images))
+    np.testing.assert_allclose([row["distance_percentile"] for row in of_json], percentiles, atol=0.1)
     abstained = [row["abstained"] for row in of_json]
     assert abstained == [row["probability"] < 0.3 for row in of_json] == [row["label"] is None for row in of_json]
     assert not [path for path in Path().iterdir() if "unfinished" in path.name]
-
-
-def test_columns_of_distances(small_model, model, images, predict):
-    distances = model.distance(images)
-    percentiles = model.distance_percentile(distances)
-    found = rows(predict("new", "--distance", "--entropy", "--abstain-below", "0.5").out)
-    assert list(found[0])[2:] == ["probability", "entropy", "distance", "distance_percentile", "abstained", "error"]
-    np.testing.assert_allclose([float(row["distance"]) for row in found], distances, rtol=1e-4)
-    np.testing.assert_allclose([float(row["distance_percentile"]) for row in found], percentiles, atol=0.1)
-    [row] = rows(predict("new", "--distance", "--probabilities", "--group-by", "new").out)
-    assert float(row["distance"]) == pytest.approx(distances.mean(), rel=1e-4) and row["images"] == "11"
-    assert float(row["distance_percentile"]) == pytest.approx(percentiles.mean(), abs=0.1)
-    shutil.copytree(small_model.run, "old")
-    shutil.rmtree("old/training_features")
-    said = predict("new", "--held-out", "sketch", "--distance", model="old", status=2)
-    [line] = [line for line in said.err.splitlines() if line.startswith("xdm-ft: ")]
-    assert line.startswith("xdm-ft: --distance: unknown for this model") and "run its recipe again" in line
-    assert said.out == ""
 
 
 def test_groups_have_the_mean_of_their_images_and_count_the_others(model, images, predict):
@@ -385,12 +357,9 @@ def test_every_image_has_a_row_and_other_files_are_counted(images, predict, monk
     predict(*given, "--out", "out.parquet")
     of_parquet = pyarrow.parquet.read_table("out.parquet").to_pylist()
     assert "new/\\xff.png" in [row["path"] for row in of_parquet]
-    of_json = [json.loads(line) for line in predict(*given, "--format", "jsonl").out.splitlines()]
-    assert [row["path"] for row in of_json] == paths
-    for table in (of_json, of_parquet):
-        assert [row["error"] for row in table] == [row["error"] or None for row in found]
-        cells = [list(row.values())[1:-1] for row in table]
-        assert [values.count(None) for values in cells] == [len(cells[0]) if row["error"] else 0 for row in found]
+    assert [row["error"] for row in of_parquet] == [row["error"] or None for row in found]
+    cells = [list(row.values())[1:-1] for row in of_parquet]
+    assert [values.count(None) for values in cells] == [len(cells[0]) if row["error"] else 0 for row in found]
     # without any prediction
     Path("bad.png").write_text("no")
     done = predict("bad.png", status=2)
@@ -404,24 +373,21 @@ def test_every_image_has_a_row_and_other_files_are_counted(images, predict, monk
     assert not list(Path().glob("none*"))
 
 
-@pytest.mark.parametrize("extra", ["new/bad.png", "new/scan.dcm"])
-def test_strict(images, predict, extra):
+def test_strict(images, predict):
     assert not predict("new", "--strict").err
-    Path(extra).write_text("no")
-    predict("new")
-    done = predict("new", "--strict", "--out", "out.csv", status=2)
-    assert done.out == "wrote out.csv: predictions of 11 images\n"
-    line = "1 other file: 1 .dcm" if "dcm" in extra else "1 image cannot be read: new/bad.png"
-    assert done.err.startswith(line) and done.err.count("\n") == 1
-    found = json.loads(predict("new", "--strict", "--out", "o.csv", "--json", status=2).out)
-    assert found["unreadable"] + sum(found["other_files"].values()) == 1
+    for number, (extra, line) in enumerate(
+        (("new/scan.dcm", "1 other file: 1 .dcm"), ("new/bad.png", "1 image cannot be read: new/bad.png"))
+    ):
+        Path(extra).write_text("no")
+        done = predict("new", "--strict", "--out", f"{number}.csv", status=2)
+        assert done.out == f"wrote {number}.csv: predictions of 11 images\n" and done.err.startswith(line)
+        Path(extra).unlink()
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["nowhere"], "nowhere: does not exist"),
-        (["new", "gone.png"], "gone.png: does not exist"),
         (["empty"], "empty: contains no image"),
         (["dicom"], "dicom: contains no image (known by its extension); 1 other file: 1 .dcm"),
         (["new", "--out", "x.csv.gz"], "--out x.csv.gz: the name asks for no known format; end it in .csv, .jsonl"),
@@ -429,14 +395,10 @@ def test_strict(images, predict, extra):
         (["new", "--resume"], "--resume: needs a file; add --out FILE"),
         (["new", "--spread"], "--spread: the model has a single head"),
         (["new", "--top-k", "99"], "--top-k: 99 is not in 2…"),
-        (["new", "--top-k", "1"], "--top-k: 1 is not in 2…"),
         (["new", "--abstain-below", "1.5"], "--abstain-below: 1.5 is not a probability"),
-        (["new", "--abstain-below", "0"], "--abstain-below: 0.0 is not a probability"),
         (["new", "--batch-size", "0"], "--batch-size: 0 is not positive"),
         (["new", "--out", "taken.csv"], "taken.csv: exists already"),
-        (["new", "--out", "bad.png/x.csv"], "bad.png/x.csv"),
         (["new", "--device", "toaster"], "device: toaster cannot be used"),
-        (["new", "--seed", "0"], "is not a run directory"),
     ],
 )
 def test_what_is_refused(images, predict, arguments, line):
@@ -478,35 +440,30 @@ def opened(folder, resume=False):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(
-    "content", ["link", "link to nothing", "pipe", b"mine", b"mine\n", b'{"value": 1, "xxh3": ""}\n']
-)
+@pytest.mark.parametrize("content", ["link", "pipe", b"mine\n"])
 def test_a_file_of_another_program_stays(tmp_path, resume, content):
     target, file = tmp_path / "mine.txt", tmp_path / "o.csv.unfinished"
-    message = "is a symbolic link; delete it, or name another file"
-    if content in ("link", "link to nothing"):
+    target.write_text("mine")
+    message = r"is damaged .*; delete it to begin anew"
+    if content == "link":
         file.symlink_to(target)
+        message = "is a symbolic link; delete it, or name another file"
     elif content == "pipe":
         os.mkfifo(file)
         message = r"is damaged \(it is not a file\)"
     else:
         file.write_bytes(content)
-        message = r"is damaged .*; delete it to begin anew"
-    if content == "link":
-        target.write_text("mine")
     with pytest.raises(UserError, match=rf"o\.csv\.unfinished: {message}"):
         opened(tmp_path, resume).__enter__()
-    assert file.is_fifo() or (file.is_symlink() if "link" in str(content) else file.read_bytes() == content)
-    assert (target.exists() and target.read_text()) == ("mine" if content == "link" else False)
+    assert file.is_fifo() or (file.is_symlink() if content == "link" else file.read_bytes() == content)
+    assert target.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("order", "message"),
     [
         ([0, 0, 1, 2, 3], r"is damaged \(line 2: it is not where it was written\)"),
-        ([0, 1, 1, 2, 3], r"is damaged \(line 3: it is not where it was written\)"),
         ([0, 1, 3], r"is damaged \(line 3: it is not where it was written\)"),
-        ([1, 2, 3], r"is damaged \(line 1: it is not where it was written\)"),
         ([0, 1, 2], "has 2 rows for 3 images, because another program changed it"),
     ],
 )
@@ -530,49 +487,30 @@ def test_lines_that_are_missing_moved_or_there_twice(tmp_path, order, message):
 
 
 @pytest.mark.parametrize("content", [None, b"mine"])
-@pytest.mark.parametrize("when", ["before a line", "before the end"])
-def test_a_file_that_was_deleted_or_replaced_is_not_written(tmp_path, content, when):
+def test_a_file_that_was_deleted_or_replaced_is_not_written(tmp_path, content):
     file = tmp_path / "o.csv.unfinished"
     with pytest.raises(UserError, match="deleted or replaced"), opened(tmp_path) as found:
         found.add(ROWS)
-        if when == "before the end":
-            found.flush()
+        found.flush()
         file.unlink()
         if content is not None:
             file.write_bytes(content)
-        found.flush()
         found.complete(lambda path: path.touch())
     assert not file.exists() if content is None else file.read_bytes() == content, "what one does not hold stays"
     assert not (tmp_path / "o.csv").exists()
 
 
 def test_a_table_that_another_command_completed_meanwhile_is_not_replaced(tmp_path, monkeypatch):
-    lock, flock, locked = unfinished._lock, unfinished.fcntl.flock, []
+    lock = unfinished._lock
 
     def complete_first(file):
         (tmp_path / "o.csv").write_text("theirs")
         return lock(file)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(unfinished, "_lock", complete_first)
-        with pytest.raises(UserError, match="exists already"), opened(tmp_path, resume=True):
-            pass
+    monkeypatch.setattr(unfinished, "_lock", complete_first)
+    with pytest.raises(UserError, match="exists already"), opened(tmp_path, resume=True):
+        pass
     assert [path.name for path in tmp_path.iterdir()] == ["o.csv"]
-    (tmp_path / "o.csv").unlink()
-
-    def remove_first(handle, how):
-        """The command that held the lock has completed: the next one begins a file of its own."""
-        if not locked:
-            (tmp_path / "o.csv.unfinished").unlink()
-        locked.append(handle)
-        flock(handle, how)
-
-    monkeypatch.setattr(unfinished.fcntl, "flock", remove_first)
-    with opened(tmp_path) as found:
-        found.add(ROWS)
-        found.flush()
-        assert list(found.rows()) == ROWS and (tmp_path / "o.csv.unfinished").stat().st_size
-    assert len(locked) == 2
 
 
 def test_a_file_that_another_verb_made_meanwhile_is_not_replaced(tmp_path):
@@ -613,7 +551,9 @@ def table(images, tmp_path, monkeypatch):
     return ["table.csv", "--batch-size", "4"]
 
 
-@pytest.mark.parametrize("options", [[], ["--format", "parquet", "--group-by", "new/.*|bad"]])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--format", "parquet", "--group-by", "new/.*|bad"], marks=pytest.mark.slow)]
+)
 def test_a_kill_after_or_within_any_line_is_resumed(table, predict, monkeypatch, options):
     """What a kill would leave on the disk is kept at each moment, and each of these is resumed."""
     given, append, left = [*table, *options, "--probabilities", "--out", "out.csv"], unfinished.append_lines, []
@@ -696,17 +636,7 @@ def wait_in_workers():
 
 
 @pytest.mark.slow
-def test_a_reader_that_ends_early(small_model, images, tmp_path):
-    command = f"{shlex.quote(sys.executable)} -m xdm_ft predict {shlex.quote(str(small_model.model))} new --quiet"
-    piped = ["bash", "-c", f"{command} | true; exit ${{PIPESTATUS[0]}}"]
-    environment = os.environ | {"PYTHONPATH": str(Path(library.__file__).parents[1])}
-    done = subprocess.run(piped, cwd=tmp_path, env=environment, stderr=subprocess.PIPE)
-    assert (done.returncode, done.stderr) == (141, b"")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(small_model, table, tmp_path, number, expected):
+def test_a_signal_ends_workers_and_keeps_rows(small_model, table, tmp_path):
     log, file = tmp_path / "log", tmp_path / "out.csv.unfinished"
     header, *lines = Path("table.csv").read_text().splitlines()
     Path("table.csv").write_text("\n".join([header, *lines * 8]))  # more than the workers decode in advance
@@ -718,9 +648,9 @@ def test_signals(small_model, table, tmp_path, number, expected):
         time.sleep(0.02)
     workers = psutil.Process(process.pid).children(recursive=True)
     (tmp_path / "go").touch()
-    os.killpg(process.pid, number)
+    os.killpg(process.pid, signal.SIGTERM)
     process.join(120)
-    assert process.exitcode == expected and len(workers) == 2 and not psutil.wait_procs(workers, 60)[1]
+    assert process.exitcode == 143 and len(workers) == 2 and not psutil.wait_procs(workers, 60)[1]
     said = "xdm-ft: interrupted; finished work is kept; run the same command with --resume to resume\n"
     assert log.read_text() == said
 

@@ -68,13 +68,11 @@ def test_a_folder_that_can_not_be_read_is_not_passed_over(scans, given, monkeypa
 @pytest.mark.parametrize(
     ("pattern", "names"),
     [
-        ("scans/*.png", ["top.png"]),
         ("scans/**/*.png", ["b/2.png", "top.png"]),
         ("scans/**", ["a/x/deep.tif", "b/1.JPG", "b/2.png", "c.png/i.bmp", "top.png"]),
         ("scans/*/*", ["b/1.JPG", "b/2.png", "c.png/i.bmp"]),
         ("scans/[ab]/**/*.???", ["a/x/deep.tif", "b/1.JPG", "b/2.png"]),
         ("scans/**/x/**/deep.*", ["a/x/deep.tif"]),
-        ("s*/b/2.p?g", ["b/2.png"]),
         ("./scans//b/*2*", ["b/2.png"]),
     ],
 )
@@ -158,31 +156,21 @@ def test_a_list_on_standard_input(scans, monkeypatch):
     ("given", "group_by", "line"),
     [
         (["scans", "scans/none.png"], None, "scans/none.png: does not exist; name"),
-        (["scans/empty"], None, "scans/empty: contains no image"),
         (["scans/**/*.webp"], None, r"scans/**/*.webp: matches no image"),
-        (["nowhere/*.png"], None, "nowhere/*.png: matches no image"),
         (["-", "-"], None, "is given twice"),
-        (["scans"], "(", "--group-by: ( is not a regular expression"),
         (["scans"], "b/", "--group-by: b/ matches nothing in scans/a/x/deep.tif"),
         (["scans/t.csv"], "slide", "slide is not a column of scans/t.csv and matches nothing in b/2.png"),
-        (["scans/none.csv"], None, "scans/none.csv: the table has no rows"),
         (["scans/other.csv"], None, "there is no column path; found: file; rename file to path"),
         (["scans/cell.csv"], None, "row 3, column path: the cell is empty"),
         (["scans/cell.csv"], "patient", "row 2, column patient: the cell is empty"),
-        (["scans/twice.csv"], None, "two columns have the name path"),
-        (["scans/bad.parquet"], None, "cannot be read as Parquet"),
         (["scans/text.parquet"], None, "cannot be read as Parquet: 'utf-8' codec can't decode byte 0xff"),
         (["scans/a\nb*.png"], None, r"scans/a\nb*.png: matches"),
     ],
 )
 def test_what_is_refused(scans, given, group_by, line):
-    (scans / "empty").mkdir()
     (scans / "t.csv").write_text("path\nb/2.png\n")
-    (scans / "none.csv").write_text("path\n")
     (scans / "other.csv").write_text("file\nx.png\n")
     (scans / "cell.csv").write_text("path,patient\nb/2.png,\n,1\n")
-    (scans / "twice.csv").write_text("path,path\nb/2.png,\n")
-    (scans / "bad.parquet").write_text("no")
     damaged = pyarrow.array([b"\xff.png"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"path": damaged}), scans / "text.parquet")
     with pytest.raises(UserError) as error:

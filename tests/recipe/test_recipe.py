@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-import xdm_ft
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.cli.validate import resolved_with_meanings
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check, known_keys, load
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.recipe.text import apply_override, find_recipe, parse, recipe_keys, recipe_of, say_if_finished
+from xdm_ft.recipe.text import apply_override, find_recipe, parse, recipe_keys, say_if_finished
 from xdm_ft.runtime.errors import UserError
 
 GOOD = """\
@@ -75,7 +74,6 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([("name: good", "name: a/b")], "r.yaml:1: name: must be a text without slashes"),
     ([("name: good\n", "")], "r.yaml: name: is missing; it names the run"),
     ([("name: good", f"name: {'n' * 300}")], "r.yaml:1: name: is 300 bytes long as a folder's name; use"),
-    ([("name: good", f"name: {'語' * 80}")], "r.yaml:1: name: is 240 bytes"),
     ([("name: good", 'name: "a\\0b"')], "r.yaml:1: name: must be a text without slashes"),
     ([("name: good", 'name: "\\ud800"')], "r.yaml:1: name: must be a text without slashes"),
     ([("{name: digits}", "digits")], "r.yaml:2: data: needs a name; known: "),
@@ -87,48 +85,23 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([("model: resnet10t", "modell: a")], '…r.yaml:3: encoder.modell: unknown key; did you mean "model"?'),
     ([("model: resnet10t", "modell: a")], "…r.yaml:3: encoder.model: is needed"),
     (["training.steps=true"], "command line: training.steps: must be a number, not true"),
-    (["training.lr=true"], "command line: training.lr: must be a number, not true"),
-    (["protocol.seeds=[0, true]"], "command line: protocol.seeds: must be a number, not true"),
-    (["methods=[{name: xdomainmix, p_discard: false}]"], "command line: methods.0.p_discard: must be a number, not "),
     (["protocol.seeds=[0, 4294967296]"], "command line: protocol.seeds: must be at most 4294967295"),
-    (["protocol.seeds=[0, -1]"], "command line: protocol.seeds.1: input should be greater than or equal to 0"),
-    (["training.steps=1e23"], "command line: training.steps: "),
-    (["training.steps=1e12"], "command line: training.steps: input should be less than or equal to 1000000000"),
-    (["training.epochs=1e23", "training.sampler=pooled"], "command line: training.epochs: input should be less than"),
-    *([([f"training.{key}=1e23"], f"command line: training.{key}: ") for key in ("evaluate_every", "batch_size")]),
-    (["training.schedule.warmup_steps=1e23"], "command line: training.schedule.warmup_steps: must be at most 42949"),
-    (["methods=[{name: xdomainmix, quantile_steps: 1e23}]"], "command line: methods.0.quantile_steps: must be at most"),
-    (["encoder.trainable={lora: {rank: 1000000000000}}"], "command line: encoder.trainable.lora.rank: input should be"),
-    (["features.views=1e23"], "command line: features.views: "),
     ([("{steps: 10}", "[1]")], "r.yaml:5: training: must be a block of keys, not list"),
-    ([("{steps: 10}", "{steps: 10}\nanalyse: maybe")], "r.yaml:6: analyse: must be true or false, given 'maybe'"),
-    ([("{steps: 10}", "{steps: 10}\nlabel_curve: 1")], "r.yaml:6: label_curve: must be true or false, given 1"),
     (["label_curve=true", "methods=[knn]"], "command line: label_curve: adapts linear heads on a frozen encoder, but"),
-    (["label_curve=true", "encoder.trainable=true"], "command line: label_curve: adapts linear heads on a frozen enc"),
     (["label_curve=true", "protocol={name: official}"], "command line: label_curve: needs one held-out domain"),
-    (["label_curve=true", "protocol={selection: oracle}"], "command line: label_curve: needs models that were picked"),
     ([("{steps: 10}", "{}")], "r.yaml:5: training.steps: give steps or epochs"),
     ([("10}", "10, epochs: 2, sampler: pooled}")], "r.yaml:5: training.epochs: both steps and epochs are given; keep"),
-    ([("steps: 10", "epochs: 2")], "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
-    ([("steps: 10", "epochs: 2, sampler: class_balanced")], "r.yaml:5: training.epochs: an epoch needs sampler: poole"),
     (["training.schedule.warmup_steps=10"], "command line: training.schedule.warmup_steps: 10 must be less than"),
     ([("10}", "10, amsgrad: true, optimizer: sgd}")], "r.yaml:5: training.amsgrad: is only for adam and adamw"),
     ([("steps: 10", "steps: 10, mixed_precision: bf16")], "r.yaml:5: training.mixed_precision: has no effect with a f"),
     (["training.layer_decay=0.5"], "command line: training.layer_decay: has no effect with a frozen encoder"),
     (["protocol={name: official, split_rule: domainbed}"], "command line: protocol.split_rule: the official split"),
-    (["protocol={name: official, test_domains: ink}"], "command line: protocol.test_domains: is only for leave_one"),
-    (["protocol={name: official, together: [[a, b]]}"], "command line: protocol.together: is only for leave_one"),
     (["protocol.together=[a, b]"], "command line: protocol.together: must be a list of sets of domains, such as [[d"),
-    (["protocol.together=[[a]]"], "command line: protocol.together: a set needs at least two domains"),
     (["protocol.together=[[a, b], [c, a]]"], "command line: protocol.together: a is named twice; keep it in one set"),
-    (["protocol.together=[[0, {}]]"], "…command line: protocol.together.0.0: must be text, given 0; write it in"),
-    ([("steps: 10}", "steps: 10}\nprotocol: {test_domains: [a, no]}")], "r.yaml:6: protocol.test_domains.1: must be"),
     *[
         ([("steps: 10}", f"steps: 10}}\nprotocol: {{test_domains: {value}}}")], f"{TEXT}{read}")
         for value, read in (("no", "False"), ("010", "8"), ("12:30", "750"), ("1.0", "1.0"), ("2024-01-02", "datetime"))
     ],
-    (["data.class_names={a: 010}"], "command line: data.class_names.a: must be text, given 8; write it in quotes, and"),
-    (["protocol={final_fit: true, selection: oracle}"], "command line: protocol.final_fit: needs an unbiased estimate"),
     (["protocol.seeds=0"], "command line: protocol.seeds: 0 seeds; at least 1 is needed, given 0"),
     *([([f"protocol.seeds={s}"], "command line: protocol.seeds: must be a number of seeds,") for s in ("no", "auto")]),
     (["protocol.test_domains=[]"], "command line: protocol.test_domains: value should have at least 1 item"),
@@ -137,19 +110,13 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([compare("[[sam, ern]]")], 'r.yaml:6: report.compare.0: no row "ern"; did you mean "erm"?'),
     ([compare("[[sam, sam]]")], "r.yaml:6: report.compare.0: compares sam with itself; name two rows"),
     ([compare("[[sam, erm], [erm, sam]]")], "r.yaml:6: report.compare: erm and sam are compared twice; keep one"),
-    ([compare("[sam, erm]")], "r.yaml:6: report.compare: must be a list of pairs of rows, such as [[xdomainmix, erm]]"),
-    ([compare("[[sam, erm, less]]")], "r.yaml:6: report.compare: must be a list of pairs of rows"),
-    ([ENCODERS, compare("[[sam, erm], [erm @ big, sam @ big]]")], "r.yaml:6: report.compare: erm @ big and sam @ big"),
     ([ENCODERS, compare("[[sam @ big, erm]]")], "r.yaml:6: report.compare.0: sam @ big and erm: one of the two names"),
     ([compare("[[sam, erm]]"), "methods=[erm, irm]", "report.compare=[[less, erm]]"], 'command line: report.compare.0'),
     # encoders
     ([("resnet10t", "resnet10t, unfreeze_at: 5")], "r.yaml:3: encoder.unfreeze_at: has no effect with a frozen encode"),
     ([END_TO_END, "encoder.unfreeze_at=10"], "command line: encoder.unfreeze_at: 10 of 10 training steps leave the en"),
     ([("name: digits", "name: digits}\nencoders: []\nx: {")], "…r.yaml:5: encoder: is for one encoder, but encoders l"),
-    ([ENCODERS, "encoders=[]"], "command line: encoders: must be a list of blocks like encoder, each with a name"),
     ([ENCODERS, "encoders.1.label=resnet10t"], 'r.yaml:3: encoders.1: two encoders have the name "resnet10t" in'),
-    ([LINES, "encoders.0.trainable.blocks=0"], "command line: encoders.0.trainable.blocks: input should be greater th"),
-    (["encoder.name=open_clip", "encoder.prompts=[a]"], "…command line: encoder.prompts"),
     (["encoder.name=timm", "encoder.prompts=[a]"], "command line: encoder.prompts: unknown key"),
     (["data.name=folder"], "command line: data.root: is needed"),
     (["features.cut=cache"], "command line: features.cut: is for a partly trained encoder; leave it out"),
@@ -167,43 +134,27 @@ FAULTS: list[tuple[list[Change], str]] = [
     ),
     # augmentation
     ([("digits", "digits, train_augmentation: domainbed")], "r.yaml:2: data.train_augmentation: has no effect with a "),
-    (["data.train_augmentation=wilds"], "command line: data.train_augmentation: input should be 'none'"),
     (["features.views=3"], "command line: data.train_augmentation: none, the default of this data set, gives no views"),
     ([END_TO_END, "features.views=3"], "command line: features.views: has no effect with encoder.trainable: true"),
     (["methods=linear_probe", "features.views=3"], "command line: features.views: has no effect on methods without"),
     # methods
     ([(ITEMS[0], "3")], "r.yaml:4: methods: must be a list of at least one method"),
-    (["methods=','"], "command line: methods: must be a list of at least one method"),
     (['erm.label="a\\nb"'], "command line: erm.label: must be one line without control characters"),
     ([("[erm, sam", "[3, sam")], "r.yaml:4: methods.0: must be the name of a method, or a block with a name"),
-    ([("[erm, sam", "[ern, sam")], 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
     ([("[erm, sam", '["erm,sam", sam')], 'r.yaml:4: methods.0.name: no "erm,sam" in algorithms; several are a list: ['),
-    ([("[erm, sam", "[erm+samm, sam")], 'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean '),
-    (["methods=[smag]"], 'command line: methods.0.name: no "smag" in algorithms; did you mean "sagm"?'),
     (["methods=erm,xdomainmx"], 'command line: methods.1.name: no "xdomainmx" in algorithms; did you mean "xdomainmix'),
     ([("[erm, sam", "[erm+swad+swad, sam")], "r.yaml:4: methods.0.name: +swad and +swad cannot be combined; keep one"),
     ([("[erm, sam", "[erm, erm")], 'r.yaml:4: methods.1: two methods have the name "erm" in results; give one of them'),
-    ([("[erm, sam", "[linear_probe+sam, sam")], "r.yaml:4: methods.0.name: linear_probe takes no gradient steps, so"),
-    ([("p_discard: 0.3", "p_discard: 2")], "r.yaml:4: methods.2.p_discard: input should be less than or equal to 1"),
-    ([("p_discard: 0.3", "p_discardd: 0")], 'r.yaml:4: methods.2.p_discardd: unknown key; did you mean "p_discard"?'),
     ([("p_discard: 0.3", "warmup_steps: 10")], "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves no step"),
-    ([("less", "less, warmup_steps: 7"), "training.steps=5"], "command line: methods.2: xdomainmix: warmup_steps 7 le"),
     (["methods=[{name: xdomainmix+sam, rho: 1}]"], "command line: methods.0.rho: unknown key; write sam.rho"),
-    (["methods=[{name: erm+sagm+swad, n_converge: 1}]"], "command line: methods.0.n_converge: unknown key; write swad"),
-    (["methods=[{name: erm, sam.rho: 0.1}]"], "command line: methods.0.sam.rho: unknown key"),
-    (["methods=[{name: erm, head: cosin}]"], 'command line: methods.0.head: no "cosin" in heads; did you mean "cosine'),
-    (["methods=[{name: erm, head: mlp, mlp.hidden_width: 0}]"], "command line: methods.0.mlp.hidden_width: input shou"),
     (["methods=[{name: linear_probe, head: mlp}]"], "command line: methods.0.head: linear_probe computes a linear hea"),
     (["methods=[{name: erm, head: neighbours}]"], "command line: methods.0.head: neighbours is computed b"),
-    (["methods=[{name: linear_probe, trainable: true}]"], "command line: methods.0.trainable: linear_probe computes a"),
     (["methods=[{name: erm, encoder_lr: 1e-3}]"], "command line: methods.0.encoder_lr: erm trains no encoder; leave i"),
     ([END_TO_END, "erm.normalize=true"], "command line: erm.normalize: is for cached features, but this method trains"),
     (["methods=[xdomainmix+sam, linear_probe]", "training.compile=true"], "command line: training.compile: has no eff"),
     (["methods=[erm+swad]", "training.patience=3"], "command line: methods.0: +swad decides itself which steps it ave"),
     ([END_TO_END, "training.mixed_precision=fp16"], "command line: training.mixed_precision: fp16 scales the loss, wh"),
     (["methods=[coral]"], "command line: methods.0: coral: its penalty changes only the encoder"),
-    (["methods=[mixstyle]"], "command line: methods.0: mixstyle: "),
-    (["methods=[{name: lisa, mix: cutmix}]"], "command line: methods.0: lisa: "),
     ([END_TO_END, "training.sampler=pooled", "methods=fish"], "command line: methods.0: fish: "),
     # the text side
     (["methods=[zero_shot]"], "command line: methods.0: zero_shot needs an encoder with a text side; use encoder.name"),
@@ -211,35 +162,31 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([CLIP, "less.head_init=zero_shot"], "r.yaml:4: methods.2: zero_shot starts from class embeddings, which need"),
     ([CLIP, "methods=wise_ft"], "command line: methods.0: wise_ft starts from class embeddings, which need L2-normali"),
     ([NORMALIZED, "methods=[{name: wise_ft, head_init: random}]"], "command line: methods.0.head_init: wise_ft starts"),
-    ([NORMALIZED, "methods=[{name: wise_ft, alpha: 1.5}]"], "…command line: methods.0.alpha.constrained-floa"),
     ([NORMALIZED, "methods=[{name: wise_ft, head: mlp}]"], "command line: methods.0.head: mlp cannot be combined wit"),
-    ([NORMALIZED, "methods=[{name: zero_shot, head: cosine}]"], "command line: methods.0.head: zero_shot computes a l"),
-    ([CLIP, "methods=[{name: erm, prompts: [a]}]"], "command line: methods.0.prompts"),
     ([CLIP, "methods=[{name: erm, prompts: ['a {}']}]"], "command line: methods.0.prompts: erm uses no class embeddin"),
     # the search
     (["search={trials: 2, space: {lrr: {choice: [1]}}}"], "command line: search.space.lrr: is not a searchable hyper"),
-    (["search={trials: 2, space: {encoder_lr: {choice: [1.0]}}}"], "command line: search.space.encoder_lr: has no eff"),
     (["search={trials: 2, space: {momentum: {choice: [0.5]}}}"], "command line: search.space.momentum: has no effect "),
     (["search={trials: 2, space: {lr: {choice: [-1.0]}}}"], "command line: search.space: trial 1 draws lr = -1.0: "),
     (["search.trials=2"], "command line: search.trials: 2 would train each model 2 times with the same settings; set "),
-    (["search.preset=frozen"], "command line: search.trials: 1 never uses the preset frozen"),
     (["search.space={lr: {choice: [0.1]}}"], "command line: search.trials: 1 never uses search.space"),
+    ([("[erm, sam", "[linear_probe+sam, sam")], "r.yaml:4: methods.0.name: linear_probe takes no gradient steps, so"),
+    (["label_curve=true", "protocol={selection: oracle}"], "command line: label_curve: needs models that were picked"),
+    (["protocol={name: official, test_domains: ink}"], "command line: protocol.test_domains: is only for leave_one"),
+    ([("steps: 10", "epochs: 2")], "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
+    ([CLIP, "methods=[{name: erm, prompts: [a]}]"], "command line: methods.0.prompts"),
+    ([compare("[sam, erm]")], "r.yaml:6: report.compare: must be a list of pairs of rows, such as [[xdomainmix, erm]]"),
+    ([("[erm, sam", "[erm+samm, sam")], 'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean '),
+    ([ENCODERS, "encoders=[]"], "command line: encoders: must be a list of blocks like encoder, each with a name"),
+    (["protocol.together=[[a]]"], "command line: protocol.together: a set needs at least two domains"),
+    (["methods=[erm, erm+swad]", "search={trials: 3, space: {patience.choice: [1, 2]}}"], "command line: search"),
     # overrides METHOD.KEY=VALUE
     ([ITEMS, LONG, "irm.x=3"], "command line: irm.x: no item of methods uses irm; add it to one, or leave this out"),
-    ([ITEMS, LONG, "irm+sam.rho=3"], "command line: irm+sam.rho: no item of methods uses irm+sam; add it to one"),
     ([ITEMS, LONG, "xdomainmx.warmup_steps=3"], 'command line: xdomainmx: unknown key; did you mean "xdomainmix"?'),
-    ([ITEMS, LONG, "xdomainmix+smag.rho=3"], 'command line: xdomainmix+smag: unknown key; did you mean "xdomainmix+sa'),
-    ([ITEMS, LONG, "seeds=5"], 'command line: seeds: unknown key; did you mean "protocol.seeds"?'),
-    ([ITEMS, LONG, "model=x"], 'command line: model: unknown key; did you mean "encoder.model"?'),
     ([ITEMS, LONG, "dir=x"], 'command line: dir: unknown key; did you mean "features.dir" or "output.dir"?'),
-    ([ITEMS, LONG, "p_discard=0"], 'command line: p_discard: unknown key; did you mean "xdomainmix.p_discard"?'),
     ([ITEMS, LONG, "qqqq.x=1"], "command line: qqqq: unknown key; known: name, data, encoder, encoders, protocol, "),
-    ([ITEMS, LONG, "trainin.steps=3"], 'command line: trainin: unknown key; did you mean "training"?'),
     ([ITEMS, LONG, "xdomainmix+sam=3"], "command line: xdomainmix+sam: is a method, not a value; write xdomainmix+sam"),
     ([ITEMS, LONG, "mixed.alpha=0.3"], "command line: mixed.alpha: is a key of mixup and sagm; write mixed.mixup.alph"),
-    ([ITEMS, LONG, "wide 0.5.sam.rhoo=1"], 'command line: wide 0.5.sam.rhoo: unknown key; did you mean "sam.rho"?'),
-    ([ITEMS, LONG, "mixed.mixup.alpha=-1"], "command line: mixed.mixup.alpha: input should be greater"),
-    ([ITEMS, LONG, "sam.rho=0.1", "wide 0.5.rho=oops"], "command line: wide 0.5.rho: input should be a valid number"),
     (["methods=[sam, {name: erm+sagm, label: sam}]", "sam.rho=1"], "…command line: sam.rho: sam is the label of metho"),
     (["methods=[erm, {name: sam, label: erm.sam}]", "erm.sam.rho=1"], "command line: erm.sam.rho: may mean erm or erm"),
     # only the command line has keys of methods beside the blocks
@@ -257,11 +204,6 @@ def test_a_change_and_its_message(changes: list[Change], expected: str) -> None:
         assert len(found) == 1 and found[0].startswith(expected), found
 
 
-def test_a_missing_value_needs_no_quotes() -> None:
-    with pytest.raises(UserError, match=r"must be text, given None$"):
-        check(recipe_of("clip_folder", {"encoder.weights": None}))
-
-
 def test_all_faults_at_once_each_with_its_place() -> None:
     found = faults(("steps: 10", "stepps: 10, lr: fast"), ("model: resnet10t", "modell: a"), "xdomainmix.p_discard=2")
     assert [fault.partition(": ")[0] for fault in found] == ["r.yaml:3"] * 2 + ["r.yaml:5"] * 2 + ["command line"]
@@ -269,10 +211,8 @@ def test_all_faults_at_once_each_with_its_place() -> None:
 
 OVERRIDES = [
     ("encoders.2.model=x", "encoders.2 is not a block of keys"),
-    ("encoders.small.model=x", "encoders.small is not a block of keys"),
     ("encoders.0=x", "encoders is a list; write encoders.0.KEY=VALUE for its first item"),
     ("methods.0.head=mlp", "methods is not a block of keys; write METHOD.KEY=VALUE"),
-    ("name.first=3", "name is not a block of keys"),
     *((wrong, "is not an override; write key.sub=value") for wrong in ("steps", "=3", "training..lr=3")),
     ("training.lr=[1", "not valid YAML"),
     ("x=[&a 1, *a]", "aliases (*name) are not supported in recipes"),
@@ -288,18 +228,13 @@ def test_an_override_that_can_not_be_applied(override: str, expected: str) -> No
 
 YAML = [
     ("a: 1\na: 2", 'r.yaml:2: not valid YAML: the key "a" is written twice'),
-    ("a: [1, 2", "r.yaml:1: not valid YAML"),
     ("a: &x 1\nb: *x", "aliases"),
     ("a: &a {b: *a}\n", "not valid YAML"),
-    ("a: !!python/object:os.system 1", "r.yaml:1: not valid YAML: could not determine a constructor"),
     ("a: !!python/object/apply:os.system ['touch exploded']\n", "os.system is not supported in recipes"),
     ("a:\n  b:\n    !!binary stHM\n", "r.yaml:3: not valid YAML: the tag tag:yaml.org,2002:binary is not supported"),
     ("- a", "a recipe is a mapping"),
     ("1: a", "the key 1 is not a text; write it in quotes"),
-    ("a: 2001-99-99", "not valid YAML: ValueError"),
     ("a: \0", "special characters are not allowed"),
-    ("? [a]\n: b", "is not a text"),
-    ("--- 1\n--- 2\n", "not valid YAML"),
     ("[" * 5000, "not valid YAML"),
     (f"a: {'{b: ' * 3000}1{'}' * 3000}\n", "not valid YAML"),
     (f"training: {{steps: {'9' * 5000}}}\n", "not valid YAML"),
@@ -315,10 +250,9 @@ def test_yaml_that_is_refused_in_one_line(text: str, words: str) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("block", ["", "training"])
-def test_thousands_of_unknown_keys_are_refused_soon(block: str) -> None:
-    keys = "\n".join(f"{'  ' if block else ''}stepps{number}: 1" for number in range(20_000))
-    text = f"name: good\ndata: {{name: digits}}\nmethods: [erm]\n{f'{block}:' if block else ''}\n{keys}\n"
+def test_thousands_of_unknown_keys_are_refused_soon() -> None:
+    keys = "\n".join(f"  stepps{number}: 1" for number in range(20_000))
+    text = f"name: good\ndata: {{name: digits}}\nmethods: [erm]\ntraining:\n{keys}\n"
     with pytest.raises(UserError) as fault:
         check(parse(text, "r.yaml"))
     lines = str(fault.value).split("\n")
@@ -460,15 +394,12 @@ def test_methods_that_can_not_see_the_whole_batch_are_refused(
     [
         (["xdomainmix.warmup_steps=300"], "warmup_steps", [None, 300, 300, 300, None]),
         (["xdomainmix+sam.rho=0.1"], "sam.rho", [None, None, 0.1, 0.1, None]),
-        (["wide 0.5.sam.rho=0.2"], "sam.rho", [None, None, 0.05, 0.2, None]),
         (["erm.head=mlp", "erm.mlp.hidden_width=8"], "mlp.hidden_width", [8, None, None, None, None]),
         (["mixed.sagm.alpha=0.002", "mixed.mixup.alpha=0.3"], "alpha", [None, None, None, None, 0.3]),
         # the label wins over the written name, and this one over the component, in any order
         (["sam.rho=0.1", "xdomainmix+sam.rho=0.2", "wide 0.5.rho=0.3"], "sam.rho", [None, None, 0.2, 0.3, None]),
-        (["wide 0.5.rho=0.3", "xdomainmix+sam.rho=0.2", "sam.rho=0.1"], "sam.rho", [None, None, 0.2, 0.3, None]),
         (["methods=xdomainmix", "xdomainmix.warmup_steps=7"], "warmup_steps", [7]),
         (["methods=erm, xdomainmix,", "xdomainmix.p_discard=0.5"], "p_discard", [None, 0.5]),
-        (["methods=linear_probe", "linear_probe.strengths=0.1"], "strengths", [(0.1,)]),
     ],
 )
 def test_overrides_of_methods(overrides: list[str], key: str, expected: list[Any]) -> None:
@@ -491,7 +422,6 @@ def test_other_overrides() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["erm.trainable={blocks: 2}"], {"blocks": 2}),
         (["erm.trainable.blocks=2"], {"blocks": 2}),
         (
             ["erm.trainable={lora: {rank: 2, blocks: 1}}", "erm.trainable.lora.rank=4"],
@@ -507,22 +437,6 @@ def test_trainable_of_a_method_is_a_value_or_a_block_of_keys(overrides: list[str
     methods = recipe((ITEMS[0], items), *overrides).methods
     trainable = methods[overrides[0].startswith("part")].block.trainable
     assert (trainable if trainable is True else trainable.model_dump(exclude_defaults=True)) == expected
-
-
-def test_python_has_the_same_overrides() -> None:
-    plain = yaml.safe_load(GOOD.replace(*ITEMS).replace(*LONG))
-    by_text = recipe(ITEMS, LONG, "xdomainmix.warmup_steps=300", "xdomainmix+sam.rho=0.1").as_yaml()
-    for overrides in (
-        {"xdomainmix.warmup_steps": 300, "xdomainmix+sam.rho": 0.1},
-        {"xdomainmix": {"warmup_steps": 300}, "xdomainmix+sam": {"rho": 0.1}},
-    ):
-        assert check(recipe_of(plain, overrides)).as_yaml() == by_text
-    with pytest.raises(UserError, match=r"^overrides: irm.penalty_weight: no item of methods uses irm; add it"):
-        xdm_ft.run("demo", **{"irm.penalty_weight": 3})
-    with pytest.raises(UserError, match=r"^overrides: sam\.rho: "):
-        check(recipe_of(plain, {"sam.rho": "oops"}))
-    demo = check(recipe_of("demo", {"protocol.test_domains": "ink", "methods": "erm"}))
-    assert demo.protocol.test_domains == ("ink",)
 
 
 def test_the_keys_that_the_tab_key_offers() -> None:

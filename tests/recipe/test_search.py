@@ -50,6 +50,8 @@ def test_a_trials_draw_is_a_constant_whatever_else_is_searched():
     assert search.drawn(1)["lr"] == pytest.approx(RECORDED_LR[0], rel=1e-6)
     assert search.drawn(2)["lr"] == pytest.approx(RECORDED_LR[1], rel=1e-6)
     assert search.drawn(2) == Search(trials=9, preset="frozen").drawn(2), "nor does it depend on how many there are"
+    few, many = (Search(trials=trials, preset="frozen", sampler="sobol") for trials in (4, 33))
+    assert [few.drawn(trial) for trial in range(4)] == [many.drawn(trial) for trial in range(4)]
     plain, more = (Search(trials=5, preset="frozen", space=space) for space in ({}, {"momentum": LOG}))
     assert all(more.drawn(trial).items() >= plain.drawn(trial).items() for trial in range(5))
 

@@ -10,11 +10,9 @@ from pathlib import Path
 import miniature
 import open_clip
 import pytest
-import sklearn.datasets
 import torch
 import yaml
 from safetensors.torch import save_file
-from sklearn.utils import Bunch
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.cli.library import run
@@ -184,15 +182,6 @@ def clip(tmp_path_factory):
     state = open_clip.create_model("recipe_clip").state_dict()
     save_file({name: value.contiguous() for name, value in state.items()}, weights)
     return {"model": str(config), "weights": str(weights)}
-
-
-@pytest.fixture
-def few_digits(monkeypatch):
-    """The digits of the package, fewer of them; and no workers, whose start takes longer than a few images."""
-    every = sklearn.datasets.load_digits()
-    few = Bunch(images=every.images[:320], target=every.target[:320])
-    monkeypatch.setattr("sklearn.datasets.load_digits", lambda: few)
-    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
 
 
 def miniature_data(data, folder):

@@ -8,12 +8,11 @@ import math
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 
 import miniature
-from warm_processes import PATIENCE, begin
+from warm_processes import PATIENCE, begin, rank_environments
 
 from xdm_ft.cli.parser import main
 from xdm_ft.storage.results_file import COSTS
@@ -156,14 +155,7 @@ class Run:
 
 def ranks(recipe, folder, *overrides, first=save_after_every_step):
     """One run in two processes, as a launcher starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        Run(recipe, folder, *overrides, first=first, environment=both | {"RANK": rank, "LOCAL_RANK": rank})
-        for rank in ("0", "1")
-    ]
+    return [Run(recipe, folder, *overrides, first=first, environment=rank) for rank in rank_environments()]
 
 
 def outcome(folder):

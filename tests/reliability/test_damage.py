@@ -8,7 +8,6 @@ import random
 import shutil
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from xdm_ft.storage.results_file import write_results
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import read_checked, read_tensors
 
-Damage = Callable[[Path], object]
 SOON = 60.0  # seconds, on a busy machine; what would hang does so for ever or for hours
 WORDS = ("damaged", "missing", "another recipe", "cannot be", "another run", "another version")
 NESTED = '{"value": ' + "[" * 900 + "]" * 900 + ', "xxh3": "0", "runs": [], "environment": {}, "recipe": {}}\n'
@@ -185,34 +183,31 @@ def tensor_files(run):
 
 # ---- The matrix
 
-TEXTS = "truncate, empty, other type, flip a digit, folder, remove, pipe, link to nothing, endless, brackets, nested"
-TENSORS = "truncate, garbage, flip a digit, remove, empty, folder, pipe, link to nothing, link to itself, endless"
-# every damage of one file that each reader reads, one or two of the others
+# every damage of one file, as one function reads all of them; of each other reader the kinds that reach its own code
+TENSORS = f"{', '.join(REPLACEMENTS)}, truncate, flip a digit, remove"
 FILES = {
     "finished": {
-        "results.json": f"{TEXTS}, link to itself",
-        "recipe.yaml": "truncate, brackets, folder",
-        "results.md": "folder, link to nothing",
-        "run.lock": "garbage, folder, pipe",
-        "models": "text, link to nothing",
-        "models/erm/*/*/predictions.safetensors": "flip a digit, folder",
-        "models/erm/*/*/train_val.safetensors": f"{TENSORS}, header of brackets, empty tensors",
-        "models/final_fit/erm/model.safetensors": "remove, folder",
-        "test_images/*.safetensors": "flip a digit, folder",
-        "training_features/*.safetensors": "truncate, folder",
+        "results.json": "truncate, flip a digit, remove, folder, brackets, nested",
+        "recipe.yaml": "truncate, brackets",
+        "results.md": "folder",
+        "run.lock": "garbage, pipe",
+        "models": "text",
+        "models/erm/*/*/predictions.safetensors": "flip a digit",
+        "models/erm/*/*/train_val.safetensors": TENSORS,
+        "models/final_fit/erm/model.safetensors": "remove",
+        "test_images/*.safetensors": "flip a digit",
+        "training_features/*.safetensors": "truncate",
         "events": "text",
         "events/*": "folder",
     },
     "interrupted": {
         "results.json": "garbage",
         "recipe.yaml": "remove",
-        "models/erm/**/predictions.safetensors": "flip a digit",
         "models/erm/**/cross_domain.safetensors": "remove",
-        "test_images/*.safetensors": "remove",
         "state": "text",
         "state/records": "text",
-        "state/records/0.jsonl": f"{TEXTS}, garbage, drop a line",
-        "state/cross_domain/0.jsonl": "drop a line, folder",
+        "state/records/0.jsonl": "truncate, garbage, drop a line, flip a digit, other type, folder, nested",
+        "state/cross_domain/0.jsonl": "drop a line",
     },
 }
 ROWS = [(kind, file) for kind, files in FILES.items() for file in files]
@@ -321,7 +316,7 @@ def test_damage_is_named_and_mended_alone(finished, run, caplog):
 
 def test_every_damage_of_every_file_of_tensors_is_found_or_harmless(run):
     directory, draw = RunDirectory(run, main=False), random.Random(0)
-    for path in tensor_files(run):
+    for path in {path.stem: path for path in tensor_files(run)}.values():
         relative, content = str(path.relative_to(run)), path.read_bytes()
         assert read_tensors(path)[0].keys() == read_checked(path)[0].keys()
         tensors, metadata = directory.tensors(relative)
@@ -361,11 +356,11 @@ def test_other_things_in_the_place_of_a_file(finished, tmp_path):
     empty_tensors(tmp_path / "w", 4_000_000, {"xxh3": "0"})
     with pytest.raises(Damaged, match="its checksum differs"):
         read_checked(tmp_path / "w")
-    empty_tensors(tmp_path / "w", 40_000_000)
+    empty_tensors(tmp_path / "w", 8_000_000)
     started = time.process_time()
     with pytest.raises(Damaged, match="it has no checksum"):
         read_checked(tmp_path / "w")
-    assert time.process_time() - started < 10  # where it is read tensor by tensor: more than a minute
+    assert time.process_time() - started < 4  # where it is read tensor by tensor: more than ten
 
 
 # ---- Files of another run
@@ -390,12 +385,16 @@ def other(finished, tmp_path_factory):
             ImageOps.invert(image.convert("RGB")).save(path)
     for path in folder.glob("data/PACS/*/dog/000.png"):
         path.unlink()  # fewer test images
-    assert run_here(recipe, *OTHER) == 0 and main(["analyse", str(folder / "out/small")]) == 0
+    assert run_here(recipe, *OTHER) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xdm_ft.analysis.embedding.STEPS", 5)
+        patch.setattr("xdm_ft.experiment.analyse.own_cores", lambda: 1)
+        assert main(["analyse", str(folder / "out/small")]) == 0
     return folder / "out/small"
 
 
 @pytest.mark.slow
-def test_files_of_another_run_are_found_wherever_they_are_read(finished, other, run, caplog, capsys):
+def test_files_of_another_run_are_found_wherever_they_are_read(finished, other, run, caplog, capsys, no_charts):
     expected, names = numbers(run), [str(sorted(run.glob(pattern))[0].relative_to(run)) for pattern in ELSEWHERE]
     document = json.loads((run / "results.json").read_text())
     listed = [address for part in (*document["runs"], document["final_fit"]) for address in part["files"]]
@@ -469,25 +468,22 @@ def with_value(*keys, value):
 RECIPE_EDITS = {
     "training.steps": with_value("training", "steps", value=13),
     "training.lr": without("training", "lr"),
-    "training": without("training"),
-    "name": without("name"),
-    "methods": without("methods", 0, "name"),
     "data": without("data"),
 }
 RESULT_EDITS = [
-    *((without(key), False, f"it lacks '{key}'") for key in ("runs", "recipe", "environment", "checksum")),
+    (without("runs"), False, "it lacks 'runs'"),
     # with a checksum that fits, as another version would write it
     *(
         (without("runs", 0, *key), True, "results.json: was edited, or made by another version of xdm_ft (runs.0")
-        for key in (("selected",), ("status",), ("selected", "train_val", "metrics"), ("hparams",))
+        for key in (("selected",), ("selected", "train_val", "metrics"))
     ),
-    (with_value("recipe", "training", "lr", value=2.0), False, "its checksum differs"),
     (with_value("summary", 0, "mean", value=0.99), False, "its checksum differs"),
     (with_value("schema", value=2), False, "made by another version of xdm_ft (it has the schema 2, not 1)"),
     (with_value("runs", 0, "new", value=0), True, "made by another version of xdm_ft (runs.0 has the key"),
 ]
 
 
+@pytest.mark.slow
 def test_edited_files_are_refused(finished, run, capsys):
     recipe, document = run / "recipe.yaml", run / "results.json"
     texts = {path: path.read_bytes() for path in (recipe, document)}
@@ -532,78 +528,19 @@ def test_edited_files_are_refused(finished, run, capsys):
     assert f"{path}: is damaged (its checksum differs)" in one_line(capsys.readouterr().err)
 
 
-def edits(document, depth=3):
-    """Yields (dotted key, change): each value down to this depth removed, of another type, and empty."""
-
-    def keys(value, at=()):
-        items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
-        for key, inner in items if len(at) < depth else ():
-            yield (*at, key), inner
-            yield from keys(inner, (*at, key))
-
-    for key, value in keys({name: value for name, value in document.items() if name != "checksum"}):
-        others = [{"a": 1} if isinstance(value, str | list) else [1], *([type(value)()] if value else [])]
-        yield from ((".".join(map(str, key)), with_value(*key, value=other)) for other in others)
-        yield ".".join(map(str, key)), without(*key)
-
-
-def assert_one_line(run, text, key, change, capfd, command, named):
-    """An edit whose checksum fits: a command reads the results, or refuses them in one line that names file and key."""
-    values = json.loads(text)
-    change(values)
-    try:
-        write_results(run / "results.json", values)
-    except (KeyError, TypeError, AttributeError, AssertionError, ValueError):
-        return  # has no checksum
-    capfd.readouterr()
-    status = main(command)
-    errors = capfd.readouterr().err
-    assert status in ((2,) if named else (0, 2)) and "Traceback" not in errors, (key, errors)
-    if status:
-        line = one_line(errors)
-        assert ("results.json" in line or "recipe.yaml" in line) and (not named or key.split(".")[-1] in line), line
-
-
-NEEDED = ("recipe.data", "recipe.data.name", "recipe.protocol", "recipe.protocol.metric", "recipe.methods.0",
-          "environment", "environment.data", "data.classes", "summary.0", "runs")  # fmt: skip
-
-
-@pytest.mark.slow
-def test_edited_results_with_a_checksum_are_one_line(run, capfd, monkeypatch):
-    """Readers of results.json, with what they need emptied."""
-    monkeypatch.setattr("xdm_ft.report.charts.Figure.svg", lambda _: "<svg></svg>")
-    text, target = (run / "results.json").read_text(), str(run.parent / "model")
-    export = ["export", str(run), target, "--no-site"]
-    for command in (
-        ["report", str(run)], export, [*export, "--held-out", "sketch"], ["analyse", str(run)], ["audit", str(run)],
-    ):  # fmt: skip
-        for key in NEEDED:
-            *before, last = [int(part) if part.isdigit() else part for part in key.split(".")]
-            empty = [] if key == "runs" else {}
-            assert_one_line(run, text, key, with_value(*before, last, value=empty), capfd, command, named=True)
-    assert not Path(target).exists()
-    changes = list(edits(json.loads(text)))
-    assert len(changes) > 500
-    for key, change in random.Random(0).sample(changes, 60):
-        assert_one_line(run, text, key, change, capfd, ["report", str(run)], named=False)
-
-
-def test_a_damaged_file_of_events_is_named(run, capfd):
-    [path] = run.glob("events/erm/sketch/seed0/events*.0")
+def test_events_that_are_damaged_or_of_another_run_are_named(run, capfd, no_charts):
+    """Each model's last step is that of the others, its values are not."""
+    damaged, other = run / "events/erm/sketch/seed0", run / "events/erm/photo/seed0"
+    shutil.rmtree(other)
+    shutil.copytree(damaged, other)
+    [path] = damaged.glob("events*.0")
     path.write_bytes(b"")
     assert main(["report", str(run)]) == 0
-    assert f"{path}: is damaged, so learning curves lack points; replace it" in capfd.readouterr().err
-    assert f"{path.relative_to(run)} is damaged: curves lack points." in (run / "report.html").read_text()
-
-
-def test_events_of_another_run_are_named(run, capfd):
-    """Each model's last step is that of the others, its values are not."""
-    own, other = run / "events/erm/sketch/seed0", run / "events/erm/photo/seed0"
-    shutil.rmtree(own)
-    shutil.copytree(other, own)
-    assert main(["report", str(run)]) == 0
-    assert f"{own}: is of another run, so its curves are left out; take that" in capfd.readouterr().err
-    assert f"{own.relative_to(run)} is of another run: its curves are left out." in (run / "report.html").read_text()
+    errors, page = capfd.readouterr().err, (run / "report.html").read_text()
+    assert f"{path}: is damaged, so learning curves lack points; replace it" in errors
+    assert f"{path.relative_to(run)} is damaged: curves lack points." in page
+    assert f"{other}: is of another run, so its curves are left out; take that" in errors
+    assert f"{other.relative_to(run)} is of another run: its curves are left out." in page
 
 
 # ---- Heads that share a file
@@ -663,7 +600,7 @@ def test_a_method_has_a_file_per_chunk_and_the_same_numbers(shared, finished, tm
     assert_same_heads(tmp_path / "small", shared / "own/small")
 
 
-@pytest.mark.parametrize("kind", ["truncate", "garbage", "remove", "flip a digit", "folder"])
+@pytest.mark.parametrize("kind", ["truncate", "remove", "flip a digit", "folder"])
 def test_a_damaged_shared_file(kind, finished, large, caplog, capsys):
     caplog.set_level(logging.INFO, "xdm_ft")
     [path], content, expected = (large / "models/erm").iterdir(), contents(large), numbers(large.parent / "small")
@@ -699,15 +636,18 @@ def test_a_shared_file_of_another_run(finished, large, tmp_path, caplog, capsys)
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_is_whole(finished, interrupted, tmp_path, capsys):
+def test_a_run_that_was_moved_is_whole(finished, interrupted, tmp_path, capsys, monkeypatch, no_charts):
     """Renamed and moved, it reports, exports, is analysed and audited, and one that was killed goes on."""
     run = (tmp_path / "elsewhere/renamed").resolve()
     run.parent.mkdir()
     copied(finished, tmp_path).rename(run)
+    monkeypatch.setattr("xdm_ft.analysis.embedding.STEPS", 5)
+    monkeypatch.setattr("xdm_ft.experiment.analyse.own_cores", lambda: 1)
+    monkeypatch.setattr("xdm_ft.audit.facts.TREES", 5)
     for verb in ("report", "analyse", "audit"):
         assert main([verb, str(run)]) == 0, capsys.readouterr().err
     for options in ([], ["--held-out", "photo"]):
-        assert main(["export", str(run), str(tmp_path / f"model{len(options)}"), *options]) == 0
+        assert main(["export", str(run), str(tmp_path / f"model{len(options)}"), "--no-site", *options]) == 0
     text = (interrupted / "small.yaml").read_text().replace("name: small", "name: going on")
     (tmp_path / "again.yaml").write_text(text)
     stopped = copied(interrupted, tmp_path / "b").rename(tmp_path / "elsewhere/going on")

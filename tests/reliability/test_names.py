@@ -93,6 +93,7 @@ def hostile(tmp_path_factory):
         printed = {name: (folder / name).open("w+", encoding="utf-8") for name in ("stdout", "stderr")}
         for name, stream in printed.items():
             patch.setattr(f"sys.{name}", stream)
+        patch.setattr("xdm_ft.report.charts.Figure.svg", lambda _: "<svg></svg>")
         status = main(["run", str(recipe)])
     for stream in printed.values():
         stream.close()
@@ -309,11 +310,7 @@ FULL = b"xdm-ft: standard output: No space left on device; "
         ("cp demo new.yaml >/dev/full", 2, FULL),
         ("cp demo new.yaml <&- >&- 2>&-", 0, b""),
         ("cp demo new.yaml | true; exit ${PIPESTATUS[0]}", 141, b""),
-        ("cp nowhere new.yaml 2>/dev/full", 2, b""),
-        pytest.param("--help >/dev/full", 2, FULL, marks=pytest.mark.slow),
-        pytest.param("cp demo new.yaml 2>/dev/full >&-", 0, b"", marks=pytest.mark.slow),
-        pytest.param("cp nowhere new.yaml 2>&-", 2, b"", marks=pytest.mark.slow),
-        pytest.param("cp demo 2>/dev/full", 2, b"", marks=pytest.mark.slow),
+        pytest.param("cp nowhere new.yaml 2>/dev/full", 2, b"", marks=pytest.mark.slow),
     ],
 )
 def test_outputs_that_can_not_be_written(arguments, status, message, tmp_path):
@@ -324,7 +321,7 @@ def test_outputs_that_can_not_be_written(arguments, status, message, tmp_path):
         assert (tmp_path / "new.yaml").read_bytes() == (ROOT / "recipes/demo.yaml").read_bytes()
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_terminals_that_are_not_utf_8(encoding, monkeypatch):
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
@@ -334,10 +331,11 @@ def test_terminals_that_are_not_utf_8(encoding, monkeypatch):
     out, err = (stream.buffer.getvalue().decode(encoding) for stream in (sys.stdout, sys.stderr))
     assert ("γ" if encoding == "utf-8" else r"\u03b3") in out
     assert ("58.0 \\xb1 1.0" if encoding == "ascii" else "58.0 ± 1.0") in out
-    expected = {"ascii": r"\u5927\xfc", "latin-1": r"\u5927ü", "utf-8": "大ü"}[encoding]
+    expected = {"ascii": r"\u5927\xfc", "utf-8": "大ü"}[encoding]
     assert err.startswith(f"xdm-ft: {expected}: no such recipe; xdm-ft ls lists them") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_c_locale(tmp_path):
     plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     done = run("cp '大ü' new.yaml", tmp_path, **plain)

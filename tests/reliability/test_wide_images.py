@@ -51,7 +51,7 @@ def save(path, values):
 
 
 @pytest.fixture
-def root(in_folder):
+def root(in_folder, no_charts):
     """The current folder: small.yaml, and four images in 8 bits of each domain and class; those of c are written."""
     Path("small.yaml").write_text(RECIPE)
     for n, name in enumerate(f"{d}/{c}/{i}.png" for d in "abc" for c in ("cat", "dog") for i in range(4)):
@@ -134,9 +134,8 @@ def test_every_verb_names_the_domain_its_pixels_and_the_key(root, capsys, caplog
 
 @pytest.mark.parametrize(
     ("bits", "kind", "ending", "high"),
-    [(10, np.uint16, "png", 1023), (12, np.uint16, "tif", 4095), (14, np.uint16, "png", 16383),
-     (8, np.int32, "tif", 255), (13, np.int32, "tif", 16383)],
-)  # fmt: skip
+    [(12, np.uint16, "tif", 4095), (14, np.uint16, "png", 16383), (8, np.int32, "tif", 255)],
+)
 def test_auto_holds_the_largest_value(root, bits, kind, ending, high):
     wide(root, bits, kind, ending)
     assert len(findings()) == 1
@@ -216,7 +215,7 @@ def test_a_large_domain_is_sampled(root, monkeypatch):
     assert "in a sample of 5 of its 8 images" in line and findings() == [line]
 
 
-@pytest.mark.parametrize("how", ["features.workers=0", "features.workers=2", "encoder.trainable=true"])
+@pytest.mark.parametrize("how", ["features.workers=2", pytest.param("encoder.trainable=true", marks=pytest.mark.slow)])
 def test_a_run_counts_what_it_decodes(root, monkeypatch, caplog, how):
     wide(root)
     for path in root.glob("b/*/*.png"):
@@ -237,9 +236,7 @@ def test_a_run_counts_what_it_decodes(root, monkeypatch, caplog, how):
 
 @pytest.mark.parametrize(
     ("value", "problem"),
-    [("{low: 5, high: 5}", "low below high"), ("{low: 9, high: 1}", "low below high"), ("bits", "must be type, auto"),
-     ("{low: .nan, high: 1}", "must be finite"), ("{low: 0}", "two numbers"), ("{low: a, high: 1}", "two numbers"),
-     ("{low: 0, high: .inf}", "must be finite"), ("[0, 1]", "two numbers"), ("12", "must be type"), ("true", "must be"),
+    [("{low: 9, high: 1}", "low below high"), ("bits", "must be type, auto"), ("{low: .nan, high: 1}", "must be fin"),
      ("{low: 0, high: 1, mid: 2}", "two numbers"), (f"{{low: 0, high: 1{'0' * 400}}}", "must be finite")],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line(root, capsys, value, problem):
@@ -259,7 +256,7 @@ def test_an_exported_model_reads_new_images_by_the_rule_of_its_run(root, tmp_pat
     document = json.loads(Path("out/small/results.json").read_text())
     assert document["recipe"]["data"]["intensity"] == "auto"
     assert document["environment"]["data"]["intensity"] == {"low": 0, "high": 4095}
-    assert main(["export", "out/small", "model", "--held-out", "c"]) == 0
+    assert main(["export", "out/small", "model", "--held-out", "c", "--no-site"]) == 0
     assert json.loads(Path("model", CONFIG).read_text())["intensity"] == {"low": 0, "high": 4095}
     deep = grey(12)
     save(tmp_path / "deep.png", deep.astype(np.uint16))
