@@ -111,6 +111,8 @@ ABOVE_A_CUT: dict[str, tuple[Any, Any, Job, dict[str, Any], dict[str, Any]]] = {
     "cnn, batch norm": (BlockCNN, blocks(3), make_job(width=16, steps=STEPS), {}, {"unfreeze_at": 2}),
 }  # fmt: skip
 QUICK = {*BANK, "sgd, sam, clipped", "vit, lora, dropout, swad"}
+SOAK = {("vit, sam", "images"), ("vit, lora, dropout, swad", "cache"), ("cnn, batch norm", "images")}
+SOAK |= {("swad, batch norm", "images"), ("bma, unfreezing", "images")}
 Run = Callable[..., list[Trained]]
 
 
@@ -135,10 +137,16 @@ def runs(case: str, accelerator: Accelerator, folder: Path, reads: str = "images
     ]
 
 
+def marks_of(case: str, reads: str) -> Any:
+    if (case, reads) in SOAK:
+        return pytest.mark.soak
+    return () if case in QUICK and reads == "images" else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("case", "reads"),
     [
-        pytest.param(case, reads, marks=() if case in QUICK and reads == "images" else pytest.mark.slow)
+        pytest.param(case, reads, marks=marks_of(case, reads))
         for case in (*BANK, *LOOP, *ABOVE_A_CUT)
         for reads in (("images", "cache") if case in ABOVE_A_CUT else ("images",))
     ],
@@ -146,7 +154,7 @@ def runs(case: str, accelerator: Accelerator, folder: Path, reads: str = "images
 def test_killed_and_begun_again(case: str, reads: str, accelerator: Accelerator, tmp_path: Path) -> None:
     run = runs(case, accelerator, tmp_path, reads)
     expected = run()
-    for lives in (1, 3, STEPS) if case in BANK else (1, 4):  # in a warm-up, between two evaluations, at the end
+    for lives in (1, 3, STEPS) if case in BANK else (3,):  # in a warm-up, between two evaluations, at the end
         path, evaluated = tmp_path / f"{lives}", list[int]()
         with pytest.raises(Killed):
             run(Cut(path, lives))

@@ -63,7 +63,6 @@ CASES = {
         {"batch_norm": "frozen", "augmentation": "domainbed"},
     ),
     "partners": Case(make_job(MIXING, sharpness=SHARP, head=MLP), SGD),
-    "pooled partners": Case(make_job(MIXING, sharpness=SHARP), BASE | {"sampler": "pooled", "batch_size": 15}),
     "local partners": Case(make_job(partial(MIXING, partners="local"))),
     "blocks, cache, parts": Case(
         make_job(WithDomainHead, sharpness=SHARP, width=64), SGD, (1, 2), part=blocks(2), reads_cache=True
