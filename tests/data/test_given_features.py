@@ -117,14 +117,10 @@ def twice(path):
 RAGGED = [[1.0, 2.0], [3.0, 4.0], [5.0], [6.0, 7.0]]
 FAULTS = {
     "absent": (lambda f: f / "f.npz", r"f.npz does not exist"),
-    "no files": (lambda f: f, r"contains no .parquet files"),
     "NaN": (lambda f: npz(f / "f.npz", nan_at(2)), r"column features: 2 of 4 rows are not finite .* the first: row 2"),
     "infinity": (lambda f: npz(f / "f.npz", Z / 0.0 + 1, id=["w", "x", "y", "z"]), r"rows are not finite .*: w"),
-    "null inside": (lambda f: parquet(f / "f.parquet", [[1.0, None]] * 4), r"4 of 4 rows are not finite"),
     "ragged": (lambda f: parquet(f / "f.parquet", RAGGED), r"row 2 has 1 values, and row 0 has 2; write lists of one"),
-    "no label": (lambda f: parquet(f / "f.parquet", label=None), r'has no column "label"'),
     "no domain": (lambda f: npz(f / "f.npz", domain=None, domains=["a"] * 4), r'"domain"; did you mean "domains"'),
-    "integers": (lambda f: npz(f / "f.npz", Z.astype(int)), r"features is int64 \[4, 3\]; it must be floating"),
     "short": (lambda f: npz(f / "f.npz", label=["cat"]), r"label has shape \[1\]; it must be \[4\]"),
     "objects": (lambda f: npz(f / "f.npz", label=np.array(["cat"] * 4, object)), r"array label holds Python objects"),
     "empty table": (lambda f: parquet(f / "f.parquet", Z[:0], label=[], domain=[]), r"has no rows"),

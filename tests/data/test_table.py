@@ -133,17 +133,10 @@ EMPTY = "the cell is empty; fill it in"
          "there is no column path, label, domain; found: Image_Path, labels, hospital; rename Image_Path to path, "
          "labels to label, hospital to domain, or set data.columns={path: Image_Path, label: labels, domain: "
          "hospital}"),
-        ("path,label,domain", "path,table,main", "there is no column label, domain; found: path, table, main; rename "
-         "the columns, or set data.columns={label: NAME, domain: NAME}"),
         ("path,label,domain", "path;label;domain",
          "the columns are separated by semicolons; save it with commas"),
-        ("path,label,domain", "path\tlabel\tdomain", "the columns are separated by tabs; save it with commas"),
-        ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
         ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
-        (CSV, "path,label,domain\n", "the table has no rows; add one per image"),
-        (CSV, "", "there is no column path, label, domain; found: ; rename the columns, or set data.columns={path: "
-         "NAME, label: NAME, domain: NAME}"),
         (CSV, "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n",
          'row 3, column split: "tests" is not a split; did you mean "test"?'),
     ],
@@ -152,14 +145,6 @@ def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) ->
     assert old in CSV
     file = write(folder, CSV.replace(old, new, 1), encoding="latin-1")
     assert fault(file) == f"{file}: {message}"
-
-
-def test_the_columns_that_are_read_and_the_others_are_known(folder: Path) -> None:
-    file = write(folder, "age,path,label,domain,group\n7,a.png,x,d,p1\n8,b.png,y,d,p2\n")
-    assert TableDataset(file=file).columns == (["path", "label", "domain", "group"], ["age"])
-    of_paths = TableDataset(file=file, group=r"^\w")
-    assert of_paths.columns == (["path", "label", "domain"], ["age", "group"]) and of_paths.group_names == ("a", "b")
-    assert TableDataset(file=file).group_names == ("p1", "p2")
 
 
 def test_the_recipe_names_the_columns(folder: Path) -> None:

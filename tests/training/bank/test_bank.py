@@ -257,15 +257,6 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     torch.testing.assert_close(logits, F.linear(digits().features[rows], weight[0], bias[0]))
 
 
-@pytest.mark.parametrize("heads", [1, 5, 33, 70])
-def test_distinct_rows_are_torchs(heads: int) -> None:
-    generator = torch.Generator().manual_seed(heads)
-    kinds = torch.rand(9, heads, generator=generator) < 0.5
-    table = kinds[torch.randint(9, (200,), generator=generator)]
-    expected = table.unique(dim=0, return_inverse=True)
-    assert all(torch.equal(a, b) for a, b in zip(data_module.distinct_rows(table), expected, strict=True))
-
-
 # --- records and selection
 
 
@@ -311,19 +302,6 @@ def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
             images = RuleImages(split, rows, data.annotations, name, CLASSES)
             logits = head_logits(data.features, rows, selected.state)
             assert selected.value == best and images.value(logits) == pytest.approx(best, abs=1e-6)
-
-
-def test_oracle_follows_where_its_steps_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = BankValidation.values
-
-    def tied(self: BankValidation, *arguments: Any) -> list[dict[str, float] | None]:
-        return [of_head and of_head | {"oracle": 1.0} for of_head in measured(self, *arguments)]
-
-    monkeypatch.setattr(BankValidation, "values", tied)
-    jobs = [job_of(seed=seed, steps=12, lr=0.05) for seed in range(2)]
-    for trained in train(jobs, Training(evaluate_every=3), rules=RULES, metric="nll"):
-        own, oracle = trained.selected["train_val"], trained.selected["oracle"]
-        assert oracle.step == own.step > 3 and oracle.state is own.state, "the loss falls"
 
 
 def test_warm_up_is_not_selected_and_mixed_steps_are_those_taken() -> None:
