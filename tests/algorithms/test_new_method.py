@@ -242,9 +242,9 @@ def test_they_train_and_are_searched_on_cached_features(own_methods):
 
 @pytest.mark.slow
 def test_they_train_end_to_end(own_methods):
-    records = trained("[erm, jittered, contrastive]", "encoder.trainable=true")
-    assert [record["method"] for record in records] == ["erm", "jittered", "contrastive"]
-    erm, jittered, _ = (record["selected"]["train_val"]["metrics"]["test"]["nll"] for record in records)
+    records = trained("[erm, jittered]", "encoder.trainable=true")
+    assert [record["method"] for record in records] == ["erm", "jittered"]
+    erm, jittered = (record["selected"]["train_val"]["metrics"]["test"]["nll"] for record in records)
     assert jittered != erm, "the module in the encoder was at work"
 
 

@@ -93,25 +93,6 @@ def test_places() -> None:
             method(SETUP).stage_modules(encoder(stage_names=("one", "two")[: least - 1]))
 
 
-@pytest.mark.parametrize("name", ["densenet121", "mobilenetv2_100", "convnext_atto"])
-def test_places_in_real_encoders(name: str) -> None:
-    from xdm_ft.encoders.timm import Timm
-
-    stages = {
-        "densenet121": (
-            "features.conv0 features.pool0",
-            "features.denseblock1 features.denseblock2 features.denseblock3 features.norm5",
-            "features.transition1 features.transition2 features.transition3",
-        ),
-        "mobilenetv2_100": ("conv_stem", "blocks.1 blocks.2 blocks.4 blocks.6", ""),
-        "convnext_atto": ("stem.0", "stages.0 stages.1 stages.2 stages.3", ""),
-    }
-    real = Timm(model=name)
-    places = (real.stem_names, real.stage_names, real.transition_names)
-    assert places == tuple(tuple(f"model.{part}" for part in names.split()) for names in stages[name])
-    assert all(real.get_submodule(part) for names in places for part in names)
-
-
 @pytest.mark.parametrize("method", [MixStyle, DSU])
 def test_at_work_with_probability_p_at_each_place_on_its_own(method: type[Algorithm]) -> None:
     x, batch = maps()

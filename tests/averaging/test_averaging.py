@@ -94,6 +94,13 @@ def test_segments_count_by_their_steps():
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 11)) / 10)
 
 
+@pytest.mark.parametrize(("early", "first"), [([0.7, 0.7, 0.7, 0.7], 3), ([0.7, 9.0, 0.7, 0.7], 4), ([0.7], 2)])
+def test_the_start_moves_back_within_the_valley(early, first):
+    """l = 1.3 · 0.6 = 0.78; s is the evaluation after `early`, whose losses fall. The first evaluation never joins."""
+    got = run([*(loss - 0.001 * k for k, loss in enumerate(early)), 0.6, 0.6, 0.6, 0.6])
+    assert (got.first, got.last) == (first, len(early) + 4)
+
+
 @pytest.mark.parametrize("losses", [[0.5], [0.5, 0.4], [0.6, 0.5, 0.4, 0.3]])
 def test_without_a_valley_the_last_segment(losses, caplog):
     with caplog.at_level(logging.WARNING, logger="xdm_ft"):

@@ -72,7 +72,7 @@ def test_variants_of_the_names(name, folder, domains, tmp_path):
         assert Path(data.content(data.domain_names.index(domain) * images)).parts[-3] == variant
 
 
-@pytest.mark.parametrize("parts", ["crossval full test train", "Full"])
+@pytest.mark.parametrize("parts", ["crossval full test train", "crossval test train", "Full"])
 def test_vlcs_as_jigendg_and_dassl_pass_it_on(parts, tmp_path, monkeypatch, caplog):
     base = miniature.vlcs_of_jigendg(tmp_path)
     for folder in base.glob("*/*"):
@@ -121,6 +121,17 @@ def test_other_layouts_in_which_the_sets_are_distributed(name, tmp_path):
         of = [sorted((each.labels[row], each.domains[row], each.image(row).tobytes()) for row in range(len(each)))
               for each in (data, plain)]  # fmt: skip
         assert of[0] == of[1]
+
+
+def test_parts_without_class_folders_are_refused(tmp_path):
+    base = miniature.domainbed(tmp_path, "pacs")
+    for domain in base.iterdir():
+        for number, folder in enumerate(sorted(domain.glob("*/")) if domain.name in ("photo", "sketch") else ()):
+            folder.rename(domain / "train") if number == 0 else shutil.rmtree(folder)
+    shutil.rmtree(base / "cartoon")
+    shutil.rmtree(base / "art_painting")
+    with pytest.raises(UserError, match=r"train are parts of a split, not classes; found <domain>/<train>/<image>"):
+        build("pacs", tmp_path, counts="any")
 
 
 def test_missing_images_are_named(tmp_path, monkeypatch, caplog):

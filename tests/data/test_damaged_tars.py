@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import random
 import re
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +100,13 @@ def test_intact_tars_are_read(tmp_path: Path) -> None:
             path.write_bytes(path.read_bytes()[: offsets(path)[-1]] + bytes(ending))
             data = WebDataset(file=path)
             assert [data.content(row) for row in range(len(data))] == [png(number) for number in range(5)]
+    (tmp_path / "a").mkdir()
+    for number in range(5):
+        (tmp_path / "a" / f"{number}.png").write_bytes(png(number))
+        (tmp_path / "a" / f"{number}.cls").write_text("cat")
+    for option in ("-b255", "--format=v7") if shutil.which("tar") else ():
+        subprocess.run(["tar", option, "--sort=name", "-cf", "0.tar", "a"], cwd=tmp_path, check=True)
+        assert len(WebDataset(file=path)) == 5
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])

@@ -121,6 +121,8 @@ FAULTS = {
     "infinity": (lambda f: npz(f / "f.npz", Z / 0.0 + 1, id=["w", "x", "y", "z"]), r"rows are not finite .*: w"),
     "ragged": (lambda f: parquet(f / "f.parquet", RAGGED), r"row 2 has 1 values, and row 0 has 2; write lists of one"),
     "no domain": (lambda f: npz(f / "f.npz", domain=None, domains=["a"] * 4), r'"domain"; did you mean "domains"'),
+    "integers": (lambda f: npz(f / "f.npz", Z.astype(int)), r"features is int64 \[4, 3\]; it must be floating"),
+    "texts": (lambda f: parquet(f / "f.parquet", ["ab"] * 4, pyarrow.list_(pyarrow.string())), r"a list of floats"),
     "short": (lambda f: npz(f / "f.npz", label=["cat"]), r"label has shape \[1\]; it must be \[4\]"),
     "objects": (lambda f: npz(f / "f.npz", label=np.array(["cat"] * 4, object)), r"array label holds Python objects"),
     "empty table": (lambda f: parquet(f / "f.parquet", Z[:0], label=[], domain=[]), r"has no rows"),

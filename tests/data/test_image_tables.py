@@ -184,6 +184,7 @@ def test_faults(folder, tmp_path):
         (lambda path: Parquet(file=path), "empty", "contains no .parquet files"),
         (lambda path: Parquet(file=path), "junk.parquet", r"junk.parquet: cannot be read \(ArrowInvalid"),
         (lambda path: ImageFolder(root=path), "nowhere", r"data.root: .* does not exist; set data.root to a folder"),
+        (lambda path: ImageFolder(root=path), "empty", r"data.root: .*empty contains no images in .* folders; set"),
     ):
         with pytest.raises(UserError, match=message):
             read(tmp_path / name)

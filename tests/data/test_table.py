@@ -126,6 +126,7 @@ EMPTY = "the cell is empty; fill it in"
         ("\na.png,cat,photo\nc d.png,dog", "\n\na.png,,photo\nc d.png,",
          f"row 4, column label: {EMPTY} (and 1 more rows like it)"),
         ("a.png,cat", "b.png,cat", "row 3, column path: b.png is already in row 2; remove one"),
+        ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
         ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
         ("path,label", "file,class", "there is no column path, label; found: file, class, domain; rename file to path, "
          "class to label, or set data.columns={path: file, label: class}"),
@@ -133,10 +134,14 @@ EMPTY = "the cell is empty; fill it in"
          "there is no column path, label, domain; found: Image_Path, labels, hospital; rename Image_Path to path, "
          "labels to label, hospital to domain, or set data.columns={path: Image_Path, label: labels, domain: "
          "hospital}"),
+        ("path,label,domain", "path,table,main", "there is no column label, domain; found: path, table, main; rename "
+         "the columns, or set data.columns={label: NAME, domain: NAME}"),
         ("path,label,domain", "path;label;domain",
          "the columns are separated by semicolons; save it with commas"),
+        ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
         ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
+        (CSV, "path,label,domain\n", "the table has no rows; add one per image"),
         (CSV, "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n",
          'row 3, column split: "tests" is not a split; did you mean "test"?'),
     ],

@@ -193,23 +193,6 @@ def state_of(encoder: Encoder) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in encoder.state_dict().items()}
 
 
-def test_training_leaves_what_lies_below_as_it_is() -> None:
-    encoder = timm_encoder("test_resnet", 64)
-    cut = Cut(encoder, 2)
-    before = state_of(encoder)
-    encoder.train()
-    cut.train_above()
-    x = images(encoder, 8)
-    cut.above(cut.below(x))
-    changed = {name for name, value in encoder.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed and all("running_" in name or "num_batches" in name for name in changed)
-    statistics = {name for name in before if "running_mean" in name}
-    assert {name for name in statistics if cut.is_above(name)} == changed & statistics != statistics
-    assert all(name.startswith(("model.layer3.", "model.layer4.")) for name in changed)
-    cut.train_above(False)
-    assert not any(module.training for module in encoder.modules())
-
-
 def test_no_random_number_is_drawn_below() -> None:
     """And dropout of the whole model follows the part above."""
     encoder = vit(drop_path_rate=0.5, patch_drop_rate=0.5, pos_drop_rate=0.5, proj_drop_rate=0.5)
@@ -265,19 +248,6 @@ def test_hooks_above_see_activations_of_images() -> None:
     }
     assert cut.lies_above("model.layer3") and cut.lies_above("model.layer4.0") and not cut.lies_above("model.layer2")
     assert not cut.lies_above("model.maxpool")
-
-
-def test_a_copy_cuts_its_own_weights() -> None:
-    encoder = vit()
-    x = images(encoder)
-    assert encoder.block_names
-    other = copy.deepcopy(encoder)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(0.5)
-        cut = Cut(other, 2)
-        assert torch.equal(cut.above(cut.below(x)), other(x))
-        assert not torch.equal(cut.above(cut.below(x)), encoder(x))
 
 
 def test_looking_for_blocks_changes_nothing() -> None:

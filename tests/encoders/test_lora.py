@@ -191,6 +191,7 @@ def test_copies_and_lower_precision(case: Case) -> None:
     [
         (("attn",), ["attn.qkv", "attn.proj"], ["attn.in_proj_", "attn.out_proj"]),
         (("mlp.fc1", "mlp.c_fc"), ["mlp.fc1"], ["mlp.c_fc"]),
+        (("proj", "out_proj"), ["attn.proj"], ["attn.out_proj"]),
     ],
 )
 def test_targets_in_the_last_block(

@@ -81,11 +81,13 @@ def test_images_of_another_size(families: dict[str, Family]) -> None:
         (lambda: transformers.ConvNextImageProcessor(size={"shortest_edge": 224}), {"size": 224, "resize": "native"}),
         (lambda: transformers.ConvNextImageProcessor(size={"shortest_edge": 384}), {"size": 384, "resize": "squash"}),
         (lambda: transformers.ViTImageProcessor(do_normalize=False), {"mean": (0, 0, 0), "std": (1, 1, 1)}),
+        (lambda: transformers.ViTImageProcessor(resample=1), {"interpolation": "lanczos"}),
         (
             lambda: transformers.ViTImageProcessor(do_rescale=False, image_mean=[127.5] * 3, image_std=[51.0] * 3),
             {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)},
         ),
         (lambda: transformers.BitImageProcessor(do_center_crop=False), None),
+        (lambda: transformers.ViTImageProcessor(do_resize=False), None),
         (lambda: transformers.CLIPImageProcessor(size={"shortest_edge": 200}), None),
     ],
 )

@@ -30,7 +30,6 @@ from loop_models import (
     digits,
     final_state,
     make_job,
-    one_process,
     step_batch,
     train,
     vit,
@@ -320,9 +319,9 @@ def walk_all(folder: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     with float64():
-        for accumulation, (name, case) in product((1, 2), parts_cases().items()):
-            file = f"{name}, {accelerator.process_index}, {accumulation}.safetensors"
-            save_file(walked(case, accelerator, accumulation), folder / file)
+        for number, (name, case) in enumerate(parts_cases().items()):
+            file = f"{name}, {accelerator.process_index}.safetensors"
+            save_file(walked(case, accelerator, accumulation=1 + number % 2), folder / file)
     shut_down(accelerator)
 
 
@@ -363,9 +362,9 @@ def test_micro_batches(name: str, accelerator: Accelerator) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", parts_cases())
 def test_two_processes(name: str, of_two_processes: Path) -> None:
-    for process, accumulation in product((0, 1), (1, 2)):
-        file = of_two_processes / f"{name}, {process}, {accumulation}.safetensors"
-        assert_close(load_file(file), walked_naively(name), atol=1e-9, rtol=1e-6)
+    for process in (0, 1):
+        state = load_file(of_two_processes / f"{name}, {process}.safetensors")
+        assert_close(state, walked_naively(name), atol=1e-9, rtol=1e-6)
 
 
 # --- what a step costs, and what it leaves as it is
@@ -432,19 +431,3 @@ def test_both_passes_drop_out_the_same(accelerator: Accelerator) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     gradients.run(batch, 1)
     assert not torch.equal(spy.given[0]["encoder.layers.0.weight"], first["encoder.layers.0.weight"])
-
-
-def test_both_engines_draw_the_same_bits_again() -> None:
-    jobs = [job_of(XDomainMix, h, 3, steps=6) for h in range(2)]
-    first, second = bank_problems.train(jobs), bank_problems.train(jobs)
-    for a, b in zip(first, second, strict=True):
-        one, other = a.selected["train_val"], b.selected["train_val"]
-        assert one.step == other.step and all(torch.equal(one.state[name], other.state[name]) for name in one.state)
-    states = []
-    for seed in (3, 3, 4):
-        with one_process() as accelerator:
-            torch.rand(7)
-            job = make_job(seed=seed, steps=2)
-            states.append(final_state(train(job, SmallCNN(dropout=0.5), Training(batch_size=4), accelerator)))
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-    assert not torch.equal(states[0]["encoder.layers.0.weight"], states[2]["encoder.layers.0.weight"])

@@ -53,21 +53,22 @@ class Case(NamedTuple):
 
 
 SHARP = SAM(rho=0.1)
+job_of = partial(make_job, steps=3)
 CASES = {
-    "sam, parts": Case(make_job(WithDomainHead, sharpness=SHARP), accumulation=(1, 2)),
+    "sam, parts": Case(job_of(WithDomainHead, sharpness=SHARP), accumulation=(1, 2)),
     "batch norm": Case(
-        make_job(WithDomainHead, sharpness=SHARP), BASE | {"batch_size": 4}, (2, 1), {"batch_norm": "train"}
+        job_of(WithDomainHead, sharpness=SHARP), BASE | {"batch_size": 4}, (2, 1), {"batch_norm": "train"}
     ),
     "augmented, class balanced": Case(
-        make_job(head=Cosine), BASE | {"sampler": "class_balanced"}, (1, 1),
+        job_of(head=Cosine), BASE | {"sampler": "class_balanced"}, (1, 1),
         {"batch_norm": "frozen", "augmentation": "domainbed"},
     ),
-    "partners": Case(make_job(MIXING, sharpness=SHARP, head=MLP), SGD),
-    "local partners": Case(make_job(partial(MIXING, partners="local"))),
+    "partners": Case(job_of(MIXING, sharpness=SHARP, head=MLP), SGD),
+    "local partners": Case(job_of(partial(MIXING, partners="local"))),
     "blocks, cache, parts": Case(
-        make_job(WithDomainHead, sharpness=SHARP, width=64), SGD, (1, 2), part=blocks(2), reads_cache=True
+        job_of(WithDomainHead, sharpness=SHARP, width=64), SGD, (1, 2), part=blocks(2), reads_cache=True
     ),
-    "lora, images": Case(make_job(MIXING, width=64, sharpness=SHARP), SGD, (1, 2), part=lora(blocks=2)),
+    "lora, images": Case(job_of(MIXING, width=64, sharpness=SHARP), SGD, (1, 2), part=lora(blocks=2)),
 }  # fmt: skip
 
 

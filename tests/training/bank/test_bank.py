@@ -31,7 +31,7 @@ from xdm_ft.core import Batch, Criteria, Losses
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.features import cache as feature_cache
 from xdm_ft.features.cache import Features
-from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
+from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.runtime.randomness import Stream, integers
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
@@ -62,21 +62,6 @@ def states_of(trained: list[Trained]) -> list[dict[str, Tensor]]:
 
 
 # --- batches
-
-
-def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
-    jobs = [job_of(held_out=3, seed=1, steps=5), job_of(held_out=1, seed=2, steps=5)]
-    data, training = digits(), Training(batch_size=4, sampler="pooled")
-    made: list[Batch] = list(batches([under(training, job) for job in jobs], data))
-    assert len(made) == 5
-    for h, job in enumerate(jobs):
-        rows = PooledSampler(job.split.train, 4, job.seed).indices(0, 5)
-        for batch, expected in zip(made, rows, strict=True):
-            assert torch.equal(batch.row[h], expected)
-            assert torch.equal(batch.x[h], data.features[expected])
-            assert torch.equal(batch.y[h], data.annotations.labels[expected])
-            names = [job.split.train_domains[d] for d in batch.domain[h].tolist()]
-            assert names == [f"d{d}" for d in data.annotations.domains[expected].tolist()]
 
 
 def test_rows_are_drawn_once_per_sampler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,14 +203,10 @@ def test_trained_parameters(accelerator: Accelerator, part: Any) -> None:
 
 
 def test_updates_are_drawn_from_the_seed_of_the_model() -> None:
-    """And not from torch's generator."""
-
-    def drawn(seed: int) -> Tensor:
-        torch.rand(3)
-        inner = EndToEnd(vit(), make_job(width=64).new_algorithm(), "train", lora(blocks=1), seed=seed)
-        return inner.encoder.get_parameter("model.blocks.2.attn.qkv.lora_A.default.weight")
-
-    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    make = lambda seed: EndToEnd(vit(), make_job(width=64).new_algorithm(), "train", lora(blocks=1), seed=seed)  # noqa: E731
+    name = "model.blocks.2.attn.qkv.lora_A.default.weight"
+    one, again, other = (make(seed).encoder.get_parameter(name) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
 
 
 @pytest.mark.gpu
