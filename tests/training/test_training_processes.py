@@ -100,6 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # as launchers do
+        patch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
         train_all(folder)
         debug_launcher(train_all, (folder,), num_processes=2)
     return folder
