@@ -177,6 +177,7 @@ def test_any_order_of_bytes_and_of_axes(order, tmp_path):
     assert data.class_names == ("9", "10") and data.labels.tolist() == [1, 0, 1, 0] and data.domain_names == ("a", "b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [3, 1_000_000])
 def test_what_does_not_fit_is_refused_before_it_is_read(rows, tmp_path, monkeypatch):
     """Zeros, of which a file of 0.2 MB holds 200 MB."""

@@ -65,6 +65,7 @@ def test_it_is_named_demo_and_downloads_nothing() -> None:
     assert encoder.exact_prompts(("three",)) == ["a photo of a three"]
 
 
+@pytest.mark.slow
 def test_the_card_states_the_measured_accuracies() -> None:
     accuracy = script.zero_shot_accuracy(DEMO)
     card = (DEMO / "README.md").read_text(encoding="utf-8")

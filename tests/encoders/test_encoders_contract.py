@@ -302,7 +302,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     """A machine on which HF_HUB_OFFLINE is not set, and no server answers."""
     server = Server()
     monkeypatch.setattr(remote, "_NO_ANSWER", {})
-    monkeypatch.setattr(remote, "SECONDS_TO_ANSWER", 0.3)
+    monkeypatch.setattr(remote, "SECONDS_TO_ANSWER", 0.1)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -357,7 +357,7 @@ def test_weights_at_an_address(no_network: Server, tmp_path: Path, monkeypatch) 
     address = f"{no_network.address}/gcvit_xxtiny.pth"
     config = dataclasses.replace(timm.get_pretrained_cfg("gcvit_xxtiny"), url=address, hf_hub_id=None)
     monkeypatch.setitem(timm.models._registry._model_pretrained_cfgs, "gcvit_xxtiny.in1k", config)
-    with pytest.raises(UserError, match=rf"no answer within 0\.3 s\); download {address} on a machine with a network"):
+    with pytest.raises(UserError, match=rf"no answer within 0\.1 s\); download {address} on a machine with a network"):
         Timm(model="gcvit_xxtiny", weights="pretrained")
     assert no_network.asked.wait(60) and len(no_network.requests) == 1
     assert no_network.requests[0].startswith(b"HEAD /gcvit_xxtiny.pth")

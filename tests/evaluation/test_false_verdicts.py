@@ -68,6 +68,7 @@ def wilson(count: int) -> tuple[float, float]:
     return interval.low, interval.high
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("centred", "seeds"), [(False, 3), (False, 5), (False, 10), (True, 3)])
 def test_at_most_5_percent_of_tables_have_a_false_verdict(centred: bool, seeds: int) -> None:
     for comparisons in COMPARISONS:

@@ -211,7 +211,7 @@ LOOP = {
     "cnn, batch norm": Case(make_job(steps=3, width=16), SGD, arguments={"batch_norm": "train"}, **CUT_CNN),
     "cnn, sam": Case(make_job(width=16, sharpness=SAM(rho=0.1)), SGD | {"clip_norm": 0.5}, **CUT_CNN),
 }  # fmt: skip
-QUICK = {"sam, domain head, parts", "fish, parts", "vit, sam"}
+QUICK = {"sam, domain head, parts", "fish, parts"}
 
 
 LOOP_CASES = [
@@ -344,13 +344,8 @@ def walked_naively(name: str) -> State:
         return naive(job, training, batches, double_cnn(), first=FIRST, double=True)[-1]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name.split()[1:] == ["per", "domain"] else pytest.mark.slow)
-        for name in parts_cases()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", parts_cases())
 def test_micro_batches(name: str, accelerator: Accelerator) -> None:
     with float64():
         states = [walked(parts_cases()[name], accelerator, accumulation) for accumulation in (1, 2)]
