@@ -23,7 +23,10 @@ import pytest
 import torch
 from filelock import FileLock
 from hypothesis import settings
+from torch.utils.data import _utils as of_loaders
 
+# a loader that an error has ended waits so long for each of its workers, in whichever test it is collected: 5 s
+of_loaders.MP_STATUS_CHECK_INTERVAL = 0.2
 # a slow machine is no failure, and no run draws other examples than the one before
 settings.register_profile("tests", deadline=None, derandomize=True)
 settings.load_profile("tests")

@@ -201,7 +201,7 @@ def test_same_seed_same_numbers_also_when_restored_in_the_middle(name: str) -> N
     second.load_state_dict(first.state_dict())
     assert train(second, STEPS - 5, STEPS) == totals[-5:]
     assert all(torch.equal(value, second.state_dict()[key]) for key, value in through.state_dict().items())
-    assert train(METHODS[name](setup(4)), 0, STEPS) != totals
+    assert train(METHODS[name](setup(4)), 0, 3) != totals[:3]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -221,8 +221,9 @@ def test_gradients_reach_exactly_what_they_should(name: str) -> None:
             assert (z.grad is not None and bool(z.grad.any())) is not auxiliary
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    ("name", "head"), [*((name, "linear") for name in TRAINED), *(("xdomainmix", head) for head in HEADS)]
+)
 def test_one_head_is_the_same_alone_and_among_24(name: str, head: str) -> None:
     """Losses, gradients and buffers of heads of different seeds and batches, stacked and one by one."""
     heads = [METHODS[name](setup(seed, head=HEADS[head])) for seed in range(24)]

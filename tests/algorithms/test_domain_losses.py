@@ -19,7 +19,7 @@ from xdm_ft.algorithms import Algorithm, LossAverage, Setup, domain_means, norma
 from xdm_ft.algorithms.coral import CORAL, mean_distance
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.groupdro import GroupDRO
-from xdm_ft.algorithms.irm import IRM, rank_in_domain
+from xdm_ft.algorithms.irm import IRM
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.vrex import VREx
@@ -97,10 +97,6 @@ def test_irm_and_vrex_are_loops_over_domains(domain: list[int]) -> None:
         total = vrex(given.x, given, step).total
         torch.testing.assert_close(total, expected)
         same_gradients(total, expected, list(vrex.head.parameters()))
-
-
-def test_rank_in_domain() -> None:
-    assert rank_in_domain(torch.tensor([0, 1, 0, 2, 1, 0]), 4).tolist() == [0, 0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -303,11 +299,6 @@ def test_the_domain_head_of_xdomainmix_is_not_weighted() -> None:
         )
         one, other = (algorithm(given.x, given, LATE) for algorithm in (plain, own))
         assert torch.equal(one.auxiliary, other.auxiliary) and not torch.equal(one.total, other.total)
-
-
-def test_without_weights_there_is_no_buffer() -> None:
-    assert "class_weight" not in ERM(weighted(None)).state_dict()
-    assert torch.equal(ERM(weighted()).state_dict()["class_weight"], WEIGHT)
 
 
 @pytest.mark.parametrize("loss_average", ["sample", "domain"])

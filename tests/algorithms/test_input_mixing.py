@@ -82,7 +82,7 @@ def test_partners_are_uniform_over_the_valid_samples(source: Any, same: Any, oth
     fractions = torch.linspace(0, 0.999, 60)
     chosen = [draw_partners(drawn, training, torch.full((STEPS, BATCH), u), source, same, other) for u in fractions]
     alone = 0
-    for step in range(0, STEPS, 10):
+    for step in (0, 25):
         pool = Samples(*(field[step] for field in drawn)) if source == "batch" else training
         for i in range(BATCH):
             allowed = valid(int(drawn.y[step, i]), int(drawn.domain[step, i]), pool, same, other)
@@ -157,7 +157,7 @@ def test_cut_mix_pastes_the_box_and_labels_by_area() -> None:
 def test_lisa_chooses_its_pairs_for_a_whole_batch(p_sel: float) -> None:
     """Intra-label: one class, two domains, labels stay hard. Intra-domain: one domain, two classes."""
     algorithm, cutmix, strategies = LISA(setup(), p_sel=p_sel), LISA(setup(), p_sel=p_sel, mix="cutmix"), []
-    for step in range(40):
+    for step in range(20):
         given, images = batch(step), batch(step, 3, 6, 6)
         mixed, hard = mixed_by(algorithm, given, step), F.one_hot(given.y, 4).float()
         intra_label = torch.equal(mixed.targets, hard)
@@ -169,20 +169,8 @@ def test_lisa_chooses_its_pairs_for_a_whole_batch(p_sel: float) -> None:
         assert ((given.y[partner] == given.y) == intra_label)[changed].all()
         assert ((given.domain[partner] == given.domain) != intra_label)[changed].all()
         check_labels(given, mixed, partner, lam)
-    share = sum(strategies) / 40
+    share = sum(strategies) / 20
     assert share == p_sel if p_sel != 0.5 else 0.2 < share < 0.8
-
-
-@pytest.mark.parametrize("p_sel", [0.0, 1.0])
-def test_lisa_s_partners_among_all_training_samples(p_sel: float) -> None:
-    drawn, training = samples(STEPS, BATCH), samples(TRAINING, seed=1)
-    chosen = LISA(Setup(Task(tuple("abcde"), tuple("xyz")), 8, 100, 0), p_sel=p_sel, partners="all").input_partners(
-        drawn, training, torch.arange(STEPS)
-    )
-    position = (chosen.row[..., None] == training.row).int().argmax(-1)
-    same_y, same_domain = training.y[position] == drawn.y, training.domain[position] == drawn.domain
-    assert chosen.exists.any() and (same_y != same_domain)[chosen.exists].all()
-    assert (same_y[chosen.exists] == bool(p_sel)).all()
 
 
 def test_a_sample_without_a_partner_stays_as_it_is() -> None:

@@ -144,7 +144,7 @@ def own_methods(tmp_path, monkeypatch):
 
 def trained(methods: str, *overrides: str) -> list[dict]:
     """Records of a run in which no model fails."""
-    miniature.domainbed(Path("data"), "pacs")
+    miniature.domainbed(Path("data"), "pacs", per_class=2)
     Path("own.yaml").write_text(f"{RECIPE}methods: {methods}\n")
     assert main(["run", "own.yaml", *overrides]) == 0
     records = json.loads(Path("output/own/results.json").read_text())["runs"]
@@ -181,10 +181,11 @@ class Noisy(ERM):
 """
 
 
+@pytest.mark.slow
 def test_an_edited_file_keeps_its_numbers_with_a_warning_and_noise_has_a_stream(own_methods, caplog):
     path = Path("methods/noisy.py")
     path.write_text(NOISY.replace("NOISE", "torch.randn_like(z)"))
-    miniature.domainbed(Path("data"), "pacs")
+    miniature.domainbed(Path("data"), "pacs", per_class=2)
     Path("own.yaml").write_text(f"{RECIPE}methods: [noisy]\n")
     with pytest.raises(
         UserError, match=r"algorithms.noisy: draws torch's random numbers.* normal\(self.seed, step, Str"
@@ -241,13 +242,13 @@ def test_they_train_and_are_searched_on_cached_features(own_methods):
 
 @pytest.mark.slow
 def test_they_train_end_to_end(own_methods):
-    records = trained("[erm, jittered, contrastive]", "encoder.trainable=true")
-    assert [record["method"] for record in records] == ["erm", "jittered", "contrastive"]
-    erm, jittered, _ = (record["selected"]["train_val"]["metrics"]["test"]["nll"] for record in records)
+    records = trained("[erm, jittered]", "encoder.trainable=true")
+    assert [record["method"] for record in records] == ["erm", "jittered"]
+    erm, jittered = (record["selected"]["train_val"]["metrics"]["test"]["nll"] for record in records)
     assert jittered != erm, "the module in the encoder was at work"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_contract_tests_cover_them(tmp_path):
     write_methods(tmp_path / "methods")
     plugin = f"import xdm_ft.algorithms\nxdm_ft.algorithms.__path__.append({str(tmp_path / 'methods')!r})\n"

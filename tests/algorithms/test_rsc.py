@@ -58,7 +58,7 @@ def by_hand(algorithm: RSC, batch: Batch, feature_drop: float, batch_drop: float
     return mask, F.cross_entropy(algorithm.head(batch.x * mask), batch.y, reduction="none")
 
 
-@pytest.mark.parametrize("feature_drop, batch_drop", [(1 / 3, 1 / 3), (0.25, 0.5), (0.1, 1.0), (0.9, 0.07)])
+@pytest.mark.parametrize("feature_drop, batch_drop", [(1 / 3, 1 / 3), (0.1, 1.0)])
 def test_loop_over_samples(feature_drop: float, batch_drop: float) -> None:
     generator = torch.Generator().manual_seed(1)
     setup = Setup(Task(tuple("abcd"), tuple("xy")), 33, 10, 5)

@@ -125,13 +125,13 @@ def test_lambda_is_uniform_and_independent() -> None:
 
 def test_discard_per_sample_and_per_batch() -> None:
     for p in (0.0, 0.2, 1.0):
-        kept = torch.cat([drawn(XDomainMix(setup(), p_discard=p), batch(seed), seed).keep for seed in range(40)])
+        kept = torch.cat([drawn(XDomainMix(setup(), p_discard=p), batch(seed), seed).keep for seed in range(15)])
         share = 1 - kept.float().mean()
-        assert share == p if p in (0, 1) else abs(share - p) < 0.03
+        assert share == p if p in (0, 1) else abs(share - p) < 0.04
     algorithm = XDomainMix(setup(), discard_per="batch")
-    kept = torch.stack([drawn(algorithm, batch(step), step).keep for step in range(300)])
+    kept = torch.stack([drawn(algorithm, batch(step), step).keep for step in range(120)])
     assert (kept.all(1) | ~kept.any(1)).all()
-    assert abs((1 - kept.float().mean()) - 0.2) < 0.07
+    assert abs((1 - kept.float().mean()) - 0.2) < 0.11
 
 
 def test_switches_of_the_ablation_and_choice_of_x_j() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from recorded import golden
 from torch import Tensor
 
 from xdm_ft.analysis.divergence import (
@@ -22,11 +22,6 @@ from xdm_ft.analysis.divergence import (
 )
 
 
-def golden() -> dict[str, Tensor]:
-    with np.load(Path(__file__).resolve().parents[1] / "golden" / "mmd_cov.npz") as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
-
-
 def normal(n: int, width: int, seed: int, shift: float = 0.0) -> Tensor:
     z = torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
     z[:, 0] += shift
@@ -34,7 +29,7 @@ def normal(n: int, width: int, seed: int, shift: float = 0.0) -> Tensor:
 
 
 def test_the_published_measure_is_the_recorded_one() -> None:
-    g = golden()
+    g = golden("mmd_cov.npz")
     assert published_mmd(g["a"], g["b"]) == pytest.approx(float(g["gaussian"]), abs=1e-6)
     pairs = [(g[f"dom{i}"], g[f"dom{j}"]) for i, j in ((0, 1), (0, 2), (1, 2))]
     # γ = 1000 multiplies what float32 loses in a squared distance, and that depends on the processor
@@ -44,13 +39,6 @@ def test_the_published_measure_is_the_recorded_one() -> None:
     torch.testing.assert_close(square_distances(g["a"], g["b"]).float(), g["cdist_ab"], atol=1e-5, rtol=0)
     exact = sum((-gamma * square_distances(g["a"], g["b"])).exp() for gamma in GAMMAS)
     torch.testing.assert_close(exact.float(), g["kernel_ab"], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("n", [4, 32])
-def test_the_published_measure_of_far_samples_is_their_diagonals(n: int) -> None:
-    z = 100 * torch.eye(2 * n)
-    assert published_mmd(z[:n], z[n:]) == pytest.approx(14 / n, abs=1e-6)
-    assert published_mmd(z[:n], z[:n]) == pytest.approx(0, abs=1e-6)  # paired with itself it is 0
 
 
 def test_batches_are_averaged_and_a_smaller_one_is_left_out() -> None:
@@ -84,9 +72,9 @@ def test_the_error_is_the_unbiased_estimate_of_the_variance() -> None:
     assert error**2 == pytest.approx(value**2 - sum(four) / len(four))
 
 
-@pytest.mark.parametrize("n", [8, 32, 128])
+@pytest.mark.parametrize("n", [8, 64])
 def test_equal_distributions_have_mmd_0_at_any_size_and_the_published_measure_does_not(n: int) -> None:
-    runs, width = 6400 // n, 64
+    runs, width = 3200 // n, 64
     bandwidths = median_bandwidths(normal(200, width, 0))
     samples = [(normal(n, width, 2 * run + 1), normal(n, width, 2 * run + 2)) for run in range(runs)]
     found = [unbiased_mmd2(*pair, bandwidths) for pair in samples]
@@ -117,11 +105,3 @@ def test_points_that_are_all_equal_and_too_few() -> None:
     assert (found.value, found.stderr, found.n, found.bandwidths) == (0.0, 0.0, 5, [0.0] * 3)
     with pytest.raises(ValueError, match="3 and 9 samples"):
         unbiased_mmd2(torch.ones(3, 2), torch.ones(9, 2))
-
-
-def test_scaled_and_far_off_features_have_the_same_estimate_and_sides_may_be_swapped() -> None:
-    a, b = normal(12, 4, 0), normal(12, 4, 1, shift=1.0)
-    near, far = unbiased_mmd2(a, b), unbiased_mmd2(7 * a.double() + 3e6, 7 * b.double() + 3e6)
-    assert (far.value, far.stderr) == pytest.approx((near.value, near.stderr), abs=1e-7)
-    assert unbiased_mmd2(b, a, near.bandwidths).value == pytest.approx(near.value, abs=1e-12)
-    assert published_mmd(a, b) == pytest.approx(published_mmd(b, a), rel=1e-4)

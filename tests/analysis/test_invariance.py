@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded import golden
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from xdm_ft.analysis.invariance import Invariance, covariance_distance, covariance_noise, risk_variance
-
-
-def golden(file: str) -> dict[str, Tensor]:
-    with np.load(Path(__file__).resolve().parents[1] / "golden" / file) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
 
 def of_domains(features: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -62,14 +57,6 @@ def test_the_recorded_distance_is_the_published_variant() -> None:
     assert (found.classes, found.domains) == (3, 3)
 
 
-def test_two_samples_and_three_domains_have_the_recorded_distances() -> None:
-    g = golden("mmd_cov.npz")
-    for names, key in ((["a", "b"], "meancov"), (["dom0", "dom1", "dom2"], "meancov_all_domains")):
-        z, domain = of_domains([g[name] for name in names])
-        found = covariance_distance(z, torch.zeros_like(domain), domain, 1, len(names))
-        assert found.published_code == pytest.approx(float(g[key]), abs=1e-6)
-
-
 def test_the_recorded_risk_variance_is_over_means_of_batches() -> None:
     g = golden("invariance.npz")
     losses, domain = [], []
@@ -98,12 +85,6 @@ def test_risks_by_hand(domain: list[int], risk: dict[str, float | None], varianc
     }
 
 
-def test_equal_domains_have_distance_0() -> None:
-    z = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)) + 1000
-    found = covariance_distance(z.repeat(4, 1), torch.arange(80) % 2, torch.arange(4).repeat_interleave(20), 2, 4)
-    assert found[:4] == (0.0, 0.0, 2, 4)
-
-
 def test_cells_of_one_image_and_classes_of_one_domain_do_not_count() -> None:
     z, y, domain = drawn(2)
     two = (y == 0) & (domain < 2)  # class 0 in two domains
@@ -116,12 +97,12 @@ def test_cells_of_one_image_and_classes_of_one_domain_do_not_count() -> None:
     assert (found.classes, found.domains) == (1, 2)
 
 
-@pytest.mark.parametrize(("sizes", "off"), [((30, 30), 0.1), ((12, 40, 90), 0.15)])
+@pytest.mark.parametrize(("sizes", "off"), [((12, 40, 90), 0.15)])
 def test_the_noise_is_what_equal_distributions_have(sizes: tuple[int, ...], off: float) -> None:
     """Skewed, dependent features of one distribution in all domains: the mean distance is the mean noise."""
     source, found = torch.Generator().manual_seed(0), []
     mixing = torch.randn(5, 5, generator=source)
-    for _ in range(300):
+    for _ in range(200):
         z, domain = of_domains([torch.randn(n, 5, generator=source).exp().clamp(max=4) @ mixing for n in sizes])
         found.append(covariance_distance(z, torch.zeros_like(domain), domain, 1, len(sizes)))
     paper, published, _, _, *noise = (sum(column) / len(found) for column in zip(*found, strict=True))
@@ -155,6 +136,7 @@ def test_the_noise_is_unknown_where_a_domain_has_two_images(small: int) -> None:
     assert covariance_distance(z, y, domain, 3, 3) == Invariance(None, None, 0, 0, None, None), "no pairs"
 
 
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6))
 def test_properties(seed: int) -> None:
     z, y, domain = drawn(seed)

@@ -80,14 +80,6 @@ def mixed(maps: torch.Tensor, quantile: float):
     return mixed_maps(maps, y, domain, *heads, quantile)
 
 
-def test_mixing_maps_is_mixing_their_means() -> None:
-    maps = torch.rand(6, 40, 4, 5, generator=torch.Generator().manual_seed(3))
-    on_maps, on_means = mixed(maps, 0.5), mixed(maps.mean((2, 3), keepdim=True), 0.5)
-    torch.testing.assert_close(on_maps.z.mean((2, 3)), on_means.z[:, :, 0, 0])
-    assert on_maps.partners.has_same.all() and on_maps.partners.has_other.all()
-    assert not torch.allclose(on_maps.z, maps)
-
-
 def test_mixing_takes_whole_channels() -> None:
     maps = torch.rand(6, 40, 4, 5, generator=torch.Generator().manual_seed(3))
     found = mixed(maps, 0.9)
@@ -134,9 +126,6 @@ class Code:
         (lambda path: path.write_bytes(b"nothing"), "is damaged or has another format"),
         (lambda path: torch.save([torch.zeros(2)], path), "holds a list, not a state dict"),
         (lambda path: torch.save({"1.weight": Code()}, path), "holds pickled code"),
-        (lambda path: torch.save({"1.weight": torch.full((2,), torch.nan)}, path), "holds NaN"),
-        (lambda path: torch.save({}, path), "holds no tensors"),
-        (lambda path: path.mkdir(), "is a folder"),
         (lambda path: torch.save(vgg_encoder().state_dict(), path), "is not AdaIN's decoder (1.weight is missing"),
         (
             lambda path: torch.save(decoder().state_dict() | {"28.weight": torch.zeros(4, 64, 3, 3)}, path),

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import beta as beta_distribution
 
 from xdm_ft.averaging import Segment
-from xdm_ft.averaging.bma import BMA, beta_density
+from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.training.selection import Averages
 
@@ -19,13 +19,6 @@ def test_the_weights_by_hand():
     found = [BMA().weight(step, 3) for step in range(4)]
     assert found == pytest.approx([end, middle, middle, end])
     assert [BMA(beta=1).weight(step, 7) for step in range(8)] == pytest.approx([1.0] * 8)
-
-
-@pytest.mark.parametrize("beta", [0.01, 0.3, 0.5, 1.0, 2.5, 10.0])
-@pytest.mark.parametrize("x", [5e-7, 0.2, 0.5, 1 - 5e-7])
-def test_the_density_is_scipys(beta, x):
-    assert beta_density(x, beta) == pytest.approx(beta_distribution.pdf(x, beta, beta), rel=1e-6)
-    assert beta_density(x, beta) > 0
 
 
 @pytest.mark.parametrize("every", [1, 3, 4, 12])
@@ -101,29 +94,10 @@ def test_segments_count_by_their_steps():
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 11)) / 10)
 
 
-def test_evaluations_above_the_threshold_at_the_end_of_training_are_left_out():
-    got = run([0.5, 0.6, 0.55, 9.0, 0.6, 9.0, 9.0])
-    assert (got.first, got.last) == (1, 5)
-    assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 6)) / 5)
-    assert run([0.5, 0.6, 0.55, 9.0, 9.0]).last == 3
-
-
-@pytest.mark.parametrize(
-    ("early", "first"),
-    [
-        ([0.7, 0.7, 0.7, 0.7], 3),  # of the N_e − N_s = 3 before s, the earliest has no evaluation before it
-        ([9.0, 0.7, 0.7, 0.7], 3),
-        ([0.7, 9.0, 0.7, 0.7], 4),
-        ([0.7, 0.7, 9.0, 0.7], 5),
-        ([0.7, 0.7, 0.7, 9.0], 5),
-        ([0.7, 0.7], 2),
-        ([0.7], 2),
-    ],
-)
+@pytest.mark.parametrize(("early", "first"), [([0.7, 0.7, 0.7, 0.7], 3), ([0.7, 9.0, 0.7, 0.7], 4), ([0.7], 2)])
 def test_the_start_moves_back_within_the_valley(early, first):
-    """l = 1.3 · 0.6 = 0.78; s is the evaluation after `early`, whose losses fall, so that none of them is s."""
-    falling = [loss - 0.001 * k for k, loss in enumerate(early)]
-    got = run([*falling, 0.6, 0.6, 0.6, 0.6])
+    """l = 1.3 · 0.6 = 0.78; s is the evaluation after `early`, whose losses fall. The first evaluation never joins."""
+    got = run([*(loss - 0.001 * k for k, loss in enumerate(early)), 0.6, 0.6, 0.6, 0.6])
     assert (got.first, got.last) == (first, len(early) + 4)
 
 
@@ -137,7 +111,7 @@ def test_without_a_valley_the_last_segment(losses, caplog):
 @pytest.mark.parametrize("n_s, n_e", [(3, 6), (1, 1), (2, 2), (3, 3), (2, 4), (4, 2), (3, 1)])
 def test_against_the_authors_queues(n_s, n_e):
     generator, ended, earlier, trailing = torch.Generator().manual_seed(n_s), 0, 0, 0
-    for _ in range(120):
+    for _ in range(60):
         random, slope = torch.rand(24, generator=generator), torch.rand(2, generator=generator)
         falls = [1.5 + slope[1].item() / k for k in range(1, n_e + 1)]  # else s may come before the N_e-th evaluation
         losses = falls + (1 + random + torch.linspace(0, 2, 24) * slope[0]).tolist()

@@ -39,7 +39,6 @@ class Rows(Dataset[int]):
 
 @pytest.fixture(autouse=True)
 def quickly_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)  # 5 s
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
     # an earlier test may have left torch's handler
     monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)

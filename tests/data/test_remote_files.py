@@ -7,9 +7,7 @@ import os
 import pickle
 import sys
 import tarfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +28,6 @@ from xdm_ft.features.hashes import hash_files
 from xdm_ft.image_files import RecentlyUsed, remote
 from xdm_ft.image_files.tables import Columns, Keys
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage import cache_root
-from xdm_ft.storage.cache_root import remembered
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -331,40 +327,3 @@ def test_a_member_with_a_second_dot_is_an_image_and_others_are_named(tmp_path: P
     assert "x.left.png and x.right.png are two images of one key" in line(lambda: WebDataset(file=two))
     none = of_members(tmp_path / "3.tar", **{"x.dcm": b"x", "x.cls": b"cat"})
     assert "no images (known by their extensions): 1 other file: 1 .dcm; remove" in line(lambda: WebDataset(file=none))
-
-
-def test_processes_that_ask_at_once_make_it_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[int] = []
-
-    def make() -> dict[str, np.ndarray]:
-        made.append(1)
-        time.sleep(0.2)
-        return {"a": np.arange(5)}
-
-    with ThreadPoolExecutor(4) as pool:
-        arrays = list(pool.map(lambda _: remembered("key", make)["a"].tolist(), range(4)))
-    assert arrays == [[0, 1, 2, 3, 4]] * 4 and made == [1]
-
-    def full(path: Path) -> None:  # the folder looks as if it could be written
-        raise UserError(f"{path}: Disk quota exceeded")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_root, "one_at_a_time", full)
-        assert remembered("another key", make)["a"].tolist() == arrays[0]
-    made.clear()
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file" / "folder"))  # which cannot be written
-    assert [remembered("key", make)["a"].tolist() for _ in range(2)] == arrays[:2] and len(made) == 2
-
-
-def test_a_damaged_memory_of_an_index_is_made_again(
-    server: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_tar(tmp_path / "data" / "d" / "0.tar", range(20), about=False)
-    first = WebDataset(file=server.address)
-    (kept,) = (tmp_path / "cache" / "indexes").iterdir()
-    content = kept.read_bytes()
-    for damaged in (content[:99], content[:-1], content[:70] + bytes(30) + content[100:]):
-        kept.write_bytes(damaged)
-        caplog.clear()
-        assert np.array_equal(WebDataset(file=server.address).labels, first.labels) and "is damaged" in caplog.text

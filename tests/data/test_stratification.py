@@ -12,7 +12,7 @@ seeds = st.integers(0, 1000)
 
 
 @given(stratum=strata, fraction=fractions, seed=seeds)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 def test_every_stratum_gives_its_fraction(stratum: np.ndarray, fraction: float, seed: int) -> None:
     rows = np.arange(len(stratum)) * 3 + 1
     part = validation_part(rows, stratum, None, fraction, seed)
@@ -29,7 +29,7 @@ def test_every_stratum_gives_its_fraction(stratum: np.ndarray, fraction: float, 
 
 
 @given(stratum=strata, fraction=fractions, seed=seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 def test_groups_of_one_row_are_rows(stratum: np.ndarray, fraction: float, seed: int) -> None:
     rows = np.arange(len(stratum))
     alone = validation_part(rows, stratum, None, fraction, seed)
@@ -37,7 +37,7 @@ def test_groups_of_one_row_are_rows(stratum: np.ndarray, fraction: float, seed: 
 
 
 @given(stratum=strata, fraction=fractions, seed=seeds, data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 def test_groups_stay_whole_and_every_stratum_keeps_a_row(
     stratum: np.ndarray, fraction: float, seed: int, data: st.DataObject
 ) -> None:

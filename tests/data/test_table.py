@@ -123,14 +123,11 @@ EMPTY = "the cell is empty; fill it in"
     ("old", "new", "message"),
     [
         ("a.png,cat", "a.png,", f"row 3, column label: {EMPTY}"),
-        ("a.png,cat,photo", "a.png,cat,", f"row 3, column domain: {EMPTY}"),
-        ("c d.png,dog", ",dog", f"row 4, column path: {EMPTY}"),
         ("\na.png,cat,photo\nc d.png,dog", "\n\na.png,,photo\nc d.png,",
          f"row 4, column label: {EMPTY} (and 1 more rows like it)"),
         ("a.png,cat", "b.png,cat", "row 3, column path: b.png is already in row 2; remove one"),
         ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
         ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
-        ("a.png,cat,photo", "a.png,cat,photo,1", f"row 3: the row has 4 cells, {CELLS}"),
         ("path,label", "file,class", "there is no column path, label; found: file, class, domain; rename file to path, "
          "class to label, or set data.columns={path: file, label: class}"),
         ("path,label,domain", "Image_Path,labels,hospital",
@@ -141,13 +138,10 @@ EMPTY = "the cell is empty; fill it in"
          "the columns, or set data.columns={label: NAME, domain: NAME}"),
         ("path,label,domain", "path;label;domain",
          "the columns are separated by semicolons; save it with commas"),
-        ("path,label,domain", "path\tlabel\tdomain", "the columns are separated by tabs; save it with commas"),
         ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
         ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
         (CSV, "path,label,domain\n", "the table has no rows; add one per image"),
-        (CSV, "", "there is no column path, label, domain; found: ; rename the columns, or set data.columns={path: "
-         "NAME, label: NAME, domain: NAME}"),
         (CSV, "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n",
          'row 3, column split: "tests" is not a split; did you mean "test"?'),
     ],
@@ -156,14 +150,6 @@ def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) ->
     assert old in CSV
     file = write(folder, CSV.replace(old, new, 1), encoding="latin-1")
     assert fault(file) == f"{file}: {message}"
-
-
-def test_the_columns_that_are_read_and_the_others_are_known(folder: Path) -> None:
-    file = write(folder, "age,path,label,domain,group\n7,a.png,x,d,p1\n8,b.png,y,d,p2\n")
-    assert TableDataset(file=file).columns == (["path", "label", "domain", "group"], ["age"])
-    of_paths = TableDataset(file=file, group=r"^\w")
-    assert of_paths.columns == (["path", "label", "domain"], ["age", "group"]) and of_paths.group_names == ("a", "b")
-    assert TableDataset(file=file).group_names == ("p1", "p2")
 
 
 def test_the_recipe_names_the_columns(folder: Path) -> None:

@@ -65,6 +65,7 @@ def test_it_is_named_demo_and_downloads_nothing() -> None:
     assert encoder.exact_prompts(("three",)) == ["a photo of a three"]
 
 
+@pytest.mark.slow
 def test_the_card_states_the_measured_accuracies() -> None:
     accuracy = script.zero_shot_accuracy(DEMO)
     card = (DEMO / "README.md").read_text(encoding="utf-8")
@@ -76,47 +77,7 @@ def test_the_card_states_the_measured_accuracies() -> None:
     assert "python tools/demo_clip/train.py" in card
 
 
-def test_the_loss_counts_every_true_caption_as_a_positive() -> None:
-    generator = torch.Generator().manual_seed(0)
-    images, texts = (torch.randn(5, 4, generator=generator) for _ in range(2))
-    positive = torch.eye(5, dtype=torch.bool)
-    positive[0, 3] = positive[3, 0] = True
-    expected = 0.0
-    for a, b, true in ((images, texts, positive), (texts, images, positive.T)):
-        for i in range(5):
-            log_p = (2.0 * a[i] @ b.T).log_softmax(0)
-            expected -= float(log_p[true[i]].mean()) / 10
-    found = script.contrastive_loss(images, texts, torch.tensor(2.0), positive)
-    assert found.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_captions_are_true_of_their_images() -> None:
-    captions = printed.captions()
-    assert len(set(captions.texts)) == len(captions.texts)
-    light = [phrase == "light on a dark ground" for phrase in printed.ATTRIBUTES]
-    image = printed.Images(torch.empty(1, 3, 32, 32), torch.tensor([3]), torch.tensor([light]))
-    chosen = {text for text, true in zip(captions.texts, captions.true_of(image)[0].tolist(), strict=True) if true}
-    plain = {template.format("three") for template in printed.PLAIN}
-    assert "a photo of a three" in plain
-    assert chosen == plain | {template.format("three", "light on a dark ground") for template in printed.STYLED}
-
-
-def test_images_are_what_their_attributes_say_and_repeat_with_their_generator() -> None:
-    fonts = [printed.Font("DejaVuSans", "sans-serif"), printed.Font("cmb10", "serif", bold=True)]
-    once, again = (printed.Printer(fonts).images(64, torch.Generator().manual_seed(1)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
-    assert once.pixels.shape == (64, 3, 32, 32) and once.pixels.min() >= 0 and once.pixels.max() <= 1
-    serif, sans, typewriter, bold, slanted, light, dark = once.attributes.T
-    assert torch.equal(serif, bold) and torch.equal(sans, ~serif) and not (typewriter | slanted).any()
-    assert torch.equal(light, ~dark) and 10 < light.sum() < 54 and 10 < bold.sum() < 54
-    assert set(once.labels.tolist()) == set(range(10))
-    # a digit covers less than half of its image: the side of the median on which most of it lies
-    grey = once.pixels.mean(1).flatten(1)
-    skew = (grey - grey.median(1, keepdim=True).values).mean(1)
-    assert ((skew > 0) == light).float().mean() > 0.9
-
-
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_script_runs_where_handwriting_can_not_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -189,7 +189,7 @@ def test_random_weights_follow_torch_seed() -> None:
     assert torch.equal(drawn(3), drawn(3)) and not torch.equal(drawn(3), drawn(4))
 
 
-@pytest.mark.parametrize("classes", [0, 7, 1000])
+@pytest.mark.parametrize("classes", [0, 7])
 @pytest.mark.parametrize("written", ["half.safetensors", "half.pth", "last.pth.tar"])
 def test_files_of_timm(tmp_path: Path, written: str, classes: int) -> None:
     """In half precision, with and without a head; a training's checkpoint is unwrapped."""
@@ -302,7 +302,7 @@ def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     """A machine on which HF_HUB_OFFLINE is not set, and no server answers."""
     server = Server()
     monkeypatch.setattr(remote, "_NO_ANSWER", {})
-    monkeypatch.setattr(remote, "SECONDS_TO_ANSWER", 0.3)
+    monkeypatch.setattr(remote, "SECONDS_TO_ANSWER", 0.1)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -357,7 +357,7 @@ def test_weights_at_an_address(no_network: Server, tmp_path: Path, monkeypatch) 
     address = f"{no_network.address}/gcvit_xxtiny.pth"
     config = dataclasses.replace(timm.get_pretrained_cfg("gcvit_xxtiny"), url=address, hf_hub_id=None)
     monkeypatch.setitem(timm.models._registry._model_pretrained_cfgs, "gcvit_xxtiny.in1k", config)
-    with pytest.raises(UserError, match=rf"no answer within 0\.3 s\); download {address} on a machine with a network"):
+    with pytest.raises(UserError, match=rf"no answer within 0\.1 s\); download {address} on a machine with a network"):
         Timm(model="gcvit_xxtiny", weights="pretrained")
     assert no_network.asked.wait(60) and len(no_network.requests) == 1
     assert no_network.requests[0].startswith(b"HEAD /gcvit_xxtiny.pth")
@@ -419,8 +419,10 @@ FAULTS = {
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", ["timm", "open_clip", "vit"])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [*(("timm", fault) for fault in FAULTS), ("open_clip", "code"), ("vit", "truncated"), ("vit", "nan")],
+)
 def test_faulty_file(families: dict[str, Family], name: str, fault: str, tmp_path: Path) -> None:
     path = faulty(fault, families[name].state, tmp_path)
     with pytest.raises(UserError, match=FAULTS[fault]) as raised:
@@ -433,8 +435,13 @@ def without(part: str) -> Any:
     return lambda state: {name: value for name, value in state.items() if part not in name}
 
 
-@pytest.mark.parametrize("wrapped", ["model.", "backbone.", "module.encoder_q.", "state_dict", "model/encoder."])
-@pytest.mark.parametrize("name", ["timm", "open_clip", "vit"])
+@pytest.mark.parametrize(
+    ("name", "wrapped"),
+    [
+        *(("timm", wrapped) for wrapped in ("model.", "module.encoder_q.", "state_dict", "model/encoder.")),
+        ("open_clip", "model."), ("vit", "model/encoder."),
+    ],
+)  # fmt: skip
 def test_file_of_a_training(families: dict[str, Family], name: str, wrapped: str, tmp_path: Path) -> None:
     """The model has a prefix, or is a part of the file, beside what is no weight: no code for that is run."""
     own, path = families[name], tmp_path / "checkpoint.pth"
@@ -506,15 +513,8 @@ def test_a_precision_that_weights_exceed(tmp_path: Path) -> None:
         ("timm", lambda s: {**s, "conv1.0.weight": torch.zeros(2)}, r"1 of another shape \(conv1\.0\.weight: \[2\] in"),
         ("timm", lambda s: {f"a.{k}": v for k, v in s.items()} | {"a.layer4.9.x": torch.zeros(2)}, r"lacks \d+ of the"),
         ("open_clip", without("resblocks.1"), r"lacks \d+ of the model's tensors \(visual"),
-        ("open_clip", lambda s: {**s, "extra": torch.zeros(2)}, r"holds 1 that the model has not \(extra\)"),
-        ("open_clip", lambda s: {**s, "text_projection": torch.zeros(16, 8)}, r"another shape \(text_projection"),
         ("vit", without("layers.2"), r"lacks \d+ of the model's tensors \(layers\.2"),
         ("vit", lambda s: {**s, "layernorm.weight": torch.zeros(5)}, "cannot be loaded"),
-        (
-            "vit",
-            lambda s: {f"x.{k}": v for k, v in without("layers.2")(s).items()},
-            r"lacks \d+ of the model's tensors",
-        ),
     ],
 )
 def test_file_that_does_not_fit(families: dict[str, Family], name: str, change, wording: str, tmp_path: Path) -> None:
@@ -532,44 +532,31 @@ TIMM, CLIP, HUGGING = "timm", "open_clip", "vit"
     ("name", "keys", "wording"),
     [
         (TIMM, {"model": "resnet81"}, 'no model "resnet81"; did you mean resnet18'),
-        (TIMM, {"model": "resnet18.tv_in1k", "weights": None}, "write weights: pretrained, or model: resnet18"),
         (TIMM, {"model": "resnet18", "weights": "tv_in1"}, 'did you mean "tv_in1k"'),
         (TIMM, {"model": "resnet18.tv_in1k", "weights": "a1_in1k"}, "keep one of them"),
-        (TIMM, {"model": "test_resnet.no_such"}, 'no weights "no_such"'),
         (TIMM, {"model": "vit_base_patch16_xp_224", "weights": "pretrained"}, "has no pretrained weights"),
         (TIMM, {"model": "resnet18", "weights": "tv_in1k"}, 'download timm/resnet18.tv_in1k".*HF_HUB_OFFLINE=1'),
-        (TIMM, {"model": "resnet18", "weights": "pretrained"}, "resnet18.a1_in1k is not on this machine"),
         (TIMM, {"model": "hf-hub:acme/none", "weights": "pretrained"}, "hf download acme/none"),
         (TIMM, {"model": "hf-hub:acme/none", "weights": None}, "null: .* write weights: pretrained"),
-        (TIMM, {"weights": "hf-hub:acme/none"}, "hf download acme/none"),
         (TIMM, {"kwargs": {"num_classes": 3}}, "encoder.kwargs: num_classes cannot be set"),
         (TIMM, {"kwargs": {"bn_epz": 1}}, "encoder.kwargs: .*unexpected keyword argument 'bn_epz'"),
-        (TIMM, {"weights": None, "kwargs": {"bn_epz": 1}}, "encoder.kwargs: .*unexpected keyword argument 'bn_epz'"),
         (TIMM, {"weights": None, "kwargs": {"global_pool": ""}}, r"instead of \[batch, K\]"),
         (TIMM, {"model": "vit_tiny_patch16_224", "weights": None, "preprocessing": SIZED}, "not take images of 64 px"),
-        (CLIP, {"model": "ViT-B-61", "weights": "openai"}, "did you mean ViT-B-16"),
         (CLIP, {"model": "ViT-B-16", "weights": "opena"}, 'did you mean "openai"'),
-        (CLIP, {"model": "ViT-S-16", "weights": "openai"}, 'has no weights for "ViT-S-16"'),
         (CLIP, {"model": "ViT-B/16-quickgelu", "weights": "openai"}, "download timm/vit_base_patch16_clip_224.openai"),
         (CLIP, {"model": "ViT-B-16-quickgelu", "weights": "laion2b_s34b_b88k"}, 'they are those of "ViT-B-16"'),
         (CLIP, {"model": "hf-hub:acme/none", "weights": "pretrained"}, "hf download acme/none"),
         (CLIP, {"model": "hf-hub:acme/none", "weights": "openai"}, "write weights: pretrained"),
-        (CLIP, {"model": "ViT-B-16", "weights": "hf-hub:acme/none"}, "hf download acme/none"),
         (CLIP, {"model": "demo", "weights": "openai"}, "write model: demo, weights: demo"),
         (CLIP, {"kwargs": {"precision": "fp16"}}, "precision cannot be set"),
-        (CLIP, {"kwargs": {"quick_gelo": True}}, "unexpected keyword argument 'quick_gelo'"),
         (CLIP, {"kwargs": {"embed_dim": 32}}, "of another shape"),
         (CLIP, {"weights": "openai"}, '"openai" is not a file'),
-        (CLIP, {"preprocessing": SIZED}, "does not take images of 64 px"),
-        (CLIP, {"prompts": ("a {} of a {}",)}, r"encoder\.prompts: .* must hold \{\} once"),
         (HUGGING, {"model": "acme/none"}, 'acme/none is not on this machine .*hf download acme/none".*HF_HUB_OFFLINE'),
-        (HUGGING, {"model": "hf-hub:acme/none"}, "hf download acme/none"),
         (HUGGING, {"model": "resnet18"}, 'encoder.model: "resnet18" is not a name of the hub; write ORGANISATION/NAME'),
         (HUGGING, {"model": "local-dir:nowhere"}, "the folder nowhere has no config.json"),
         (HUGGING, {"model": "sub/folder"}, "is a folder here; write local-dir:sub/folder"),
         (HUGGING, {"model": "own.json"}, "is not a file; own.json needs a .safetensors or .pt file"),
         (HUGGING, {"model": "own.json", "weights": "own.safetensors"}, "the config file own.json does not exist"),
-        (HUGGING, {"model": "acme/none", "weights": "openai"}, "write weights: pretrained"),
         (HUGGING, {"kwargs": {"hidden_sice": 3}}, '"hidden_sice" is not a key of the config .*mean "hidden_size"'),
         (HUGGING, {"kwargs": {"hidden_size": 33}}, r"encoder\.kwargs: \{'hidden_size': 33\} do not fit"),
         (HUGGING, {"kwargs": {"model_type": "clip"}}, "encoder.kwargs: model_type cannot be set here"),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from tiny_models import images, tiny_clip
 from torch import Tensor, nn
 
@@ -193,7 +192,6 @@ def test_copies_and_lower_precision(case: Case) -> None:
         (("attn",), ["attn.qkv", "attn.proj"], ["attn.in_proj_", "attn.out_proj"]),
         (("mlp.fc1", "mlp.c_fc"), ["mlp.fc1"], ["mlp.c_fc"]),
         (("proj", "out_proj"), ["attn.proj"], ["attn.out_proj"]),
-        (("qkv", "in_proj"), ["attn.qkv"], ["attn.in_proj_"]),
     ],
 )
 def test_targets_in_the_last_block(
@@ -211,7 +209,6 @@ def test_targets_in_the_last_block(
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[int], str], int]] = {
     "beit": ("beit_base_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 2}, "model.blocks.{}".format, 4),
-    "dinov3": ("vit_small_patch16_dinov3", {"embed_dim": 48, "depth": 2, "num_heads": 2}, "model.blocks.{}".format, 4),
     "swin_v2": (  # two more layers compute its position bias
         "swinv2_tiny_window8_256", {"depths": (1, 1), "num_heads": (2, 2), "embed_dim": 16},
         "model.layers.{}.blocks.0".format, 6,
@@ -316,14 +313,6 @@ def test_faults_are_one_line(clip: LibraryEncoder, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("xdm_ft.cut.lora.find_spec", lambda name: None)
     line = 'trainable.lora: needs peft, which is not installed; pip install "xdm_ft[lora]"'
     assert refused(vit(), VIT_BLOCKS) == line
-
-
-@pytest.mark.parametrize(
-    "keys", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"blocks": 0}, {"targets": []}, {"rnk": 4}]
-)
-def test_settings_out_of_range_are_refused(keys: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Lora(**keys)
 
 
 @pytest.mark.parametrize("cut_first", [True, False])

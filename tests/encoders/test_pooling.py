@@ -43,7 +43,6 @@ def by_hand(tokens: Tensor, prefix: int, pooling: str, norm: Callable[[Tensor], 
     ("name", "prefix", "kwargs"),
     [
         ("test_vit", 1, {}),
-        ("test_vit3", 2, {"global_pool": "token", "class_token": True}),
         ("test_vit", 1, {"global_pool": "avg"}),  # timm then normalises after pooling
         ("vit_tiny_patch16_224", 5, {"reg_tokens": 4, "depth": 1}),
         ("beit_base_patch16_224", 1, {"depth": 1, "embed_dim": 24, "num_heads": 2}),

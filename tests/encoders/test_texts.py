@@ -48,11 +48,8 @@ def embed(name: str, family: Family, text: str) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["open_clip", "clip", "siglip"])
-@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
-def test_embeddings_are_averages_of_normalised_prompts(
-    families: dict[str, Family], name: str, prompts: tuple[str, ...]
-) -> None:
-    family = families[name]
+def test_embeddings_are_averages_of_normalised_prompts(families: dict[str, Family], name: str) -> None:
+    family, prompts = families[name], PROMPTS
     encoder, expected = family.encoder(prompts=prompts), []
     for word in WORDS:
         each = torch.stack([embed(name, family, prompt.format(word)) for prompt in prompts])
@@ -118,14 +115,13 @@ def test_two_classes_that_are_one_text_are_refused(families: dict[str, Family], 
     assert "dog" not in first and second == "a dog"
 
 
-@pytest.mark.parametrize("command", ["run", "validate", "doctor"])
-def test_commands_refuse_two_classes_that_are_one_text(in_folder: Path, capsys, command: str) -> None:
+def test_commands_refuse_two_classes_that_are_one_text(in_folder: Path, capsys) -> None:
     miniature.domainbed(in_folder / "data", "pacs")
     text = RECIPE.replace("POOLING", "null").replace(
         "data}", "data, counts: any, class_names: {dog: hot_dog, horse: hot dog}}"
     )
     Path("hot.yaml").write_text(text.replace("METHODS", "zero_shot"))
-    assert main([command, "hot.yaml", f"features.dir={in_folder}/cache"]) != 0
+    assert main(["run", "hot.yaml", f"features.dir={in_folder}/cache"]) != 0
     screen = capsys.readouterr()
     assert '"hot_dog" and "hot dog" are one text to the encoder ("a photo of a hot dog")' in screen.out + screen.err
     Path("cold.yaml").write_text(text.replace("METHODS", "erm"))  # which reads no text
@@ -166,7 +162,7 @@ def test_tokenizer_that_needs_another_library(tmp_path: Path, monkeypatch: pytes
         encoder.text_embeddings(CLASSES)
 
 
-@pytest.mark.parametrize("methods", ["zero_shot", "{name: erm, head_init: zero_shot}", "wise_ft"])
+@pytest.mark.parametrize("methods", ["zero_shot", "{name: erm, head_init: zero_shot}"])
 def test_class_embeddings_need_the_projected_feature(methods: str, tmp_path: Path) -> None:
     """Before any data is read."""
     path = tmp_path / "pooled.yaml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from torch import Tensor
@@ -33,15 +33,14 @@ def nll(logits: Tensor, labels: Tensor, at: float) -> float:
     return float(per_image_nll(logits.double() / at, labels).mean())
 
 
-@pytest.mark.parametrize("classes", [2, 3, 7])
-@pytest.mark.parametrize("true", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(("classes", "true"), [(2, 3.0), (7, 0.5)])
 def test_it_is_the_minimum_that_a_plain_search_finds(classes: int, true: float) -> None:
     logits, labels = drawn(300, classes, true)
     plain = minimize_scalar(lambda t: nll(logits, labels, t), bounds=(0.02, 50), method="bounded")
     assert temperature(logits, labels) == pytest.approx(plain.x, rel=1e-3)
 
 
-@pytest.mark.parametrize(("classes", "true"), [(2, 0.3), (7, 4.0), (100, 1.0)])
+@pytest.mark.parametrize(("classes", "true"), [(2, 0.3), (7, 4.0)])
 def test_a_known_temperature_is_recovered_and_calibrates(classes: int, true: float) -> None:
     logits, labels = drawn(8000, classes, true)
     t = temperature(logits, labels)
@@ -57,6 +56,7 @@ def test_a_known_temperature_is_recovered_and_calibrates(classes: int, true: flo
         assert (b.confidence, b.accuracy) == pytest.approx(expected, abs=1e-6)
 
 
+@settings(max_examples=25)
 @given(
     st.integers(2, 6).flatmap(
         lambda classes: st.lists(
@@ -85,7 +85,7 @@ def nll_at_a_bound(logits: Tensor, labels: Tensor) -> float:
 
 def least_nll(logits: Tensor, labels: Tensor) -> float:
     """The smallest loss on a grid between the bounds, which may be flat to rounding over a stretch of T."""
-    return min(nll(logits, labels, float(t)) for t in np.geomspace(LOWEST, HIGHEST, 400))
+    return min(nll(logits, labels, float(t)) for t in np.geomspace(LOWEST, HIGHEST, 100))
 
 
 def test_logits_without_a_minimum_inside_get_none() -> None:

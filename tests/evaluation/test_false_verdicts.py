@@ -33,7 +33,7 @@ LUCK = {m: np.array([of[d] for d in DOMAINS]) for m, of in POOL["luck"].items()}
 INTERACTION = {"erm": np.zeros(len(DOMAINS))} | {
     m: np.array([of[d] for d in DOMAINS]) for m, of in POOL["interaction"].items()
 }
-TABLES = 300
+TABLES = 200
 COMPARISONS = (1, 6, 13)
 
 
@@ -68,8 +68,8 @@ def wilson(count: int) -> tuple[float, float]:
     return interval.low, interval.high
 
 
-@pytest.mark.parametrize("seeds", [3, 5, 10])
-@pytest.mark.parametrize("centred", [False, True], ids=["equal", "centred"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("centred", "seeds"), [(False, 3), (False, 5), (False, 10), (True, 3)])
 def test_at_most_5_percent_of_tables_have_a_false_verdict(centred: bool, seeds: int) -> None:
     for comparisons in COMPARISONS:
         here, elsewhere = sum(SCRIPT["any_verdict"](rows[:comparisons]) for rows in tables(centred, seeds))

@@ -69,7 +69,7 @@ def test_of_a_mean_over_images_it_is_the_textbook_variance() -> None:
     assert jackknife_variance(without_each_group("nll", prediction)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["balanced_accuracy", "macro_f1", "worst_domain_accuracy", "ece"])
+@pytest.mark.parametrize("name", ["macro_f1", "ece"])
 def test_blocks_of_many_images_estimate_the_same_variance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = [run(name, seed, 5, grouped=False, n=3000)[0] for seed in range(2)]
     found = [without_each_group(name, prediction) for prediction in pair]

@@ -6,8 +6,6 @@ from decimal import Decimal, localcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, accuracy, auroc, auroc_contributions, metric, score
 
@@ -84,12 +82,12 @@ def test_certain_predictions() -> None:
     assert auroc(saturated, torch.tensor([1, 0])) == 1.0
 
 
-@pytest.mark.parametrize("num_classes", [2, 3, 5])
+@pytest.mark.parametrize("num_classes", [2, 3])
 @pytest.mark.parametrize("scale", [1, 40, 300])  # margins of some, of a hundred and of a thousand
 def test_auroc_by_exact_odds(scale: int, num_classes: int) -> None:
-    logits, labels, _ = sample(num_classes, n=50, num_classes=num_classes)
+    logits, labels, _ = sample(num_classes, n=30, num_classes=num_classes)
     logits *= scale
-    logits[:10] = logits[10:20]  # ties
+    logits[:5] = logits[5:10]  # ties
     assert (np.ptp(logits.numpy(), axis=1) > 900).any() == (scale == 300)
     areas = []
     with localcontext(prec=500, Emin=-9999, Emax=9999):
@@ -119,25 +117,6 @@ def test_accuracy_of_a_bank_is_that_of_each_head() -> None:
     logits, labels = torch.stack([h[0] for h in heads]), torch.stack([h[1] for h in heads])
     assert accuracy(logits, labels).tolist() == [metric("accuracy", *head) for head in heads]
     assert accuracy(logits, labels[0]).tolist() == [metric("accuracy", h[0], labels[0], h[2]) for h in heads]
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10_000), n=st.integers(2, 60), num_classes=st.integers(2, 5))
-def test_properties(seed: int, n: int, num_classes: int) -> None:
-    logits, labels, domains = sample(seed, n, num_classes)
-    result = full_score(logits, labels, domains)
-    weighted = sum(d["accuracy"] * d["n"] for d in result.per_domain.values())
-    assert weighted / n == pytest.approx(result.accuracy)
-    assert sum(d["n"] for d in result.per_domain.values()) == n
-    assert result.worst_domain_accuracy <= result.accuracy + 1e-12
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
-    shuffled = full_score(logits[order], labels[order], domains[order])
-    shifted = full_score(logits + 3.0, labels, domains)  # adding a constant changes no probability
-    for name in HIGHER_IS_BETTER:
-        value = getattr(result, name)
-        assert getattr(shuffled, name) == (value if value is None else pytest.approx(value, abs=1e-9))
-        if name != "ece":  # rounding may move a confidence across the edge of a bin
-            assert getattr(shifted, name) == (value if value is None else pytest.approx(value, abs=2e-2))
 
 
 def test_what_can_not_be_scored() -> None:

@@ -30,7 +30,7 @@ def drawn(n: int, width: int, seed: int) -> torch.Tensor:
     return torch.randn(n, width, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(
     n=st.integers(1, 40), width=st.integers(1, 6), domains=st.sampled_from([1, 2, 50]), block=st.integers(1, 300),
     zeros=st.booleans(), seed=st.integers(0, 2**31),

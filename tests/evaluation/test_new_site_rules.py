@@ -42,12 +42,6 @@ def test_transport_is_the_linear_program(seed: int) -> None:
     assert transported_confidence(p, q) >= -plan.fun - 1e-9, "any v gives an upper bound"
 
 
-def test_transport_with_the_shares_that_are_there_is_the_mean_confidence() -> None:
-    p = np.random.default_rng(0).dirichlet(np.full(3, 0.2), 300)
-    shares = np.bincount(p.argmax(1), minlength=3) / 300
-    assert transported_confidence(p, shares) == pytest.approx(p.max(1).mean(), abs=2e-3)
-
-
 def test_the_line_recovers_accuracies_that_lie_on_it() -> None:
     a, b, accuracy = 0.8, -0.4, np.array([0.6, 0.7, 0.75, 0.8, 0.9])
     i, j = np.triu_indices(5, 1)
@@ -131,7 +125,7 @@ def test_labels_are_chosen_once_and_a_quarter_is_random() -> None:
     assert (len(everything.evaluate), len(everything.adapt)) == (75, 225)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 400), st.integers(0, 5))
 def test_each_part_has_images_of_several_groups_and_few_of_each(sizes: list[int], budget: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -150,9 +144,7 @@ def test_each_part_has_images_of_several_groups_and_few_of_each(sizes: list[int]
 @pytest.mark.parametrize(
     ("sizes", "budget"),
     [
-        ([10] * 10, 100),
         ([*range(1, 13)] * 7, 100),
-        ([1] * 100 + [30] * 10, 200),
         ([2] * 20 + [100] * 6, 100),
         ([82, 58, 49, 44, 30, 25, 25, 23, 22, 21, 18, 14, 13, 12] + [5] * 30, 100),
     ],
@@ -161,9 +153,9 @@ def test_the_mean_over_the_random_part_is_the_accuracy_of_the_site(sizes: list[i
     """Also where images of large groups are harder; and the part has about a quarter of the budget."""
     n_g, number = np.array(sizes), math.ceil(budget / 4)
     right = (n_g < n_g.mean()) | (np.arange(len(sizes)) % 3 == 0)
-    draws = [images_of_groups(n_g, number, 5, budget - number, np.random.default_rng(seed)) for seed in range(1000)]
+    draws = [images_of_groups(n_g, number, 5, budget - number, np.random.default_rng(seed)) for seed in range(400)]
     means = [float(drawn @ right / drawn.sum()) for drawn in draws]
-    assert np.mean(means) == pytest.approx(n_g @ right / n_g.sum(), abs=max(3 * np.std(means) / 1000**0.5, 1e-9))
+    assert np.mean(means) == pytest.approx(n_g @ right / n_g.sum(), abs=max(3 * np.std(means) / 400**0.5, 1e-9))
     numbers = [drawn.sum() for drawn in draws]
     assert np.mean(numbers) == pytest.approx(number, rel=0.05) and max(numbers) < 1.2 * number
 

@@ -34,7 +34,7 @@ pools = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(
 
 @pytest.mark.parametrize("name", get_args(SamplerName))
 @given(pools=pools, batch_size=st.integers(1, 12), seed=st.integers(0, 2**31), first=st.integers(0, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15)
 def test_a_block_of_steps_is_the_steps_one_by_one(name, pools, batch_size, seed, first):
     block = sampler(name, pools, batch_size, seed, LABELS).indices(first, first + 5)
     alone = sampler(name, pools, batch_size, seed, LABELS)
@@ -84,7 +84,7 @@ def test_class_balanced_batches_are_domain_after_domain_and_classes_alike():
 
 
 @given(pools=pools, batch_size=st.integers(1, 30), seed=st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15)
 def test_pooled_covers_every_row_once_per_epoch(pools, batch_size, seed):
     rows = torch.cat(pools)
     n = len(rows)

@@ -18,6 +18,7 @@ from xdm_ft.storage import cache_root
 from xdm_ft.storage.cache_root import one_at_a_time, remembered
 
 
+@pytest.mark.slow
 def test_one_process_is_in_at_a_time_however_long_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,14 +63,14 @@ def test_a_killed_holder_delays_others_on_another_machine_only(tmp_path: Path, m
     started = time.monotonic()
     with one_at_a_time(lock):
         assert time.monotonic() - started < 10 < cache_root.LOCK_SECONDS == 60, "docs/machines.md says so"
-    monkeypatch.setattr(cache_root, "LOCK_SECONDS", 2.0)
+    monkeypatch.setattr(cache_root, "LOCK_SECONDS", 1.0)
     killed_in(lock)
     lines = lock.read_text().splitlines()
     lock.write_text("".join("host=elsewhere\n" if line.startswith("host=") else f"{line}\n" for line in lines))
     assert "host=elsewhere" in lock.read_text()
     started = time.monotonic()
     with one_at_a_time(lock):
-        assert 1.5 < time.monotonic() - started < 30
+        assert 0.7 < time.monotonic() - started < 30
 
 
 def test_a_lock_that_can_not_be_written_or_is_deleted_while_it_is_held(tmp_path: Path) -> None:
@@ -99,6 +100,13 @@ def test_arrays_are_made_once_where_the_folder_can_be_made(
     for path in (tmp_path / "cache/indexes").glob("*.npz"):
         path.write_bytes(path.read_bytes()[:-30])
     assert remember("a") == [*range(5)] and made == ["a", "b", "a"] and "is damaged" in caplog.text
+
+    def full(path: Path) -> None:  # the folder looks as if it could be written
+        raise UserError(f"{path}: Disk quota exceeded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_root, "one_at_a_time", full)
+        assert remember("c") == [*range(5)] and made.pop() == "c"
     (tmp_path / "file").write_text("a file is no folder")
     monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file"))
     assert [remember("a") for _ in range(2)] == 2 * [[*range(5)]] and made[3:] == ["a", "a"]

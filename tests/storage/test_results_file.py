@@ -62,10 +62,8 @@ def written(folder: Path, results: Mapping[str, Any] = RESULTS) -> Path:
     return folder / "results.json"
 
 
-@pytest.mark.parametrize(
-    "layout", [{}, {"indent": 1}, {"indent": 2}, {"sort_keys": True}, {"indent": 1, "sort_keys": True}]
-)
-@pytest.mark.parametrize("runs", [[], RUNS[:1], RUNS])
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"indent": 1, "sort_keys": True}])
+@pytest.mark.parametrize("runs", [[], RUNS])
 def test_other_layouts_of_the_same_content_are_read(tmp_path: Path, layout: dict[str, Any], runs: list[Any]) -> None:
     path = written(tmp_path, {**RESULTS, "runs": runs})
     content = read_results(path)
@@ -119,7 +117,7 @@ def test_a_fault_of_a_model_comes_after_damage(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80)
 def test_damage_is_found(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever happens to its bytes: the file is damaged, or holds the same content as Python's reader says too."""
     path = written(tmp_path)

@@ -39,7 +39,7 @@ def test_a_resumed_training_leaves_no_double_points(tmp_path: Path) -> None:
     assert read_scalars(tmp_path)["a"]["train/loss"] == [(2, 2.0), (4, 7.0)] == shown(tmp_path / "a")["train/loss"]
 
 
-@pytest.mark.parametrize("left", [0, 5, 30, -1, -20])
+@pytest.mark.parametrize("left", [0, 30, -1])
 def test_a_file_that_was_cut_off_or_damaged_keeps_what_came_before(
     left: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_session_is_written_once_and_replaced_when_it_changes(tmp_path: Path) 
     assert not file.exists() and read_scalars(tmp_path)["s"]["test/accuracy"] == [(40, 0.5)]
 
 
-@pytest.mark.parametrize("place", [0, 9, 13, 100, -50, -1])
+@pytest.mark.parametrize("place", [0, 13, -50])
 def test_a_damaged_session_is_written_again(place: int, tmp_path: Path) -> None:
     session = Session("erm/a/trial0", {"lr": 0.1, "p": True, "head": "mlp"}, 40, {"test/accuracy": 0.75})
     write_session(tmp_path, session)

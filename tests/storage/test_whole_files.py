@@ -6,8 +6,6 @@ import errno
 import math
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,15 @@ from safetensors.torch import save_file
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import resumed_by
 from xdm_ft.storage import atomic, checkpoint
-from xdm_ft.storage.atomic import UNFINISHED, Together, disk_errors, order_metadata, remove_unfinished, replace_text
+from xdm_ft.storage.atomic import (
+    UNFINISHED,
+    Together,
+    disk_errors,
+    order_metadata,
+    remove_unfinished,
+    replace_file,
+    replace_text,
+)
 from xdm_ft.storage.checkpoint import Checkpoint, Pace, State, read, write
 from xdm_ft.storage.lines import Damaged, append_lines, read_lines
 from xdm_ft.storage.run_directory import RunDirectory
@@ -31,13 +37,10 @@ def test_what_a_killed_process_leaves_is_removed_and_nothing_else(tmp_path: Path
     folder = tmp_path / "a"
     replace_text(folder / "kept.json", "{}")
     (folder / ".hidden").touch()
-    code = f"""
-import os
-from pathlib import Path
-from xdm_ft.storage.atomic import replace_file
-replace_file(Path({str(folder)!r}) / "new.json", lambda path: (path.write_text("half"), os._exit(0)))
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    child = os.fork()
+    if child == 0:
+        replace_file(folder / "new.json", lambda path: (path.write_text("half"), os._exit(0)))
+    os.waitpid(child, 0)
     (folder / ".tmpA1b2C3").touch()  # of safetensors
     assert len([*folder.glob(f".new.json.*{UNFINISHED}")]) == 1
     (tmp_path / f".folder{UNFINISHED}").mkdir()  # a folder is none of ours
@@ -212,9 +215,9 @@ def test_a_checkpoint_is_read_back_and_every_damage_is_found_or_harmless(
     assert_equal([*read(path)], [state, SETTINGS])
     assert os.listdir(tmp_path) == ["c"], "the last one stays"
     whole = path.read_bytes()
-    places = [draw.randrange(len(whole)) for _ in range(300)] + list(range(8))
+    places = [draw.randrange(len(whole)) for _ in range(120)] + list(range(8))
     damaged = [whole[:p] + bytes([whole[p] ^ 1 << draw.randrange(8)]) + whole[p + 1 :] for p in places]
-    damaged += [whole[: draw.randrange(len(whole))] for _ in range(50)] + [b"", whole + b"x", b"\0" * len(whole)]
+    damaged += [whole[: draw.randrange(len(whole))] for _ in range(20)] + [b"", whole + b"x", b"\0" * len(whole)]
     harmless = 0
     for content in damaged:
         path.write_bytes(content)

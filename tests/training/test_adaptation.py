@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -53,28 +53,12 @@ def test_strengths_of_the_penalty():
     assert ridge_strength(71) == pytest.approx(10**-0.5, rel=0.02)  # √(50 · 100) = 70.7
 
 
-def test_other_units_of_the_features_give_the_same_logits():
-    weight, bias, z, labels, mean, deviation = site(shift=1.0)
-    a, b = adapted_head(weight, bias, z, labels, mean, deviation)
-    scaled = adapted_head(
-        weight / 10, bias - (weight / 10).sum(1) * 3, 10 * z + 3, labels, 10 * mean + 3, 10 * deviation
-    )
-    assert torch.allclose((10 * z + 3) @ scaled[0].T + scaled[1], z @ a.T + b, atol=1e-3)
-
-
 @pytest.mark.parametrize("name, value", [("LR", 0.0), ("ridge_strength", lambda labels: 1e9)])
 def test_a_head_that_can_not_move_is_the_shipped_one(monkeypatch, name, value):
     weight, bias, z, labels, mean, deviation = site(10, shift=1.0)
     monkeypatch.setattr(adaptation, name, value)
     a, b = adapted_head(weight, bias, z, labels, mean, deviation)
     assert torch.allclose(z @ a.T + b, z @ weight.T + bias, atol=0.02)  # Adam's first step is 3e-3 at any λ
-
-
-def test_the_order_of_images_changes_nothing():
-    weight, bias, z, labels, mean, deviation = site(shift=1.0)
-    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(1))
-    first, other = (adapted_head(weight, bias, z[o], labels[o], mean, deviation) for o in (slice(None), order))
-    assert torch.allclose(first[0], other[0], atol=1e-4)
 
 
 def test_a_class_without_labels_keeps_its_images():
@@ -121,6 +105,7 @@ def test_a_shifted_site_is_learned_and_noise_is_not():
     assert not fits.kept and fits.before > 80
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 12), min_size=4, max_size=60))
 def test_folds_hold_whole_groups(groups):
     groups = np.array(groups)

@@ -110,7 +110,9 @@ ABOVE_A_CUT: dict[str, tuple[Any, Any, Job, dict[str, Any], dict[str, Any]]] = {
     ),
     "cnn, batch norm": (BlockCNN, blocks(3), make_job(width=16, steps=STEPS), {}, {"unfreeze_at": 2}),
 }  # fmt: skip
-QUICK = {*BANK, "sgd, sam, clipped", "vit, lora, dropout, swad"}
+QUICK = {"domain head, sgd", "bma", "a head that has failed"}
+SOAK = {("vit, sam", "images"), ("vit, lora, dropout, swad", "cache"), ("cnn, batch norm", "images")}
+SOAK |= {("swad, batch norm", "images"), ("bma, unfreezing", "images")}
 Run = Callable[..., list[Trained]]
 
 
@@ -135,10 +137,16 @@ def runs(case: str, accelerator: Accelerator, folder: Path, reads: str = "images
     ]
 
 
+def marks_of(case: str, reads: str) -> Any:
+    if (case, reads) in SOAK:
+        return pytest.mark.soak
+    return () if case in QUICK and reads == "images" else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("case", "reads"),
     [
-        pytest.param(case, reads, marks=() if case in QUICK and reads == "images" else pytest.mark.slow)
+        pytest.param(case, reads, marks=marks_of(case, reads))
         for case in (*BANK, *LOOP, *ABOVE_A_CUT)
         for reads in (("images", "cache") if case in ABOVE_A_CUT else ("images",))
     ],
@@ -146,7 +154,7 @@ def runs(case: str, accelerator: Accelerator, folder: Path, reads: str = "images
 def test_killed_and_begun_again(case: str, reads: str, accelerator: Accelerator, tmp_path: Path) -> None:
     run = runs(case, accelerator, tmp_path, reads)
     expected = run()
-    for lives in (1, 3, STEPS) if case in BANK else (1, 4):  # in a warm-up, between two evaluations, at the end
+    for lives in (1, 3, STEPS) if case in QUICK else (1, 4):  # in a warm-up, between two evaluations, at the end
         path, evaluated = tmp_path / f"{lives}", list[int]()
         with pytest.raises(Killed):
             run(Cut(path, lives))
@@ -176,8 +184,13 @@ CHUNK, MODEL = "xdomainmix and sam", "adam, domain head, buffers"
     ("case", "module", "asked_before", "line", "saved"),
     [
         (CHUNK, "bank.train", 2, "3 models together: 3 of 6 steps", {"taken": 3}),
-        (MODEL, "end_to_end.gradients", 3, "seed 3: 4 of 6", {"taken": 4, "evaluated": False}),
-        (MODEL, "end_to_end.prediction", 3, "seed 3: 2 of 6", {"taken": 2, "evaluated": False}),
+        *(
+            pytest.param(MODEL, module, 3, line, {"taken": taken, "evaluated": False}, marks=pytest.mark.slow)
+            for module, line, taken in (
+                ("end_to_end.gradients", "seed 3: 4 of 6", 4),
+                ("end_to_end.prediction", "seed 3: 2 of 6", 2),
+            )
+        ),
     ],
 )
 def test_a_stop_saves_and_loses_nothing(
@@ -196,7 +209,8 @@ def test_a_stop_saves_and_loses_nothing(
 # --- checkpoints of something else
 
 
-@pytest.mark.parametrize("other", ["weights", "data", "setting", pytest.param("below the cut", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["data", "setting", "below the cut"])
 def test_a_checkpoint_of_something_else_is_named_and_not_used(
     accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str
 ) -> None:
@@ -208,7 +222,7 @@ def test_a_checkpoint_of_something_else_is_named_and_not_used(
     if other == "data":
         split = dataclasses.replace(job.split, train=tuple(pool[1:] for pool in job.split.train))
         job = dataclasses.replace(job, split=split)
-    if other in ("weights", "below the cut"):
+    if other == "below the cut":
         with torch.no_grad():
             encoder.stem[0].weight.mul_(1.1)
     recipe = {"lr": 2 if other == "setting" else 1}

@@ -53,22 +53,22 @@ class Case(NamedTuple):
 
 
 SHARP = SAM(rho=0.1)
+job_of = partial(make_job, steps=3)
 CASES = {
-    "sam, parts": Case(make_job(WithDomainHead, sharpness=SHARP), accumulation=(1, 2)),
+    "sam, parts": Case(job_of(WithDomainHead, sharpness=SHARP), accumulation=(1, 2)),
     "batch norm": Case(
-        make_job(WithDomainHead, sharpness=SHARP), BASE | {"batch_size": 4}, (2, 1), {"batch_norm": "train"}
+        job_of(WithDomainHead, sharpness=SHARP), BASE | {"batch_size": 4}, (2, 1), {"batch_norm": "train"}
     ),
     "augmented, class balanced": Case(
-        make_job(head=Cosine), BASE | {"sampler": "class_balanced"}, (1, 1),
+        job_of(head=Cosine), BASE | {"sampler": "class_balanced"}, (1, 1),
         {"batch_norm": "frozen", "augmentation": "domainbed"},
     ),
-    "partners": Case(make_job(MIXING, sharpness=SHARP, head=MLP), SGD),
-    "pooled partners": Case(make_job(MIXING, sharpness=SHARP), BASE | {"sampler": "pooled", "batch_size": 15}),
-    "local partners": Case(make_job(partial(MIXING, partners="local"))),
+    "partners": Case(job_of(MIXING, sharpness=SHARP, head=MLP), SGD),
+    "local partners": Case(job_of(partial(MIXING, partners="local"))),
     "blocks, cache, parts": Case(
-        make_job(WithDomainHead, sharpness=SHARP, width=64), SGD, (1, 2), part=blocks(2), reads_cache=True
+        job_of(WithDomainHead, sharpness=SHARP, width=64), SGD, (1, 2), part=blocks(2), reads_cache=True
     ),
-    "lora, images": Case(make_job(MIXING, width=64, sharpness=SHARP), SGD, (1, 2), part=lora(blocks=2)),
+    "lora, images": Case(job_of(MIXING, width=64, sharpness=SHARP), SGD, (1, 2), part=lora(blocks=2)),
 }  # fmt: skip
 
 
@@ -100,6 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # as launchers do
+        patch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
         train_all(folder)
         debug_launcher(train_all, (folder,), num_processes=2)
     return folder

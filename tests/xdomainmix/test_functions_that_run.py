@@ -106,8 +106,9 @@ def column(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-@pytest.mark.parametrize("head", [Linear, MLP])
-@pytest.mark.parametrize("train", [bank, end_to_end])
+@pytest.mark.parametrize(
+    ("train", "head"), [(bank, Linear), (bank, MLP), pytest.param(end_to_end, Linear, marks=pytest.mark.slow)]
+)
 def test_training_calls_what_the_table_says(train: Any, head: type, column: str, accelerator: Accelerator) -> None:
     check(called(lambda: train(head, accelerator)), column, head)
 

@@ -54,7 +54,7 @@ def test_every_kind_of_scores(find: Callable[[Tensor, int], Tensor]) -> None:
         assert torch.equal(find(scores, 100), scores > scores.sort(-1).values[:, 100, None])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_scores(data: st.DataObject) -> None:
     """Ties, zeros of both signs, infinities, subnormals; and a NaN makes its row generic, whatever the others are."""
@@ -92,7 +92,7 @@ def test_ranks_as_tensors() -> None:
     assert torch.equal(shared, specific_mask(scores, 0.9))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 10, 11, 101, 512, 1280])
+@pytest.mark.parametrize("size", [1, 3, 11, 512])
 def test_mask_for_every_quantile(size: int) -> None:
     torch.manual_seed(size)
     for quantile in TENTHS:

@@ -43,7 +43,7 @@ def test_parts_worked_out_by_hand() -> None:
     assert [part.tolist() for part in parts] == [[[1, 0, 0, 0]], [[0, 2, 0, 0]], [[0, 0, 3, 0]], [[0, 0, 0, 4]]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_parts_sum_to_z_bit_for_bit(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 20))
@@ -54,12 +54,6 @@ def test_parts_sum_to_z_bit_for_bit(data: st.DataObject) -> None:
     for order in (parts, parts[::-1]):
         total = order[0] + order[1] + order[2] + order[3]
         assert torch.equal(total.view(torch.int32), z.view(torch.int32))  # signed zeros and infinities included
-
-
-def test_gradient_of_every_part_is_its_mask() -> None:
-    z, of_class, of_domain = torch.randn(4, 6, 2, 2, requires_grad=True), torch.rand(4, 6) > 0.5, torch.rand(4, 6) > 0.5
-    (gradient,) = torch.autograd.grad(decompose(z, of_class, of_domain).cgds.sum(), z)
-    assert torch.equal(gradient, (~of_class & of_domain).float()[:, :, None, None].expand_as(z))
 
 
 def valid(y: list[int], domain: list[int], row: int, same_class: bool, same_domain: bool) -> list[int]:
@@ -86,7 +80,7 @@ def naive(y: list[int], domain: list[int], noise: list[list[float]], other: str)
     return rows
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from(CHOICES))
 def test_partners_equal_a_naive_loop(data: st.DataObject, other: Any) -> None:
     size = data.draw(st.integers(1, 14))
@@ -158,20 +152,6 @@ def test_mixing_worked_out_by_hand() -> None:
         [0, 0.25 * 20 + 0.75 * 200, 30, 40],  # Z_c,d dropped
         [100, 200, 300, 400],  # partner of itself, no x_j: nothing changes
     ]
-
-
-def test_where_nothing_is_mixed_z_stays_and_so_do_the_parts() -> None:
-    """λ = 1 and everything kept; no partner, whatever λ is."""
-    torch.manual_seed(0)
-    z = torch.randn(6, 8)
-    parts = decompose(z, torch.rand(6, 8) > 0.5, torch.rand(6, 8) > 0.5)
-    before = [part.clone() for part in parts]
-    partners, yes = draw_partners(torch.arange(6) % 2, torch.arange(6) // 2, torch.rand(6, 2)), torch.ones(6) > 0
-    assert partners.has_same.all() and partners.has_other.all()
-    assert torch.equal(mix(parts, partners, torch.ones(6, 2), yes), z)
-    assert torch.equal(mix(parts, Partners(torch.arange(6), torch.arange(6), ~yes, ~yes), torch.zeros(6, 2), yes), z)
-    mix(parts, partners, torch.rand(6, 2), ~yes)
-    assert all(torch.equal(part, copy) for part, copy in zip(parts, before, strict=True))
 
 
 def test_maps_and_pooled_features_are_one_function() -> None:

@@ -31,7 +31,7 @@ from xdm_ft.core import Batch, Criteria, Losses
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.features import cache as feature_cache
 from xdm_ft.features.cache import Features
-from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
+from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.runtime.randomness import Stream, integers
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
@@ -62,21 +62,6 @@ def states_of(trained: list[Trained]) -> list[dict[str, Tensor]]:
 
 
 # --- batches
-
-
-def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
-    jobs = [job_of(held_out=3, seed=1, steps=5), job_of(held_out=1, seed=2, steps=5)]
-    data, training = digits(), Training(batch_size=4, sampler="pooled")
-    made: list[Batch] = list(batches([under(training, job) for job in jobs], data))
-    assert len(made) == 5
-    for h, job in enumerate(jobs):
-        rows = PooledSampler(job.split.train, 4, job.seed).indices(0, 5)
-        for batch, expected in zip(made, rows, strict=True):
-            assert torch.equal(batch.row[h], expected)
-            assert torch.equal(batch.x[h], data.features[expected])
-            assert torch.equal(batch.y[h], data.annotations.labels[expected])
-            names = [job.split.train_domains[d] for d in batch.domain[h].tolist()]
-            assert names == [f"d{d}" for d in data.annotations.domains[expected].tolist()]
 
 
 def test_rows_are_drawn_once_per_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,15 +242,6 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     torch.testing.assert_close(logits, F.linear(digits().features[rows], weight[0], bias[0]))
 
 
-@pytest.mark.parametrize("heads", [1, 5, 33, 70])
-def test_distinct_rows_are_torchs(heads: int) -> None:
-    generator = torch.Generator().manual_seed(heads)
-    kinds = torch.rand(9, heads, generator=generator) < 0.5
-    table = kinds[torch.randint(9, (200,), generator=generator)]
-    expected = table.unique(dim=0, return_inverse=True)
-    assert all(torch.equal(a, b) for a, b in zip(data_module.distinct_rows(table), expected, strict=True))
-
-
 # --- records and selection
 
 
@@ -311,19 +287,6 @@ def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
             images = RuleImages(split, rows, data.annotations, name, CLASSES)
             logits = head_logits(data.features, rows, selected.state)
             assert selected.value == best and images.value(logits) == pytest.approx(best, abs=1e-6)
-
-
-def test_oracle_follows_where_its_steps_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = BankValidation.values
-
-    def tied(self: BankValidation, *arguments: Any) -> list[dict[str, float] | None]:
-        return [of_head and of_head | {"oracle": 1.0} for of_head in measured(self, *arguments)]
-
-    monkeypatch.setattr(BankValidation, "values", tied)
-    jobs = [job_of(seed=seed, steps=12, lr=0.05) for seed in range(2)]
-    for trained in train(jobs, Training(evaluate_every=3), rules=RULES, metric="nll"):
-        own, oracle = trained.selected["train_val"], trained.selected["oracle"]
-        assert oracle.step == own.step > 3 and oracle.state is own.state, "the loss falls"
 
 
 def test_warm_up_is_not_selected_and_mixed_steps_are_those_taken() -> None:
