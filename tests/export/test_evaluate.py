@@ -142,7 +142,7 @@ def test_results_that_are_missing_are_named(four):
     assert promise(four.path, four.results, records, RULE, "coral") is None
     shutil.rmtree(four.path / "models" / METHOD / "b")
     expected = promise(four.path, four.results, four.records, RULE, METHOD)
-    assert [one.interval is None for one in expected.held_out] == [False, True, False, False]
+    assert not any(one.interval for one in expected.held_out)
     assert expected.new_site == four.expected.new_site and expected.calibrated is None
     assert any("missing, damaged or of another run" in note for note in expected.notes)
 
