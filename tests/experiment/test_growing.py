@@ -97,9 +97,10 @@ def test_a_model_belongs_to_the_first_recipe_that_planned_it():
     groups = [growing.chunk_group(ModelKey(method, ("a",), seed, trial)) for method, seed, trial in keys]
     assert groups == [("erm", 0), ("erm", 1), ("rsc", 1), ("erm", 2), ("vrex", 2)]
     seeds = "protocol.seeds=3"
-    results = {"recipe": resolved("methods=[erm,rsc]", seeds), "grown_from": [first.to_json()]}
-    assert grown_from(results, resolved("methods=[rsc,erm]", seeds, "protocol.final_fit=true")) == (first,)
-    [*earlier, last] = grown_from(results, resolved("methods=[rsc,erm,vrex]", seeds))
+    results, before = {"grown_from": [first.to_json()]}, load("demo", ["methods=[erm,rsc]", seeds])
+    fitted = load("demo", ["methods=[rsc,erm]", seeds, "protocol.final_fit=true"])
+    assert grown_from(results, before, fitted) == (first,)
+    [*earlier, last] = grown_from(results, before, load("demo", ["methods=[rsc,erm,vrex]", seeds]))
     assert earlier == [first] and last == Generation(("erm", "rsc"), (0, 1, 2), 1)
 
 
@@ -108,7 +109,7 @@ def test_a_run_that_grows_says_what_the_next_look_costs():
         recipe = load("demo", ["methods=[erm,rsc]", "protocol.seeds=3", *changes])
         return growth(before, make_plan(recipe, read_data(recipe)), looks)
 
-    before = resolved("methods=[erm]", "protocol.seeds=3")
+    before = load("demo", ["methods=[erm]", "protocol.seeds=3"])
     assert said(0) == "grows by rsc (3 models)", "the first look has the whole α"
     assert said(1) == "grows by rsc (3 models); the next look has α = 0.0125 (xdm-ft explain look)"
     assert "; the next look has α = 0.00625 (" in said(2, "methods=[erm]", "protocol.seeds=4")

@@ -83,6 +83,6 @@ def expected_of(values, metric="accuracy", **changes):
     return ExpectedPerformance(**{
         "source": "leave one domain out", "data": "folder", "method": METHOD, "selection": RULE, "metric": metric,
         "mean": float(np.mean(values)), "std": None, "stderr": None, "seeds": 1, "held_out": held_out,
-        "worst": ("d0", 0.5), "others": {}, "calibrated": None, "new_site": None, "center": site and site.center,
+        "worst": ("d0", 0.5), "others": {}, "numbers": {}, "new_site": None, "center": site and site.center,
         "spread": site and site.spread, "freedom": site and site.freedom, "notes": (), **changes,
     })  # fmt: skip

@@ -86,7 +86,7 @@ def test_means_and_the_intervals_of_domains(four):
         scores = score(logits / 2.0, labels, torch.zeros_like(labels), CLASSES, ("a",))
         calibrated.append((scores.nll, scores.ece))
     nll, ece = np.mean(calibrated, axis=0)
-    assert expected.calibrated == pytest.approx({"nll": nll, "ece": ece}, abs=1e-5)
+    assert expected.numbers == pytest.approx({"nll_with_temperature": nll, "ece_with_temperature": ece}, abs=1e-5)
 
 
 def test_the_interval_of_a_new_site_by_hand(four, tmp_path):
@@ -130,7 +130,7 @@ def test_what_limits_the_promise_is_named(tmp_path, held_out, settings, note):
     assert all((one.groups is None) == (settings == {"groups": False}) for one in expected.held_out)
     if len(held_out) == 1:
         (one,) = expected.held_out
-        assert expected.source == "official test" and expected.calibrated is None
+        assert expected.source == "official test" and not expected.numbers
         assert set(one.accuracies) == set(held_out[0]) and "worst_domain_accuracy" in expected.others
         assert expected.worst == min(one.accuracies.items(), key=lambda pair: pair[1])
 
@@ -143,7 +143,7 @@ def test_results_that_are_missing_are_named(four):
     shutil.rmtree(four.path / "models" / METHOD / "b")
     expected = promise(four.path, four.results, four.records, RULE, METHOD)
     assert not any(one.interval for one in expected.held_out)
-    assert expected.new_site == four.expected.new_site and expected.calibrated is None
+    assert expected.new_site == four.expected.new_site and not expected.numbers
     assert any("missing, damaged or of another run" in note for note in expected.notes)
 
 

@@ -115,9 +115,9 @@ def _answer(
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     needs_weights = config.encoder.file is None and "weights" not in config.encoder.settings
     expected, nll = config.expected, None
-    if expected is not None and expected.calibrated is not None:
+    if expected is not None and (calibrated := expected.numbers.get("nll_with_temperature")) is not None:
         plain = expected.mean if expected.metric == "nll" else expected.others.get("nll")
-        nll = None if plain is None else (plain, expected.calibrated["nll"])
+        nll = None if plain is None else (plain, calibrated)
     document: dict[str, Any] = {
         "directory": folder,
         "model": config.chosen,  # one line: which model, and how it was chosen
@@ -162,7 +162,7 @@ def with_audit(run: Run, parts: ModelParts) -> ModelParts:
 def _images(run: Run) -> list[Image.Image]:
     """Returns some images of the run's data set; none if it cannot be read here."""
     try:
-        dataset = read_data(check(written_recipe(run.path, run.results)))
+        dataset = read_data(check(written_recipe(run.path, run.recipe)))
         rows = dict.fromkeys(i * (len(dataset) - 1) // (COMPARED_IMAGES - 1) for i in range(COMPARED_IMAGES))
         return [dataset.image(row) for row in rows]
     except (UserError, UnreadableImage) as error:
@@ -181,7 +181,7 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
         raise UserError(f"{run.path}: {problem}; {by_held_out}")
     if not run.rows:  # it is written without a summary as long as models train
         raise UserError(f"{run.path}: the run is not finished; run its recipe again, or name a model by --held-out")
-    text = written_recipe(run.path, run.results)
+    text = written_recipe(run.path, run.recipe)
     name = run.path.resolve().name  # the directory may have been renamed
     # as the user named it: the run's page repeats it, and is given to others
     parent = run.path.parent if run.path.name == name else run.path.resolve().parent

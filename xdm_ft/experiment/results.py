@@ -37,7 +37,7 @@ from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.results.measured import picked_by_rule, predictions_of
 from xdm_ft.results.model import Entries, Record
-from xdm_ft.results.run import Run
+from xdm_ft.results.run import Run, recipe_of
 from xdm_ft.results.summary import (
     BENCHMARKS,
     Compared,
@@ -59,7 +59,7 @@ from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import OtherVersion
 from xdm_ft.storage.names import images_file, is_of_one_model, predictions_in
 from xdm_ft.storage.results_file import INPUTS
-from xdm_ft.storage.run_directory import MEASURED, RunDirectory
+from xdm_ft.storage.run_directory import MEASURED, RESULTS, RunDirectory
 from xdm_ft.storage.tensors import TensorFiles
 from xdm_ft.training.end_to_end.model import cut_of
 
@@ -96,7 +96,7 @@ class RunResults:
         self.environment: dict[str, Any] = {}
         self.data: dict[str, Any] = {}  # `data_facts`
         self.edited: list[str] = []  # labels of rows whose code has changed since their models trained
-        self.recipe_before: dict[str, Any] | None = None  # of results.json, as `environment_before`; None: not written
+        self.recipe_before: Recipe | None = None  # of results.json, as `environment_before`; None: not written
         self.environment_before: dict[str, Any] | None = None
 
     @classmethod
@@ -107,9 +107,11 @@ class RunResults:
         if results.json is damaged, or another version wrote it.
         """
         before = directory.results(Record.from_json)
-        results = cls(recipe, directory, () if before is None else grown_from(before, recipe.resolved()))
+        written = None if before is None else recipe_of(directory.path / RESULTS, before)
+        earlier = () if before is None or written is None else grown_from(before, written, recipe)
+        results = cls(recipe, directory, earlier)
         if before is not None:
-            results.recipe_before, results.environment_before = before["recipe"], before["environment"]
+            results.recipe_before, results.environment_before = written, before["environment"]
             results.summary = Summary([], [], [InterimLook(**entry) for entry in before["looks"]])
             results.label_curve = before.get("label_curve")
             results.final_fits = {
@@ -149,7 +151,7 @@ class RunResults:
                 "again, add a row with another label",
                 listed(self.edited),
             )
-        if before is None or known != code or comparable(before) != comparable(self.recipe.resolved()):
+        if before is None or known != code or comparable(before.resolved()) != comparable(self.recipe.resolved()):
             self.write()
 
     def chunk_group(self, key: ModelKey) -> tuple[str, int]:

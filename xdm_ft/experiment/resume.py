@@ -17,13 +17,14 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.recipe.method import with_encoder
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
+from xdm_ft.results.run import recipe_of
 from xdm_ft.runtime.errors import UserError, listed, plural
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage import digest, json_digest
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import unverified_facts
-from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.run_directory import RESULTS, RunDirectory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,8 +46,9 @@ class Generation:
     trials: int
 
     @classmethod
-    def of(cls, recipe: Values) -> Generation:
-        return cls(tuple(sorted(labels_of(recipe))), tuple(recipe["protocol"]["seeds"]), recipe["search"]["trials"])
+    def of(cls, recipe: Recipe) -> Generation:
+        labels = sorted(item.label for item in recipe.methods)
+        return cls(tuple(labels), tuple(recipe.protocol.seeds), recipe.search.trials)
 
     def to_json(self) -> dict[str, Any]:
         return {"methods": list(self.methods), "seeds": list(self.seeds), "trials": self.trials}
@@ -55,8 +57,8 @@ class Generation:
         return key.method in self.methods and key.seed in self.seeds and key.trial < self.trials
 
 
-def grown_from(results: Values, recipe: Values) -> tuple[Generation, ...]:
-    """Returns the generations before that of `recipe`, given the results.json that it resumes. The first comes first.
+def grown_from(results: Values, before: Recipe, recipe: Recipe) -> tuple[Generation, ...]:
+    """Returns the generations before that of `recipe`, given the results.json that it resumes, and its recipe `before`.
 
     They follow from results.json alone, so a kill before it holds the new recipe changes nothing.
     """
@@ -64,7 +66,7 @@ def grown_from(results: Values, recipe: Values) -> tuple[Generation, ...]:
         Generation(tuple(entry["methods"]), tuple(entry["seeds"]), entry["trials"])
         for entry in results.get(GROWN_FROM, ())
     )
-    last = Generation.of(results["recipe"])
+    last = Generation.of(before)
     return earlier if last == Generation.of(recipe) else (*earlier, last)
 
 
@@ -184,7 +186,7 @@ def refuse_mixed_rows(labels: Iterable[str]) -> None:
         )
 
 
-def growth(before: Values, plan: Plan, looks: int = 0) -> str:
+def growth(before: Recipe, plan: Plan, looks: int = 0) -> str:
     """Describes in one line what the plan adds to the run of the recipe `before`; "" if it adds nothing.
 
     `looks`: at the run so far. Another one costs some of α.
@@ -200,7 +202,7 @@ def growth(before: Values, plan: Plan, looks: int = 0) -> str:
         parts.append(f"seed{_numbers(seeds)} ({plural(count, 'model')}{' of the other methods' if by_method else ''})")
     if count := sum(key.seed not in seeds for key in more):
         parts.append(f"trial{_numbers(trials)} ({plural(count, 'model')})")
-    if protocol.final_fit != before["protocol"]["final_fit"]:
+    if protocol.final_fit != before.protocol.final_fit:
         parts.append("the final fit")
     new_look = looks and (by_method or seeds)
     price = f"; the next look has α = {ALPHA / 2 ** (looks + 1):g} (xdm-ft explain look)" if new_look else ""
@@ -232,18 +234,18 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
                 runs = list[tuple[Any, Any]]()
                 now = recipe.resolved()
                 results = directory.results(lambda run: runs.append((run.get("method"), run.get("status"))))
-                written = written_recipe(directory.path, results).values
-                if changed := refused_changes(written if results is None else results["recipe"], now):
+                before = None if results is None else recipe_of(directory.path / RESULTS, results)
+                written = written_recipe(directory.path, before).values
+                if changed := refused_changes(written if before is None else before.resolved(), now):
                     more = [f"{len(changed) - MAX_CHANGES} more"] if len(changed) > MAX_CHANGES else []
                     raise UserError(
                         f"{directory.path}: holds the run of another recipe; {NEW_DIRECTORY}. It differs in",
                         *(f"  {change}" for change in [*changed[:MAX_CHANGES], *more]),
                     )
                 grows = comparable(written) != comparable(now)
-                if results is not None and grows:
-                    old, new = Generation.of(results["recipe"]), Generation.of(now)
-                    fits = [recipe["protocol"]["final_fit"] for recipe in (results["recipe"], now)]
-                    if (old.seeds, old.trials, fits[0]) != (new.seeds, new.trials, fits[1]):
+                if results is not None and before is not None and grows:
+                    old, new = ((of.protocol.seeds, of.search.trials, of.protocol.final_fit) for of in (before, recipe))
+                    if old != new:
                         edited = edited_rows(recipe, results["environment"]["code"])
                         refuse_mixed_rows(label for label in edited if (label, "ok") in runs)
                 # `export` runs this file: it must not undo what results.json says was compared
@@ -258,7 +260,7 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
         yield directory
 
 
-def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
+def written_recipe(run: Path, recipe: Recipe | None) -> RecipeText:
     """Returns the recipe.yaml of a run directory, checked against the recipe in its results.json, if there is one.
 
     It may grow that recipe: a run that has begun to grow may have been killed before it wrote results.json. Raises
@@ -273,9 +275,9 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
         written = parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError, UserError) as error:
         raise UserError(f"{path}: is damaged ({error}); {remedy}") from error
-    if results is None:
+    if recipe is None:
         return written
-    if changed := refused_changes(results["recipe"], written.values):
+    if changed := refused_changes(recipe.resolved(), written.values):
         raise UserError(
             f"{path}: was edited or damaged: it differs from the recipe in results.json "
             f"({', '.join(changed[:5])}); undo the edit, or run a copy under another name"
@@ -290,22 +292,22 @@ def inherit_choices(recipe: Recipe) -> Recipe:
     An override may have added the final fit.
     """
     try:
-        before = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")["recipe"]
-        final_fit, augmentation = before["protocol"]["final_fit"], before["data"].get("train_augmentation")
-        fits_more = FINAL_FITS.index(final_fit) > FINAL_FITS.index(recipe.protocol.final_fit)
-        labels = labels_of(before)
-        given = recipe.features.model_dump(include=recipe.features.model_fields_set)
-        of_run = {key: before["features"][key] for key in ("precision", "batch_size")}
-        features = FeatureSettings.model_validate(of_run | given)
-        if features.precision != recipe.features.precision:
-            logger.info("features.precision: %s, as when this run started", features.precision)
-        recipe = dataclasses.replace(recipe, features=features)
-        kept = recipe.with_augmentation(augmentation) if recipe.data_common.train_augmentation is None else recipe
-    except (Damaged, KeyError, TypeError, ValueError, AttributeError):  # `open_run_directory` reports what is wrong
+        file = Path(recipe.output.dir) / recipe.name / RESULTS
+        before = recipe_of(file, unverified_facts(file))
+    except (Damaged, KeyError, TypeError, UserError):  # `open_run_directory` reports what is wrong
         return recipe
+    final_fit, augmentation = before.protocol.final_fit, before.data_common.train_augmentation
+    given = recipe.features.model_dump(include=recipe.features.model_fields_set)
+    features = FeatureSettings.model_validate(before.features.model_dump(include={"precision", "batch_size"}) | given)
+    if features.precision != recipe.features.precision:
+        logger.info("features.precision: %s, as when this run started", features.precision)
+    recipe = dataclasses.replace(recipe, features=features)
+    kept = recipe.with_augmentation(augmentation) if recipe.data_common.train_augmentation is None else recipe
+    labels = [item.label for item in before.methods]
     begun = [item for item in recipe.methods if item.label in labels]
     if any(kept.augmentation_of(item) != recipe.augmentation_of(item) for item in begun):
         logger.info("data.train_augmentation: %s for all methods, as when this run started", augmentation)
         recipe = kept
     protocol = recipe.protocol.model_copy(update={"final_fit": final_fit})
+    fits_more = FINAL_FITS.index(final_fit) > FINAL_FITS.index(recipe.protocol.final_fit)
     return dataclasses.replace(recipe, protocol=protocol) if fits_more else recipe

@@ -36,6 +36,7 @@ from xdm_ft.images import Range
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import MAX_SIDE, Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model
+from xdm_ft.results.measured import NUMBERS
 from xdm_ft.runtime.errors import UserError, plural, signed
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import one_line
@@ -189,7 +190,7 @@ class ExpectedPerformance(Block):
     held_out: Annotated[tuple[AtHeldOut, ...], Field(min_length=1)]
     worst: tuple[str, float]  # the domain with the worst value, and that value
     others: dict[MetricName, float]  # {metric: mean}, not divided by a temperature
-    calibrated: dict[MetricName, float] | None  # ece and nll after each model's own fitted temperature; None: unknown
+    numbers: dict[str, float]  # those of `results.measured.NUMBERS` that are known
     new_site: tuple[float, float] | None  # 95% prediction interval for the metric at one new site
     scale: Scale = "plain"  # of `center` and `spread`
     center: Signed | None = None  # of `new_site`, as the two below; None with fewer than three held-out sets
@@ -216,13 +217,12 @@ class ExpectedPerformance(Block):
             raise ValueError("scale: logit is for an accuracy")
         values |= {", ".join(site.domains): site.value for site in self.held_out}
         of_metric: list[tuple[str, str, float | None]] = [(self.metric, name, value) for name, value in values.items()]
-        of_metric += [(name, name, value) for name, value in [*self.others.items(), *(self.calibrated or {}).items()]]
+        of_metric += [(name, name, value) for name, value in self.others.items()]
+        of_metric += [(NUMBERS[name].unit, name, value) for name, value in self.numbers.items() if name in NUMBERS]
         for metric, name, value in of_metric:
             most = MAX_NLL if metric == "nll" else 1.0
             if value is not None and not -1e-6 <= value <= most + 1e-6:  # of rounding
                 raise ValueError(f"{name}: {value} is not in 0…{most:g}, as {metric} is")
-        if self.calibrated is not None and not {"nll", "ece"} <= self.calibrated.keys():
-            raise ValueError("calibrated: nll or ece is missing")
         if len({value is None for value in (self.center, self.spread, self.freedom)}) > 1:
             raise ValueError("of center, spread and freedom, one is null and another is not")
         return self

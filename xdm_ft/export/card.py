@@ -19,6 +19,7 @@ from xdm_ft.core import sets_noun
 from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.results import trained_words
 from xdm_ft.export import AdaptedConfig, ExpectedPerformance, ModelConfig
+from xdm_ft.results.measured import NUMBERS
 from xdm_ft.runtime.errors import plural, printable
 
 HUB = "hf-hub:"  # begins the name of a model on the hub
@@ -284,9 +285,10 @@ def _calibration(config: ModelConfig) -> Iterator[str]:
     lines = [f"{WORDS[key]} {shown(key, values[key])}" for key in CALIBRATION if key in values]
     if lines:
         yield f"On the held-out domains, without a temperature: {', '.join(lines)}."
-    if expected is not None and expected.calibrated is not None:
-        lines = [f"{WORDS[key]} {shown(key, expected.calibrated[key])}" for key in CALIBRATION]
-        yield f"With a temperature, fitted on validation images of the training domains: {', '.join(lines)}."
+    numbers = {} if expected is None else expected.numbers
+    lines = [f"{number.words} {shown(number.unit, numbers[key])}" for key, number in NUMBERS.items() if key in numbers]
+    if lines:
+        yield f"Also: {', '.join(lines)}. A temperature is fitted on validation images of the training domains."
     if config.temperature != 1:
         yield f"The logits of this model are divided by its temperature, {config.temperature:.4g}."
     elif config.fitted_temperature is not None:

@@ -8,7 +8,7 @@ interval for a new site.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +20,7 @@ from xdm_ft.evaluation.metrics import (
 )
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.results import Runs, new_site_of, one_more_domain, seeds_by_set, values_by_set
-from xdm_ft.results.measured import Pool, RunMeasures, interval
+from xdm_ft.results.measured import RunMeasures, interval, means_of
 from xdm_ft.results.run import Run
 from xdm_ft.results.verdicts import OverImages
 from xdm_ft.runtime.errors import UserError
@@ -46,6 +46,8 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
     quoted = {record.test_domains: record.method for record in runs.records}  # {held-out set: method}
     measured = _run_measures(run)
     over = {held: measured.over_images.get((runs.rule, quoted[held], held)) for held in by_set}
+    counted = measured.pools if runs.rule == run.recipe_rule else {}
+    pools = [counted[key].numbers if (key := (quoted[held], held)) in counted else {} for held in by_set]
     at = [_at_held_out(runs, held, by_set[held], over[held], chosen_at.get(held)) for held in by_set]
     if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
         worst = min(at[0].accuracies.items(), key=lambda item: item[1])
@@ -84,9 +86,7 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
         held_out=tuple(at),
         worst=worst,
         others=_others(runs),
-        calibrated=_calibrated(
-            [measured.pools.get((quoted[held], held)) for held in by_set] if runs.rule == run.recipe_rule else [None]
-        ),
+        numbers=means_of(pools),
         new_site=None if at_new_site is None else at_new_site.between(metric),
         one_more_domain=one_more_domain(runs, run.results["data"]["images"]),
         **({} if at_new_site is None else at_new_site._asdict()),
@@ -133,11 +133,3 @@ def _others(runs: Runs) -> dict[str, float]:
         if all(value is not None for values in by_set for value in values):
             means[name] = float(np.mean([np.mean(values) for values in by_set]))
     return means
-
-
-def _calibrated(pools: Sequence[Pool | None]) -> dict[str, float] | None:
-    """Means of NLL and ECE after the logits of every model are divided by its own temperature; None if not known."""
-    known = [(pool.nll, pool.ece) for pool in pools if pool and pool.nll is not None and pool.ece is not None]
-    if len(known) < len(pools):
-        return None
-    return dict(zip(("nll", "ece"), np.mean(known, axis=0).tolist(), strict=True))

@@ -15,7 +15,7 @@ from xdm_ft.core import set_name
 from xdm_ft.evaluation.estimates import Spread
 from xdm_ft.report.comparisons import between_encoders, further
 from xdm_ft.report.words import trained_words
-from xdm_ft.results.measured import MEASURES, Measure, Picked, TrainingCost, costs
+from xdm_ft.results.measured import MEASURES, NUMBERS, Measure, Picked, RunMeasures, TrainingCost, costs
 from xdm_ft.results.model import Record
 from xdm_ft.results.run import Run
 from xdm_ft.results.table import Comparison
@@ -31,7 +31,7 @@ COLUMNS = (
     "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
     "metric", "mean", "std", "stderr", "low", "high",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
-    *COMPARED, "draws", "gradient_evaluations_low", "gradient_evaluations_high", *TrainingCost._fields,
+    *NUMBERS, *COMPARED, "draws", "gradient_evaluations_low", "gradient_evaluations_high", *TrainingCost._fields,
     "failed", "skipped", "reason", "flags", "protocol",
 )  # fmt: skip
 """`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
@@ -51,6 +51,7 @@ def csv_text(rows: Iterable[CsvRow]) -> str:
 def csv_rows(run: Run) -> Iterator[CsvRow]:
     """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
     picked = {rule: Picked(run.every, rule, run.metric) for rule in dict.fromkeys(row.selection for row in run.rows)}
+    nothing = RunMeasures("", {}, {})
     cost, beside = costs(run.records), {rule: run.beside_rows(rule) for rule in picked}
     for row in run.rows:
         models, evaluations = picked[row.selection], row.budget["gradient_evaluations"] or {}
@@ -69,21 +70,16 @@ def csv_rows(run: Run) -> Iterator[CsvRow]:
         compared = beside[row.selection].get(row.method)
         means = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        interval = row.interval._asdict() if row.interval else {}
-        yield (
-            start
-            | {"of": "mean"}
-            | _numbers(spread, means)
-            | interval
-            | (_comparison(compared) if compared else {})
-            | missing
-        )
+        measured = run.kept_measures or nothing if row.selection == run.recipe_rule else nothing
+        of_mean = _numbers(spread, means) | measured.numbers(row.method, models.held_out)
+        of_mean |= row.interval._asdict() if row.interval else {}
+        yield start | {"of": "mean"} | of_mean | (_comparison(compared) if compared else {}) | missing
         for held in models.held_out:
             on_set = {measure.name: models.on(row.method, held, measure) for measure in MEASURES}
             headline = models.on(row.method, held, Measure(run.metric, run.metric))
             of_set = {"of": "held_out", "held_out": set_name(held), "images": models.images(row.method, held)}
             ends = {end: row.per_test_domain.get(set_name(held), {}).get(end) for end in ("low", "high")}
-            yield start | of_set | _numbers(headline, on_set) | ends
+            yield start | of_set | _numbers(headline, on_set) | ends | measured.numbers(row.method, [held])
             # a set of one domain has its row already
             for domain, accuracy in models.accuracies(row.method, held).items() if len(held) > 1 else ():
                 of_domain = {"of": "domain", "held_out": domain, "metric": "accuracy"}

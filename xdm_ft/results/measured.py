@@ -127,6 +127,19 @@ MISTAKEN = 5  # models, of the first seeds, whose mistakes are looked at
 MAX_VALUES = 1 << 22  # probabilities that are worked on together
 
 
+class Number(NamedTuple):
+    """A number that the predictions of a model come to: a column of tables and results.csv, and a line of the card."""
+
+    words: str
+    unit: str  # the metric whose unit it has
+
+
+NUMBERS = {
+    "nll_with_temperature": Number("NLL with a temperature", "nll"),
+    "ece_with_temperature": Number("ECE with a temperature", "ece"),
+}
+
+
 class Mistake(NamedTuple):
     """A test image and the wrong class that the models were most sure of."""
 
@@ -149,8 +162,7 @@ class Pool:
     models: int = 0
     every_class: bool = True  # whether the probabilities of all classes were kept
     averaged: float | None = None  # metric of the mean logits over seeds; None: undefined, or not asked for
-    nll: float | None = None  # after each model's own fitted temperature, as `ece`; None: unknown
-    ece: float | None = None
+    numbers: dict[str, float] = field(default_factory=dict)  # those of `NUMBERS` that all models have, means over them
     mistakes: list[Mistake] = field(default_factory=list)
 
     def counts(self, classes: int) -> np.ndarray:
@@ -181,6 +193,11 @@ def interval(metric: str, values: Sequence[np.ndarray], over: Sequence[OverImage
     return interval_of(metric, estimate, sum(of.groups for of in known))
 
 
+def means_of(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the means of those of `NUMBERS` that all have."""
+    return {name: float(np.mean([of[name] for of in values])) for name in NUMBERS if all(name in of for of in values)}
+
+
 ARRAYS = ("pairs", "levels", "bins")  # of a pool
 VALUES = tuple(field.name for field in fields(Pool) if field.name not in ARRAYS)
 
@@ -204,6 +221,10 @@ class RunMeasures:
             return None
         over = [self.over_images.get((runs.rule, runs.method, held_set)) for held_set in sets]
         return interval(runs.metric, [values[held_set] for held_set in sets], over)
+
+    def numbers(self, method: str, sets: Iterable[DomainSet]) -> dict[str, float]:
+        """Returns the means over held-out sets of those of `NUMBERS` that are known of all."""
+        return means_of([self.pools[method, held].numbers if (method, held) in self.pools else {} for held in sets])
 
     def tensors(self) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """Returns arrays and metadata of measured.safetensors."""
@@ -231,7 +252,7 @@ class Counter:
         """`average`: whether the metric of the mean logits is wanted."""
         self.metric, self.average, self.pool = metric, average, Pool()
         self._log_p: np.ndarray | float = 0.0  # Σ over models, [n,C]
-        self._calibrated: list[tuple[float, float] | None] = []  # nll and ece of each model
+        self._numbers: list[dict[str, float]] = []  # of each model
         self._wrong: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # confidence, that of others, class
 
     def add(self, prediction: Prediction, temperature: float | None) -> None:
@@ -253,11 +274,12 @@ class Counter:
         pool.every_class &= p.ndim == 2
         if self.average and pool.every_class:
             self._log_p = self._log_p + log_probabilities(p)
-        calibrated = None
+        numbers = dict[str, float]()
         if temperature is not None and p.ndim == 2:
             nll, sure = _in_blocks(partial(_divided, temperature), p, labels)
-            calibrated = float(nll.mean()), expected_calibration_error(sure, right)
-        self._calibrated.append(calibrated)
+            numbers["nll_with_temperature"] = float(nll.mean())
+            numbers["ece_with_temperature"] = expected_calibration_error(sure, right)
+        self._numbers.append(numbers)
 
     def end(self, images: HeldOutImages) -> Pool:
         """Returns the pool, with what needs all models."""
@@ -267,8 +289,7 @@ class Counter:
             values = self._log_p / pool.models, images.labels, images.worst_of
             value = metric(self.metric, *(torch.from_numpy(of) for of in values))
             pool.averaged = None if np.isnan(value) else value
-        if None not in self._calibrated:
-            pool.nll, pool.ece = (float(np.mean(of)) for of in zip(*self._calibrated, strict=True))
+        pool.numbers = means_of(self._numbers)
         return pool
 
 

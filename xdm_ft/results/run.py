@@ -391,10 +391,7 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{file}: {error.fault}; {RUN_AGAIN} under another name") from error
     except Damaged as error:
         raise UserError(f"{file}: cannot be read as the results of a run ({error}); name a run directory") from error
-    try:
-        recipe = checked_before(RecipeText(str(file), results["recipe"]))
-    except UserError as error:
-        raise UserError(*error.args, f"{file}: needs what its recipe names; put it back, or {RUN_AGAIN}") from error
+    recipe = recipe_of(file, results)
     rows = [SummaryRow.from_json(row) for row in results["summary"]]
     run = Run(path, recipe, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
     if others := {record.method for record in run.every} - {item.label for item in recipe.methods} if rows else set():
@@ -408,6 +405,14 @@ def read_run(path: Path) -> Run:
     if lacking := {row.method for row in rows} - {record.method for record in run.every}:
         raise UserError(f"{file}: was edited: runs has no model of {min(lacking)}; {RUN_AGAIN}")
     return run
+
+
+def recipe_of(file: Path, results: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe of the content of results.json, a file. Raises `UserError` if this version cannot read it."""
+    try:
+        return checked_before(RecipeText(str(file), results["recipe"]))
+    except UserError as error:
+        raise UserError(*error.args, f"{file}: needs what its recipe names; put it back, or {RUN_AGAIN}") from error
 
 
 def encoders_of(results: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

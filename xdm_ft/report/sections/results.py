@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
@@ -14,7 +14,7 @@ from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Mark, Row, SeriesStyle, curves, looks, points
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, in_unit, oracle_mark, with_spread
 from xdm_ft.results import grouped
-from xdm_ft.results.measured import MEASURES, Picked, costs
+from xdm_ft.results.measured import MEASURES, NUMBERS, Picked, costs
 from xdm_ft.results.run import ORACLE, Run, encoders_of
 from xdm_ft.results.table import SummaryRow
 from xdm_ft.runtime.errors import listed, plural
@@ -174,11 +174,13 @@ def all_metrics(run: Run, rule: str) -> Section | None:
     if not run.records or not methods:
         return None
     models = Picked(run.every, rule, run.metric)
-    table = metric_table([([method], models, method) for method in methods], ["method"], rule)
+    tables = [metric_table([([method], models, method) for method in methods], ["method"], rule)]
+    if rule == run.recipe_rule and run.kept_measures is not None:
+        tables += _numbers_table({method: run.kept_measures.numbers(method, run.held_out_sets) for method in methods})
     names = {measure.score: words.metric_words(measure.name) for measure in MEASURES}
     lower = ", ".join(name for score, name in names.items() if not HIGHER_IS_BETTER.get(score, True))
     losses = ", ".join(name for score, name in names.items() if score not in words.IN_PERCENT)
-    return make_section("metrics", tables=[table], not_in_percent=losses, lower=lower)
+    return make_section("metrics", tables=tables, not_in_percent=losses, lower=lower)
 
 
 def metric_table(rows: Sequence[tuple[Sequence[str], Picked, str]], labels: Sequence[str], rule: str) -> Table:
@@ -193,6 +195,16 @@ def metric_table(rows: Sequence[tuple[Sequence[str], Picked, str]], labels: Sequ
         lines.append(line)
     header = [*labels[:-1], f"{labels[-1]}{oracle_mark(rule)}", *(words.metric_words(m.name) for m in MEASURES)]
     return Table("Every metric of the picked models.", header, lines, labels=len(labels))
+
+
+def _numbers_table(values: Mapping[str, Mapping[str, float]]) -> list[Table]:
+    known = {name: number for name, number in NUMBERS.items() if any(name in of for of in values.values())}
+    rows = [
+        cells(method, *(metric_cell(of.get(name), number.unit) for name, number in known.items()))
+        for method, of in values.items()
+    ]
+    header = ["method", *(number.words for number in known.values())]
+    return [Table("More of the predictions of the picked models.", header, rows)] if known else []
 
 
 def cost(run: Run) -> Section | None:
