@@ -37,7 +37,7 @@ from xdm_ft.new_site.adapt import doubts
 from xdm_ft.new_site.reference import site_of
 from xdm_ft.new_site.stored import Stored
 from xdm_ft.results.run import read_run
-from xdm_ft.training.adaptation import adapted_head, correct, do_no_harm
+from xdm_ft.training.adaptation import adapt_head, correct, do_no_harm
 
 DRAWS, ADAPTATIONS = 20, 10
 SIDE = 224
@@ -244,7 +244,7 @@ def adaptation(
     assert isinstance(head, Linear)
     shipped = head.weight.detach(), head.bias.detach()
     about = *shipped, site.z[rows], torch.from_numpy(given), *statistics
-    heads, kept = (shipped, adapted_head(*about)), do_no_harm(*about, None if number is None else number[rows]).kept
+    heads, kept = (shipped, adapt_head(*about)), do_no_harm(*about, None if number is None else number[rows]).kept
     right = [correct(*of, site.z[rest], everywhere[rest]).double() for of in heads]
     of_absent = [float(of[everywhere[rest] == absent].mean()) if missing else float("nan") for of in right]
     errors = [
@@ -275,7 +275,7 @@ def printed(site: Site, draw: np.random.Generator, budget: int) -> Printed | Non
     decided = do_no_harm(*about, None)
     if not decided.kept:
         return None
-    adapted = adapted_head(*about)
+    adapted = adapt_head(*about)
     before, after = (correct(*of, site.z, y).numpy().astype(int) for of in (shipped, adapted))
     change, rest = after - before, np.setdiff1d(np.arange(len(y)), np.concatenate(chosen))
     interval, true = paired_interval(change[chosen.evaluate]), float(change[rest].mean())

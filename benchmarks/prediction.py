@@ -26,14 +26,14 @@ import xdm_ft
 from xdm_ft.export.predictor import Model, read_batches, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features import fast_batch_size
-from xdm_ft.images.transforms import normalized
+from xdm_ft.images.transforms import normalize
 from xdm_ft.runtime.machine import retain_freed_memory
 
 
 def forward(model: Model, items: Sequence[Item], batch_size: int) -> Callable[[], float]:
     """Returns a function that measures images per second of the forward pass; as many images as `items`."""
     [batch] = read_batches(model, [list(items[:batch_size])], batch_size, 0)
-    pixels = normalized(batch.pixels.to(model.device), model.config.preprocessing)
+    pixels = normalize(batch.pixels.to(model.device), model.config.preprocessing)
 
     @torch.inference_mode()
     def measured() -> float:

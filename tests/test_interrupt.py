@@ -114,7 +114,7 @@ def test_a_sigint_that_a_launcher_forwards_does_not_count_as_a_second_one(monkey
 
 def test_the_earlier_handlers_come_back():
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with interrupt.handled(resumable=True):
+    with interrupt.handle_signals(resumable=True):
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
@@ -123,7 +123,7 @@ def test_another_thread_changes_no_handlers():
     seen = []
 
     def work():
-        with interrupt.handled(resumable=True):
+        with interrupt.handle_signals(resumable=True):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)

@@ -16,7 +16,7 @@ from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.analysis.augmented import QUANTILES, augmented_in_encoder, halves, mixed_features, xdomainmix_features
+from xdm_ft.analysis.augmented import QUANTILES, augment_in_encoder, halves, mix_features, xdomainmix_features
 from xdm_ft.core import Task
 from xdm_ft.heads.cosine import Cosine
 
@@ -78,7 +78,7 @@ def test_features_that_are_mixed_lie_between_two(method: type[Algorithm], settin
     # features of class c and domain d: (c, d, 1); what is mixed is known from them
     _, y, domain = features(100)
     z = torch.stack([y.float(), domain.float(), torch.ones(100)], 1)
-    found = mixed_features(method(Setup(TASK, 3, 100, 0), **setting), z, y, domain)
+    found = mix_features(method(Setup(TASK, 3, 100, 0), **setting), z, y, domain)
     torch.testing.assert_close(found[:, 2], z[:, 2])
     assert (found[:, 1] != z[:, 1]).float().mean() > 0.3
     if method is LISA:  # the class stays, the domain changes
@@ -88,9 +88,9 @@ def test_features_that_are_mixed_lie_between_two(method: type[Algorithm], settin
 def test_lisa_takes_partners_from_all_where_it_is_told() -> None:
     """In batches of one sample the batch holds no partner."""
     z, y, domain = features(40)
-    alone = mixed_features(LISA(SETUP), z, y, domain, batch_size=1)
+    alone = mix_features(LISA(SETUP), z, y, domain, batch_size=1)
     torch.testing.assert_close(alone, z)
-    assert (mixed_features(LISA(SETUP, partners="all"), z, y, domain, batch_size=1) != z).any(1).float().mean() > 0.9
+    assert (mix_features(LISA(SETUP, partners="all"), z, y, domain, batch_size=1) != z).any(1).float().mean() > 0.9
 
 
 class Staged(SmallCNN):
@@ -107,7 +107,7 @@ def batches(n: int = 64) -> list[tuple[Tensor, Tensor, Tensor]]:
 def test_without_augmentation_features_are_those_of_the_encoder(algorithm: Algorithm) -> None:
     encoder = Staged(dropout=0.5)
     plain = torch.cat([encoder(images) for images, _, _ in batches()])
-    torch.testing.assert_close(augmented_in_encoder(algorithm, encoder, batches()), plain.detach())
+    torch.testing.assert_close(augment_in_encoder(algorithm, encoder, batches()), plain.detach())
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_augmentation_changes_features_and_leaves_the_encoder_as_it_was(
     encoder = Staged()
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     plain = torch.cat([encoder(images) for images, _, _ in batches()]).detach()
-    found = augmented_in_encoder(method(SETUP, **settings), encoder, batches())
+    found = augment_in_encoder(method(SETUP, **settings), encoder, batches())
     assert found.shape == plain.shape and not found.requires_grad
     assert (found != plain).any(1).float().mean() > 0.5
     assert torch.equal(torch.cat([encoder(images) for images, _, _ in batches()]), plain)
     assert not any(module._forward_hooks for module in encoder.modules())  # each would call a method's module again
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
-    assert torch.equal(found, augmented_in_encoder(method(SETUP, **settings), encoder, batches()))
+    assert torch.equal(found, augment_in_encoder(method(SETUP, **settings), encoder, batches()))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from xdm_ft.analysis.reconstruction import Autoencoder, decoder, mixed_maps, read_autoencoder, vgg_encoder
+from xdm_ft.analysis.reconstruction import Autoencoder, decoder, mix_maps, read_autoencoder, vgg_encoder
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.errors import UserError
 
@@ -77,7 +77,7 @@ def test_channels_keep_their_places(folder: Path) -> None:
 def mixed(maps: torch.Tensor, quantile: float):
     y, domain = torch.tensor([0, 0, 1, 1, 0, 1]), torch.tensor([0, 1, 0, 1, 2, 2])
     heads = [Linear(maps.shape[1], outputs, seed, 0) for seed, outputs in enumerate((2, 3))]
-    return mixed_maps(maps, y, domain, *heads, quantile)
+    return mix_maps(maps, y, domain, *heads, quantile)
 
 
 def test_mixing_takes_whole_channels() -> None:

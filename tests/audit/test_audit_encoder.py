@@ -11,9 +11,9 @@ from xdm_ft.audit.encoder import (
     HOW,
     Aligned,
     aligned_accuracy,
-    aligned_halves,
     domain_probe,
     encoder_facts,
+    halve_by_alignment,
     prompt_cosines,
 )
 from xdm_ft.evaluation.neighbours import directions, neighbours
@@ -83,8 +83,8 @@ def test_halves_are_those_of_each_class():
     labels = np.array([0, 0, 0, 0, 1, 1, 1, 2])
     cosines = np.array([0.1, 0.9, 0.2, 0.8, 0.3, 0.1, 0.2, 0.5])
     # the middle one of class 1, and the only one of class 2, are in neither half
-    assert aligned_halves(cosines, labels).tolist() == [0, 1, 0, 1, 1, 0, -1, -1]
-    assert aligned_halves(np.zeros(4), np.zeros(4, np.int64)).tolist() == [0, 0, 1, 1]
+    assert halve_by_alignment(cosines, labels).tolist() == [0, 1, 0, 1, 1, 0, -1, -1]
+    assert halve_by_alignment(np.zeros(4), np.zeros(4, np.int64)).tolist() == [0, 0, 1, 1]
 
 
 def test_accuracy_of_the_halves_by_hand():

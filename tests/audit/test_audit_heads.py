@@ -8,7 +8,7 @@ from tests.audit.studies import RECIPE, clusters, study
 from xdm_ft.audit import measure
 from xdm_ft.audit.costs import Change, costs
 from xdm_ft.audit.heads import HeadRequest, Study
-from xdm_ft.audit.labels import confused, label_costs, label_scores
+from xdm_ft.audit.labels import find_confusions, label_costs, label_scores
 from xdm_ft.audit.twins import _cells, domain_pairs, units_of
 from xdm_ft.protocol.splits import SELECTION_SPLIT
 from xdm_ft.runtime.errors import UserError
@@ -203,7 +203,7 @@ def test_wrong_labels_are_ranked_first(share):
     right = np.intersect1d(found, wrong)  # the suggested class is the true one
     at = np.searchsorted(scores.rows, right)
     assert (scores.suggested[at] == (labels[right] - 1) % 3).mean() > 0.9
-    label, other, images = confused(whole, scores)[0]
+    label, other, images = find_confusions(whole, scores)[0]
     assert (int(other[1]) + 1) % 3 == int(label[1])
     assert 0 < images <= len(found)
 
@@ -239,7 +239,7 @@ def test_relabelling_and_dropping_wrong_labels_helps_and_none_costs_nothing():
     scores = label_scores(clean)
     assert len(scores.suspects) == 0
     assert label_costs(clean, scores) == []
-    assert confused(clean, scores) == []
+    assert find_confusions(clean, scores) == []
 
 
 def test_labels_of_one_class_or_of_few_groups_are_not_judged():

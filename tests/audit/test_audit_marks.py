@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from tests.data.made_up import MadeUp
-from xdm_ft.audit.facts import SIDE, low_level, marks, picked_out
+from xdm_ft.audit.facts import SIDE, low_level, marks, pick_out
 
 NAMES = (["d0", "d1"], ["c0", "c1", "c2"])
 
@@ -80,4 +80,4 @@ def test_images_of_few_groups_prove_little():
 
 def test_picked_out_by_hand():
     score, of_class = np.array([*range(200), 500, 199.5, 100, 198.5]), np.arange(204) >= 200
-    assert picked_out(score, of_class) == 3 / 4  # above all but two of 200 others
+    assert pick_out(score, of_class) == 3 / 4  # above all but two of 200 others

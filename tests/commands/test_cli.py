@@ -22,7 +22,7 @@ from warm_processes import xdm_ft
 
 from xdm_ft.cli import as_json
 from xdm_ft.cli.arguments import EXAMPLES, VERBS
-from xdm_ft.cli.cache import referenced_by
+from xdm_ft.cli.cache import find_references
 from xdm_ft.cli.ls import Setting, listing
 from xdm_ft.cli.parser import main, parser
 from xdm_ft.cli.validate import validate
@@ -375,7 +375,7 @@ def test_features_of_every_encoder_and_cut_of_a_run_are_referenced(tmp_path: Pat
     recipe, environment = {"name": "x", "methods": ["erm"]}, {"features": features}
     results = {"schema": 1, "recipe": recipe, "environment": environment, "runs": []}
     write_results(tmp_path / "results.json", whole(results | {"summary": []}))
-    assert referenced_by([str(tmp_path)]) == {"k1", "k2", "k3"}
+    assert find_references([str(tmp_path)]) == {"k1", "k2", "k3"}
 
 
 def test_numbers_that_json_lacks_are_null() -> None:

@@ -204,7 +204,7 @@ def test_images_of_augmented_features(
         assert not any(np.array_equal(pixels[:, column], pixels[:, column + 1]) for column in range(3))
     assert sorted(path.name for path in (run / "reconstruction").iterdir()) == ["%3Ci%3E%7Ca%2Cb.png", "ink.png"]
     assert (run / "analysis.json").read_bytes() == before
-    monkeypatch.setattr("xdm_ft.analysis.reconstruction.fitted_domain_head", lambda *_: None)  # one training domain
+    monkeypatch.setattr("xdm_ft.analysis.reconstruction.fit_domain_head", lambda *_: None)  # one training domain
     assert main(["analyse", str(run), "--reconstruct", str(tmp_path)]) == 0
     assert "no images for ink: XDomainMix needs two" in capsys.readouterr().out
     assert list((run / "reconstruction").iterdir()) == []

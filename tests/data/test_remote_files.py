@@ -23,7 +23,7 @@ from range_server import Served, served
 
 from xdm_ft.data import webdataset
 from xdm_ft.data.parquet import Parquet
-from xdm_ft.data.webdataset import WebDataset, expanded_braces
+from xdm_ft.data.webdataset import WebDataset, expand_braces
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.image_files import RecentlyUsed, remote
 from xdm_ft.image_files.tables import Columns, Keys
@@ -285,9 +285,9 @@ def test_faults_of_tars(tmp_path: Path) -> None:
     assert "does not exist; name a .tar file" in line(lambda: WebDataset(file=tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     assert "contains no .tar files" in line(lambda: WebDataset(file=tmp_path / "empty"))
-    assert list(expanded_braces("a{08..11}.tar")) == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
-    assert list(expanded_braces("{x,y}/{1..2}")) == ["x/1", "x/2", "y/1", "y/2"]
-    assert list(expanded_braces("plain")) == ["plain"]
+    assert list(expand_braces("a{08..11}.tar")) == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
+    assert list(expand_braces("{x,y}/{1..2}")) == ["x/1", "x/2", "y/1", "y/2"]
+    assert list(expand_braces("plain")) == ["plain"]
 
 
 def of_members(path: Path, **members: bytes) -> Path:

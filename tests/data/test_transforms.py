@@ -16,7 +16,7 @@ from xdm_ft.images.transforms import (
     PreprocessingOverrides,
     augmenting_transform,
     evaluation_transform,
-    normalized,
+    normalize,
     normalizing_transform,
     training_transform,
 )
@@ -102,15 +102,15 @@ def test_batches_are_normalised_to_the_same_bits_as_single_images() -> None:
     for mean, std in ((MEAN, STD), ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))):
         preprocessing = own(mean=mean, std=std, size=32)
         each = torch.stack([normalizing_transform(preprocessing)(Image.fromarray(image)) for image in pixels])
-        batch = normalized(torch.from_numpy(pixels), preprocessing)
+        batch = normalize(torch.from_numpy(pixels), preprocessing)
         assert torch.equal(batch, each) and batch.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.gpu
 def test_a_gpu_normalises_to_rounding() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).expand(2, 16, 16, 3).contiguous()
-    on_gpu = normalized(pixels.cuda(), own(size=16)).cpu()
-    torch.testing.assert_close(on_gpu, normalized(pixels, own(size=16)), rtol=1e-6, atol=1e-6)
+    on_gpu = normalize(pixels.cuda(), own(size=16)).cpu()
+    torch.testing.assert_close(on_gpu, normalize(pixels, own(size=16)), rtol=1e-6, atol=1e-6)
 
 
 def test_the_image_of_an_augmentation_is_that_of_the_training_transform() -> None:

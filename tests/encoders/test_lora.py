@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from xdm_ft.cut import Lora
 from xdm_ft.cut.cut import Cut
-from xdm_ft.cut.lora import SplitAttention, add_lora, merged_state, touched_names
+from xdm_ft.cut.lora import SplitAttention, add_lora, merge_updates, touched_names
 from xdm_ft.encoders import Encoder, LibraryEncoder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.runtime.errors import UserError
@@ -80,7 +80,7 @@ def test_formula_against_loops(case: Case, alpha: float | None, scale: float) ->
     layer = name.replace("in_proj_weight", "in_proj.weight").removesuffix(".weight")
     a = encoder.get_parameter(f"{layer}.lora_A.default.weight").tolist()  # [rank,inputs]
     b = encoder.get_parameter(f"{layer}.lora_B.default.weight").tolist()  # [outputs,rank]
-    w, merged = plain[name].tolist(), merged_state(encoder)[name].tolist()
+    w, merged = plain[name].tolist(), merge_updates(encoder)[name].tolist()
     for i in range(0, len(b), 7):
         for j in range(len(a[0])):
             expected = w[i][j] + scale * sum(b[i][r] * a[r][j] for r in range(2))
@@ -93,7 +93,7 @@ def test_merged_weights_in_a_plain_encoder_give_the_same_features(case: Case) ->
     add_lora(encoder, blocks, Lora(rank=2), seed=0)
     fill(encoder)
     unmerged = snapshot(encoder)
-    merged = merged_state(encoder)
+    merged = merge_updates(encoder)
     assert {n: t.shape for n, t in merged.items()} == {n: t.shape for n, t in state.items()}
     assert {n for n in state if not torch.equal(merged[n], state[n])} == touched_names(encoder)
     assert len(touched_names(encoder)) == 4 * len(blocks)
@@ -181,7 +181,7 @@ def test_copies_and_lower_precision(case: Case) -> None:
     for rounded in (mixed, low):
         assert not torch.equal(rounded, z)
         assert nn.functional.cosine_similarity(rounded.float(), z).min() > 0.99
-    merged = merged_state(twin)
+    merged = merge_updates(twin)
     assert {merged[name].dtype for name in touched_names(twin)} == {torch.bfloat16}
     assert all(torch.equal(tensor, start[name]) for name, tensor in encoder.state_dict().items())
 
@@ -238,7 +238,7 @@ def test_other_families(family: str) -> None:
     z = encoder(images(side, 4))
     assert (z - plain(images(side, 4))).abs().max() > 1e-2
     assert len(touched_names(encoder)) == 2 * layers
-    plain.load_state_dict(merged_state(encoder))
+    plain.load_state_dict(merge_updates(encoder))
     torch.testing.assert_close(plain(images(side, 4)), z, rtol=0, atol=1e-5)
 
 

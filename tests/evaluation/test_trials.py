@@ -10,7 +10,7 @@ import pytest
 from xdm_ft.core import ModelKey, Score
 from xdm_ft.results.model import Pick, Record, Status
 from xdm_ft.results.table import SummaryRow
-from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials, selection_values
+from xdm_ft.results.trials import MethodChoice, choose_method, pick_trials, selection_values
 
 VIT: dict[str, Any] = {"encoder": "vit", "trainable": False}  # of a record
 
@@ -73,18 +73,18 @@ def test_of_tied_trials_oracle_takes_the_one_that_the_other_rule_picks() -> None
         return Record(ModelKey("erm", ("a",), 0, number), {}, "ok", selected=picks, **VIT)
 
     trials = [trial(0, 0.5, 0.9), trial(1, 0.7, 0.9), trial(2, 0.8, 0.6), trial(3, 0.6, None)]
-    assert picked_trials(trials[:2], "oracle", "accuracy") == [trials[1]], "both are equal for oracle"
-    assert picked_trials(trials, "oracle", "accuracy") == [trials[0]], "trial 2, which train_val picks, is no tie"
-    assert picked_trials(trials, "train_val", "accuracy") == [trials[2]]
+    assert pick_trials(trials[:2], "oracle", "accuracy") == [trials[1]], "both are equal for oracle"
+    assert pick_trials(trials, "oracle", "accuracy") == [trials[0]], "trial 2, which train_val picks, is no tie"
+    assert pick_trials(trials, "train_val", "accuracy") == [trials[2]]
     alone = [replace(one, selected={"oracle": one.selected["oracle"]}) for one in trials]
-    assert picked_trials(alone, "oracle", "accuracy") == [alone[0]], "without another rule the first"
+    assert pick_trials(alone, "oracle", "accuracy") == [alone[0]], "without another rule the first"
 
 
 def test_the_trial_of_the_best_value_or_the_first() -> None:
     trials = [record("erm", 0, None), record("erm", 0, 0.6, trial=1), record("erm", 0, 0.8, trial=2)]
-    assert picked_trials(trials, "train_val", "accuracy") == [trials[2]]
-    assert picked_trials(trials, "train_val", "nll") == [trials[1]]
-    assert picked_trials(trials[:1], "train_val", "accuracy") == trials[:1]
+    assert pick_trials(trials, "train_val", "accuracy") == [trials[2]]
+    assert pick_trials(trials, "train_val", "nll") == [trials[1]]
+    assert pick_trials(trials[:1], "train_val", "accuracy") == trials[:1]
 
 
 # the differences to irm are 0.2, −0.1, 0.1, 0: mean 0.05, s = 0.12910, s / √4 = 0.06455

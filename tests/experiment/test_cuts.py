@@ -10,8 +10,8 @@ from small_runs import RECIPE, recipe, results
 
 from xdm_ft.cli import doctor
 from xdm_ft.cli.validate import validate
-from xdm_ft.experiment.final_fit import combined
-from xdm_ft.experiment.plan import hparams, make_plan, read_data, searched
+from xdm_ft.experiment.final_fit import combine
+from xdm_ft.experiment.plan import find_searched, hparams, make_plan, read_data
 from xdm_ft.experiment.prepare import (
     build_encoders,
     cached_cuts,
@@ -235,9 +235,9 @@ def test_a_search_draws_rates_of_low_rank_updates_from_their_own_range():
     assert drawn["free"][0] == drawn["block"][0] == 5e-5, "the first trial has the recipe's own values"
     for row, low, high in (("free", 1e-4, 10**-2.5), ("block", 1e-5, 10**-3.5)):
         assert low <= min(drawn[row][1:]) < 1.3 * low and 0.79 * high < max(drawn[row][1:]) <= high
-        assert dict(searched(made, items[row]))["encoder_lr"].log_uniform == (low, high)
-    assert "encoder_lr" not in dict(searched(made, items["low rank"]))
-    assert "encoder_lr" not in combined(made, items["low rank"], [{"encoder_lr": 3e-4}])
+        assert dict(find_searched(made, items[row]))["encoder_lr"].log_uniform == (low, high)
+    assert "encoder_lr" not in dict(find_searched(made, items["low rank"]))
+    assert "encoder_lr" not in combine(made, items["low rank"], [{"encoder_lr": 3e-4}])
     own = recipe(ROWS.replace(", encoder_lr: 3.0e-4", ""), ONE, SEARCH, "search.space={encoder_lr: {choice: [0.5]}}")
     assert {*rates(own)["low rank"][1:]} == {0.5}, "a range of the recipe's own is kept"
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from xdm_ft.algorithms import Setup
 from xdm_ft.cli.library import run
 from xdm_ft.core import Criteria, ModelKey, Task
-from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
+from xdm_ft.experiment.final_fit import combine, fit_of_runs, median, mode
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.work import start
@@ -266,9 +266,9 @@ def test_each_searched_key_is_combined_by_itself():
         {"lr": 0.2, "batch_size": 4, "sam.rho": 0.1, "discard_per": "sample", "patience": 3, "p_discard": 0.2},
     ]
     common = {"lr": 0.2, "batch_size": 4}
-    assert combined(made, mixed, picks) == common | {"sam.rho": 0.1, "xdomainmix.discard_per": "sample"}
-    assert combined(made, sam, picks) == common, "a setting of the item's own is not searched"
-    assert combined(made, probe, [{"strengths": [1.0]}]) == {}
+    assert combine(made, mixed, picks) == common | {"sam.rho": 0.1, "xdomainmix.discard_per": "sample"}
+    assert combine(made, sam, picks) == common, "a setting of the item's own is not searched"
+    assert combine(made, probe, [{"strengths": [1.0]}]) == {}
 
 
 @pytest.mark.slow

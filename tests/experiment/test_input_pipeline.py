@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from xdm_ft.cli.library import run
-from xdm_ft.cli.validate import resolved_with_meanings, validate
+from xdm_ft.cli.validate import annotate, validate
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check
@@ -84,7 +84,7 @@ def test_null_is_resolved_and_shown(overrides, expected):
     made = recipe(*overrides)
     assert [made.augmentation_of(item) for item in made.methods] == [expected]
     assert made.train_augmentation == made.resolved()["data"]["train_augmentation"] == expected
-    assert f"  train_augmentation: {expected} " in resolved_with_meanings(made)
+    assert f"  train_augmentation: {expected} " in annotate(made)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from xdm_ft.experiment.work import start
 from xdm_ft.protocol.splits import splits, stratified_part
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.training.adaptation import adapted_head
+from xdm_ft.training.adaptation import adapt_head
 
 RUN = Path("output/tiny")
 RECIPE = """\
@@ -119,7 +119,7 @@ def naive(made: Recipe, domain: str, number: int) -> tuple[float, float]:
     half = stratified_part(dataset, rows, 0.5, 0)
     tested, chosen = np.setdiff1d(rows, half), np.random.default_rng(0).permutation(half)[:number]
     before = state["head.weight"], state["head.bias"]
-    after = adapted_head(*before, z[chosen], y[chosen], mean, deviation)
+    after = adapt_head(*before, z[chosen], y[chosen], mean, deviation)
 
     def right(weight: torch.Tensor, bias: torch.Tensor) -> float:
         return float(((z[tested] @ weight.T + bias).argmax(1) == y[tested]).double().mean())

@@ -22,7 +22,7 @@ from xdm_ft.export.expected import expected_performance
 from xdm_ft.protocol.splits import LEFT_OUT, mean_course, splits, without
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import read_run
-from xdm_ft.results.trials import picked_trials, selection_value
+from xdm_ft.results.trials import pick_trials, selection_value
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
@@ -291,8 +291,8 @@ def record(trial, value, status="ok"):
 
 def test_the_first_of_equals_is_picked_and_failures_only_where_nothing_else_is():
     trials = [record(0, 0, "failed"), record(1, 0.5), record(2, None), record(3, 0.7), record(4, 0.7)]
-    assert [r.trial for r in picked_trials(trials, "train_val", "accuracy")] == [3]
-    assert [r.trial for r in picked_trials(trials, "train_val", "nll")] == [1]
-    assert [r.trial for r in picked_trials(trials[:1], "train_val", "accuracy")] == [0]
+    assert [r.trial for r in pick_trials(trials, "train_val", "accuracy")] == [3]
+    assert [r.trial for r in pick_trials(trials, "train_val", "nll")] == [1]
+    assert [r.trial for r in pick_trials(trials[:1], "train_val", "accuracy")] == [0]
     assert selection_value(record(0, 0.5), "oracle") is None
     assert selection_value(record(0, 0.5), "train_val") == 0.5

@@ -23,7 +23,7 @@ from xdm_ft.cli.library import run
 from xdm_ft.cli.parser import main
 from xdm_ft.cli.validate import validate
 from xdm_ft.data.fmow import Fmow
-from xdm_ft.experiment.pieces import profiled
+from xdm_ft.experiment.pieces import profile_training
 from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.runtime.errors import UserError
 
@@ -190,7 +190,7 @@ NAME = "name-of-this-machine"
 def test_five_steps_are_traced_and_a_short_training_leaves_none():
     x = torch.ones(4, 4)
     for file, steps in ((Path("traces/erm.json"), 20), (Path("traces/short.json"), 3), (None, 3)):
-        with profiled(file) as after_step:
+        with profile_training(file) as after_step:
             for _ in range(steps):
                 x @ x
                 after_step()

@@ -15,7 +15,7 @@ from xdm_ft.export.expected import expected_performance
 from xdm_ft.results import Runs
 from xdm_ft.results.measured import measure, predictions_of
 from xdm_ft.results.model import Pick, Record
-from xdm_ft.results.trials import picked_trials
+from xdm_ft.results.trials import pick_trials
 from xdm_ft.storage.names import images_file, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -58,7 +58,7 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
 def promise(path, results, records, rule, method):
     """What to expect of one method."""
     metric, held_out = results["recipe"]["protocol"]["metric"], tuple(dict.fromkeys(r.test_domains for r in records))
-    picked = tuple(record for record in picked_trials(records, rule, metric) if record.method == method)
+    picked = tuple(record for record in pick_trials(records, rule, metric) if record.method == method)
     protocol, data = (SimpleNamespace(**results["recipe"][key]) for key in ("protocol", "data"))
     every = [SimpleNamespace(test_domains=tuple(entry["test_domains"])) for entry in results["runs"]]
     runs = Runs(method, rule, metric, held_out, picked)

@@ -12,7 +12,7 @@ from promised import DOMAINS, METHOD, RULE, made_run, promise
 
 from tests.report.audit_examples import rich
 from xdm_ft.cli.export import with_audit
-from xdm_ft.export.card import card, escaped, metadata
+from xdm_ft.export.card import card, escape_markdown, metadata
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import read_config
 from xdm_ft.results.run import read_run
@@ -130,4 +130,4 @@ def test_names_stay_text(config):
     ):
         assert name in html, name
     assert ModelCardData(**yaml.safe_load(text.split("---\n")[1])).eval_results
-    assert escaped("a\x1b[31m") == r"a\\x1b\[31m"
+    assert escape_markdown("a\x1b[31m") == r"a\\x1b\[31m"

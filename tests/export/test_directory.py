@@ -31,7 +31,7 @@ from xdm_ft.export.directory import (
     write_changed,
     write_directory,
 )
-from xdm_ft.export.hub import checked_files
+from xdm_ft.export.hub import check_files
 from xdm_ft.export.predictor import cached_features
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import umask
@@ -243,7 +243,7 @@ def test_a_changed_copy_has_the_named_files_of_the_encoder_alone(tmp_path: Path)
         assert (tmp_path / "copy" / name).read_bytes() == (source / name).read_bytes()
     assert xdm_ft.load(tmp_path / "copy").checksum == checksum_of(source)
     with pytest.raises(UserError, match="not a file of a model, so it is not uploaded"):
-        checked_files(source, made.config)
+        check_files(source, made.config)
     # the hub's cache consists of links to its blobs
     snapshot, blobs = tmp_path / "hub/models--a--b/snapshots/0", tmp_path / "hub/models--a--b/blobs"
     shutil.copytree(tmp_path / "copy", blobs)

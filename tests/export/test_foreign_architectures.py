@@ -21,7 +21,7 @@ from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.encoders.transformers import Transformers
 from xdm_ft.export.directory import read_config, write_directory
-from xdm_ft.export.hub import checked_files
+from xdm_ft.export.hub import check_files
 from xdm_ft.model_sources.source import architecture, check_sizes, quiet
 from xdm_ft.runtime.errors import UserError
 
@@ -256,7 +256,7 @@ def test_a_text_side_of_transformers_goes_with_the_model(tmp_path):
     assert not [file for file in (tmp_path / "model").iterdir() if str(tmp_path).encode() in file.read_bytes()]
     write_directory(parts(again, loaded.config.encoder.settings, name="open_clip", trained=True), tmp_path / "b", True)
     for folder in ("model", "b"):
-        files = checked_files(tmp_path / folder, read_config(tmp_path / folder)[0])
+        files = check_files(tmp_path / folder, read_config(tmp_path / folder)[0])
         assert "text_config.json" in files and "bert_clip.json" in files
 
 

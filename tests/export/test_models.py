@@ -29,7 +29,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import TRAINING_IMAGES, read_config
-from xdm_ft.export.hub import checked_files
+from xdm_ft.export.hub import check_files
 from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.export.predictor import Model, load
 from xdm_ft.results.run import read_run
@@ -116,7 +116,7 @@ def test_low_rank_updates_as_a_part_and_as_onnx(shared: Enter, tmp_path: Path) -
     assert len(part) == 8 and all(".blocks.4." in name or ".blocks.5." in name for name in part)
     assert "LoRA of rank 2 in the last 2 blocks" in (tmp_path / "lora/README.md").read_text()
     config, _ = read_config(tmp_path / "lora")
-    assert file.name in checked_files(tmp_path / "lora", config)
+    assert file.name in check_files(tmp_path / "lora", config)
     shutil.copy(tmp_path / "lora/model.safetensors", file)
     with pytest.raises(UserError, match=r"encoder_part\.safetensors: is damaged .* export the model again"):
         load(tmp_path / "lora")
@@ -124,7 +124,7 @@ def test_low_rank_updates_as_a_part_and_as_onnx(shared: Enter, tmp_path: Path) -
     with pytest.raises(UserError, match=r"encoder_part\.safetensors: does not exist; export the model again"):
         load(tmp_path / "lora")
     with pytest.raises(UserError, match=r"lacks encoder_part\.safetensors; export the model again"):
-        checked_files(tmp_path / "lora", config)
+        check_files(tmp_path / "lora", config)
 
 
 @pytest.mark.slow

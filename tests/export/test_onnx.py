@@ -82,7 +82,7 @@ def test_the_file_computes_what_the_model_computes_and_describes_itself(written)
 def test_a_file_that_differs_is_refused_and_not_kept(written, tmp_path, monkeypatch):
     """The file of another model stands for a fault of the exporter."""
     _, file, _ = written
-    monkeypatch.setattr(own, "exported_bytes", lambda *_: file.path.read_bytes())
+    monkeypatch.setattr(own, "export_bytes", lambda *_: file.path.read_bytes())
     other = tiny(temperature=0.1, normalize=True)
     with pytest.raises(UserError, match=r"model\.onnx: probabilities of ONNX Runtime and torch differ by up to [1-9]"):
         write_onnx(other, tmp_path, [], include_preprocessing=True)

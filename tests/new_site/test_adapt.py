@@ -24,7 +24,7 @@ from xdm_ft.new_site import adapt as driver
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import read_stored
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.training.adaptation import adapted_head, compared, do_no_harm
+from xdm_ft.training.adaptation import adapt_head, compare_heads, do_no_harm
 
 SITE = "data/PACS/photo"
 
@@ -54,7 +54,7 @@ def test_the_adapted_model_is_the_adapted_head(inside, capsys, tmp_path, kept):
     z = torch.from_numpy(before.encode(files))
     labels = torch.tensor([before.class_names.index(file.parent.name) for file in files])
     stored, head = read_stored(inside.model, before.config), before.module.head
-    weight, bias = adapted_head(head.weight, head.bias, z, labels, stored.heads.mean, stored.heads.deviation)
+    weight, bias = adapt_head(head.weight, head.bias, z, labels, stored.heads.mean, stored.heads.deviation)
     assert np.allclose(after.predict_proba(files), (z @ weight.T + bias).softmax(1), atol=1e-5)
     config = after.config
     assert (config.temperature, config.fitted_temperature, config.expected, config.site_xxh3) == (1, None, None, None)
@@ -83,7 +83,7 @@ def test_a_temperature_is_folded_into_the_head(inside, capsys, tmp_path, kept):
     z = torch.from_numpy(warm.encode(files))
     labels = torch.tensor([warm.class_names.index(file.parent.name) for file in files])
     scaled = head.weight / warm.config.temperature, head.bias / warm.config.temperature
-    weight, bias = adapted_head(*scaled, z, labels, stored.heads.mean, stored.heads.deviation)
+    weight, bias = adapt_head(*scaled, z, labels, stored.heads.mean, stored.heads.deviation)
     assert np.allclose(after.predict_proba(files), (z @ weight.T + bias).softmax(1), atol=1e-5)
 
 
@@ -205,7 +205,7 @@ def test_recentring_is_folded_into_the_bias(inside, capsys, tmp_path, kept):
     labels = torch.tensor([before.class_names.index(file.parent.name) for file in files])
     shift = z.mean(0) - torch.full((7,), 1 / 7) @ stored.class_means
     head = before.module.head
-    weight, bias = adapted_head(head.weight, head.bias, z - shift, labels, stored.heads.mean, stored.heads.deviation)
+    weight, bias = adapt_head(head.weight, head.bias, z - shift, labels, stored.heads.mean, stored.heads.deviation)
     assert np.allclose(after.predict_proba(files), ((z - shift) @ weight.T + bias).softmax(1), atol=1e-4)
     assert after.config.adapted.recentred
 
@@ -293,7 +293,7 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
         heads.append((job, trained(job, features, annotations)))
         return heads[-1][1]
 
-    monkeypatch.setattr(driver, "trained_head", recorded)
+    monkeypatch.setattr(driver, "train_head", recorded)
     status, text, err = answer(capsys, *argv, "--json")
     found = json.loads(text)
     assert status == 0 and found["labels"] == 56, err
@@ -302,7 +302,7 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
     assert sizes == [4 * 56, *[5 * 56 - 14] * 4, 5 * 56]  # the baseline, four folds, all
     assert heads[-1][0].split.train_domains == ("art_painting", "cartoon", "photo", "sketch", "site")
     assert found["kept"] == out.exists() == (found["after"] > found["before"] and found["p"] <= 0.3)
-    monkeypatch.setattr(driver, "compared", lambda *of: compared(*of)._replace(after=999, better=99))
+    monkeypatch.setattr(driver, "compare_heads", lambda *of: compare_heads(*of)._replace(after=999, better=99))
     if not out.exists():
         answer(capsys, *argv)
     model = load(out)

@@ -17,7 +17,7 @@ from xdm_ft.experiment.results import references
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.components import Component
-from xdm_ft.recipe.method import MethodCommon, MethodItem, drawn_item
+from xdm_ft.recipe.method import MethodCommon, MethodItem, draw_item
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import apply_override, parse
 from xdm_ft.training import Selected
@@ -105,7 +105,7 @@ def test_every_draw_and_every_override_reaches_its_own_component(name: str) -> N
     keys = {f"{part}.{key}": f"{prefix}{key}" for part, prefix, cls in parts_of(name)
             for key in components.settings_model(cls).model_fields}  # fmt: skip
     recipe = recipe_with(name, "groupdro")
-    item = drawn_item(recipe.methods[0], {key: values[written] for key, written in keys.items()})
+    item = draw_item(recipe.methods[0], {key: values[written] for key, written in keys.items()})
     assert values.items() <= hparams(item, recipe.training).items()
     overrides = tuple(f"{key}={yaml.safe_dump(values[written]).split()[0]}" for key, written in keys.items())
     overridden = recipe_with(name, "groupdro", overrides=overrides)
@@ -118,7 +118,7 @@ def test_flags_look_at_their_own_component() -> None:
     recipe = recipe_with("mixup+sagm", overrides=("search.trials=2", both))
     plan: Any = SimpleNamespace(recipe=recipe, item=lambda label: recipe.methods[0])
     nothing: Any = None
-    item = drawn_item(recipe.methods[0], {"mixup.alpha": 0.5, "sagm.alpha": 0.99})
+    item = draw_item(recipe.methods[0], {"mixup.alpha": 0.5, "sagm.alpha": 0.99})
     model = PlannedModel(nothing, item, recipe.training, nothing, steps=1000)
     assert flags(plan, model, Selected(step=10, state={})) == ["sagm.alpha at the edge of its range"]
 
@@ -136,8 +136,8 @@ def test_a_head_and_its_keys() -> None:
     space = "search={trials: 4, space: {mlp.hidden_width: {choice: [8, 16]}}}"
     searched = recipe_with("erm", deep | {"mlp.hidden_width": 512}, overrides=(space,))
     item = searched.methods[1]
-    drawn = {drawn_item(item, searched.search.drawn(t)).head.kwargs()["hidden_width"] for t in (1, 2, 3)}
-    assert drawn <= {8, 16} and drawn_item(searched.methods[0], searched.search.drawn(1)) is searched.methods[0]
+    drawn = {draw_item(item, searched.search.drawn(t)).head.kwargs()["hidden_width"] for t in (1, 2, 3)}
+    assert drawn <= {8, 16} and draw_item(searched.methods[0], searched.search.drawn(1)) is searched.methods[0]
 
 
 def test_what_rows_are_compared_with() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.cli.validate import resolved_with_meanings
+from xdm_ft.cli.validate import annotate
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check, known_keys, load
@@ -290,7 +290,7 @@ def test_a_good_recipe_resolves_to_itself() -> None:
     assert yaml.safe_load(made.as_yaml())["training"]["momentum"] == 0.9
     for changes in ([], [LINES], [ITEMS, LONG], [("steps: 10", "steps: 10, optimizer: adamw")]):
         made = recipe(*changes)
-        for text in (made.as_yaml(), resolved_with_meanings(made)):
+        for text in (made.as_yaml(), annotate(made)):
             assert check(parse(text, "again.yaml")).as_yaml() == made.as_yaml()
 
 
@@ -365,7 +365,7 @@ def test_adamw_decays_weights_by_default() -> None:
         made = recipe(("steps: 10", f"steps: 10{keys}"))
         assert made.training.weight_decay == made.resolved()["training"]["weight_decay"] == decay
         line = rf"^  weight_decay: {decay} +# sgd, adam: L2 penalty"
-        assert re.search(line, resolved_with_meanings(made), re.MULTILINE)
+        assert re.search(line, annotate(made), re.MULTILINE)
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 2), (2, 1)])

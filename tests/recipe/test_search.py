@@ -11,7 +11,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.components import settings_model
-from xdm_ft.recipe.method import drawn_training
+from xdm_ft.recipe.method import draw_training
 from xdm_ft.recipe.search import TRAINING_KEYS, Distribution, Search, at_the_edge, preset_ranges, settings_of
 from xdm_ft.training import Training
 
@@ -146,6 +146,6 @@ def test_domainnets_batches_go_to_32():
 
 def test_drawn_settings_reach_their_block_only():
     drawn = {"lr": 0.5, "weight_decay": 0.25, "sam.rho": 0.1}
-    training = drawn_training(Training(steps=3), load("demo").methods[0], drawn)
+    training = draw_training(Training(steps=3), load("demo").methods[0], drawn)
     assert (training.lr, training.weight_decay, training.steps) == (0.5, 0.25, 3)
     assert settings_of(drawn, "sam") == {"rho": 0.1} and settings_of(drawn, ERM.__name__) == {}

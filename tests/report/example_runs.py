@@ -22,7 +22,7 @@ from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import Run
 from xdm_ft.results.summary import Summary, summarise
 from xdm_ft.results.table import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue, SummaryRow
-from xdm_ft.results.trials import picked_trials
+from xdm_ft.results.trials import pick_trials
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -191,7 +191,7 @@ def results_of(
         own |= {"encoders": [{"label": one, "model": f"vit_{one}"} for one in encoders]}
     erm = {method: f"erm @ {one}" if (one := split_label(method, encoders)[1]) else "erm" for method in methods}
     records = [Record.from_json(run) for run in runs]
-    picked = picked_trials(records, "train_val", "accuracy")
+    picked = pick_trials(records, "train_val", "accuracy")
     found = Summary([], [])
     if picked:
         found = summarise(

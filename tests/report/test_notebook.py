@@ -31,7 +31,7 @@ def test_facts_are_escaped():
 def test_a_run_is_read_without_building_its_methods_and_says_what_is_gone(tmp_path, monkeypatch):
     results = results_of(two_sets(), search={"trials": 1000, "preset": "frozen"})
     RunDirectory(tmp_path / "run").write_results(results)
-    monkeypatch.setattr(check, "checked_algorithm", None)  # a search of 1,000 trials has thousands
+    monkeypatch.setattr(check, "check_algorithm", None)  # a search of 1,000 trials has thousands
     assert len(xdm_ft.open(tmp_path / "run").run.recipe.methods) == 2
     results["recipe"]["methods"][1]["name"] = "mine"
     RunDirectory(tmp_path / "run").write_results(results)

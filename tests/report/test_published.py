@@ -12,7 +12,7 @@ import pytest
 from example_runs import model, recipe_of, run_of
 
 from xdm_ft.report import Table
-from xdm_ft.report.published import COMPARABLE, METRICS, published, published_name
+from xdm_ft.report.published import COMPARABLE, METRICS, published_name, read_published
 from xdm_ft.report.sections import table_sections
 from xdm_ft.results.model import Record
 from xdm_ft.results.summary import BENCHMARKS, DOMAINBED, WILDS, benchmark_of, images_tested
@@ -68,18 +68,18 @@ def cells(table: Table) -> list[list[str]]:
 @pytest.mark.skipif(not SHARED.exists(), reason="the published numbers are not beside the repository")
 def test_the_packaged_numbers_are_the_published_ones() -> None:
     with SHARED.open(newline="") as file:
-        assert [line._asdict() for line in published()] == list(csv.DictReader(file))
+        assert [line._asdict() for line in read_published()] == list(csv.DictReader(file))
 
 
 def test_every_published_table_is_accounted_for() -> None:
-    tables = Counter(line.table for line in published())
-    assert len(published()) == 202
+    tables = Counter(line.table for line in read_published())
+    assert len(read_published()) == 202
     others = {"representation invariance", "prediction invariance", "divergence of augmented features"}
     assert set(tables) == {*COMPARABLE, *others, "partner selection"}
-    compared = [line for line in published() if line.table in COMPARABLE]
+    compared = [line for line in read_published() if line.table in COMPARABLE]
     assert len(compared) == 103 and {line.metric for line in compared} == set(METRICS)
-    assert {line.dataset for line in published()} == set(BENCHMARKS)
-    assert not {line.metric for line in published() if line.table not in COMPARABLE} & set(METRICS)
+    assert {line.dataset for line in read_published()} == set(BENCHMARKS)
+    assert not {line.metric for line in read_published() if line.table not in COMPARABLE} & set(METRICS)
     keys = Counter((line.dataset, line.method, line.encoder, line.metric) for line in compared)
     assert set(keys.values()) == {1}  # no method has two numbers in one column
 
@@ -234,4 +234,4 @@ def test_which_data_set_it_is(data: dict[str, Any], tested: dict[str, int], expe
 )
 def test_what_the_paper_calls_a_method(item: dict[str, Any], expected: str | None) -> None:
     assert published_name(recipe_of({"methods": [item]}).methods[0]) == expected
-    assert expected in {None, "swad"} | {line.method for line in published()}
+    assert expected in {None, "swad"} | {line.method for line in read_published()}

@@ -37,7 +37,7 @@ from xdm_ft.report.comparisons import differences, further_comparisons
 from xdm_ft.report.sections import analysis, predictions, sections, selection
 from xdm_ft.report.sections import results as tables_of
 from xdm_ft.report.sections.results import luck_of_the_best
-from xdm_ft.report.words import between, bytes_text, count_text, scaled, seconds_text, significant, trained_words
+from xdm_ft.report.words import between, bytes_text, count_text, scale, seconds_text, significant, trained_words
 from xdm_ft.results.measured import MEASURES, MISTAKES, Picked
 from xdm_ft.runtime.errors import UserError, signed
 
@@ -119,7 +119,7 @@ def test_numbers_in_words() -> None:
 
 def test_a_difference_that_rounds_to_zero_has_no_sign() -> None:
     values = (0.0, -0.0, 0.00035, -0.00035, 0.0006, -0.0006)
-    assert [scaled(value, "accuracy", signed=True) for value in values] == ["0.0"] * 4 + ["+0.1", "-0.1"]
+    assert [scale(value, "accuracy", signed=True) for value in values] == ["0.0"] * 4 + ["+0.1", "-0.1"]
     assert between("nll", [-0.0004, 0.0006], signed=True) == "0.000 to +0.001" and signed(-0.3, 0) == "0"
     assert significant(-0.0) == "0" and gain_words("accuracy", -0.0004).endswith("brought 0.0 points")
 

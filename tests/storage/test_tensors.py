@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.tensors import METADATA, TensorFiles, read_entry, read_tensors, unchecked_entry, write_tensors
+from xdm_ft.storage.tensors import METADATA, TensorFiles, read_entry, read_tensors, read_unchecked, write_tensors
 
 FILE = "models/erm/heads-1a2b.safetensors"
 COMMON = torch.ones(2)
@@ -154,7 +154,7 @@ def test_a_file_in_its_first_place_only(tmp_path: Path) -> None:
 def test_no_file_and_a_link_to_itself(tmp_path: Path) -> None:
     address = f"{FILE}#ink/seed0-trial0/val"
     with pytest.raises(FileNotFoundError):
-        unchecked_entry(tmp_path / "none.safetensors", "ink/seed0-trial0/val")
+        read_unchecked(tmp_path / "none.safetensors", "ink/seed0-trial0/val")
     assert not RunDirectory(tmp_path).verify_or_warn(address)
     (tmp_path / "models").touch()
     assert not RunDirectory(tmp_path).verify_or_warn(address), "a file in the place of its folder"

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.interrupt import resumed_by
+from xdm_ft.runtime.interrupt import announce_resume
 from xdm_ft.storage import atomic, checkpoint
 from xdm_ft.storage.atomic import (
     UNFINISHED,
@@ -95,7 +95,7 @@ def test_a_full_disk_leaves_no_temporary_file_and_says_how_to_resume(tmp_path: P
         files.add(tmp_path / "a", lambda path: path.write_text("after"))
         files.add(tmp_path / "b", broken)
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "before"
-    with pytest.raises(UserError, match="space and add --again"), resumed_by("add --again"), disk_errors(tmp_path):
+    with pytest.raises(UserError, match="space and add --again"), announce_resume("add --again"), disk_errors(tmp_path):
         broken(tmp_path)
 
 

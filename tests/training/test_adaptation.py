@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from xdm_ft.training import adaptation
-from xdm_ft.training.adaptation import adapted_head, compared, correct, do_no_harm, folds_of, ridge_strength
+from xdm_ft.training.adaptation import adapt_head, compare_heads, correct, do_no_harm, folds_of, ridge_strength
 
 
 def site(n=60, width=6, classes=3, shift=0.0, seed=0):
@@ -43,7 +43,7 @@ def naive(weight, bias, z, labels, mean, deviation):
 
 def test_it_is_what_a_naive_loop_finds():
     made = site(shift=1.0)
-    for ours, theirs in zip(adapted_head(*made), naive(*made), strict=True):
+    for ours, theirs in zip(adapt_head(*made), naive(*made), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-4)
 
 
@@ -57,7 +57,7 @@ def test_strengths_of_the_penalty():
 def test_a_head_that_can_not_move_is_the_shipped_one(monkeypatch, name, value):
     weight, bias, z, labels, mean, deviation = site(10, shift=1.0)
     monkeypatch.setattr(adaptation, name, value)
-    a, b = adapted_head(weight, bias, z, labels, mean, deviation)
+    a, b = adapt_head(weight, bias, z, labels, mean, deviation)
     assert torch.allclose(z @ a.T + b, z @ weight.T + bias, atol=0.02)  # Adam's first step is 3e-3 at any λ
 
 
@@ -65,7 +65,7 @@ def test_a_class_without_labels_keeps_its_images():
     """Images of all classes: those of the class without labels are the shipped head's, whatever the others learn."""
     weight, bias, z, labels, mean, deviation = site(90, shift=3.0)
     weight, bias, few = 0.05 * weight, 0.05 * bias, labels != 1
-    adapted = adapted_head(weight, bias, z[few], labels[few], mean, deviation)
+    adapted = adapt_head(weight, bias, z[few], labels[few], mean, deviation)
     assert torch.allclose(adapted[0][1], weight[1], atol=1e-5) and torch.allclose(adapted[1][1], bias[1], atol=1e-3)
     naively = naive(weight, bias, z[few], labels[few], mean, deviation)
     assert not torch.allclose(naively[0][1], weight[1], atol=1e-3)
@@ -81,7 +81,9 @@ def test_a_class_without_labels_keeps_its_images():
 )  # fmt: skip
 def test_signs_of_images_and_groups(before, after, groups, shown):
     """One-sided sign test, by hand: 3 of 3 is ⅛, 2 of 3 ½, 1 of 1 ½, 2 of 2 ¼; a group with sum 0 does not count."""
-    of = compared(*(torch.tensor(right, dtype=torch.bool) for right in (before, after)), groups and np.array(groups))
+    of = compare_heads(
+        *(torch.tensor(right, dtype=torch.bool) for right in (before, after)), groups and np.array(groups)
+    )
     assert (of.better, of.worse, of.p, of.kept) == shown
 
 
@@ -89,7 +91,7 @@ def test_a_class_without_labels_and_a_feature_that_never_varied():
     weight, bias, z, labels, mean, deviation = site(shift=1.0)
     deviation[2] = 0
     few = labels != 1
-    adapted = adapted_head(weight, bias, z[few], labels[few], mean, deviation)
+    adapted = adapt_head(weight, bias, z[few], labels[few], mean, deviation)
     assert all(value.isfinite().all() for value in adapted)
     assert correct(*adapted, z[few], labels[few]).sum() >= correct(weight, bias, z[few], labels[few]).sum()
 

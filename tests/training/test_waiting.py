@@ -40,7 +40,7 @@ from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.storage.checkpoint import read, write
-from xdm_ft.training import Job, Trained, Training, compiled
+from xdm_ft.training import Job, Trained, Training, compile_function
 from xdm_ft.training.bank import step as step_module
 from xdm_ft.training.bank import train as bank_train
 from xdm_ft.training.bank.data import CachedData, batches
@@ -262,7 +262,7 @@ def test_without_a_compiler_a_line_says_what_to_install(monkeypatch: pytest.Monk
     torch.compiler.reset()
     line = r"^training.compile: torch.compile fails here \(.*\); install a C\+\+ compiler"
     with config.patch({"cpp.cxx": (None, "/nowhere/g++")}), pytest.raises(UserError, match=line):
-        compiled(torch.sin)(torch.ones(3))
+        compile_function(torch.sin)(torch.ones(3))
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def xdomainmix_features(
 
 
 @torch.no_grad()
-def mixed_features(algorithm: Algorithm, z: Tensor, y: Tensor, domain: Tensor, batch_size: int = BATCH_SIZE) -> Tensor:
+def mix_features(algorithm: Algorithm, z: Tensor, y: Tensor, domain: Tensor, batch_size: int = BATCH_SIZE) -> Tensor:
     """Returns features that LISA or Mixup has mixed, λz + (1−λ)z_j, as a bank trains on them with a frozen encoder.
 
     Arguments and result are as in `xdomainmix_features`. With `partners: all`, partners come from all n samples.
@@ -67,7 +67,7 @@ def mixed_features(algorithm: Algorithm, z: Tensor, y: Tensor, domain: Tensor, b
 
 
 @torch.no_grad()
-def augmented_in_encoder(
+def augment_in_encoder(
     algorithm: Algorithm, encoder: Encoder, batches: Iterable[tuple[Tensor, Tensor, Tensor]]
 ) -> Tensor:
     """Returns features of images that are augmented as in training: on pixels (LISA, Mixup) or inside the encoder

@@ -31,8 +31,8 @@ def calibration(
     domains = dict[str, Json]()
     for number, part in _by_domain(validation, logits):
         name = train_domains[number]
-        domains[f"{name} (validation)" if name in of_test else name] = _measured("validation", *part, value)
-    domains |= {name: _measured("test", *part, value) for name, part in of_test.items()}
+        domains[f"{name} (validation)" if name in of_test else name] = _measure("validation", *part, value)
+    domains |= {name: _measure("test", *part, value) for name, part in of_test.items()}
     return {"temperature": value, "domains": domains}
 
 
@@ -42,7 +42,7 @@ def _by_domain(images: Encoded, logits: Tensor) -> Iterator[tuple[int, tuple[Ten
         yield number, (logits[of_domain], images.y[of_domain].numpy())
 
 
-def _measured(role: str, logits: Tensor, labels: np.ndarray, value: float | None) -> Json:
+def _measure(role: str, logits: Tensor, labels: np.ndarray, value: float | None) -> Json:
     plain = _fit(logits, labels)
     scaled = dict.fromkeys(plain) if value is None else _fit(logits / value, labels)
     after = {f"{name}_scaled": scaled[name] for name in plain}

@@ -84,7 +84,7 @@ def _accuracies(z: Tensor, target: Tensor, head: Logits, shares: Sequence[float]
     return {name: [hits / len(z) for hits in counts] for name, counts in correct.items()}
 
 
-def fitted_domain_head(
+def fit_domain_head(
     train_domains: Sequence[str], training: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
 ) -> Linear | None:
     """Returns a linear head that predicts the domain of features; None for a single domain.

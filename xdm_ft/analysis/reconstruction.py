@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.xdomainmix import CLASS_QUANTILE, Augmented, XDomainMix
 from xdm_ft.analysis import Encoded
-from xdm_ft.analysis.importance import fitted_domain_head
+from xdm_ft.analysis.importance import fit_domain_head
 from xdm_ft.core import Batch, Task
 from xdm_ft.heads.linear import Linear
 from xdm_ft.model_sources.source import read_weights
@@ -134,7 +134,7 @@ def _tensors(path: str) -> Mapping[str, object]:
     return state
 
 
-def mixed_maps(
+def mix_maps(
     maps: Tensor, y: Tensor, domain: Tensor, class_head: Linear, domain_head: Linear, quantile: float
 ) -> Augmented:
     """Returns z̃ of maps [B,K,h,w] by equations (1) to (7): whole channels are mixed, with masks of the pooled features.
@@ -180,13 +180,13 @@ def reconstructions(
     features = torch.cat(pooled)  # [n,512]
     last = len(features) * 2 // 3  # the others pick the penalty
     class_head, domain_head = (
-        fitted_domain_head(names, (features[:last], labels[:last]), (features[last:], labels[last:]))
+        fit_domain_head(names, (features[:last], labels[:last]), (features[last:], labels[last:]))
         for names, labels in ((classes, training.y), (domains, training.domain))
     )
     if class_head is None or domain_head is None:
         return original[:0, None]
     labels = training.y[: len(maps)], training.domain[: len(maps)]
-    mixed = [mixed_maps(maps, *labels, class_head, domain_head, quantile) for quantile in MIXED_LEVELS]
+    mixed = [mix_maps(maps, *labels, class_head, domain_head, quantile) for quantile in MIXED_LEVELS]
     partners = mixed[0].partners  # the same at all levels
     shown = torch.where(partners.has_same & partners.has_other)[0][:SHOWN]
     if not len(shown):

@@ -59,7 +59,7 @@ def difference(first: Answered, second: Answered) -> Comparison:
     return row
 
 
-def judged(rows: Sequence[Comparison]) -> list[Comparison]:
+def judge_costs(rows: Sequence[Comparison]) -> list[Comparison]:
     """Returns the comparisons of a kind with their verdicts; Holm's correction is over all of them."""
     return judge("accuracy", rows, [True] * len(rows))
 
@@ -125,7 +125,7 @@ def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ())
         ):
             kept.append(prediction(study, head, classes))
     ends = {number: [Answered.of(of) for of in kept] for number, kept in answers.items()}
-    rows_of = judged([difference(after, matched) for _, after, matched in ends.values()])
+    rows_of = judge_costs([difference(after, matched) for _, after, matched in ends.values()])
     verdicts = dict(zip(ends, rows_of, strict=True))
     return [_cost(change, ends.get(number), verdicts.get(number)) for number, change in enumerate(changes)]
 

@@ -120,7 +120,7 @@ def prompt_cosines(unit: Tensor, text: Tensor, labels: np.ndarray) -> np.ndarray
     return cosines.numpy()
 
 
-def aligned_halves(cosines: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def halve_by_alignment(cosines: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Returns the half of each image, int64 [n]: 1 with the larger cosines of its class, 0 with the smaller ones.
 
     The middle image of an odd number is −1, in neither half, so that each class has the same share of both.
@@ -138,7 +138,7 @@ def aligned_accuracy(halves: np.ndarray, rows: np.ndarray, correct: np.ndarray) 
     """Returns the accuracy in both halves; None if one of them was not tested.
 
     Args:
-        halves: int64 [N], of all images of the data set, as `aligned_halves` returns them.
+        halves: int64 [N], of all images of the data set, as `halve_by_alignment` returns them.
         rows: int64 [m], the tested images; one that several models were tested on occurs as often.
         correct: bool [m], whether the prediction of a model is right.
     """

@@ -309,7 +309,7 @@ def _shares(
             scores[test] = z[rows[test]].astype(np.float32) @ weights + offsets
     for c in np.flatnonzero((count >= FEWEST_MARKED) & (len(rows) - count >= FEWEST_MARKED)).tolist():
         of_class = targets == c
-        yield int(names[c]), picked_out(scores[:, c], of_class), len(np.unique(units[of_class]))
+        yield int(names[c]), pick_out(scores[:, c], of_class), len(np.unique(units[of_class]))
 
 
 def _mark(
@@ -332,7 +332,7 @@ def _mark(
         there = np.flatnonzero(domains == other)
         of_class = labels[there] == label
         if min(of_class.sum(), (~of_class).sum()) >= FEWEST_MARKED // 3:
-            elsewhere.append(picked_out(z[there].astype(np.float32) @ weights[:, 1], of_class))
+            elsewhere.append(pick_out(z[there].astype(np.float32) @ weights[:, 1], of_class))
     most, low = max(elsewhere, default=None), clopper_pearson(round(share * number), number, 0.9)[0]
     found = (most is None or most < share / 2) and (kind == TINT or _is_in_place(z[here], labels[here] == label))
     return ImageMark(kind, names[0][domain], names[1][label], share, low, most, found)
@@ -351,7 +351,7 @@ def _is_in_place(z: np.ndarray, of_class: np.ndarray) -> bool:
     return bool(gap[1:].max() < STAYS * gap[0])
 
 
-def picked_out(score: np.ndarray, of_class: np.ndarray) -> float:
+def pick_out(score: np.ndarray, of_class: np.ndarray) -> float:
     """Returns the share of a class, bool [n], whose score is above those of all but 1% of the other images."""
     others = np.sort(score[~of_class])[::-1]
     return float((score[of_class] > others[int(FALSE_ALARMS * len(others))]).mean())

@@ -206,7 +206,7 @@ def recipe_of_heads(recipe: Recipe) -> Recipe:
         encoders=(recipe.encoder,),
         protocol=protocol,
         features=recipe.features.model_copy(update={"views": 0}),
-        training=_shortened(recipe.training).model_copy(update={"compile": False, "profile": False}),
+        training=_shorten(recipe.training).model_copy(update={"compile": False, "profile": False}),
         search=Search(),
         cluster=Cluster(),
         report=recipe.report.model_copy(update={"compare": []}),
@@ -214,7 +214,7 @@ def recipe_of_heads(recipe: Recipe) -> Recipe:
     )
 
 
-def _shortened(training: Training) -> Training:
+def _shorten(training: Training) -> Training:
     if training.steps is not None and training.steps <= STEPS:
         return training
     shorter = {"steps": STEPS, "epochs": None, "evaluate_every": None, "schedule": Schedule()}

@@ -81,7 +81,7 @@ def training_of(study: Study) -> Training:
     return Training(sampler="pooled", batch_size=BATCH, steps=steps, lr=lr)
 
 
-def confused(study: Study, labels: Labels) -> list[tuple[str, str, int]]:
+def find_confusions(study: Study, labels: Labels) -> list[tuple[str, str, int]]:
     """Returns pairs (label, suggested class, images) of the suspects, the most frequent first."""
     names, suspects = study.dataset.class_names, labels.suspects
     of_label = study.dataset.labels[labels.rows[suspects]].tolist()

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from xdm_ft.audit.copies import NearCopies, near_copies, straddling
 from xdm_ft.audit.costs import Change, costs
-from xdm_ft.audit.encoder import Aligned, aligned_accuracy, aligned_halves, encoder_facts, prompt_cosines
+from xdm_ft.audit.encoder import Aligned, aligned_accuracy, encoder_facts, halve_by_alignment, prompt_cosines
 from xdm_ft.audit.facts import FactRow, ImageMark, facts_findings, low_level, marks
 from xdm_ft.audit.heads import HeadRequest, Study, recipe_of_heads
-from xdm_ft.audit.labels import FOLDS, MAX_SEEDS, Labels, confused, label_costs, label_scores, training_of
+from xdm_ft.audit.labels import FOLDS, MAX_SEEDS, Labels, find_confusions, label_costs, label_scores, training_of
 from xdm_ft.audit.twins import domain_pairs, units_of
 from xdm_ft.core import DomainSet, set_name
 from xdm_ft.data.features import FeatureTable
@@ -139,7 +139,7 @@ def audit(study: Study, notes: Sequence[str] = (), of: str | None = None) -> Aud
             "marks": [mark.to_json() for mark in found_marks],
             "costs": _site_costs(study, facts, found_marks, splits),
         },
-        "encoder": encoder_facts(label, unit, near, labels, domains, groups, _aligned(study, unit)).to_json(),
+        "encoder": encoder_facts(label, unit, near, labels, domains, groups, _measure_alignment(study, unit)).to_json(),
         "notes": notes,
         **({} if of is None else {"of": of}),
     }
@@ -150,7 +150,8 @@ def audit(study: Study, notes: Sequence[str] = (), of: str | None = None) -> Aud
             "suspects": len(scores.suspects),
             "images": doubtful[:LISTED],
             "confused": [
-                {"label": of, "suggested": other, "images": count} for of, other, count in confused(study, scores)
+                {"label": of, "suggested": other, "images": count}
+                for of, other, count in find_confusions(study, scores)
             ],
             "costs": [asdict(cost) for cost in label_costs(study, scores)],
         }
@@ -279,7 +280,7 @@ def _site_costs(
     return [asdict(cost) for cost in costs(study, changes[:MAX_COSTS])] if splits else []
 
 
-def _aligned(study: Study, unit: Tensor) -> Aligned | None:
+def _measure_alignment(study: Study, unit: Tensor) -> Aligned | None:
     """Accuracy on images that the text side knows well and badly, by the recipe's heads; None without a text side."""
     encoder = study.prepared.for_method(study.item).encoder
     if not isinstance(encoder, TextEncoder) or encoder.text_reason or not study.heads:
@@ -287,7 +288,7 @@ def _aligned(study: Study, unit: Tensor) -> Aligned | None:
     rows, labels = study.readable, study.dataset.labels
     text = encoder.text_embeddings(study.dataset.class_names, None)
     halves = np.full(len(study.dataset), -1)
-    halves[rows] = aligned_halves(prompt_cosines(unit, text, labels[rows]), labels[rows])
+    halves[rows] = halve_by_alignment(prompt_cosines(unit, text, labels[rows]), labels[rows])
     wanted = [HeadRequest(split, split.evaluation["test"], seed) for seed, split in study.heads]
     tested = np.concatenate([head.rows.numpy() for head in wanted])
     predicted = np.concatenate(study.predictions(wanted, "aligned halves"))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.audit.costs import Answered, difference, judged, prediction
+from xdm_ft.audit.costs import Answered, difference, judge_costs, prediction
 from xdm_ft.audit.heads import HeadRequest, Study
 from xdm_ft.core import Interval, set_name
 from xdm_ft.evaluation.predictions import Prediction
@@ -100,7 +100,7 @@ def domain_pairs(
     runs = {pair: [Answered.of(of) for of in kept] for pair, kept in answers.items()}
     excess = {pair: difference(without, matched) for pair, (_, without, matched) in runs.items()}
     candidates = [pair for pair in runs if near[pair]]
-    verdicts = dict(zip(candidates, judged([excess[pair] for pair in candidates]), strict=True))
+    verdicts = dict(zip(candidates, judge_costs([excess[pair] for pair in candidates]), strict=True))
     rows = list[LeftOut]()
     for pair, (everything, without, matched) in runs.items():
         row, loss = verdicts.get(pair, excess[pair]), difference(everything, without)

@@ -223,7 +223,7 @@ def find_chain(encoder: nn.Module, size: int, candidates: Sequence[Sequence[str]
     reason = "no modules of it are known as blocks"
     for names in filter(None, candidates):
         try:
-            with undisturbed(encoder):
+            with preserve_modes(encoder):
                 # frozen parameters would be missing in autograd's graph, in which places are found
                 encoder.requires_grad_(True)
                 with torch.enable_grad():
@@ -244,7 +244,7 @@ def find_chain(encoder: nn.Module, size: int, candidates: Sequence[Sequence[str]
 
 
 @contextmanager
-def undisturbed(encoder: nn.Module) -> Iterator[None]:
+def preserve_modes(encoder: nn.Module) -> Iterator[None]:
     """Context in which the encoder is in eval mode, on one thread; modes and `requires_grad` are restored at its end.
 
     On several threads, the same product may be divided among them, and so rounded, in another way the next time.

@@ -65,7 +65,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def left_out(
+def left_out_lines(
     unreadable: Mapping[str, str], copies: int, other_label: int, training_images: int | None
 ) -> Iterator[str]:
     """Yields a line for each kind of images of a site that do not count.

@@ -7,14 +7,14 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from xdm_ft.cli import CommandResult, left_out
+from xdm_ft.cli import CommandResult, left_out_lines
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.export.directory import refuse_taken
 from xdm_ft.new_site.adapt import ADVISED, Adaptation, adapt, adapt_run
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import refuse_run
 from xdm_ft.results.run import is_run
-from xdm_ft.runtime.errors import UserError, listed, plural, signed
+from xdm_ft.runtime.errors import UserError, join_names, plural, signed
 from xdm_ft.storage.names import expand_user
 from xdm_ft.training.adaptation import DOUBT
 
@@ -66,9 +66,9 @@ def lines(found: Adaptation) -> Iterator[str]:
         yield f"{ADVISED} labels or more are advised"
     if found.absent_classes:
         absent = plural(len(found.absent_classes), "class")
-        yield f"No label of {absent} of the model, so nothing is learned of it: {listed(found.absent_classes)}"
+        yield f"No label of {absent} of the model, so nothing is learned of it: {join_names(found.absent_classes)}"
     for warning in found.warnings:
         yield f"Warning: {warning}."
     if found.unlabelled:
         yield f"{plural(found.unlabelled, 'row')} without a label left out"
-    yield from left_out(found.unreadable, found.copies, found.copies_with_another_label, found.training_images)
+    yield from left_out_lines(found.unreadable, found.copies, found.copies_with_another_label, found.training_images)

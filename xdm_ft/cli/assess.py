@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 
-from xdm_ft.cli import CommandResult, columns, left_out
+from xdm_ft.cli import CommandResult, columns, left_out_lines
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.expected_site import BELOW, NEARLY
 from xdm_ft.export.card import shown
@@ -111,4 +111,4 @@ def _reservations(found: Assessment) -> Iterator[str]:
             yield f"{what}, {worst.domain}, the worst held-out domain, needs {worst.threshold:.2f}; {record}."
     for domain, risks in never.items():
         yield f"No threshold was enough at the held-out domain {domain} for at most {', '.join(risks)} wrong answers."
-    yield from left_out(found.unreadable, found.copies, 0, found.training_images)
+    yield from left_out_lines(found.unreadable, found.copies, 0, found.training_images)

@@ -96,7 +96,7 @@ def prune_cache(
         if value is not None and not 0 <= value < math.inf:
             raise UserError(f"cache prune: {name} {value}: must be a number of at least 0")
     max_bytes = None if max_gigabytes is None else int(max_gigabytes * GIGABYTE)
-    referenced = referenced_by(runs) if runs else None
+    referenced = find_references(runs) if runs else None
     cache, before = _stores(folder)
     files = prune(cache, unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
     removed, lines = list[dict[str, Any]](), []
@@ -111,7 +111,7 @@ def prune_cache(
     return CommandResult({"folder": cache, "removed": removed}, lines)
 
 
-def referenced_by(folders: Sequence[str]) -> set[str]:
+def find_references(folders: Sequence[str]) -> set[str]:
     """Returns the keys of the features that the runs in these folders, at any depth, were trained on.
 
     Raises `UserError` if a folder holds no run or a results.json is damaged: its features must not be removed.

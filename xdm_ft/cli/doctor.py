@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.encoders import Encoder
-from xdm_ft.experiment.cluster import address_of, device_of, imported_ray, reachable
+from xdm_ft.experiment.cluster import address_of, device_of, import_ray, reachable
 from xdm_ft.experiment.data_checks import SITE_CLASS, Finding, data_faults, fault, intensity_faults, plan_faults
 from xdm_ft.experiment.estimate import estimate
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
@@ -69,8 +69,8 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield from installation()
     yield from devices()
     if arguments.recipe is None:
-        yield from _guarded("cache", cache_disk(FeatureSettings()))
-        yield from _guarded("cluster", ray_cluster(Cluster()))
+        yield from _guard("cache", cache_disk(FeatureSettings()))
+        yield from _guard("cluster", ray_cluster(Cluster()))
         return
     try:
         recipe = inherit_choices(load_recipe(arguments))
@@ -78,13 +78,13 @@ def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
         yield from fault("recipe", error)
         return
     yield Finding("recipe", f"{recipe.name}, {plural(len(recipe.methods), 'method')}")
-    yield from _guarded("precision", precision(recipe))
-    yield from _guarded("cache", cache_disk(recipe.features))
-    yield from _guarded("cluster", ray_cluster(recipe.cluster))
-    yield from _guarded("recipe's own", weights_and_data(recipe))
+    yield from _guard("precision", precision(recipe))
+    yield from _guard("cache", cache_disk(recipe.features))
+    yield from _guard("cluster", ray_cluster(recipe.cluster))
+    yield from _guard("recipe's own", weights_and_data(recipe))
 
 
-def _guarded(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+def _guard(subject: str, findings: Iterator[Finding]) -> Iterator[Finding]:
     """Yields the findings of a check. A `UserError` that stops it becomes a fault, and the next checks still run."""
     try:
         yield from findings
@@ -159,7 +159,7 @@ def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
 def ray_cluster(settings: Cluster) -> Iterator[Finding]:
     """Reports version and address of Ray. Raises `UserError` if the recipe names a cluster that is not there."""
     if settings.name is not None:
-        yield Finding("cluster", f"Ray {imported_ray().__version__} at {reachable(settings.address)}")
+        yield Finding("cluster", f"Ray {import_ray().__version__} at {reachable(settings.address)}")
     elif importlib.util.find_spec("ray") is None:
         yield Finding("cluster", "Ray is not installed; models train on this machine")
     else:
@@ -205,7 +205,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         encoders = build_encoders(recipe, dataset)
         yield Finding("features", f"{encoders[None].pretraining}; {encoders[None].width} features")
     for label, encoder in encoders.items() if recipe.has_images else ():
-        yield from _guarded("cache", cache_space(recipe, label, encoder, dataset, hashes))
+        yield from _guard("cache", cache_space(recipe, label, encoder, dataset, hashes))
     if plan is None or not all_built:
         return
     try:

@@ -19,7 +19,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     groups = glossary()
     if not arguments.word:
         first, *further = groups
-        words = [_wrapped(group, " · ".join(groups[group])) for group in further]
+        words = [_wrap(group, " · ".join(groups[group])) for group in further]
         more = ["", "More words: xdm-ft explain WORD, or the name of a group", ""]
         return CommandResult(groups, [*_lines(groups[first]), *more, *(line for lines in words for line in lines)])
     chosen = _entries(" ".join(arguments.word), groups)
@@ -57,8 +57,8 @@ def _plain(word: str) -> str:
 
 def _lines(entries: Mapping[str, str]) -> Iterator[str]:
     for word, meaning in entries.items():
-        yield from _wrapped(word, meaning)
+        yield from _wrap(word, meaning)
 
 
-def _wrapped(word: str, text: str) -> Iterable[str]:
+def _wrap(word: str, text: str) -> Iterable[str]:
     return textwrap.wrap(f"{word}: {text}", WIDTH, subsequent_indent="  ", break_on_hyphens=False)

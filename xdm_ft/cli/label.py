@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from xdm_ft.cli import CommandResult, left_out
+from xdm_ft.cli import CommandResult, left_out_lines
 from xdm_ft.cli.assess import budget_table
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.few_labels import enough_for
@@ -67,7 +67,7 @@ def lines(made: Labelling, out: Path, html: Path | None, class_names: Sequence[s
     yield from budget_table([] if made.bought is None else [made.bought])
     if html is not None:
         yield f"wrote {html}: the images of its rows"
-    yield from left_out(made.unreadable, made.copies, 0, made.training_images)
+    yield from left_out_lines(made.unreadable, made.copies, 0, made.training_images)
     if made.unknown:
         yield f"{plural(made.unknown, 'image')} to adapt it may belong to no class: leave their label empty if so"
     yield f"Fill in its column label ({', '.join(class_names)}), from the first row on, then run"

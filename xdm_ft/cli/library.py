@@ -19,7 +19,7 @@ from xdm_ft.report.written import refresh_reports
 from xdm_ft.results.model import Record
 from xdm_ft.results.run import Run, read_run
 from xdm_ft.results.table import Comparison, SummaryRow
-from xdm_ft.runtime.errors import UserError, did_you_mean, listed, plural, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, join_names, plural, printable
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +71,7 @@ class Results:
         return self.run.comparisons
 
     def __repr__(self) -> str:
-        methods = listed([short(row.method) for row in self.run.recipe_rows])
+        methods = join_names([short(row.method) for row in self.run.recipe_rows])
         models = f"{plural(len(self.records), 'model')}{', some failed' * self.failed} of {methods or 'no method'}"
         return f"<Results of {printable(self.path)}: {models}; selection: {self.run.recipe_rule}>"
 

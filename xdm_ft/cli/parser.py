@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with open_streams(level):
             arguments = parser().parse_args(argv)
-            with interrupt.handled(resumable=arguments.verb in RESUMABLE):
+            with interrupt.handle_signals(resumable=arguments.verb in RESUMABLE):
                 try:
                     os.getcwd()
                 except OSError as error:  # libraries would end the process when they are imported

@@ -16,7 +16,7 @@ from xdm_ft.export.predict import ExtraColumns, Format, Predictions, Tally, open
 from xdm_ft.export.predictor import ImageBatch, Model, cache_of, load, stream
 from xdm_ft.export.sources import Sources
 from xdm_ft.features import fast_batch_size
-from xdm_ft.image_files.files import counted
+from xdm_ft.image_files.files import count_files
 from xdm_ft.new_site.measure import read_threshold
 from xdm_ft.new_site.stored import read_unknown
 from xdm_ft.runtime import interrupt
@@ -136,7 +136,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
             settings = must_not_change(arguments, model, table.columns, size)
             with (
                 open_unfinished(out, settings, arguments.resume) as unfinished,
-                interrupt.resumed_by(WITH_RESUME),
+                interrupt.announce_resume(WITH_RESUME),
             ):
                 unfinished.skip_done(items)
                 tally, resumed = unfinished.tally, unfinished.tally.images
@@ -168,7 +168,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         more = f", {tally.unreadable - len(named)} more" if tally.unreadable > len(named) else ""
         faults.append(f"{plural(tally.unreadable, 'image')} cannot be read: {', '.join(named)}{more}")
     if sources.others:
-        faults.append(counted(sources.others))
+        faults.append(count_files(sources.others))
     status, error = 2 if arguments.strict and faults else 0, None
     if predicted:
         for line in faults:

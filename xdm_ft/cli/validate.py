@@ -33,7 +33,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
 from xdm_ft.report.comparisons import forecast
 from xdm_ft.results.run import is_run, read_run
-from xdm_ft.runtime.errors import UserError, listed
+from xdm_ft.runtime.errors import UserError, join_names
 from xdm_ft.runtime.settings import Block
 
 MEANING_COLUMN = 44
@@ -116,7 +116,7 @@ def validate(recipe: Recipe) -> CommandResult:
         time_line = f"time: {time.text()} on this machine, {time.device}"
     columns = list[str]()
     if dataset.columns is not None:
-        read, others = (listed(names, MAX_COLUMNS) for names in dataset.columns)
+        read, others = (join_names(names, MAX_COLUMNS) for names in dataset.columns)
         columns = [f"columns of the table: {read} are read; {f'ignored: {others}' if others else 'no other'}"]
     parts: dict[str, Sequence[str]] = {"plan": [*columns, *describe(plan).splitlines(), time_line, *plan.notes]}
     parts["classes"] = _in_lines(dataset.class_names)
@@ -128,7 +128,7 @@ def validate(recipe: Recipe) -> CommandResult:
     parts["what trains above a cut"] = [line for cost in cuts for line in cost.lines]
     parts["differences it can find, by the variances of the existing run"] = power
     parts["findings"] = [finding.line for finding in findings]
-    text = resolved_with_meanings(recipe).split("\n")
+    text = annotate(recipe).split("\n")
     if sys.stdout.isatty():  # nobody would see the plan below so many lines
         text = [f"# recipe: {len(text)} lines, every key with its meaning: xdm-ft validate RECIPE > FILE"]
     for heading, lines in parts.items():
@@ -160,23 +160,23 @@ def _power(recipe: Recipe) -> list[str]:
     return forecast(run, len(recipe.protocol.seeds), len(recipe.declared))
 
 
-def resolved_with_meanings(recipe: Recipe) -> str:
+def annotate(recipe: Recipe) -> str:
     """Returns the resolved recipe as YAML, with each key's meaning as a comment. It is a valid recipe."""
     lines, values = [f"name: {in_yaml(recipe.name)}"], recipe.resolved()
     for name, block in recipe.blocks.items():
-        lines += [f"{name}:", *_commented(block, values[name], "  ")]
+        lines += [f"{name}:", *_comment_lines(block, values[name], "  ")]
     lists: dict[str, list[Block]] = {"methods": [item.block for item in recipe.own_methods]}
     if recipe.several_encoders:
         lists = {"encoders": [encoder.block for encoder in recipe.encoders], **lists}
     for name, blocks in lists.items():
         lines.append(f"{name}:")
         for block, block_values in zip(blocks, values[name], strict=True):
-            first, *rest = _commented(block, block_values, "    ")
+            first, *rest = _comment_lines(block, block_values, "    ")
             lines += [f"  - {first.lstrip()}", *rest]
     return "\n".join(lines)
 
 
-def _commented(block: Block, values: Mapping[str, Any], indent: str) -> list[str]:
+def _comment_lines(block: Block, values: Mapping[str, Any], indent: str) -> list[str]:
     """Returns lines of `key: value  # meaning`; nested blocks are in YAML's flow style."""
     lines = []
     for name, setting in type(block).model_fields.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xdm_ft.blocks import PROBE_ERRORS, probe_images, undisturbed, zeros
+from xdm_ft.blocks import PROBE_ERRORS, preserve_modes, probe_images, zeros
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.model_sources.source import reason_of
 from xdm_ft.runtime.errors import UserError, plural
@@ -91,7 +91,7 @@ class Cut:
         """Raises `UserError` if above(below(x)) differs from z, or if above changes its input."""
         images = probe_images(self.encoder, self.encoder.preprocessing.size, 2)
         refused = f"{KEY}: the encoder cannot be cut before {self.name}"
-        with undisturbed(self.encoder):
+        with preserve_modes(self.encoder):
             z, activations = self.encoder(images), self.below(images)
             given = activations.clone()
             try:

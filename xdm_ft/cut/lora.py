@@ -68,18 +68,18 @@ def add_lora(encoder: Encoder, block_names: Sequence[str], settings: Lora, seed:
 def touched_names(encoder: Encoder) -> set[str]:
     """Returns the plain names of the weights that have an update: those that differ after training."""
     plain = _plain_names(encoder)
-    return {plain[f"{layer}.base_layer.weight"] for layer in _adapted(encoder)}
+    return {plain[f"{layer}.base_layer.weight"] for layer in _adapted_layers(encoder)}
 
 
 @torch.no_grad()
-def merged_state(encoder: Encoder) -> dict[str, Tensor]:
+def merge_updates(encoder: Encoder) -> dict[str, Tensor]:
     """Returns the encoder's state dict with the names and shapes that it had before `add_lora`, updates merged.
 
     The encoder does not change. Tensors without an update are the encoder's own, not copies.
     """
     state, plain = encoder.state_dict(), _plain_names(encoder)
     merged = {plain[name]: tensor for name, tensor in state.items() if name in plain}
-    for name, layer in _adapted(encoder).items():
+    for name, layer in _adapted_layers(encoder).items():
         weight = state[f"{name}.base_layer.weight"]
         # not by peft's own merge, which would change the encoder
         merged[plain[f"{name}.base_layer.weight"]] = weight + layer.get_delta_weight(ADAPTER).to(weight.dtype)
@@ -143,7 +143,7 @@ def _targets(layers: Mapping[str, str], targets: tuple[str, ...] | None) -> list
 
 def _check_effect(encoder: Encoder, layers: Mapping[str, str]) -> None:
     """Raises `UserError` if features do not depend on some update, because a module reads a layer's weight itself."""
-    adapted = _adapted(encoder)
+    adapted = _adapted_layers(encoder)
     updates = [layer.lora_B[ADAPTER].weight for layer in adapted.values()]
     side = encoder.preprocessing.size
     with torch.enable_grad():
@@ -163,7 +163,7 @@ def _check_effect(encoder: Encoder, layers: Mapping[str, str]) -> None:
         )
 
 
-def _adapted(encoder: Encoder) -> dict[str, Any]:
+def _adapted_layers(encoder: Encoder) -> dict[str, Any]:
     """Returns {name: peft's layer} of all layers with an update."""
     from peft.tuners.lora import LoraLayer
 
@@ -172,7 +172,7 @@ def _adapted(encoder: Encoder) -> dict[str, Any]:
 
 def _plain_names(encoder: Encoder) -> dict[str, str]:
     """Returns {name in the state dict: name before `add_lora`} of all tensors but the updates' own."""
-    adapted = _adapted(encoder)
+    adapted = _adapted_layers(encoder)
     split = {name for name, module in encoder.named_modules() if isinstance(module, SplitAttention)}
     updates = tuple(f"{layer}.lora_" for layer in adapted)
     plain = {}

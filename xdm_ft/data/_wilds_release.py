@@ -70,7 +70,7 @@ def open_release(
                 raise UserError(f"data.root: {printable(folder)} {problem} {remedy}")
             raise UserError(f"data.root: {printable(folder)} does not exist; {remedy}")
     try:
-        with warnings.catch_warnings(), _mended_tables(cls, mend):
+        with warnings.catch_warnings(), _mend_tables(cls, mend):
             # pandas 3 returns read-only arrays; WILDS wraps them as tensors and does not write to them
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             warnings.filterwarnings("ignore", message="Minimum metadata value for CombinatorialGrouper")
@@ -84,7 +84,7 @@ def open_release(
 
 
 @contextlib.contextmanager
-def _mended_tables(cls: Any, mend: Callable[[Path, DataFrame], DataFrame]) -> Iterator[None]:
+def _mend_tables(cls: Any, mend: Callable[[Path, DataFrame], DataFrame]) -> Iterator[None]:
     """Context in which the module of `cls` reads each CSV file as `mend` returns it."""
     module = sys.modules[cls.__module__]
     pandas = module.pd

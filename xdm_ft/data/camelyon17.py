@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from xdm_ft.data._wilds_release import Download, WildsRoot, open_release
-from xdm_ft.image_files.files import ImageFiles, numbered
+from xdm_ft.image_files.files import ImageFiles, index_names
 from xdm_ft.runtime.errors import UserError, printable
 
 
@@ -33,7 +33,7 @@ class Camelyon17(ImageFiles):
             file = printable(os.path.join(release.data_dir, "metadata.csv"))
             raise UserError(f"{file}: row {empty[0]}, column patient: the cell is empty; fill it in")
         # from its table, as WILDS' metadata array has slides alone, of which a patient may have several
-        self.groups = numbered(patients.tolist())[1]
+        self.groups = index_names(patients.tolist())[1]
         part = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}
         names = {number: part[name] for name, number in release.split_dict.items()}
         self.splits = np.array([names[number] for number in release.split_array])

@@ -38,7 +38,7 @@ class Fmow(ImageFiles):
             Field(description="meaning of a domain; worst_domain_accuracy is over the five regions in each case"),
         ] = "region",
     ) -> None:
-        release = open_release("fmow", "FMoWDataset", root, download, _mended)
+        release = open_release("fmow", "FMoWDataset", root, download, _mend)
         columns = {name: i for i, name in enumerate(release.metadata_fields)}
         metadata = release.metadata_array.numpy()
         region, year = metadata[:, columns["region"]], metadata[:, columns["year"]]
@@ -67,7 +67,7 @@ class Fmow(ImageFiles):
         self.paths = [os.path.abspath(path) for path in self.shown]
 
 
-def _mended(file: Path, table: DataFrame) -> DataFrame:
+def _mend(file: Path, table: DataFrame) -> DataFrame:
     """Returns a table of the release as WILDS' code needs it: times as times, and no region that is empty.
 
     About 2,700 of the 523,846 times have milliseconds; WILDS' code takes the form of the first for that of all.

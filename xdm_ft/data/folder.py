@@ -16,13 +16,13 @@ from xdm_ft.image_files.files import (
     GroupPattern,
     ImageFiles,
     PathsBelow,
-    counted,
+    count_files,
+    describe_left_out,
     groups_of,
     images_below,
+    index_names,
     is_image,
     kind_of,
-    left_out,
-    numbered,
     refuse_missing_folder,
     refuse_splits,
 )
@@ -33,7 +33,7 @@ from xdm_ft.storage.names import expand_user
 class Folder(ImageFiles):
     """Images of any format that Pillow reads, in a class folder or deeper, in the order of their paths.
 
-    Classes are those of all domains together, sorted. Hidden files are skipped. `left_out`
+    Classes are those of all domains together, sorted. Hidden files are skipped. `describe_left_out`
     names folders without any image and files that look like data; the log counts other files. Links are followed, but
     not in circles.
     """
@@ -54,7 +54,7 @@ class Folder(ImageFiles):
             raise UserError(
                 f"data.root: {root} contains no images in <domain>/<class>/ folders; {_what_is_there(root, tree.files)}"
             )
-        self.left_out = left_out(root, tree)
+        self.left_out = describe_left_out(root, tree)
         self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
         # per class folder instead of per image: splitting the paths of a million images takes long
         folders, counts = list[str](), list[int]()  # class folders, and how many images each has
@@ -66,8 +66,8 @@ class Folder(ImageFiles):
             folders.append(folder)
             counts.append(end - first)
             first = end
-        self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])
-        self.class_names, labels = numbered([folder.split("/")[1] for folder in folders])
+        self.domain_names, domains = index_names([folder.split("/")[0] for folder in folders])
+        self.class_names, labels = index_names([folder.split("/")[1] for folder in folders])
         refuse_splits(root, images, self.domain_names, self.class_names)
         self.domains, self.labels = domains.repeat(counts), labels.repeat(counts)
         if group is not None:
@@ -87,4 +87,4 @@ def _what_is_there(root: Path, files: list[str]) -> str:
         return (
             f"it contains {count} outside class folders, such as {printable(higher[0])}; move them into class folders"
         )
-    return f"it contains {counted(Counter(map(kind_of, files)))}" if files else "it is empty"
+    return f"it contains {count_files(Counter(map(kind_of, files)))}" if files else "it is empty"

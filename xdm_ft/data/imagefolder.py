@@ -9,7 +9,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.image_files.files import TREE, images_below, is_image, left_out, refuse_missing_folder, refuse_splits
+from xdm_ft.image_files.files import (
+    TREE,
+    describe_left_out,
+    images_below,
+    is_image,
+    refuse_missing_folder,
+    refuse_splits,
+)
 from xdm_ft.image_files.tables import Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.names import expand_user
@@ -57,4 +64,4 @@ class ImageFolder(ImageTable):
                     f"{printable(name)}; set data.name: folder, which finds all"
                 )
         self._fill(parts, FROM_FOLDERS, folder)
-        self.left_out = left_out(root, tree)
+        self.left_out = describe_left_out(root, tree)

@@ -23,7 +23,7 @@ from xdm_ft.image_files.tables import (
     join_tables,
     name_columns,
     no_column,
-    remembered_table,
+    remember_table,
 )
 from xdm_ft.images import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, printable
@@ -66,7 +66,7 @@ class Parquet(PiecedImages):
                 return _read_index(address, state, columns.image, of_names)
 
             key = repr(["parquet", 2, address, state, columns.image, of_names])
-            return remembered_table(key, read) if is_remote(address) else read()
+            return remember_table(key, read) if is_remote(address) else read()
 
         states, indexes = open_files(files, index_of)
         described = [json.loads(index.schema.metadata[b"about"]) for index in indexes]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.image_files.files import GroupPattern, ImageFiles, groups_of, numbered
+from xdm_ft.image_files.files import GroupPattern, ImageFiles, groups_of, index_names
 from xdm_ft.image_files.tables import PATH_COLUMNS, TableColumns, column_meant, csv_rows, name_in, on_disk
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
@@ -95,12 +95,12 @@ class TableDataset(ImageFiles):
             )
             raise fault(missing[0], "path", problem)
 
-        self.class_names, self.labels = numbered(values["label"])
-        self.domain_names, self.domains = numbered(values.get("domain", [file.stem] * len(paths)))
+        self.class_names, self.labels = index_names(values["label"])
+        self.domain_names, self.domains = index_names(values.get("domain", [file.stem] * len(paths)))
         if group is not None:
             self.group_names, self.groups = groups_of(paths, group)
         elif "group" in values:
-            self.group_names, self.groups = numbered(values["group"])
+            self.group_names, self.groups = index_names(values["group"])
         if "split" in values:
             self.splits = np.array(values["split"])
 

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.image_files.domainbed import BenchmarkFolders, Counts, Root
-from xdm_ft.image_files.files import numbered
+from xdm_ft.image_files.files import index_names
 from xdm_ft.runtime.errors import UserError
 
 logger = logging.getLogger("xdm_ft")
@@ -78,4 +78,4 @@ class TerraIncognita(BenchmarkFolders):
         if unknown:
             logger.warning("%s: %d of %d images have no seq_id", self.base, unknown, len(names))
         # an image without seq_id is a sequence of its own
-        return numbered([sequence_of.get(name, f"of its own: {name}") for name in names])[1]
+        return index_names([sequence_of.get(name, f"of its own: {name}") for name in names])[1]

@@ -21,16 +21,16 @@ from xdm_ft.image_files.files import (
     BEGIN_BYTES,
     Kinds,
     beside,
-    counted,
+    count_files,
+    index_names,
     is_split,
     kind_of,
     kinds_of,
     looks_like_data,
     not_read,
-    numbered,
 )
 from xdm_ft.image_files.remote import is_remote, list_files, open_file, read_range
-from xdm_ft.image_files.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remembered_table
+from xdm_ft.image_files.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remember_table
 from xdm_ft.images import Container, FileState, Pieces
 from xdm_ft.images.decode import HEIC, extensions
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
@@ -66,7 +66,7 @@ class WebDataset(PiecedImages):
         cache_mb: CacheSize = 256,
     ) -> None:  # fmt: skip
         self.where, self.cache_mb = printable(file), cache_mb
-        texts = [str(file)] if os.path.exists(os.path.expanduser(file)) else expanded_braces(str(file))
+        texts = [str(file)] if os.path.exists(os.path.expanduser(file)) else expand_braces(str(file))
         files = sorted({tar for text in texts for tar in list_files(text, ".tar", deep=True)})
         if not files:
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
@@ -77,7 +77,7 @@ class WebDataset(PiecedImages):
 
         def index_of(address: str, state: FileState) -> Table:
             key = repr([*reads, address, state, of_names])
-            return remembered_table(key, lambda: read_tar(address, state, of_names))
+            return remember_table(key, lambda: read_tar(address, state, of_names))
 
         states, indexes = open_files(files, index_of)
         table, rows = join_tables(indexes, self.where), [len(index) for index in indexes]
@@ -85,7 +85,7 @@ class WebDataset(PiecedImages):
         self.members = table[MEMBER]  # in Arrow they take a fifth of the memory of a list
         self.pieces = _pieces(self.starts, self.sizes, rows, states)
         self.container = Container(tuple(files), repr(reads), self.pieces)
-        self.domain_names, of_file = numbered([file.rstrip("/").rsplit("/", 2)[-2] for file in files])
+        self.domain_names, of_file = index_names([file.rstrip("/").rsplit("/", 2)[-2] for file in files])
         several = len({os.path.dirname(file) for file in files}) > 1  # a/train/0.tar and b/train/0.tar too
         if keys.domain is None and several and all(map(is_split, self.domain_names)):
             raise UserError(
@@ -133,7 +133,7 @@ class WebDataset(PiecedImages):
         return int(self.pieces.file_of[self.pieces.of_row(row)])
 
 
-def expanded_braces(text: str) -> Iterator[str]:
+def expand_braces(text: str) -> Iterator[str]:
     """Yields the texts of {000..123} and {a,b}, as a shell does."""
     match = BRACES.search(text)
     if match is None:
@@ -145,7 +145,7 @@ def expanded_braces(text: str) -> Iterator[str]:
         width = len(first) if len(first) == len(last) else 0
         parts = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
     for part in parts:
-        yield from expanded_braces(text[: match.start()] + part + text[match.end() :])
+        yield from expand_braces(text[: match.start()] + part + text[match.end() :])
 
 
 def _pieces(starts: np.ndarray, sizes: np.ndarray, rows: list[int], states: tuple[FileState, ...]) -> Pieces:
@@ -187,7 +187,7 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
     unread = list[str]()
     samples = list(_samples(address, state, unread))
     if not samples:
-        others = f": {counted(Counter(map(kind_of, unread)))}" if unread else ""
+        others = f": {count_files(Counter(map(kind_of, unread)))}" if unread else ""
         raise UserError(f"{address}: the tar contains no images (known by their extensions){others}; remove it")
     columns = {
         START: pyarrow.array([sample.image.offset_data for sample in samples], pyarrow.int64()),

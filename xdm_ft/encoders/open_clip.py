@@ -27,10 +27,10 @@ from xdm_ft.image_files.remote import hub
 from xdm_ft.model_sources.prompts import (
     DEFAULT_PROMPTS,
     EncoderPrompts,
-    checked,
     expand_templates,
     fill,
     in_words,
+    validate_prompts,
     warn_of_cut,
 )
 from xdm_ft.model_sources.source import (
@@ -109,7 +109,7 @@ class OpenClip(LibraryEncoder, TextEncoder):
         import open_clip
 
         super().__init__(kwargs, normalize, pooling)
-        self.prompts = checked(prompts)
+        self.prompts = validate_prompts(prompts)
         self.source = resolve(model, weights, kwargs)
         self.model = _create(self.source, kwargs)
         # now, as a process that unpickles the encoder does not know a model of the recipe's own

@@ -37,7 +37,7 @@ from xdm_ft.images.transforms import (
     evaluation_transform,
     resized_side,
 )
-from xdm_ft.model_sources.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, warn_of_cut
+from xdm_ft.model_sources.prompts import DEFAULT_PROMPTS, EncoderPrompts, validate_prompts, warn_of_cut
 from xdm_ft.model_sources.source import (
     NOT_TAKEN,
     architecture,
@@ -104,7 +104,7 @@ class Transformers(LibraryEncoder, TextEncoder):
         pooling: PoolingChoice = None,
     ) -> None:
         super().__init__(kwargs, normalize, pooling)
-        self.prompts = checked(prompts)
+        self.prompts = validate_prompts(prompts)
         self.source = _resolve(model, weights, kwargs)
         self.pretraining = self.source.pretraining
         self.model = _create(self.source, kwargs).eval()
@@ -332,7 +332,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
         raise UserError(f'encoder.model: "{model}" is a model of timm; use encoder.name: timm, model: hf-hub:…')
     name = config.model_type if folder is None else model.removeprefix(HUB)
     pretraining = pretraining_of(name) if file is None else pretraining_of_file(file)
-    return _Source(name, folder, _changed(config, kwargs, model), file, pretraining)
+    return _Source(name, folder, _override(config, kwargs, model), file, pretraining)
 
 
 def _folder_of(model: str) -> str:
@@ -350,7 +350,7 @@ def _folder_of(model: str) -> str:
     return name
 
 
-def _changed(config: Any, kwargs: Mapping[str, Any], model: str) -> Any:
+def _override(config: Any, kwargs: Mapping[str, Any], model: str) -> Any:
     """The config with the recipe's values; a value that is a mapping changes keys of that part."""
     if not kwargs:
         return config

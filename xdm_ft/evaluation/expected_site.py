@@ -44,7 +44,7 @@ from torch import Tensor
 from xdm_ft.core import ALPHA
 from xdm_ft.evaluation.estimates import Estimate
 from xdm_ft.evaluation.few_labels import FEWEST_EXACT, clopper_pearson
-from xdm_ft.evaluation.intervals import Bounds, HeldOutValues, NewSite, interval_of, over_seeds_and_groups, smoothed
+from xdm_ft.evaluation.intervals import Bounds, HeldOutValues, NewSite, interval_of, over_seeds_and_groups, smooth_share
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, Bin, per_image, reliability, score, wins
 from xdm_ft.evaluation.predictions import (
     HeldOutImages,
@@ -415,14 +415,14 @@ def error_at(metric: str, by_seed: np.ndarray, predictions: Sequence[Prediction]
     return over_seeds_and_groups([HeldOutValues(by_seed, jackknife_variance(without.mean(0)), groups)])
 
 
-def judged(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, str]:
+def judge_method(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, str]:
     """Returns the 95% interval of the values that a site would have if it is like the held-out ones, and the verdict.
 
     `estimate` has the standard error of `value` over these `images` and its degrees of freedom.
     """
     error = estimate.error
     if promised.scale == "logit":
-        p = smoothed(value, images)
+        p = smooth_share(value, images)
         error /= p * (1 - p)
     ends = promised.between(metric, error=error, freedom=estimate.freedom, images=images)
     if value < ends[0]:

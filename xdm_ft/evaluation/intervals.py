@@ -66,7 +66,7 @@ class NewSite(NamedTuple):
         return within_bounds(metric, *ends)
 
 
-def smoothed(share: Shares, images: float) -> Shares:
+def smooth_share(share: Shares, images: float) -> Shares:
     """Returns (x + ½)/(n + 1) for a share x/n of n images: never 0 or 1."""
     return (share * images + 0.5) / (images + 1)
 

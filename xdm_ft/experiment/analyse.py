@@ -26,16 +26,16 @@ from xdm_ft.analysis import Encoded
 from xdm_ft.analysis.augmented import (
     BATCH_SIZE,
     QUANTILES,
-    augmented_in_encoder,
+    augment_in_encoder,
     augments,
     halves,
-    mixed_features,
+    mix_features,
     xdomainmix_features,
 )
 from xdm_ft.analysis.calibration import calibration
 from xdm_ft.analysis.divergence import divergence
 from xdm_ft.analysis.embedding import embedding
-from xdm_ft.analysis.importance import fitted_domain_head, removal_curves
+from xdm_ft.analysis.importance import fit_domain_head, removal_curves
 from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_variance
 from xdm_ft.analysis.reconstruction import COLUMNS, SIDE, Autoencoder, reconstructions, write_png
 from xdm_ft.core import ModelKey
@@ -168,7 +168,7 @@ class TrainedModel:
             for quantile in quantiles:
                 yield quantile, xdomainmix_features(self.method, z, y, domain, quantile, self.batch_size)
         elif self.encoder is None:
-            yield None, mixed_features(self.method, z, y, domain, self.batch_size)
+            yield None, mix_features(self.method, z, y, domain, self.batch_size)
         else:
             yield None, self.encoder.augmented(rows, y, domain, self.batch_size)
 
@@ -196,7 +196,7 @@ class OwnEncoder:
         annotations = (values.to(self.accelerator.device).split(batch_size) for values in (y, domain))
         annotated = zip(self._batches(rows, batch_size), *annotations, strict=True)
         with self._precision():
-            return augmented_in_encoder(self.model.algorithm, self.model.encoder, annotated)
+            return augment_in_encoder(self.model.algorithm, self.model.encoder, annotated)
 
     def _batches(self, rows: Tensor, size: int) -> Iterator[Tensor]:
         """Yields the images of the rows, [B,3,H,W] on the device."""
@@ -271,7 +271,7 @@ class SplitFeatures:
     def domain_head(self) -> Linear | None:
         """A linear domain head for a model without one of its own; None with one training domain."""
         training, validation = ((part.z, part.domain) for part in (self.training, self.validation))
-        return fitted_domain_head(self.images.train_domains, training, validation)
+        return fit_domain_head(self.images.train_domains, training, validation)
 
 
 def entry(

@@ -95,7 +95,7 @@ def device_of(settings: Cluster, here: torch.device) -> torch.device:
 @contextmanager
 def ray_connection(settings: Cluster) -> Iterator[Any]:
     """Context that yields the module `ray`, connected to the cluster. Raises `UserError` if that is not possible."""
-    ray = imported_ray()
+    ray = import_ray()
     address = reachable(settings.address)
     with _keep_handlers():
         try:
@@ -125,7 +125,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def imported_ray() -> Any:
+def import_ray() -> Any:
     if importlib.util.find_spec("ray") is None:
         raise UserError("cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # unset, Ray warns of what it will do one day

@@ -86,7 +86,7 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
     domain that is also a training domain under such a name would not be unseen. Classes may have no image in some
     domain, or so few domains that class and domain cannot be told apart, unless the data set is published so.
     """
-    yield from left_out(dataset)
+    yield from find_left_out(dataset)
     site_class, reason = site_class_of(dataset), "differ only in case, spaces or the form of a number"
     images, remedy = site_class.counts, "give them one name in the data, or clearly different names"
 
@@ -105,14 +105,14 @@ def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Spli
             yield Finding(noun, found, "write them without .0 (pandas: astype('Int64'))")
     lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(0)).tolist()
     if names := [f'no image of "{dataset.class_names[c]}" in {named(images[:, c] == 0)}' for c in lacking]:
-        yield Finding("classes", _listed(names), "add images, or remove the class from the other domains")
+        yield Finding("classes", _list_lines(names), "add images, or remove the class from the other domains")
     if site_class.confounded and not dataset.as_published:
         remedy = "add images of other classes there or of these classes elsewhere, else a model may learn the site"
-        yield Finding(SITE_CLASS, f"cannot be told apart: {_listed(site_class.confounded)}", remedy)
-    yield from _repeated_images(dataset, hashes, splits)
+        yield Finding(SITE_CLASS, f"cannot be told apart: {_list_lines(site_class.confounded)}", remedy)
+    yield from _find_repeated_images(dataset, hashes, splits)
 
 
-def left_out(dataset: ImageDataset) -> Iterator[Finding]:
+def find_left_out(dataset: ImageDataset) -> Iterator[Finding]:
     """Yields what looks like data and yields no image: domains, classes, files."""
     if dataset.left_out:
         yield from fault(LEFT_OUT, UserError(*dataset.left_out))
@@ -188,7 +188,7 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
             yield Finding(GROUPS, f"{found}, as the data set is published")
         else:
             remedy = "change the split so that a group is on one side, or correct the groups"
-            yield Finding(GROUPS, f"{found}: {_listed(pairs)}", remedy)
+            yield Finding(GROUPS, f"{found}: {_list_lines(pairs)}", remedy)
     for reason, items in plan.skipped.items():
         first, remedy = next(iter(items.values())), "add a domain"
         if first.skipped is not None:
@@ -198,7 +198,7 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
         yield Finding("methods", skipped, f"remove these methods from the recipe, or {remedy}")
 
 
-def _repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
+def _find_repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
     """Yields one finding if the files of some images occur more than once, byte for byte."""
     repeated = hashes.duplicates()
     if not repeated:
@@ -267,7 +267,7 @@ def write_copies(plan: Plan, hashes: FileHashes, directory: RunDirectory) -> boo
     return True
 
 
-def _listed(parts: Sequence[str]) -> str:
+def _list_lines(parts: Sequence[str]) -> str:
     more = [f"and {len(parts) - NAMED_AT_MOST} more"] if len(parts) > NAMED_AT_MOST else []
     return "; ".join([*parts[:NAMED_AT_MOST], *more])
 
@@ -296,7 +296,7 @@ def divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> dict[str, 
 
 def log_left_out(dataset: ImageDataset) -> None:
     """Warns of what yields no image: the first lines of a run."""
-    for finding in left_out(dataset):
+    for finding in find_left_out(dataset):
         logger.warning("finding: %s", finding.line)
 
 

@@ -24,17 +24,17 @@ from xdm_ft.core import Criteria, ModelKey
 from xdm_ft.experiment.estimate import training_time
 from xdm_ft.experiment.models import keep_references, own_reference, restarts, weights_metadata
 from xdm_ft.experiment.pieces import Piece, RunContext, do_pieces, pieces_of
-from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
+from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, find_searched, hparams
 from xdm_ft.experiment.prepare import Prepared, make_job
 from xdm_ft.experiment.results import Outcome, RunResults
 from xdm_ft.experiment.resume import refuse_mixed_rows
 from xdm_ft.protocol.splits import all_domains
-from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
+from xdm_ft.recipe.method import MethodItem, draw_item, draw_training
 from xdm_ft.recipe.search import Value
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.results.model import Record
 from xdm_ft.results.table import SummaryRow
-from xdm_ft.results.trials import MethodChoice, picked_trials
+from xdm_ft.results.trials import MethodChoice, pick_trials
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage import digest
@@ -172,7 +172,7 @@ def _final_fit(
     """
     plan, protocol, directory = context.plan, context.plan.recipe.protocol, context.directory
     of_method = [record for record in results.records.values() if record.method == row.method]
-    picked = picked_trials(of_method, protocol.selection, protocol.metric)
+    picked = pick_trials(of_method, protocol.selection, protocol.metric)
     fit = fit_of_runs(plan, picked, context.prepared.unreadable)
     first, settings = fit.model.key.seed, fit.settings
 
@@ -240,13 +240,13 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
     recipe, rule = plan.recipe, plan.recipe.protocol.selection
     planned, selected = [plan.by_key[record.key] for record in picked], [record.selected[rule] for record in picked]
     item = plan.item(planned[0].item.label)
-    step, drawn = median(pick.step for pick in selected), combined(recipe, item, [record.hparams for record in picked])
+    step, drawn = median(pick.step for pick in selected), combine(recipe, item, [record.hparams for record in picked])
     averaged_from = None
     if item.averaging is not None and item.averaging.cls.reads_loss:  # the fit has no images to measure a loss on
         averaged_from = median(pick.hparams["averaged_from"] for pick in selected)
     names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
     varied = {name: median(pick.hparams[name] for pick in selected) for name in names}
-    training = drawn_training(recipe.training, item, drawn)
+    training = draw_training(recipe.training, item, drawn)
     if not item.is_solver:
         # engines keep and average weights only at evaluations, so these must include the steps chosen above
         # − 1: the first segment that is averaged begins with the step after an evaluation
@@ -255,20 +255,20 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
     split, steps = all_domains(plan.dataset, tuple(unreadable)), median(model.steps for model in planned)
     # trial 0 stands for all: the settings are medians over trials, and no trial has drawn them
     key = ModelKey(item.label, split.test_domains, planned[0].key.seed, 0)
-    model = PlannedModel(key, drawn_item(item, drawn), training, split, steps)
+    model = PlannedModel(key, draw_item(item, drawn), training, split, steps)
     temperatures = [pick.temperature for pick in selected if pick.temperature is not None]
     fit = Fit(model, step, averaged_from, varied, median(temperatures) if temperatures else None, "")
     differs = [key for key in drawn if len({drawn_value(record.hparams, key) for record in picked}) > 1]
     return dataclasses.replace(fit, how=_how(recipe, fit, len(picked), differs))
 
 
-def combined(recipe: Recipe, item: MethodItem, hparams_of_runs: Sequence[Mapping[str, Any]]) -> dict[str, Value]:
+def combine(recipe: Recipe, item: MethodItem, hparams_of_runs: Sequence[Mapping[str, Any]]) -> dict[str, Value]:
     """Returns a value for each searched key: of a range the median of the picked values, of a choice the most frequent.
 
     A key without a value is left out; the recipe's own value then applies.
     """
     chosen = {}
-    for key, distribution in searched(recipe, item):
+    for key, distribution in find_searched(recipe, item):
         values = [drawn_value(values, key) for values in hparams_of_runs]
         value = median(values) if distribution.choice is None and None not in values else mode(values)
         if value is not None:

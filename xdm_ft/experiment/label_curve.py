@@ -24,11 +24,11 @@ from xdm_ft.experiment.work import one_thread
 from xdm_ft.features.cache import standard
 from xdm_ft.protocol.splits import stratified_part
 from xdm_ft.results.model import Record
-from xdm_ft.results.trials import choose_method, picked_trials
+from xdm_ft.results.trials import choose_method, pick_trials
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import from_main
 from xdm_ft.storage import json_digest
-from xdm_ft.training.adaptation import adapted_head
+from xdm_ft.training.adaptation import adapt_head
 from xdm_ft.version import __version__
 
 logger = logging.getLogger("xdm_ft")
@@ -53,7 +53,7 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
         logger.warning("label_curve: no method with a linear head has a value in all of its runs; there is no curve")
         return None
     of_method = [record for record in records if record.method == choice.method]
-    picked = picked_trials(of_method, protocol.selection, protocol.metric)
+    picked = pick_trials(of_method, protocol.selection, protocol.metric)
     models = [[record.key, record.selected[protocol.selection].to_json()] for record in picked]
     identity = json_digest([__version__, inputs(plan.dataset, context.prepared), models])
     before = results.label_curve
@@ -106,7 +106,7 @@ def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, flo
         # the other half measures
         as_label = choose_images(of_offered, p[offered], number, np.random.default_rng([seed, number]), groups, 0)
         for choice, chosen in ((AS_LABEL, offered[as_label.adapt]), (AT_RANDOM, offered[every[:number]])):
-            adapted = adapted_head(weight, bias, z[chosen], labels[chosen], mean, deviation)
+            adapted = adapt_head(weight, bias, z[chosen], labels[chosen], mean, deviation)
             accuracies[choice, number] = accuracy(*adapted)
     return accuracies
 

@@ -21,7 +21,7 @@ from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_
 from xdm_ft.evaluation.neighbours import fit
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
-from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
+from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, find_searched, hparams
 from xdm_ft.experiment.prepare import ExternalValues, make_job
 from xdm_ft.experiment.results import RECORDS, Outcome, RunResults, lines_of, protocol_of, save
 from xdm_ft.experiment.resume import Values, refuse_mixed_rows
@@ -274,7 +274,7 @@ def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
     if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
         reasons.append("last step picked")
     values, item = hparams(planned.item, planned.training), plan.item(planned.item.label)
-    for key, _ in searched(plan.recipe, item):
+    for key, _ in find_searched(plan.recipe, item):
         if at_the_edge(plan.recipe.search_of(item), key, drawn_value(values, key)):
             reasons.append(f"{key} at the edge of its range")
     return reasons

@@ -227,7 +227,7 @@ def do_piece(
     predictor: Predictor
     with (
         out_of_memory_as_user_error(*too_large),
-        profiled(trace) as traced_step,
+        profile_training(trace) as traced_step,
         progress.of_piece(piece.name, note, units, traced_step) as bar,
     ):
         if item.is_solver:
@@ -347,7 +347,7 @@ def _do_on_cluster(
 
 
 @contextmanager
-def profiled(file: Path | None) -> Iterator[Callable[[], object]]:
+def profile_training(file: Path | None) -> Iterator[Callable[[], object]]:
     """Context of a training that yields a function, to be called after each step.
 
     Steps 6 to 10 are traced, and the trace is written to `file`, for chrome://tracing or ui.perfetto.dev. A training of

@@ -23,7 +23,7 @@ from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.facts import automatic
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import LEFT_OUT, Split, all_domains, also_measuring, rules_of, splits, without
-from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training, unfreeze_problem
+from xdm_ft.recipe.method import MethodItem, draw_item, draw_training, unfreeze_problem
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
@@ -171,7 +171,7 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
         seeds = recipe.protocol.seeds[:1] if item.is_text else recipe.protocol.seeds
         for number in range(len(by_seed[seeds[0]])):
             for seed in seeds:
-                models += _planned(recipe, item, by_seed[seed][number], seed, dataset)
+                models += _plan_models(recipe, item, by_seed[seed][number], seed, dataset)
     every = [split for of_seed in by_seed.values() for split in of_seed]
     notes = list(dict.fromkeys(note for split in every for note in split.notes))
     # a note per training domain on whose validation images the metric is undefined
@@ -220,7 +220,9 @@ def domains_needed(item: MethodItem) -> int:
     return max(int(cls.min_domains), 2 if needs_two else 1)
 
 
-def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> list[PlannedModel]:
+def _plan_models(
+    recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset
+) -> list[PlannedModel]:
     """Returns a planned model per trial of one method, split and seed, or one that is skipped."""
     needed = domains_needed(item)
     # extra models of cross_domain train without one more domain, or set of domains
@@ -242,13 +244,13 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     if skipped is not None:
         return [planned(0, item, recipe.training, skipped)]
     draws = [recipe.search_of(item).drawn(trial) for trial in range(recipe.search.trials)]
-    if item.is_solver and all(drawn_item(item, recipe.search.drawn(n)) is item for n in range(recipe.search.trials)):
+    if item.is_solver and all(draw_item(item, recipe.search.drawn(n)) is item for n in range(recipe.search.trials)):
         draws = draws[:1]  # a solver does not read `training`
-    if not item.is_solver and not any(searched(recipe, item)):
+    if not item.is_solver and not any(find_searched(recipe, item)):
         draws = draws[:1]  # all trials would be equal
     models, checked = [], dict[int, MethodItem]()  # items that were checked, by their number of steps
     for trial, drawn in enumerate(draws):
-        model = planned(trial, drawn_item(item, drawn), drawn_training(recipe.training, item, drawn))
+        model = planned(trial, draw_item(item, drawn), draw_training(recipe.training, item, drawn))
         if not item.is_solver and checked.get(model.steps) is not model.item:  # a draw may leave it as it is
             _check_settings(recipe, model.item, split, dataset, model.steps)
             checked[model.steps] = model.item
@@ -256,20 +258,22 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     return models
 
 
-def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:
+def find_searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:
     """Yields the searched keys that apply to a method of the recipe, including those of `training`."""
     for key, distribution in recipe.search_of(item).distributions.items():
         if key == "encoder_lr" and item.block.encoder_lr is not None:
             continue
         # drawn_item returns the item itself if the key is not one of its settings; the value does not matter
-        if "." not in key or drawn_item(item, {key: distribution.at(0.5)}) is not item:
+        if "." not in key or draw_item(item, {key: distribution.at(0.5)}) is not item:
             yield key, distribution
 
 
 def unsearched_line(recipe: Recipe) -> str:
     """Returns the line on methods that a search leaves as they are, with one trial; "" if there are none."""
     trained = [item for item in recipe.methods if not item.is_solver]
-    labels = [item.label for item in trained if not any(searched(recipe, item))] if recipe.search.trials > 1 else []
+    labels = (
+        [item.label for item in trained if not any(find_searched(recipe, item))] if recipe.search.trials > 1 else []
+    )
     if not labels:
         return ""
     remedy = "add a range, such as search.space.lr, to search it too"

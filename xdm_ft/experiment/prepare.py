@@ -29,7 +29,7 @@ from xdm_ft.features.key import weights_digest
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.model_sources.source import first_few
-from xdm_ft.recipe.check import checked_algorithm
+from xdm_ft.recipe.check import check_algorithm
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
@@ -126,7 +126,7 @@ def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> dict[
             encoder = encoders[item.encoder_label]
             if recipe.training.layer_decay != 1 or "layer_decay" in recipe.search.distributions:
                 require_blocks(encoder)
-            check_trainable(encoder, checked_algorithm(item, recipe), item.trainable)
+            check_trainable(encoder, check_algorithm(item, recipe), item.trainable)
     return encoders
 
 

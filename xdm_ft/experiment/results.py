@@ -35,7 +35,7 @@ from xdm_ft.experiment.resume import (
 from xdm_ft.images import ImageDataset
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.results.measured import picked_by_rule, predictions_of
+from xdm_ft.results.measured import pick_by_rule, predictions_of
 from xdm_ft.results.model import Entries, Record
 from xdm_ft.results.run import Run, recipe_of
 from xdm_ft.results.summary import (
@@ -52,7 +52,7 @@ from xdm_ft.results.summary import (
 )
 from xdm_ft.results.table import InterimLook
 from xdm_ft.results.trials import MethodChoice, choose_method
-from xdm_ft.runtime.errors import UserError, listed, plural
+from xdm_ft.runtime.errors import UserError, join_names, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.checkpoint import differences
@@ -149,7 +149,7 @@ class RunResults:
             logger.warning(
                 "methods: the code of %s has changed since its models trained, which keep their numbers; to train "
                 "again, add a row with another label",
-                listed(self.edited),
+                join_names(self.edited),
             )
         if before is None or known != code or comparable(before.resolved()) != comparable(self.recipe.resolved()):
             self.write()
@@ -410,7 +410,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
     benchmark, margin = benchmark_of(recipe.data, images_tested(records)), recipe.report.margin
     labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
-    [of_methods] = picked_by_rule(records, plan.rules[:1], metric, labels, deterministic).values()
+    [of_methods] = pick_by_rule(records, plan.rules[:1], metric, labels, deterministic).values()
     number, look = place_of(look_at(of_methods.values(), recipe.declared), looks)
     before = looks[: number - 1]
     found = summarise(

@@ -18,7 +18,7 @@ from xdm_ft.recipe.method import with_encoder
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.results.run import recipe_of
-from xdm_ft.runtime.errors import UserError, listed, plural
+from xdm_ft.runtime.errors import UserError, join_names, plural
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage import digest, json_digest
 from xdm_ft.storage.checkpoint import differences
@@ -181,8 +181,8 @@ def refuse_mixed_rows(labels: Iterable[str]) -> None:
     """Raises `UserError` if there are rows whose new models would have other code than their earlier ones."""
     if mixed := [*labels]:
         raise UserError(
-            f"methods: the code of {listed(mixed)} has changed since its models trained, and one row must not mix two "
-            "methods; undo the edit, or set another name"
+            f"methods: the code of {join_names(mixed)} has changed since its models trained, and one row must not mix "
+            "two methods; undo the edit, or set another name"
         )
 
 

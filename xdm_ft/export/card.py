@@ -39,7 +39,7 @@ MAX_NAMED = 5  # classes at most, whose means are of few images
 _ACTIVE = re.compile(r"([\\`*_{}\[\]#|~$!@^]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 
 
-def escaped(name: object) -> str:
+def escape_markdown(name: object) -> str:
     """Returns a name or text on one line, with nothing in it that Markdown or HTML would interpret."""
     return _ACTIVE.sub(r"\\\1", html.escape(printable(name), quote=False))
 
@@ -84,12 +84,12 @@ def card(config: ModelConfig, encoder: Mapping[str, Any], training_features: int
     training images whose features the heads hold.
     """
     front = yaml.safe_dump(metadata(config, encoder), sort_keys=False, allow_unicode=True, width=float("inf"))
-    classes, label = plural(len(config.class_names), "class"), escaped(config.method["label"])
+    classes, label = plural(len(config.class_names), "class"), escape_markdown(config.method["label"])
     meant = "images from sites (hospitals, regions, cameras, styles) that were not in its training data"
     if config.adapted is not None:
         meant = "images of the one site whose labelled images have adapted it"
     use = f"""Assigns one of these {classes} to an image:
-{", ".join(escaped(name) for name in config.class_names)}.
+{", ".join(escape_markdown(name) for name in config.class_names)}.
 
 It is meant for {meant}.
 Evaluate it on labelled images of your site before you rely on it (see the end of this page)."""
@@ -178,33 +178,36 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
         trained = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
     else:
         trained = f"encoder: {trained_words(encoder.trained)}; class head trained"
-    yield f"* Method: {escaped(method['label'])}; {trained}."
-    yield f"* Encoder: {encoder.name} {escaped(encoder.settings['model'])}, {escaped(encoder.pretraining)}."
+    yield f"* Method: {escape_markdown(method['label'])}; {trained}."
+    model, pretraining = (escape_markdown(text) for text in (encoder.settings["model"], encoder.pretraining))
+    yield f"* Encoder: {encoder.name} {model}, {pretraining}."
     if images is not None:
-        counts = ", ".join(f"{escaped(name)} ({number})" for name, number in images.items())
+        counts = ", ".join(f"{escape_markdown(name)} ({number})" for name, number in images.items())
         total = sum(images.values())
         yield f"* Data: {plural(total, 'image')} of {plural(len(images), 'domain')}: {counts}. None is held out."
     else:
-        yield f"* Data: the domains {', '.join(map(escaped, method['train_domains']))}."
+        yield f"* Data: the domains {', '.join(map(escape_markdown, method['train_domains']))}."
     if config.audit is not None:
-        yield f"* Audit of the data. {escaped(config.audit)}"
+        yield f"* Audit of the data. {escape_markdown(config.audit)}"
     if images is None and method["test_domains"]:
-        lacks = ", ".join(map(escaped, method["test_domains"]))
+        lacks = ", ".join(map(escape_markdown, method["test_domains"]))
         if config.adapted is None:
             yield f"* **It lacks {lacks}**: no image of it trained this model, as it was held out for testing."
         else:  # the site may be what was held out
             yield f"* Before it was adapted, it was trained without {lacks}, held out for testing."
-    yield f"* Protocol: {escaped(config.protocol['description'])}."
-    yield f"* How this model was chosen: {escaped(config.chosen)}."
+    yield f"* Protocol: {escape_markdown(config.protocol['description'])}."
+    yield f"* How this model was chosen: {escape_markdown(config.chosen)}."
     by = config.results.get("chosen_by")
     if by is not None and len(by["values"]) > 1:
-        rule = "results on held-out domains" if by.get("at") else escaped(by["selection"])
-        values = ", ".join(f"{escaped(name)} {shown(by['metric'], value)}" for name, value in by["values"].items())
+        rule = "results on held-out domains" if by.get("at") else escape_markdown(by["selection"])
+        values = ", ".join(
+            f"{escape_markdown(name)} {shown(by['metric'], value)}" for name, value in by["values"].items()
+        )
         yield f"* Values of all methods by {rule}: {values}."
     if config.adapted is not None:
         labels = plural(config.adapted.labels, "labelled image")
         yield f"* Adapted to one site by {labels}: {_gain(config.adapted)}."
-        yield f"  Before: {escaped(config.adapted.model)}."
+        yield f"  Before: {escape_markdown(config.adapted.model)}."
     if config.training_images_xxh3 is not None:
         yield "* The file training_images.safetensors, where it is present, has a checksum (xxh3) of each training"
         yield "  image, and no image. Anyone who has an image can find out whether it trained this model, as xdm-ft"
@@ -232,7 +235,7 @@ def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[st
     kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
     yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}.\n"
     if counts := Counter(site.method for site in held_out if site.method is not None):
-        by = ", ".join(f"{escaped(name)} by {count} of {len(held_out)}" for name, count in counts.most_common())
+        by = ", ".join(f"{escape_markdown(name)} by {count} of {len(held_out)}" for name, count in counts.most_common())
         yield f"For each of these {noun} the value is that of the method which the others choose ({by}), so that no"
         yield "choice has seen its domain; the method of this model is chosen by all of them.\n"
     if at_new_site is not None:
@@ -253,15 +256,15 @@ def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[st
     yield "|---|---:|---:|---:|---:|"
     for site in held_out:
         groups = "unknown" if site.groups is None else str(site.groups)
-        name = escaped(", ".join(site.domains))
+        name = escape_markdown(", ".join(site.domains))
         yield f"| {name} | {shown(metric, site.value)} | {interval(metric, site.interval)} | {site.images} | {groups} |"
         for domain, accuracy in site.accuracies.items() if len(site.domains) > 1 else ():
-            yield f"| – {escaped(domain)} (accuracy) | {shown('accuracy', accuracy)} | | | |"
+            yield f"| – {escape_markdown(domain)} (accuracy) | {shown('accuracy', accuracy)} | | | |"
 
     name, value = expected.worst
     # of several domains in one set only accuracies are known
     of = "accuracy" if len(held_out) == 1 and len(held_out[0].domains) > 1 else metric
-    yield f"\nWorst: {escaped(name)}, {WORDS[of]} {shown(of, value)}. Intervals are 95%,"
+    yield f"\nWorst: {escape_markdown(name)}, {WORDS[of]} {shown(of, value)}. Intervals are 95%,"
     yield f"over {'' if expected.seeds == 1 else 'seeds and '}groups of images."
     others = [f"{WORDS[key]} {shown(key, value)}" for key, value in expected.others.items() if key not in CALIBRATION]
     if others:
@@ -304,17 +307,17 @@ def _limits(config: ModelConfig, training_features: int) -> Iterator[str]:
         sets, domains = len(expected.held_out), sum(len(site.domains) for site in expected.held_out)
         tested = f"{plural(domains, 'domain')} tested{f' in {sets} sets' if 1 < sets < domains else ''}"
         yield f"* Few domains: {tested}. Another kind of site can be worse than any of them."
-        yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
+        yield from (f"* {escape_markdown(note[0].upper() + note[1:])}." for note in expected.notes)
     yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."
     if config.unknown is not None:
         does = "marks them" if config.unknown.works else "cannot"
         at = ", ".join(
-            f"{escaped(name)} {of.auroc:.2f} ({shown('accuracy', of.false_alarms)})"
+            f"{escape_markdown(name)} {of.auroc:.2f} ({shown('accuracy', of.false_alarms)})"
             for name, of in config.unknown.domains.items()
         )
         yield f"  `xdm-ft predict --unknown` {does}: at held-out domains its AUROC (false alarms) is {at},"
         yield "  for classes that were left out of training."
     if held := held_words(config, training_features):
-        yield f"* Privacy: {escaped(held)}. Share this model only as you may share these images."
+        yield f"* Privacy: {escape_markdown(held)}. Share this model only as you may share these images."
     yield "* Domains are unseen in fine-tuning, but possibly seen in the encoder's pre-training."
     yield "* Not for decisions on health, safety or rights of people without an evaluation for that purpose."

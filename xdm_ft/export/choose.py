@@ -51,7 +51,7 @@ from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.results.model import Record
 from xdm_ft.results.run import ORACLE, Run
-from xdm_ft.results.trials import picked_trials
+from xdm_ft.results.trials import pick_trials
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.lines import Damaged
@@ -146,7 +146,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
     wanted = {option: value for option, value in named.items() if value is not None}
     records = [record for record in run.records if record.method == method]
     fitting = [record for record in records if wanted.items() <= options_of(record).items()]
-    models = [record for record in picked_trials(fitting, run.rule, run.metric) if run.rule in record.selected]
+    models = [record for record in pick_trials(fitting, run.rule, run.metric) if run.rule in record.selected]
     if not models:
         for option, value in wanted.items():
             names = list(dict.fromkeys(str(options_of(record)[option]) for record in records))

@@ -136,11 +136,11 @@ def write_directory(parts: ModelParts, folder: Path, with_encoder: bool | None) 
         for name, content in portable.files.items():
             replace_text(folder / name, json.dumps(content, indent=1) + "\n")
     if with_encoder:
-        write_tensors(folder / ENCODER, _unshared(portable.state), PYTORCH)
+        write_tensors(folder / ENCODER, _copy_shared(portable.state), PYTORCH)
     part = None if with_encoder else config.encoder.part
     if part is not None:
         state = encoder.state_dict()
-        write_checked(folder / PART, _unshared({name: state[name] for name in parts.trained_names}), PYTORCH)
+        write_checked(folder / PART, _copy_shared({name: state[name] for name in parts.trained_names}), PYTORCH)
     identity = config.encoder.identity
     if identity is not None and identity["model"].startswith(LOCAL_FOLDER):
         identity = None
@@ -235,7 +235,7 @@ def _write_rest(parts: ModelParts, config: ModelConfig, folder: Path) -> None:
     replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_shared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of the tensors: safetensors refuses tensors that share memory (tied weights)."""
     return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 

@@ -67,7 +67,7 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
     check_name(repository)
     config, _ = read_config(folder)
     at_home = {THRESHOLD} if with_training_hashes else {THRESHOLD, TRAINING_IMAGES}
-    files = tuple(name for name in checked_files(folder, config) if name not in at_home)
+    files = tuple(name for name in check_files(folder, config) if name not in at_home)
     from huggingface_hub import HfApi
 
     api: Any = HfApi(library_name="xdm_ft", library_version=__version__)
@@ -91,7 +91,7 @@ def push(folder: Path, repository: str, private: bool, with_training_hashes: boo
     return Pushed(repository, str(commit.commit_url), is_private, files)
 
 
-def checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
+def check_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     """Returns the names of the files. Raises `UserError` as `push` says."""
     of_encoder = encoder_files(folder, config)
     known = {*FILES} - {ENCODER, PART, TEXT_CONFIG} | {*of_encoder}

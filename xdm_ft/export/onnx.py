@@ -89,7 +89,7 @@ def write_onnx(parts: ModelParts, folder: Path, images: Sequence[Image.Image], i
     pixels = torch.stack([normalizing_transform(preprocessing)(Image.fromarray(image)) for image in resized])
     given = torch.from_numpy(resized) if include_preprocessing else pixels
     graph = _Graph(Classifier(parts, "fp32"), preprocessing, include_preprocessing).eval()
-    content = exported_bytes(graph, given, parts)
+    content = export_bytes(graph, given, parts)
     path = folder / ONNX
     difference = 0.0
 
@@ -112,7 +112,7 @@ def resize_for_comparison(images: Sequence[Image.Image], preprocessing: Preproce
     return np.stack([np.asarray(resize(image)) for image in images] * -(-least // len(images)))
 
 
-def exported_bytes(graph: _Graph, example: Tensor, parts: ModelParts) -> bytes:
+def export_bytes(graph: _Graph, example: Tensor, parts: ModelParts) -> bytes:
     """Returns the file's content."""
     name = PIXELS if example.dtype == torch.float32 else IMAGES
     try:

@@ -41,7 +41,7 @@ from xdm_ft.images.decode import (
     wide_colour_modes,
 )
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
-from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_transform
+from xdm_ft.images.transforms import evaluation_transform, normalize, resizing_transform
 from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.machine import retain_freed_memory
@@ -202,7 +202,7 @@ class Model:
     def _map(self, values: Callable[[Tensor], Tensor], images: Images, *shape: int) -> np.ndarray:
         """Returns `values` float32 [n,*shape] of the encoder's features [B,K], which are computed batch by batch."""
         retain_freed_memory()
-        batches = _batched(_listed(images), fast_batch_size(self.device.type))
+        batches = _batched(_list_images(images), fast_batch_size(self.device.type))
         first, side = next(batches, []), self.config.preprocessing.size
         # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
         size = (len(first), side, side, 3)
@@ -210,7 +210,7 @@ class Model:
         for batch in pixel_batches(
             chain([first] if first else [], batches), self._pixels, size, self.device, 0, "predict", ""
         ):
-            pixels = normalized(batch.pixels.to(self.device), self.config.preprocessing)
+            pixels = normalize(batch.pixels.to(self.device), self.config.preprocessing)
             blocks.append(values(self.module.encoded(pixels)[: len(batch.items)]).cpu())
         return torch.cat(blocks).numpy()
 
@@ -254,7 +254,7 @@ class Model:
         return decode(bytes(image), name, least_side, intensity)
 
 
-def _listed(images: Images) -> Iterable[object]:
+def _list_images(images: Images) -> Iterable[object]:
     """Returns the images, or a single one as a list. Raises `UserError` for what is neither."""
     if isinstance(images, ONE_IMAGE):
         return [images]
@@ -351,7 +351,7 @@ def _computed(model: Model, batch: PixelBatch[Item]) -> ImageBatch:
         encoded = torch.zeros(len(batch.pixels), model.config.encoder.width, device=model.device)
     else:
         pixels = batch.pixels.to(model.device, non_blocking=True)
-        encoded = module.encoded(normalized(pixels, model.config.preprocessing))  # [B,K]
+        encoded = module.encoded(normalize(pixels, model.config.preprocessing))  # [B,K]
     for position, value in batch.instead.items():
         if isinstance(value, Tensor):  # its cached features
             encoded[position] = value.to(model.device, torch.float32)

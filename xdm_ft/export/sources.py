@@ -17,16 +17,16 @@ import numpy as np
 
 from xdm_ft.data.table import COLUMNS, TableDataset, path_in
 from xdm_ft.image_files.files import (
-    counted,
+    count_files,
+    describe_left_out,
     expression_of,
     first_pattern,
     group_of,
     groups_of,
     images_below,
+    index_names,
     is_image,
     kind_of,
-    left_out,
-    numbered,
     refuse_missing_folder,
     refuse_splits,
     visible_entries,
@@ -105,7 +105,7 @@ class Sources:
                 problem = "contains no image (known by its extension)" if os.path.isdir(path) else "matches no image"
                 if _is_table(path):
                     problem = "the table has no rows; add one per image"
-                raise UserError(f"{path}: {problem}{f'; {counted(self.others)}' if self.others else ''}")
+                raise UserError(f"{path}: {problem}{f'; {count_files(self.others)}' if self.others else ''}")
         return None if STDIN in self.paths else total
 
     def _items(self, path: str) -> Iterator[Item]:
@@ -346,9 +346,9 @@ def read_site(
             domain_names, domains, groups = table.domain_names, table.domains, table.groups
         else:
             images, classes, domain_of = _labelled_images(source, numbers)
-            (names, labels), origin, hint = numbered(classes), str(source), f" ({LAYOUTS})"
+            (names, labels), origin, hint = index_names(classes), str(source), f" ({LAYOUTS})"
             items = [Item(path, path) for path in (os.path.join(source, image) for image in images)]
-            domain_names, domains = numbered(domain_of)
+            domain_names, domains = index_names(domain_of)
             groups = None if group is None else groups_of(images, group)[1]
     except UserError as error:  # written for keys of a recipe
         lines = (
@@ -386,10 +386,10 @@ def _labelled_images(root: Path, numbers: Mapping[str, int]) -> tuple[list[str],
         remedy = "move the class folders up, or name one of the parts alone"
         refuse_splits(root, images, first - numbers.keys(), second - numbers.keys(), remedy)
     if first <= numbers.keys() or second.isdisjoint(numbers):
-        _warn_of(root, left_out(root, tree, ("class",)))
+        _warn_of(root, describe_left_out(root, tree, ("class",)))
         return images, [folders[0] for folders in levels], [root.resolve().name] * len(images)
     levels = [folders for folders in levels if len(folders) > 2]
-    _warn_of(root, left_out(root, tree._replace(images=["/".join(folders) for folders in levels])))
+    _warn_of(root, describe_left_out(root, tree._replace(images=["/".join(folders) for folders in levels])))
     return ["/".join(folders) for folders in levels], [folders[1] for folders in levels], [f[0] for f in levels]
 
 

@@ -34,7 +34,7 @@ from xdm_ft.features.maintenance import stores
 from xdm_ft.images import Augmentation, ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
-from xdm_ft.images.transforms import normalized
+from xdm_ft.images.transforms import normalize
 from xdm_ft.model_sources.source import first_few, not_finite
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import own_cores, retain_freed_memory
@@ -360,7 +360,7 @@ class Extraction:
         stored = DTYPES[self.settings.precision]
         pixels = batch.pixels.to(self.device, non_blocking=True)
         with torch.inference_mode():
-            z = self.encoder(normalized(pixels, self.encoder.preprocessing).to(stored))[: len(batch.items)]
+            z = self.encoder(normalize(pixels, self.encoder.preprocessing).to(stored))[: len(batch.items)]
             z = z.to(stored).to("cpu", non_blocking=True)  # to pinned memory
         if self.device.type != "cuda":
             return z, None

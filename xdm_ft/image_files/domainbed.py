@@ -15,10 +15,10 @@ from pydantic import Field
 from xdm_ft.image_files.files import (
     ImageFiles,
     PathsBelow,
+    describe_left_out,
     images_below,
+    index_names,
     is_split,
-    left_out,
-    numbered,
     refuse_missing_folder,
     refuse_splits,
 )
@@ -73,7 +73,7 @@ class BenchmarkFolders(ImageFiles):
         self.base = base = self._find(expand_user(root, "data.root"))
         folder_of = self._domains(base)
         tree = images_below(base)
-        self.left_out = left_out(base, tree, only=[*folder_of.values()])
+        self.left_out = describe_left_out(base, tree, only=[*folder_of.values()])
         by_folder: dict[str, list[str]] = {folder: [] for folder in folder_of.values()}
         for path in tree.images:
             by_folder.get(path.partition("/")[0], []).append(path)
@@ -90,7 +90,7 @@ class BenchmarkFolders(ImageFiles):
         classes = [path.split("/")[1 + divided[d]] for path, d in zip(paths, self.domains.tolist(), strict=True)]
         if set(classes) <= set(map(str, range(len(self.numbered_classes)))):
             classes = [self.numbered_classes[int(name)] for name in classes]
-        self.class_names, self.labels = numbered(classes)
+        self.class_names, self.labels = index_names(classes)
         whole = [path for is_divided, part in zip(divided, parts, strict=True) if not is_divided for path in part]
         refuse_splits(base, whole, (), self.class_names)
         self.as_published = check_counts(type(self), self, printable(base), counts)

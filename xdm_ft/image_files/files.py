@@ -122,7 +122,7 @@ class ImageFiles(EncodedImages):
         return self.paths[row]
 
 
-def numbered(values: Sequence[str], in_order: bool = False) -> tuple[tuple[str, ...], np.ndarray]:
+def index_names(values: Sequence[str], in_order: bool = False) -> tuple[tuple[str, ...], np.ndarray]:
     """Returns the distinct names, in one form and printable, and for every value its index among them (int64 [N]).
 
     They are sorted, or `in_order` of the values.
@@ -150,7 +150,7 @@ def groups_of(paths: list[str], pattern: str) -> tuple[tuple[str, ...], np.ndarr
             f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, the first: '
             f"{without[0]}; change it to match every path"
         )
-    return numbered([group for group in groups if group is not None])
+    return index_names([group for group in groups if group is not None])
 
 
 def group_of(path: str, expression: re.Pattern[str], key: str = "data.group") -> str | None:
@@ -268,7 +268,7 @@ def images_below(root: Path, depth: int = 2) -> Tree:
     return Tree(images, files, list(folders))
 
 
-def left_out(
+def describe_left_out(
     root: Path, tree: Tree, levels: Sequence[str] = ("domain", "class"), only: Collection[str] | None = None
 ) -> tuple[str, ...]:
     """Returns the lines of `ImageDataset.left_out` for the domains, classes and files of a tree that yield no image.
@@ -309,7 +309,7 @@ def _empty(
             holding[name].append(path)
     have_folders = {part[level] for part in folders if len(part) > level + 1}
     names = [
-        f'"{name}" ({f"its folder holds {counted(Counter(map(kind_of, files)))}" if files else "its folder is empty"})'
+        f'"{name}" (its folder {f"holds {count_files(Counter(map(kind_of, files)))}" if files else "is empty"})'
         for name, files in sorted(holding.items())
         if noun != "domain" or name in have_folders or not files or not data.isdisjoint(files)
     ]
@@ -420,7 +420,7 @@ def beside(folder: str, files: Collection[str]) -> tuple[str, ...]:
     return not_read(kinds_of(others), "unpack them, or name them in data.file")
 
 
-def counted(others: Mapping[str, int]) -> str:
+def count_files(others: Mapping[str, int]) -> str:
     """Returns "12 other files: 10 .dcm, 2 .txt"."""
     ranked = sorted(others.items(), key=lambda item: (-item[1], not item[0], item[0]))
     named = [f"{number} {printable(extension) or 'without an extension'}" for extension, number in ranked[:MAX_NAMED]]

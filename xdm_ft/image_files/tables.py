@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.image_files.files import numbered
+from xdm_ft.image_files.files import index_names
 from xdm_ft.images import Container, ImageDataset
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
@@ -193,10 +193,10 @@ def number_names(
         row = int(np.flatnonzero(np.isin(codes, list(faults)))[0])
         raise UserError(f"{source}: row {row}, column {column}: {faults[int(codes[row])]}")
     if not all(isinstance(value, int) for value in values):
-        names, index = numbered(texts)
+        names, index = index_names(texts)
         return names, index[codes]
     present, index = np.unique(np.array(values, dtype=np.int64), return_inverse=True)
-    names, merged = numbered(
+    names, merged = index_names(
         [str(i) if class_names is None else class_names[i] for i in present.tolist()], in_order=True
     )
     return names, merged[index][codes]
@@ -240,7 +240,7 @@ def join_tables(tables: Sequence[Table], source: str) -> Table:
     return pyarrow.concat_tables(tables, promote_options="permissive")
 
 
-def remembered_table(key: str, make: Callable[[], Table]) -> Table:
+def remember_table(key: str, make: Callable[[], Table]) -> Table:
     """Returns what `make` returned for this key, or returns now: see `remembered`."""
     import pyarrow
 
@@ -365,7 +365,7 @@ class ImageTable(EncodedImages):
         files = tuple(part["filename"] for part in table.cache_files)
         self.container = Container(files, columns.image) if files else None
         of_part = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
-        self.domain_names, merged = numbered([*parts], in_order=True)
+        self.domain_names, merged = index_names([*parts], in_order=True)
         self.domains = merged[of_part]
         names = {name: feature.names for name, feature in table.features.items() if isinstance(feature, ClassLabel)}
         cells = {name: encode_names(table.data.column(name), f"{source}: column {name}") for name in wanted[1:]}

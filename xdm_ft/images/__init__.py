@@ -34,7 +34,7 @@ class Range(Block):
         return "…".join(repr(value).removesuffix(".0") for value in (self.low, self.high))
 
 
-def _checked(value: Any) -> Any:
+def _check(value: Any) -> Any:
     """Returns the value. Raises `ValueError`, one line where pydantic would have one for each type that is allowed."""
     if isinstance(value, Range) or value in ("type", "auto"):
         return value
@@ -46,7 +46,7 @@ def _checked(value: Any) -> Any:
     return value
 
 
-Intensity = Annotated[Literal["type", "auto"] | Range, BeforeValidator(_checked)]
+Intensity = Annotated[Literal["type", "auto"] | Range, BeforeValidator(_check)]
 """`data.intensity`: what becomes 0…255 of images wider than 8 bits."""
 
 

@@ -125,7 +125,7 @@ def normalizing_transform(preprocessing: Preprocessing) -> Compose:
     return transforms.Compose([transforms.ToTensor(), transforms.Normalize(preprocessing.mean, preprocessing.std)])
 
 
-def normalized(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
+def normalize(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
     """uint8 [B,S,S,3] → float32 [B,3,S,S] in the memory format channels last, on the same device.
 
     Equals `normalizing_transform` of every image, on a CPU bit for bit.

@@ -40,7 +40,7 @@ EncoderPrompts = Annotated[
 """The setting `encoder.prompts`."""
 
 
-def checked(prompts: tuple[str, ...]) -> tuple[str, ...]:
+def validate_prompts(prompts: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the prompts that an encoder is built with, from a recipe or not. Raises `UserError` if they are wrong."""
     try:
         return check_templates(prompts)

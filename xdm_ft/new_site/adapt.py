@@ -38,15 +38,15 @@ from xdm_ft.new_site.images import (
     readable,
     unlabelled_images,
 )
-from xdm_ft.new_site.reference import prepared_run, trained_head
+from xdm_ft.new_site.reference import prepare_run, train_head
 from xdm_ft.new_site.stored import Stored, read_stored, without_site
 from xdm_ft.protocol.splits import split_of_rows, usable
 from xdm_ft.results.run import Run, read_run
-from xdm_ft.results.trials import picked_trials
+from xdm_ft.results.trials import pick_trials
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.tensors import tensors_of
-from xdm_ft.training.adaptation import FOLDS, NoHarm, adapted_head, compared, correct, do_no_harm, folds_of
+from xdm_ft.training.adaptation import FOLDS, NoHarm, adapt_head, compare_heads, correct, do_no_harm, folds_of
 from xdm_ft.training.bank.data import CachedPredictor
 
 FEWEST, ADVISED = 10, 20  # labelled images
@@ -124,7 +124,7 @@ def adapt(
     stored, config, head = read_stored(model.folder, model.config), model.config, model.module.head
     if not isinstance(head, Linear):
         raise UserError(f"{name}: its head is {config.head.name}; only linear heads can be adapted")
-    labelled = _labelled(model, name, path, group, known_training_images(model, name), batch_size)
+    labelled = _read_labelled(model, name, path, group, known_training_images(model, name), batch_size)
     others = _at_random(model, name, path, group, labelled, batch_size)
     z, labels = labelled.z, labelled.labels
     # of logits that are divided by a temperature: what the model says now is where it starts
@@ -134,7 +134,7 @@ def adapt(
         unreadable = labelled.about["unreadable"]
         shift = _shift(model, name, images, stored, labels, prevalence, unreadable, batch_size)
     about = weight, bias, z - shift, labels, stored.heads.mean, stored.heads.deviation
-    shown, (linear, moved) = do_no_harm(*about, labelled.site.groups, z), adapted_head(*about)
+    shown, (linear, moved) = do_no_harm(*about, labelled.site.groups, z), adapt_head(*about)
     before, at_random = f"the model whose config.json has the checksum {model.checksum}", None
     if others is not None:
         was = correct(weight, bias, others.z, others.labels)
@@ -144,7 +144,7 @@ def adapt(
         parts = ModelParts(
             config, model.module.encoder, {}, model.reference, model.training_images, checksum=model.checksum
         )
-        parts = _adapted(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
+        parts = _with_head(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
         with new_directory(out) as temporary:
             write_changed(model.folder, parts, temporary)
     return labelled.adaptation(name, path, out, shown, adapted, doubts(stored, z, labelled.site.labels))
@@ -173,7 +173,7 @@ def adapt_run(
     known, model = training_images(run, parts.config), Model(parts)
     if known is None:
         raise UserError(f"{folder}: --method needs the images of the run")
-    labelled = _labelled(model, folder, path, group, known, batch_size)
+    labelled = _read_labelled(model, folder, path, group, known, batch_size)
     others = _at_random(model, folder, path, group, labelled, batch_size)
     name, random = "site" if "site" not in domains else "new site", None if others is None else others.site
     made = with_one_more_domain(run, parts, labelled.site, random, name)
@@ -194,13 +194,13 @@ def adapt_run(
             "reference_xxh3": None,
         }
         parts = replace(parts, config=parts.config.model_copy(update=update), reference=None, training_images=known)
-        parts = _adapted(parts, with_prefix(state, "head"), adapted, labelled.content)
+        parts = _with_head(parts, with_prefix(state, "head"), adapted, labelled.content)
         with new_directory(out) as temporary:
             write_directory(parts, temporary, None)
     return labelled.adaptation(folder, path, out, shown, adapted)
 
 
-def _labelled(
+def _read_labelled(
     model: Model, name: str, path: str, group: str | None, known: np.ndarray | None, batch_size: int | None
 ) -> _Labelled:
     """Reads the images that adapt. `known`: checksums of the images that trained the model. Raises `UserError`."""
@@ -321,7 +321,7 @@ def _shift(
     return z.mean(0) - q @ stored.class_means
 
 
-def _adapted(parts: ModelParts, head: Mapping[str, Tensor], adapted: AdaptedConfig, images: np.ndarray) -> ModelParts:
+def _with_head(parts: ModelParts, head: Mapping[str, Tensor], adapted: AdaptedConfig, images: np.ndarray) -> ModelParts:
     """Returns the model with another head. `images`: checksums of those that have adapted it."""
     new = build_head(parts.config.head, parts.config.encoder.width, len(parts.config.class_names), head)
     known = [] if parts.training_images is None else [parts.training_images]
@@ -395,10 +395,10 @@ def with_one_more_domain(run: Run, parts: ModelParts, site: Site, random: Site |
             raise UserError(f"{run.path}: its images are not files, so a site cannot join their domains")
         return WithSite(dataset, every, name)
 
-    with prepared_run(run, label, with_site) as (plan, prepared):
+    with prepare_run(run, label, with_site) as (plan, prepared):
         dataset = plan.dataset
         unreadable = [row for row in prepared.unreadable if row < len(dataset)]
-        picked = picked_trials([r for r in run.records if r.method == label], run.rule, run.metric)
+        picked = pick_trials([r for r in run.records if r.method == label], run.rule, run.metric)
         fit, both = fit_of_runs(plan, picked, unreadable), with_site(dataset)
         plan, features = replace(plan, dataset=both), prepared.for_method(fit.model.item).features
         assert features is not None, "the encoder is frozen"
@@ -412,7 +412,7 @@ def with_one_more_domain(run: Run, parts: ModelParts, site: Site, random: Site |
             rows = np.concatenate([of_run, rows])
             split = split_of_rows(both, (), np.unique(both.domains[rows]).tolist(), rows, {})
             job = replace(fit, model=replace(fit.model, split=split)).job(plan, prepared, seed)
-            return CachedPredictor(job, features), dict(trained_head(job, features, plan.annotations))
+            return CachedPredictor(job, features), dict(train_head(job, features, plan.annotations))
 
         def right(made: tuple[CachedPredictor, dict[str, Tensor]], rows: np.ndarray) -> Tensor:
             predicted = made[0].logits(made[1], torch.from_numpy(rows)).argmax(1)
@@ -428,4 +428,4 @@ def with_one_more_domain(run: Run, parts: ModelParts, site: Site, random: Site |
                 bar.advance()
             made = trained(of_site)
         both_right = right(without, at_random), right(made, at_random)
-        return WithOneMore(compared(before, after, site.groups), both_right, made[1], fit)
+        return WithOneMore(compare_heads(before, after, site.groups), both_right, made[1], fit)

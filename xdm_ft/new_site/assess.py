@@ -102,10 +102,10 @@ def assess(
     sizes = np.ones(len(items), np.int64) if groups is None else np.bincount(groups)
     shares = stored.shares if prevalence is None else prevalence
     seen, of_class = SeenByHeads(np.concatenate(p), np.concatenate(predicted, 1)), ~np.concatenate(flagged)
-    every, unknown = _expected(stored, seen, shares, groups), stored.unknown_share(~of_class, sizes)
+    every, unknown = _expect(stored, seen, shares, groups), stored.unknown_share(~of_class, sizes)
     if unknown is None or unknown.low <= 0:
         of_class[:] = True
-    expected = _expected(stored, seen.only(of_class), shares, None if groups is None else groups[of_class])
+    expected = _expect(stored, seen.only(of_class), shares, None if groups is None else groups[of_class])
     refused = AGREE if expected is None else expected.refused
     if not of_class.any():
         refused = "all of them are flagged as images of no class"
@@ -142,7 +142,7 @@ def assess(
     )
 
 
-def _expected(
+def _expect(
     stored: Stored, seen: SeenByHeads, shares: np.ndarray, groups: np.ndarray | None
 ) -> ExpectedAccuracy | None:
     """Returns the expected accuracy on some images; None if there are none, or if the heads agree everywhere."""

@@ -18,7 +18,7 @@ from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features.cache import Contents, Store, contents_of
 from xdm_ft.features.extract import IMAGES_PER_SHARD
 from xdm_ft.features.hashes import ListedImages, hash_files
-from xdm_ft.image_files.files import counted
+from xdm_ft.image_files.files import count_files
 from xdm_ft.results.run import is_run, read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural
 from xdm_ft.runtime.progress import progress
@@ -79,7 +79,7 @@ def unlabelled_images(model: Model, name: str, sources: Sources) -> Distinct:
     if not items:
         raise UserError("PATH: no image is listed on standard input")
     if sources.others:
-        logger.warning("%s", counted(sources.others))
+        logger.warning("%s", count_files(sources.others))
     left = distinct(items, known_training_images(model, name), cache_of(name)).untrained()
     if not left.items:
         trained = plural(left.training_images or 0, "image")

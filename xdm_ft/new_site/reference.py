@@ -51,7 +51,7 @@ from xdm_ft.recipe.components import Component, find
 from xdm_ft.recipe.method import MethodCommon, MethodItem
 from xdm_ft.recipe.settings import Cluster
 from xdm_ft.results.run import Run
-from xdm_ft.results.trials import picked_trials
+from xdm_ft.results.trials import pick_trials
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
@@ -91,11 +91,11 @@ def site_of(run: Run, config: ModelConfig) -> Stored:
     """Trains the heads. Raises `UserError` if the data of the run cannot be read, or are not enough."""
     label, held_out = str(config.method["label"]), tuple(config.method["test_domains"])
     seed, records = int(config.method["seed"]), [record for record in run.records if record.method == label]
-    picked = picked_trials(records, run.rule, run.metric)
+    picked = pick_trials(records, run.rule, run.metric)
     if held_out:
         key = ModelKey(label, held_out, seed, config.method.get("trial", 0))
         picked = [record for record in records if record.key == key]
-    with prepared_run(run, label) as (plan, prepared):
+    with prepare_run(run, label) as (plan, prepared):
         if run.results["environment"]["data"]["content"] != prepared.content:
             raise UserError("the images have changed since the run")
         fit = fit_of_runs(plan, picked, prepared.unreadable)
@@ -107,7 +107,7 @@ def site_of(run: Run, config: ModelConfig) -> Stored:
 
 
 @contextmanager
-def prepared_run(
+def prepare_run(
     run: Run, label: str, also: Callable[[ImageDataset], ImageDataset] | None = None
 ) -> Iterator[tuple[Plan, Prepared]]:
     """Yields the plan of a run and the features that a method reads, on one thread: products of heads are small.
@@ -341,7 +341,7 @@ class _Study:
         # class embeddings fit features as they are
         reads = features if item.reads_text else features.standardized(mean, deviation)
         annotations = self.plan.annotations
-        state = trained_head(self._reference(split).job(self.plan, self.prepared, self.seed), reads, annotations)
+        state = train_head(self._reference(split).job(self.plan, self.prepared, self.seed), reads, annotations)
         weight, bias = state["head.weight"].float(), state["head.bias"].float()
         if item.reads_text:
             bias, weight = bias + weight @ mean, weight * deviation
@@ -407,7 +407,7 @@ class _Study:
         return SeenByHeads.of(self._logits(trained.heads, rows), trained.temperature)
 
 
-def trained_head(job: Job, features: Features, annotations: Annotations) -> Mapping[str, Tensor]:
+def train_head(job: Job, features: Features, annotations: Annotations) -> Mapping[str, Tensor]:
     """Trains the head of a final fit and returns its weights. Raises `UserError` if there are none."""
     criteria = Criteria((FINAL_FIT,), "accuracy")
     if isinstance(job.new_method(), Solver):

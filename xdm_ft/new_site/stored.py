@@ -233,7 +233,7 @@ def read_stored(folder: Path, config: ModelConfig) -> Stored:
     classes, width = len(config.class_names), config.encoder.width
     tensors = read_described(path, config.site_xxh3, wanted_sizes(classes, width))
     try:
-        return replace(_stored(tensors), unknown=config.unknown)
+        return replace(_check_stored(tensors), unknown=config.unknown)
     except ValidationError as error:
         raise UserError(f"{path}: {OtherVersion(first_fault(error)[:200]).fault}; {AGAIN}") from error
     except (Damaged, ValueError, RecursionError) as error:
@@ -266,7 +266,7 @@ def wanted_sizes(classes: int, width: int) -> Sizes:
     }
 
 
-def _stored(tensors: Mapping[str, Tensor]) -> Stored:
+def _check_stored(tensors: Mapping[str, Tensor]) -> Stored:
     """Raises `Damaged` or `ValueError` unless the tensors fit each other."""
     about, heads = tensors[ABOUT], len(tensors["heads"])
     if about.dtype != torch.uint8 or not all(tensors[name].is_floating_point() for name in (*SINGLE, *DOUBLE)):

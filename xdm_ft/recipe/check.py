@@ -29,8 +29,8 @@ from xdm_ft.recipe.method import (
     ListedEncoder,
     MethodCommon,
     MethodItem,
-    drawn_item,
-    drawn_training,
+    draw_item,
+    draw_training,
     encoder_common,
     encoder_label,
     items_with_overrides,
@@ -41,7 +41,7 @@ from xdm_ft.recipe.method import (
 )
 from xdm_ft.recipe.search import TRAINING_KEYS, Search
 from xdm_ft.recipe.settings import Cluster, DataCommon, Output, Recipe, ReportSettings
-from xdm_ft.recipe.text import KEYS, Faults, Key, RecipeText, dotted, read_recipe, recipe_keys
+from xdm_ft.recipe.text import KEYS, Faults, Key, RecipeText, join_key, read_recipe, recipe_keys
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
 from xdm_ft.training import Training
@@ -87,7 +87,7 @@ def check(text: RecipeText) -> Recipe:
     return recipe
 
 
-def checked_before(text: RecipeText) -> Recipe:
+def read_written(text: RecipeText) -> Recipe:
     """Returns the recipe of a text that `check` has resolved, as a run keeps it, without building its methods.
 
     Raises `UserError` if this version lacks what the text names, such as a method whose file is gone.
@@ -122,7 +122,7 @@ def _of_valid_blocks(faults: Faults) -> Recipe:
     flags = {key: values.get(key, False) for key in ("analyse", "label_curve")}
     for key, flag in flags.items():
         if not isinstance(flag, bool):
-            faults.add(key, f"must be true or false, given {_shown(flag)}")
+            faults.add(key, f"must be true or false, given {_show(flag)}")
     faults.raise_if_any()  # the checks across blocks need valid blocks
 
     if not blocks["data"].cls.has_images and "precision" not in blocks["features"].model_fields_set:
@@ -188,7 +188,7 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
             # pydantic adds the names of validator functions and the tags of alternatives to a fault's location
             inner = tuple(part for part in fault["loc"] if not str(part).startswith(("function-", "tag-")))
             message = fault["msg"].removeprefix("Value error, ")
-            problem = f"{message[0].lower()}{message[1:]}, given {_shown(fault['input'])}"
+            problem = f"{message[0].lower()}{message[1:]}, given {_show(fault['input'])}"
             if fault["type"] == "extra_forbidden":
                 problem = "unknown key"
                 if len(inner) == 1:
@@ -198,17 +198,17 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
             elif fault["type"] == "missing":
                 problem = "is needed"
             elif fault["type"] in ("string_type", "path_type"):
-                problem = f"must be text, given {_shown(fault['input'])}"
+                problem = f"must be text, given {_show(fault['input'])}"
                 if not isinstance(fault["input"], list | dict | None):
                     at = (*key, *(part for part in inner if isinstance(part, int | str)))
                     problem += f"; {IN_SHELL if faults.text.is_overridden(at) else IN_QUOTES}"
             elif fault["type"] == "model_type":
-                problem = f"must be a block of keys, given {_shown(fault['input'])}"
+                problem = f"must be a block of keys, given {_show(fault['input'])}"
             faults.add((*key, *inner), problem)
         return None
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     given = repr(value)
     return given if len(given) <= MAX_SHOWN else f"{given[:MAX_SHOWN]}…"
 
@@ -232,7 +232,7 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
     model, text = components.settings_model(cls, common), faults.text
     if (*key, "name") in text.overridden:  # another component, which may lack keys of the file's
         for stale in [k for k in values if k not in model.model_fields and (*key, k) not in text.overridden]:
-            logger.info("%s: %s.%s is ignored, %s has no such key", text.origin, dotted(key), stale, values["name"])
+            logger.info("%s: %s.%s is ignored, %s has no such key", text.origin, join_key(key), stale, values["name"])
             values = {k: value for k, value in values.items() if k != stale}
     block = _block(faults, key, model, values)
     keys = tuple(field for field in model.model_fields if field not in common.model_fields)
@@ -258,12 +258,12 @@ def _encoders(faults: Faults, values: dict[str, Any], has_images: bool) -> tuple
         return ()
     every = [_component(faults, ("encoders", i), "encoders", ListedEncoder, value) for i, value in enumerate(listed)]
     encoders = tuple(encoder for encoder in every if encoder is not None)
-    for i, label in _repeated(map(encoder_label, encoders)):
+    for i, label in _find_repeated(map(encoder_label, encoders)):
         faults.add(("encoders", i), f'two encoders have the name "{label}" in results; give one of them a label')
     return encoders
 
 
-def _repeated(labels: Iterator[str]) -> Iterator[tuple[int, str]]:
+def _find_repeated(labels: Iterator[str]) -> Iterator[tuple[int, str]]:
     """Yields the index and value of every label that stands earlier too."""
     first = dict[str, int]()
     for i, label in enumerate(labels):
@@ -292,7 +292,7 @@ def _methods(faults: Faults, values: Any, encoder: Component) -> tuple[MethodIte
         return ()
     every = [_method(faults, i, value, encoder) for i, value in enumerate(values)]
     items = tuple(item for item in every if item is not None)
-    for i, label in _repeated(item.label for item in items):
+    for i, label in _find_repeated(item.label for item in items):
         problem = f'two methods have the name "{label}" in results; give one of them a label'
         faults.add(("methods", items[i].index), problem)
     return items
@@ -523,8 +523,8 @@ def _check_draws(faults: Faults, recipe: Recipe) -> None:
         try:
             draws = [recipe.search_of(item).drawn(trial) for item in items]
             for item, values in zip(items, draws, strict=True):
-                drawn_training(recipe.training, item, values)
-            drawn = [drawn_item(item, values) for item, values in zip(items, draws, strict=True)]
+                draw_training(recipe.training, item, values)
+            drawn = [draw_item(item, values) for item, values in zip(items, draws, strict=True)]
         except ValidationError as error:
             fault = error.errors()[0]
             problem = f"trial {trial} draws {'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"
@@ -534,7 +534,7 @@ def _check_draws(faults: Faults, recipe: Recipe) -> None:
             if item in items or item.is_solver:  # items without drawn settings are checked by _check_method
                 continue
             try:
-                reason = _parts_reason(checked_algorithm(item, recipe), item, recipe)
+                reason = _parts_reason(check_algorithm(item, recipe), item, recipe)
             except UserError as error:
                 reason = str(error)
             if reason:
@@ -542,7 +542,7 @@ def _check_draws(faults: Faults, recipe: Recipe) -> None:
                 return
 
 
-def checked_algorithm(item: MethodItem, recipe: Recipe) -> Algorithm:
+def check_algorithm(item: MethodItem, recipe: Recipe) -> Algorithm:
     """Builds the method for two classes, two domains and two features, so that it checks its own settings."""
     # with epochs the number of steps is not known before the data; the plan checks these settings again
     steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))
@@ -588,7 +588,7 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
         faults.add("training.mixed_precision", f"{problem}; use bf16 or no with {item.label}", key)
     if not item.is_solver:
         try:
-            algorithm = checked_algorithm(item, recipe)
+            algorithm = check_algorithm(item, recipe)
         except UserError as error:
             faults.add(key, str(error), key, "training.steps", "training.loss_average")
         else:

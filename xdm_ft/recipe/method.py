@@ -212,7 +212,7 @@ def unfreeze_problem(unfreeze_at: int, steps: int) -> str:
     return f"{unfreeze_at} of {steps} training steps leave the encoder untrained; lower it or raise training.steps"
 
 
-def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
+def draw_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     """Returns the item with the drawn settings of its parts. A setting that differs from its default is not replaced.
 
     Values are compared with defaults, instead of looking at which keys were written, because a resolved recipe writes
@@ -226,7 +226,7 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     changes = {key: value for key, value in changes.items() if getattr(item.block, key) == fields[key].default}
     if not changes:
         return item
-    block = _changed(item.block, changes)
+    block = _change(item.block, changes)
     names = ("algorithm", "head", "sharpness", "averaging")
     parts: dict[str, Any] = {
         name: part and replace(part, block=block) for name in names if (part := getattr(item, name))
@@ -234,18 +234,18 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     return replace(item, block=block, **parts)
 
 
-def drawn_training(training: Training, item: MethodItem, drawn: Mapping[str, Value]) -> Training:
+def draw_training(training: Training, item: MethodItem, drawn: Mapping[str, Value]) -> Training:
     """Returns the block for an item: with its drawn keys, and with the item's own `encoder_lr`, which is not drawn.
 
-    Raises pydantic's `ValidationError` as `drawn_item` does.
+    Raises pydantic's `ValidationError` as `draw_item` does.
     """
     changes = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
     if item.block.encoder_lr is not None:
         changes["encoder_lr"] = item.block.encoder_lr
-    return _changed(training, changes) if changes else training
+    return _change(training, changes) if changes else training
 
 
-def _changed(block: B, changes: Mapping[str, Value]) -> B:
+def _change(block: B, changes: Mapping[str, Value]) -> B:
     """Returns a checked copy; values of integer settings are rounded."""
     types = {key: type(block).model_fields[key].annotation for key in changes}
     integers = {key for key, annotation in types.items() if int in (get_args(annotation) or (annotation,))}

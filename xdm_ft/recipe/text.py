@@ -74,7 +74,7 @@ def as_text(values: Mapping[str, Any]) -> str:
     return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def dotted(key: Key) -> str:
+def join_key(key: Key) -> str:
     return ".".join(map(str, key))
 
 
@@ -106,8 +106,8 @@ class RecipeText:
         """Returns the dotted key, as the user wrote it: methods.4.sam.rho may be xdomainmix+sam.rho."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.written_as:
-                return dotted((self.written_as[key[:end]], *key[end:]))
-        return dotted(key)
+                return join_key((self.written_as[key[:end]], *key[end:]))
+        return join_key(key)
 
     def is_overridden(self, key: Key) -> bool:
         """Returns whether an override sets the key, a block around it, or a key inside it."""
@@ -270,7 +270,7 @@ def _yaml_fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def apply_override(recipe: RecipeText, override: str) -> None:
-    """Applies `dotted.key=VALUE`, with VALUE read as YAML. training.steps=N removes epochs, and the reverse.
+    """Applies `join_key.key=VALUE`, with VALUE read as YAML. training.steps=N removes epochs, and the reverse.
 
     In `search.space.METHOD.KEY=…`, METHOD.KEY is one key of the space. Raises `UserError`.
     """
@@ -304,7 +304,7 @@ def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
             inner = None if index is None else block[index]
         if not isinstance(inner, dict) and not (isinstance(inner, list) and key == ("encoders",)):
             remedy = "; write METHOD.KEY=VALUE" if key == ("methods",) else ""
-            raise UserError(f"{origin}: {dotted(key)} is not a block of keys{remedy}")
+            raise UserError(f"{origin}: {join_key(key)} is not a block of keys{remedy}")
         block = inner
     if isinstance(block, list):
         raise UserError(f"{origin}: encoders is a list; write encoders.0.KEY=VALUE for its first item")

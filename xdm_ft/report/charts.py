@@ -19,7 +19,7 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 
 from xdm_ft.report.words import short
-from xdm_ft.runtime.errors import listed, printable
+from xdm_ft.runtime.errors import join_names, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -205,7 +205,7 @@ def points(
         alts.append(f"{row.label}: {text or 'not defined'} {row.right}".rstrip())
     tall = max(row_height, 0.34) if any("\n" in name for name in names) else row_height
     height = 0.75 + tall * len(rows) + _legend_height(len(legend) + (limit is not None), width)
-    alt = f"{title}. {listed(alts, sign='; ')}."
+    alt = f"{title}. {join_names(alts, sign='; ')}."
     if width <= PHONE_WIDTH:
         return Figure(name, alt, caption, draw, width, height)
     phone = points(f"{name}-phone", title, caption, rows, axis, series, legend, limits, zero, limit, row_height)
@@ -273,7 +273,7 @@ def curves(
                 axes.axvline(vertical, color=MUTED, linewidth=0.8, linestyle=":")
             for line in lines:
                 _draw_line(axes, line, f"{SERIES_ID}{len(pointed)}")
-                shown = _thinned(line.points, MAX_POINTS) if line.label else []
+                shown = _thin(line.points, MAX_POINTS) if line.label else []
                 texts = [f"{axes_labels[0]} {x:.4g}: {y:.4g}" for x, y in shown]
                 pointed.append(Pointed(axes, line.label, line.button, shown, texts))
             # narrow panels have no room for more
@@ -307,7 +307,7 @@ def curves(
         phone = curves(f"{name}-phone", title, caption, panels, axes_labels, narrow, diagonal, vertical, logarithmic_y,
                        limits, height=low)  # fmt: skip
     height += _legend_height(sum(bool(line.label) for line in next(iter(panels.values()))), width)
-    alt = f"{title}. {listed(alts, sign='; ') or caption}"
+    alt = f"{title}. {join_names(alts, sign='; ') or caption}"
     return Figure(name, alt, caption, draw, width, height, phone)
 
 
@@ -317,15 +317,15 @@ def _draw_line(axes: Axes, line: Line, gid: str) -> None:
     if line.bars:
         axes.bar(*_columns(line.bars), width=5, color=colour, alpha=0.25)
     if line.band:
-        steps, low, high = zip(*_thinned(line.band, MAX_THIN_POINTS), strict=True)
+        steps, low, high = zip(*_thin(line.band, MAX_THIN_POINTS), strict=True)
         axes.fill_between(steps, low, high, color=colour, alpha=0.08, linewidth=0, gid=gid)
         for edge in (low, high):
             axes.plot(steps, edge, color=colour, ls=line.look.line, linewidth=0.7, gid=gid)
     for thin in line.thin[:MAX_THIN_LINES]:
-        axes.plot(*_columns(_thinned(thin, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5, gid=gid)
+        axes.plot(*_columns(_thin(thin, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5, gid=gid)
     if line.rings:
         axes.plot(*_columns(line.rings), "o", color=INK, ms=6, mew=1, fillstyle="none", ls="", zorder=5, gid=gid)
-    shown = _thinned(line.points, MAX_POINTS)
+    shown = _thin(line.points, MAX_POINTS)
     style = {"ls": line.look.line, "marker": line.look.marker, "ms": line.look.size - 1, "linewidth": line.look.width}
     every = max(1, -(-len(shown) // MAX_MARKERS))
     axes.plot(*_columns(shown), color=colour, markevery=every, label=short(line.label) or None, gid=gid, **style)
@@ -478,7 +478,7 @@ def _legend_height(entries: int, width: float) -> float:
     return 0.2 * -(-entries // _legend_columns(width)) + 0.1 if entries else 0.0
 
 
-def _thinned(values: Sequence[Any], most: int) -> list[Any]:
+def _thin(values: Sequence[Any], most: int) -> list[Any]:
     """Returns at most `most` values, evenly, with the first and the last one."""
     if len(values) <= most:
         return list(values)

@@ -10,7 +10,7 @@ from xdm_ft.core import ALPHA
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, IN_PERCENT
 from xdm_ft.report import MAX_UNFOLDED_ROWS, Cell, Section, Table, cells, make_section, words
 from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Mark, Row, SeriesStyle, points
-from xdm_ft.report.words import EMPTY, axis_value, oracle_mark, p_value, scaled
+from xdm_ft.report.words import EMPTY, axis_value, oracle_mark, p_value, scale
 from xdm_ft.results import verdicts
 from xdm_ft.results.run import Run
 from xdm_ft.results.table import NO_VERDICT, Comparison
@@ -50,7 +50,7 @@ def versus_columns(
 
     The head names what all are compared with; if rows differ in that, a second column names it.
     """
-    differences = [EMPTY if row is None else scaled(row.difference, metric, signed=True) for row in rows]
+    differences = [EMPTY if row is None else scale(row.difference, metric, signed=True) for row in rows]
     distinct = {name for name in names if name is not None}
     if len(distinct) == 1:
         return {f"{word} {distinct.pop()}": differences}
@@ -155,7 +155,7 @@ def comparison_table(caption: str, metric: str, rows: Iterable[Comparison], rule
     header, tested = verdict_cells(rows, metric)
     lines = []
     for row, line in zip(rows, tested, strict=True):
-        difference = Cell(scaled(row.difference, metric, signed=True), row.difference)
+        difference = Cell(scale(row.difference, metric, signed=True), row.difference)
         lines.append(cells(row.first, row.second, difference, *line))
     titles = [f"{sides[0]}{oracle_mark(rule)}", sides[1], "difference", *header]
     return Table(caption, titles, lines, labels=2, folded=len(lines) > MAX_UNFOLDED_ROWS)
@@ -235,7 +235,7 @@ def _among(count: int) -> str:
 
 
 def _size(difference: float, metric: str) -> str:
-    return f"{scaled(difference, metric)}{' points' if metric in IN_PERCENT else ''}"
+    return f"{scale(difference, metric)}{' points' if metric in IN_PERCENT else ''}"
 
 
 def _smallest_here(family: Family, run: Run) -> str:

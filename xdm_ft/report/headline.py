@@ -28,7 +28,7 @@ from xdm_ft.results import new_site_of, one_more_domain, values_by_set
 from xdm_ft.results.run import ORACLE, Run
 from xdm_ft.results.table import BETTER, EQUAL, NO_VERDICT, UNDECLARED, UNKNOWN, WORSE, Comparison, SummaryRow
 from xdm_ft.results.trials import MethodChoice
-from xdm_ft.runtime.errors import listed, plural, printable
+from xdm_ft.runtime.errors import join_names, plural, printable
 from xdm_ft.runtime.terminal import write
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE
 
@@ -48,7 +48,7 @@ def sentence(run: Run) -> str:
     """
     if not run.records:
         statuses = Counter(entry["status"] for entry in run.results["runs"])
-        return f"No model has been trained: {_listed(statuses)}." if statuses else "No model has been trained yet."
+        return f"No model has been trained: {_list_names(statuses)}." if statuses else "No model has been trained yet."
     if run.rule == ORACLE:
         return (
             "Labels of the held-out domains selected every number here (oracle), so none of them says what to expect "
@@ -136,7 +136,7 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
     if run.results["tested_on"] != UNSEEN:
         return f"On test images of {printable(run.results['tested_on'])}, {who} reaches {value}."
     if len(sets) == 1:
-        on, noun = listed([printable(name) for name in sets[0]]), plural(len(sets[0]), "domain").split()[1]
+        on, noun = join_names([printable(name) for name in sets[0]]), plural(len(sets[0]), "domain").split()[1]
         what = f"a {noun}" if len(sets[0]) == 1 else noun
         return f"On {on}, {what} that no model was trained on, {who} reaches {value}."
     site = new_site_of(run.quoted)
@@ -184,10 +184,10 @@ def _arrow(run: Run, row: Comparison) -> str:
     first, second = values.get(row.first), values.get(row.second)
     lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
     if first is None or second is None:
-        signed = words.scaled(row.difference, run.metric, signed=True)
+        signed = words.scale(row.difference, run.metric, signed=True)
         over = "over" if signed.startswith("+") else "against"
         return f"{printable(row.first)} is {signed} {over} {printable(row.second)}{lower}"
-    before, after = (f"{printable(name)} {words.scaled(value, run.metric)}" for name, value in (
+    before, after = (f"{printable(name)} {words.scale(value, run.metric)}" for name, value in (
         (row.second, second), (row.first, first)))  # fmt: skip
     return f"{before} → {after}{lower}"
 
@@ -233,14 +233,14 @@ def _between_encoders(run: Run, chosen: SummaryRow) -> str:
         return ""
     start = f"Under {printable(method)}, {printable(encoder)}"
     if len(rows) > NAMED:
-        return f"{start} was compared with {len(rows)} other encoders: {_listed(Counter(map(_verdict, rows)))}"
+        return f"{start} was compared with {len(rows)} other encoders: {_list_names(Counter(map(_verdict, rows)))}"
     named = [dataclasses.replace(row, second=run.recipe.item(row.second).encoder_label or row.second) for row in rows]
     return f"{start} is " + ", and ".join(_difference(run, row) for row in named)
 
 
 def _difference(run: Run, row: Comparison) -> str:
     """A difference in points, what it is against, and its verdicts, with the reason if there is none."""
-    signed = words.scaled(row.difference, run.metric, signed=True)
+    signed = words.scale(row.difference, run.metric, signed=True)
     over = "over" if HIGHER_IS_BETTER[run.metric] and signed.startswith("+") else "against"
     lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
     return f"{signed} {over} {printable(row.second)}{lower}, {_words(row)}"
@@ -265,15 +265,15 @@ def _verdict(row: Comparison) -> str:
 
 def _against(rows: Sequence[Comparison]) -> str:
     """What the rows are compared with."""
-    return " against " + listed(list(dict.fromkeys(printable(row.second) for row in rows)), NAMED)
+    return " against " + join_names(list(dict.fromkeys(printable(row.second) for row in rows)), NAMED)
 
 
 def _counts(rows: Sequence[Comparison]) -> str:
     """What the rows are compared with, and how many have which verdict."""
-    return f"{_against(rows)}: {_listed(Counter(map(_verdict, rows)))}"
+    return f"{_against(rows)}: {_list_names(Counter(map(_verdict, rows)))}"
 
 
-def _listed(tally: Counter[str]) -> str:
+def _list_names(tally: Counter[str]) -> str:
     return ", ".join(f"{count} {noun}" for noun, count in tally.items())
 
 
@@ -471,8 +471,8 @@ def _labels(curve: Mapping[str, Any]) -> str:
     """What few labels of a new site bring: the mean gain, and those of the domains that were the site."""
     by_label = [point for point in curve["points"] if point["chosen"] == "label"]
     point = next((point for point in by_label if point["labels"] == SHOWN_LABELS), by_label[0])
-    gains = listed([words.scaled(gain, "accuracy", signed=True) for gain in point["past_gains"].values()])
-    mean = words.scaled(point["gain"], "accuracy", signed=True)
+    gains = join_names([words.scale(gain, "accuracy", signed=True) for gain in point["past_gains"].values()])
+    mean = words.scale(point["gain"], "accuracy", signed=True)
     return f"{point['labels']} of a new site bring {curve['method']} {mean} points (by domain: {gains})"
 
 
@@ -491,4 +491,4 @@ def _length(text: str) -> int:
 
 
 def _on_terminal(text: str) -> str:
-    return words.encoded(text, sys.stdout.encoding or "utf-8")
+    return words.encode_text(text, sys.stdout.encoding or "utf-8")

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from xdm_ft.report import Section, Table
 from xdm_ft.report.headline import details, sentence
-from xdm_ft.report.words import encoded, plain
+from xdm_ft.report.words import encode_text, plain
 from xdm_ft.results.run import Run
 
 LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page of LaTeX is too narrow,
@@ -126,12 +126,12 @@ def as_text(sections: Iterable[Section], out: TextIO) -> str:
         console = Console(file=out, force_terminal=False, color_system=None)
     parts: list[Any] = []
     for section in sections:
-        parts += [Text(encoded(section.title, encoding), style="bold")]
-        parts += [Text(encoded(section.about, encoding), style="dim")]
+        parts += [Text(encode_text(section.title, encoding), style="bold")]
+        parts += [Text(encode_text(section.about, encoding), style="dim")]
         for table in section.tables:
-            parts += [Text(encoded(table.caption, encoding), style="dim")]
+            parts += [Text(encode_text(table.caption, encoding), style="dim")]
             parts += _blocks(table, encoding, console.width if console.is_terminal else MAX_WIDTH)
-        parts += [*(Text(encoded(note, encoding)) for note in section.notes), Text()]
+        parts += [*(Text(encode_text(note, encoding)) for note in section.notes), Text()]
     if not console.is_terminal:  # rich assumes 80 columns there and would fold the cells
         unbounded = console.options.update(width=UNBOUNDED)
         widths = [console.measure(part, options=unbounded).maximum for part in parts if not isinstance(part, Text)]
@@ -148,7 +148,7 @@ def _blocks(table: Table, encoding: str, width: int) -> Iterator[Any]:
     from rich.text import Text
 
     lines = [table.header, *([cell.text for cell in row] for row in table.rows)]
-    header, *rows = [[encoded(text, encoding) for text in line] for line in lines]
+    header, *rows = [[encode_text(text, encoding) for text in line] for line in lines]
     border = 3  # characters per column: two spaces and a line
     needed = [max(map(cell_len, column)) + border for column in zip(header, *rows, strict=True)]
     labels = list(range(table.labels))

@@ -59,7 +59,7 @@ class Published(NamedTuple):
 
 
 @cache
-def published() -> tuple[Published, ...]:
+def read_published() -> tuple[Published, ...]:
     """All rows of published_results.csv."""
     text = files("xdm_ft.report").joinpath("published_results.csv").read_text(encoding="utf-8")
     return tuple(Published(**row) for row in csv.DictReader(text.splitlines()))
@@ -121,7 +121,7 @@ def published_section(run: Run, rule: str) -> Section | None:
         ours = f"{_model(item)}, {trained}"
         convention = (row.spread_as_published or {}).get("kind")
         name, own = published_name(item), (ours, convention, row.protocol)
-        lines = [line for line in published() if line.table in COMPARABLE and METRICS[line.metric] == row.metric]
+        lines = [line for line in read_published() if line.table in COMPARABLE and METRICS[line.metric] == row.metric]
         lines = [line for line in lines if (line.dataset, line.method) == (dataset, name)]
         for line in lines:
             encoder = f"{line.encoder}, {'frozen' if line.table == FROZEN else 'fine-tuned'}"
@@ -163,7 +163,7 @@ def _number(line: Published | None) -> Cell:
 def paper_table(run: Run, *tables: str) -> list[Table]:
     """Returns a table with a column per named table of the paper, of the same data set; [] for other data sets."""
     dataset = benchmark_of(run.recipe.data, images_tested(run.every))
-    lines = [line for line in published() if line.dataset == dataset and line.table in tables]
+    lines = [line for line in read_published() if line.dataset == dataset and line.table in tables]
     if not lines:
         return []
     columns = {table: {line.method: line for line in lines if line.table == table} for table in tables}

@@ -13,7 +13,7 @@ from xdm_ft.report import Section, Table, cells, comparisons, make_section, metr
 from xdm_ft.report.csv import properties
 from xdm_ft.report.sections.results import metric_table, results
 from xdm_ft.report.words import budget_text, each_once, in_unit, oracle_mark, unit_of_difference, with_spread
-from xdm_ft.results import Runs, grouped
+from xdm_ft.results import Runs, group_by
 from xdm_ft.results.measured import Picked
 from xdm_ft.results.run import ORACLE, Run
 from xdm_ft.results.table import Comparison
@@ -69,7 +69,7 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
 def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Section]:
     """Returns the rows of all runs under the recipes' own rule, comparisons `between` runs, and other metrics."""
     names, rule, metric = run_names(runs), runs[0].recipe_rule, runs[0].metric
-    of_lines = grouped(runs, lambda run: run.recipe_rows[0].protocol)
+    of_lines = group_by(runs, lambda run: run.recipe_rows[0].protocol)
     protocols = list(of_lines)
     if len(of_lines) > 1:
         protocols = [f"{', '.join(names[run.path] for run in of)}: {line}" for line, of in of_lines.items()]

@@ -35,29 +35,29 @@ def axis_value(metric: str, value: float) -> float:
     return 100 * value if metric in IN_PERCENT else value
 
 
-def scaled(value: float, metric: str, signed: bool = False) -> str:
+def scale(value: float, metric: str, signed: bool = False) -> str:
     digits = 1 if metric in IN_PERCENT else 3
     shown = axis_value(metric, value)
     return with_sign(shown, digits) if signed else f"{shown:z.{digits}f}"  # z: no "-0.0"
 
 
 def with_unit(metric: str, value: float) -> str:
-    return scaled(value, metric) + ("%" if metric in IN_PERCENT else "")
+    return scale(value, metric) + ("%" if metric in IN_PERCENT else "")
 
 
 def number(value: float | None, metric: str) -> str:
-    return EMPTY if value is None else scaled(value, metric)
+    return EMPTY if value is None else scale(value, metric)
 
 
 def between(metric: str, ends: Sequence[float], signed: bool = False) -> str:
-    return f"{scaled(ends[0], metric, signed)} to {scaled(ends[1], metric, signed)}"
+    return f"{scale(ends[0], metric, signed)} to {scale(ends[1], metric, signed)}"
 
 
 def with_spread(row: Mapping[str, Any], spread: float | None) -> str:
     """Returns the mean of a row of the summary ± `spread`; without a mean: "failed", "skipped" or a dash."""
     if row["mean"] is None:
         return next((status for status in ("failed", "skipped") if status in row), EMPTY)
-    return scaled(row["mean"], row["metric"]) + ("" if spread is None else f" ± {scaled(spread, row['metric'])}")
+    return scale(row["mean"], row["metric"]) + ("" if spread is None else f" ± {scale(spread, row['metric'])}")
 
 
 def p_value(p: float | None) -> str:
@@ -158,6 +158,6 @@ def plain(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def encoded(text: str, encoding: str) -> str:
+def encode_text(text: str, encoding: str) -> str:
     """Returns `plain` of the text, with escapes for characters that the encoding lacks."""
     return plain(text).encode(encoding, "backslashreplace").decode(encoding)

@@ -32,7 +32,7 @@ from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown
 from xdm_ft.report.sections import brief_sections, sections
-from xdm_ft.report.words import between, metric_words, scaled, with_unit
+from xdm_ft.report.words import between, metric_words, scale, with_unit
 from xdm_ft.results import values_by_set
 from xdm_ft.results.measured import ECE, Picked
 from xdm_ft.results.run import Run
@@ -90,11 +90,11 @@ def write_page(run: Run) -> list[Section]:
     return shown
 
 
-def _packaged(file: str) -> str:
+def _read_packaged(file: str) -> str:
     return files("xdm_ft.report").joinpath(file).read_text(encoding="utf-8")
 
 
-def _rendered(template: str, **values: Any) -> str:
+def _render(template: str, **values: Any) -> str:
     """Returns a page. Control characters in names are shown as escapes."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
@@ -107,13 +107,13 @@ def _rendered(template: str, **values: Any) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=visible
     )
-    style = Markup(_packaged("page.css"))
-    return environment.from_string(_packaged(template)).render(style=style, **values)
+    style = Markup(_read_packaged("page.css"))
+    return environment.from_string(_read_packaged(template)).render(style=style, **values)
 
 
 def sheet(title: str, about: str, thumbnails: Sequence[Thumbnail], width: str = "8.5rem") -> str:
     """Returns a page of small images, in columns of at least this CSS width."""
-    return _rendered("sheet.html.j2", title=title, about=about, thumbnails=thumbnails, width=width)
+    return _render("sheet.html.j2", title=title, about=about, thumbnails=thumbnails, width=width)
 
 
 GAP = 4  # pixels between the two images of a pair
@@ -143,10 +143,10 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     from markupsafe import Markup
 
     # the page's Content-Security-Policy allows the script with this checksum and no other, such as one in a name
-    script = _packaged("page.js")
+    script = _read_packaged("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     models = f"{plural(len(run.records), 'trained model')} in models/ of the run directory, one folder each."
-    return _rendered(
+    return _render(
         "page.html.j2",
         name=run.recipe.name,
         sentence=sentence(run),
@@ -209,7 +209,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
             yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), remark
         versus = run.beside_rows(row.selection).get(row.method)
         if versus is not None:
-            difference = scaled(versus.difference, metric, True)
+            difference = scale(versus.difference, metric, True)
             yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric)
         if len(means) > 1:
             worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import logit
 
 from xdm_ft.core import DomainSet, Score
-from xdm_ft.evaluation.intervals import NewSite, new_site, smoothed
+from xdm_ft.evaluation.intervals import NewSite, new_site, smooth_share
 from xdm_ft.results.model import Record
 from xdm_ft.results.trials import selection_value
 
@@ -69,7 +69,7 @@ def new_site_of(runs: Runs) -> NewSite | None:
     if runs.metric != "accuracy":
         return new_site([*by_set.values()])
     images = {record.test_domains: score.n for record in runs.records if (score := runs.score(record)) is not None}
-    return new_site([logit(smoothed(values, images[held])) for held, values in by_set.items()], "logit")
+    return new_site([logit(smooth_share(values, images[held])) for held, values in by_set.items()], "logit")
 
 
 def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
@@ -106,7 +106,7 @@ _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+def group_by(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
     """Returns {key: the items with it}; keys and items keep their order."""
     groups: dict[_Key, list[_Item]] = {}
     for item in items:

@@ -28,9 +28,9 @@ from xdm_ft.evaluation.metrics import (
     per_image_nll,
 )
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.results import SPLIT, Runs, grouped, runs_by_method, seeds_by_set, values_by_set
+from xdm_ft.results import SPLIT, Runs, group_by, runs_by_method, seeds_by_set, values_by_set
 from xdm_ft.results.model import Record
-from xdm_ft.results.trials import picked_trials
+from xdm_ft.results.trials import pick_trials
 from xdm_ft.results.verdicts import OverImages, Pair, WithoutGroups
 from xdm_ft.storage import json_digest
 from xdm_ft.storage.names import predictions_in
@@ -62,7 +62,7 @@ class Picked:
     """
 
     def __init__(self, records: Sequence[Record], rule: str, metric: str) -> None:
-        self.records = picked_trials(records, rule, metric)
+        self.records = pick_trials(records, rule, metric)
         self.held_out = tuple(dict.fromkeys(record.test_domains for record in self.records))
         self._scores: dict[tuple[str, DomainSet], dict[int, Score]] = {}  # by seed; of the test images
         for record in self.records:
@@ -110,7 +110,7 @@ class TrainingCost(NamedTuple):
 
 def costs(records: Sequence[Record]) -> dict[str, TrainingCost]:
     """Returns {method: mean cost of its trained models}, of all seeds, held-out sets and trials."""
-    trained = grouped((record for record in records if record.status == "ok"), lambda record: record.method)
+    trained = group_by((record for record in records if record.status == "ok"), lambda record: record.method)
     return {
         method: TrainingCost(*(mean_of(getattr(record, name) for record in of_method) for name in TrainingCost._fields))
         for method, of_method in trained.items()
@@ -261,13 +261,13 @@ class Counter:
         assert p is not None
         right = prediction.predicted == labels  # [n]
         codes, images = np.unique(labels << 32 | prediction.predicted, return_counts=True)
-        pool.pairs = _added(pool.pairs, np.stack([codes, images]))
+        pool.pairs = _add_counts(pool.pairs, np.stack([codes, images]))
         confidence, others = _in_blocks(confidence_and_rest, p)
         bins = confidence_bin(confidence)
         pool.bins += np.stack([np.bincount(bins, w, ECE_BINS) for w in (None, confidence, right)], 1)
         levels, position = np.unique(confidence_level(confidence, others), return_inverse=True)
         by_level = [np.bincount(position, w).astype(np.int64) for w in (None, right)]
-        pool.levels = _added(pool.levels, np.stack([levels, *by_level]))
+        pool.levels = _add_counts(pool.levels, np.stack([levels, *by_level]))
         pool.models += 1
         if len(self._wrong) < MISTAKEN:
             self._wrong.append((np.where(right, 0.0, confidence), np.where(right, 0.0, others), prediction.predicted))
@@ -276,7 +276,7 @@ class Counter:
             self._log_p = self._log_p + log_probabilities(p)
         numbers = dict[str, float]()
         if temperature is not None and p.ndim == 2:
-            nll, sure = _in_blocks(partial(_divided, temperature), p, labels)
+            nll, sure = _in_blocks(partial(_divide, temperature), p, labels)
             numbers["nll_with_temperature"] = float(nll.mean())
             numbers["ece_with_temperature"] = expected_calibration_error(sure, right)
         self._numbers.append(numbers)
@@ -293,7 +293,7 @@ class Counter:
         return pool
 
 
-def picked_by_rule(
+def pick_by_rule(
     records: Sequence[Record],
     rules: Iterable[str],
     metric: str,
@@ -302,8 +302,7 @@ def picked_by_rule(
 ) -> dict[str, dict[str, Runs]]:
     """Returns {selection rule: {method: the records that it picks}}."""
     return {
-        rule: runs_by_method(picked_trials(records, rule, metric), methods, rule, metric, deterministic)
-        for rule in rules
+        rule: runs_by_method(pick_trials(records, rule, metric), methods, rule, metric, deterministic) for rule in rules
     }
 
 
@@ -355,7 +354,7 @@ def predictions_of(directory: RunDirectory, runs: Sequence[Runs]) -> Iterator[Pr
             if of.score(record) is not None:
                 records[record.key] = record
                 picked_by.setdefault(record.key, []).append(of.rule)
-    for (_, held), of_set in grouped(records.values(), lambda record: record.key[:2]).items():
+    for (_, held), of_set in group_by(records.values(), lambda record: record.key[:2]).items():
         if held not in images:
             images[held] = HeldOutImages.from_arrays(directory.test_images(held, of_set[0].files))
         for record in sorted(of_set, key=lambda record: record.key):
@@ -373,7 +372,7 @@ def models_digest(runs: Sequence[Runs], average: bool) -> str:
     return json_digest([average, models])
 
 
-def _added(counts: np.ndarray, more: np.ndarray) -> np.ndarray:
+def _add_counts(counts: np.ndarray, more: np.ndarray) -> np.ndarray:
     """Returns sparse counts [1 + k, m], the first row holding codes, with others added."""
     codes, position = np.unique(np.concatenate([counts[0], more[0]]), return_inverse=True)
     both = np.concatenate([counts[1:], more[1:]], axis=1)
@@ -387,7 +386,7 @@ def _in_blocks(function: Callable[..., Sequence[np.ndarray]], *arrays: np.ndarra
     return np.concatenate([np.stack(function(*(array[i : i + step] for array in arrays))) for i in starts], axis=1)
 
 
-def _divided(temperature: float, p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _divide(temperature: float, p: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns −log p(true class) and confidence after logits are divided by the temperature."""
     logits = torch.from_numpy(log_probabilities(p)) / temperature
     return per_image_nll(logits, torch.from_numpy(labels)), confidences(logits)

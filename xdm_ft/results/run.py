@@ -15,14 +15,14 @@ from typing import Any
 from xdm_ft.core import ORACLE, DomainSet, ModelKey, honest_rule, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.recipe.check import checked_before
+from xdm_ft.recipe.check import read_written
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText
 from xdm_ft.results import Runs
-from xdm_ft.results.measured import RunMeasures, measure, models_digest, picked_by_rule, predictions_of
+from xdm_ft.results.measured import RunMeasures, measure, models_digest, pick_by_rule, predictions_of
 from xdm_ft.results.model import Entries, Record
 from xdm_ft.results.table import Comparison, InterimLook, SummaryRow
-from xdm_ft.results.trials import MethodChoice, choose_method, picked_trials, selection_values
+from xdm_ft.results.trials import MethodChoice, choose_method, pick_trials, selection_values
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged, OtherVersion, read_object
@@ -88,7 +88,7 @@ class Run:
     @cached_property
     def picked(self) -> list[Record]:
         """One record per method, held-out domains and seed: the trial that the recipe's own rule picked."""
-        picked = picked_trials(self.records, self.recipe_rule, self.metric)
+        picked = pick_trials(self.records, self.recipe_rule, self.metric)
         return [record for record in picked if self.recipe_rule in record.selected]
 
     @cached_property
@@ -115,7 +115,7 @@ class Run:
     def runs_of(self, method: str, at: Mapping[DomainSet, str] | None = None) -> Runs:
         """Returns the models of a method that `rule` picked. `at`: {held-out set: another method there}."""
         of = dict.fromkeys(self.held_out_sets, method) | {**(at or {})}
-        picked = picked_trials(self.records, self.rule, self.metric)
+        picked = pick_trials(self.records, self.rule, self.metric)
         records = tuple(record for record in picked if record.method == of[record.test_domains])
         return Runs(method, self.rule, self.metric, tuple(self.held_out_sets), records)
 
@@ -174,7 +174,7 @@ class Run:
     @cached_property
     def _measured_runs(self) -> list[Runs]:
         labels = [item.label for item in self.recipe.methods]
-        by_rule = picked_by_rule(self.every, self.rules, self.metric, labels)
+        by_rule = pick_by_rule(self.every, self.rules, self.metric, labels)
         return [of for by_method in by_rule.values() for of in by_method.values()]
 
     @property
@@ -410,7 +410,7 @@ def read_run(path: Path) -> Run:
 def recipe_of(file: Path, results: Mapping[str, Any]) -> Recipe:
     """Returns the recipe of the content of results.json, a file. Raises `UserError` if this version cannot read it."""
     try:
-        return checked_before(RecipeText(str(file), results["recipe"]))
+        return read_written(RecipeText(str(file), results["recipe"]))
     except UserError as error:
         raise UserError(*error.args, f"{file}: needs what its recipe names; put it back, or {RUN_AGAIN}") from error
 

@@ -20,8 +20,8 @@ from xdm_ft.evaluation.estimates import Spread
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import split_label, with_encoder
-from xdm_ft.results import SPLIT, Runs, grouped
-from xdm_ft.results.measured import RunMeasures, measure, picked_by_rule
+from xdm_ft.results import SPLIT, Runs, group_by
+from xdm_ft.results.measured import RunMeasures, measure, pick_by_rule
 from xdm_ft.results.model import Point, Record, Status
 from xdm_ft.results.table import NO_VERDICT, UNKNOWN, Comparison, InterimLook, SummaryRow
 from xdm_ft.results.verdicts import Pair, compared, judge
@@ -159,8 +159,8 @@ def summarise(
         average: whether the seeds of a method are averaged to one model, too.
         edited: methods whose code has changed since their models trained.
     """
-    trials_of = grouped(records, lambda record: record.method)
-    runs_of = picked_by_rule(records, rules, metric, methods, deterministic)
+    trials_of = group_by(records, lambda record: record.method)
+    runs_of = pick_by_rule(records, rules, metric, methods, deterministic)
     pairs = {rule: _pairs(of, references, compare, encoders) for rule, of in runs_of.items()}
     runs = [of for by_method in runs_of.values() for of in by_method.values()]
     measured, without = measure(

@@ -21,7 +21,7 @@ def selection_value(record: Record, rule: str) -> float | None:
     return None if pick is None else pick.value
 
 
-def picked_trials(records: Iterable[Record], rule: str, metric: str) -> list[Record]:
+def pick_trials(records: Iterable[Record], rule: str, metric: str) -> list[Record]:
     """Returns one record per method, held-out domains and seed: the trial with the best selection value.
 
     Of equal values the first trial is returned, by `oracle` the one that the `honest_rule` picks if it is among them.
@@ -34,7 +34,7 @@ def picked_trials(records: Iterable[Record], rule: str, metric: str) -> list[Rec
 
 
 def _best_record(records: Sequence[Record], rule: str, metric: str) -> Record | None:
-    """Returns the record with the best selection value, as `picked_trials` has it; None if none has a value."""
+    """Returns the record with the best selection value, as `pick_trials` has it; None if none has a value."""
     pairs = [(record, value) for record in records if (value := selection_value(record, rule)) is not None]
     if not pairs:
         return None
@@ -52,7 +52,7 @@ def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule
     (those of the same rule) hold no estimate for it.
     """
     by_method: dict[str, list[float | None]] = {}
-    for record in picked_trials(records, rule, metric):
+    for record in pick_trials(records, rule, metric):
         by_method.setdefault(record.method, []).append(selection_value(record, rule))
     means = {}
     for row in rows:
@@ -182,7 +182,7 @@ def _picked_of_methods(
 ) -> dict[str, list[Record]]:
     """Returns the picked trials of each method with a selection value."""
     picked: dict[str, list[Record]] = {method: [] for method in selection_values(records, rows, rule, metric)}
-    for record in picked_trials(records, rule, metric):
+    for record in pick_trials(records, rule, metric):
         if record.method in picked:
             picked[record.method].append(record)
     return picked

@@ -54,7 +54,7 @@ def did_you_mean(word: str, known: list[str], command: str = "") -> str:
     return f"; {command} lists them" if command else f"; known: {', '.join(known)}"
 
 
-def listed(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:
+def join_names(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:
     """Returns the names in a sentence: all of them, or the first ones and how many more there are."""
     more = len(names) - count
     return sign.join(names) if more <= 1 else f"{sign.join(names[:count])} and {more} more"

@@ -95,7 +95,7 @@ def block_signals() -> Iterator[None]:
 
 
 @contextmanager
-def handled(resumable: bool) -> Iterator[None]:
+def handle_signals(resumable: bool) -> Iterator[None]:
     """Context of `handle`. The earlier handlers come back at the end, unless a stop has been requested.
 
     Outside the main thread it changes nothing, because Python sets signal handlers in the main thread only.
@@ -136,7 +136,7 @@ def how_to_resume() -> str:
 
 
 @contextmanager
-def resumed_by(remedy: str) -> Iterator[None]:
+def announce_resume(remedy: str) -> Iterator[None]:
     """Context in which finished work is kept, and the line of a signal or a full disk says `how` it is resumed."""
     before, _received.resume = _received.resume, remedy
     try:

@@ -106,7 +106,7 @@ class Checkpoint:
 def write(path: Path, state: State, settings: Mapping[str, Any]) -> None:
     """Writes a checkpoint atomically: the earlier file stays until the new one is complete."""
     numbered: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
-    header = json.dumps([_packed(state, numbered), settings])
+    header = json.dumps([_pack(state, numbered), settings])
     tensors = {str(number): tensor for number, tensor in numbered.values()}
     write_checked(path, tensors, {"header": header})
 
@@ -119,7 +119,7 @@ def read(path: Path) -> tuple[State, dict[str, Any]]:
     # clone, because the tensors are memory-mapped and the next save replaces the file
     tensors = {name: tensor.clone() for name, tensor in loaded.items()}
     state, settings = json.loads(metadata["header"])
-    return _unpacked(state, tensors), settings
+    return _unpack(state, tensors), settings
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[str]:
@@ -137,25 +137,25 @@ def _at(value: Any, key: str) -> Any:
     return value
 
 
-def _packed(value: Any, numbered: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any:
+def _pack(value: Any, numbered: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any:
     """Returns the value for JSON, and adds its tensors to `numbered`. A tensor that occurs twice is stored once."""
     if isinstance(value, Tensor):
         # equal memory and layout: the same tensor under two names
         same = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         return {"tensor": numbered.setdefault(same, (len(numbered), value))[0]}
     if isinstance(value, Mapping):
-        return {"items": [[key, _packed(inner, numbered)] for key, inner in value.items()]}
+        return {"items": [[key, _pack(inner, numbered)] for key, inner in value.items()]}
     if isinstance(value, list | tuple):
-        return [_packed(element, numbered) for element in value]
+        return [_pack(element, numbered) for element in value]
     assert value is None or isinstance(value, bool | int | float | str), f"{type(value)} cannot be saved"
     return value
 
 
-def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict) and "tensor" in value:
         return tensors[str(value["tensor"])]
     if isinstance(value, dict):
-        return {key: _unpacked(inner, tensors) for key, inner in value["items"]}
+        return {key: _unpack(inner, tensors) for key, inner in value["items"]}
     if isinstance(value, list):
-        return [_unpacked(element, tensors) for element in value]
+        return [_unpack(element, tensors) for element in value]
     return value

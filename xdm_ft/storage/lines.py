@@ -48,7 +48,7 @@ class OtherVersion(Damaged):
 
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file that `with_checksum` made, without the checksum. Raises `Damaged`."""
-    with opened_file(path) as file:
+    with open_regular_file(path) as file:
         content = json_object(file.read())
     checksum = content.pop("checksum", None)
     if checksum != json_digest(content):
@@ -68,7 +68,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
     No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
     `UserError` if the file cannot be written.
     """
-    text = b"".join(map(checked_line, values))
+    text = b"".join(map(seal_line, values))
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         created = not path.exists()
@@ -81,7 +81,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
             sync(path.parent)  # or a crash could lose the name of the new file
 
 
-def checked_line(value: Any) -> bytes:
+def seal_line(value: Any) -> bytes:
     """Returns a line of JSON: the value and its checksum."""
     return json.dumps({"value": value, "xxh3": json_digest(value)}, allow_nan=False).encode() + b"\n"
 
@@ -101,7 +101,7 @@ def _end_of_last_line(file: BinaryIO) -> int:
 
 def read_lines(path: Path) -> Iterator[Any]:
     """Yields the values of a file of lines; an incomplete last line is ignored. Raises `Damaged`."""
-    with opened_file(path) as file:
+    with open_regular_file(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):  # a kill cut it short
                 return
@@ -117,7 +117,7 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def opened_file(path: Path) -> Iterator[BinaryIO]:
+def open_regular_file(path: Path) -> Iterator[BinaryIO]:
     """Yields an open file. Raises `Damaged`, also for what is not a file, as reading a pipe may never end."""
     if not path.is_file():
         raise Damaged("it is a folder" if path.is_dir() else "it is not a file")

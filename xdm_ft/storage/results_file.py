@@ -16,7 +16,7 @@ import xxhash
 
 from xdm_ft.storage import Json, sorted_json
 from xdm_ft.storage.atomic import Together
-from xdm_ft.storage.lines import TOO_DEEP, Damaged, OtherVersion, json_object, opened_file
+from xdm_ft.storage.lines import TOO_DEEP, Damaged, OtherVersion, json_object, open_regular_file
 
 COSTS = ("train_seconds", "peak_memory")  # of a model in results.json: they differ between runs that agree in all else
 INPUTS = ("data", "encoder", "features")  # keys of the environment in results.json: what a resumed run must not change
@@ -92,7 +92,7 @@ def read_results(path: Path, entry: Callable[[Json], Any] = lambda run: run) -> 
     the schema says.
     """
     made, fault = list[Any](), None
-    with opened_file(path) as file:
+    with open_regular_file(path) as file:
         results = _rest(file)
         if results.get("schema") != 1:  # another one may have another checksum
             raise OtherVersion(f"it has the schema {json.dumps(results.get('schema'))[:40]}, not 1")
@@ -182,7 +182,7 @@ def unverified_facts(path: Path) -> Json:
 
     Nothing is compared with the checksum. In a layout that we do not write, models may be in it.
     """
-    with opened_file(path) as file:
+    with open_regular_file(path) as file:
         return _rest(file)
 
 

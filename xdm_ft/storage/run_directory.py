@@ -29,7 +29,7 @@ from xdm_ft.storage.lines import Damaged, OtherRun, append_lines, read_lines, re
 from xdm_ft.storage.names import file_name, images_file, parts_of, predictions_in
 from xdm_ft.storage.results_file import read_results, write_results
 from xdm_ft.storage.tensorboard import EventFile, Session, write_session
-from xdm_ft.storage.tensors import Arrays, TensorFiles, read_with_checksum, tensors_of, unchecked_entry
+from xdm_ft.storage.tensors import Arrays, TensorFiles, read_unchecked, read_with_checksum, tensors_of
 
 logger = logging.getLogger("xdm_ft")
 TAKEN = "taken"  # folder of `state/`, with a file per training that a process of this run has taken: its name
@@ -270,7 +270,7 @@ class RunDirectory:
         try:
             if entry is None:
                 return (self.path / file).stat().st_size
-            return sum(tensor.nbytes for tensor in unchecked_entry(self.path / file, entry).values())
+            return sum(tensor.nbytes for tensor in read_unchecked(self.path / file, entry).values())
         except (OSError, Damaged):
             return 0
 

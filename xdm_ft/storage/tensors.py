@@ -150,7 +150,7 @@ def read_entry(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def _entry_with_checksum(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str], str]:
-    tensors = unchecked_entry(path, entry)
+    tensors = read_unchecked(path, entry)
     try:
         # viewed as bytes, as a file that we did not write may hold anything
         metadata = json_object(tensors.pop(METADATA, torch.empty(0)).flatten().view(torch.uint8).numpy().tobytes())
@@ -162,7 +162,7 @@ def _entry_with_checksum(path: Path, entry: str) -> tuple[dict[str, Tensor], dic
     return tensors, metadata, checksum
 
 
-def unchecked_entry(path: Path, entry: str) -> dict[str, Tensor]:
+def read_unchecked(path: Path, entry: str) -> dict[str, Tensor]:
     """Returns the memory-mapped tensors of an entry and its metadata, unverified. Raises as `read_entry`."""
     try:
         status = path.stat()

@@ -186,7 +186,7 @@ class Training(Block):
                 yield Problem(f"training.{key}", problem, ("encoder.trainable",))
 
 
-def compiled(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+def compile_function(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     """Returns the function, compiled at its first call and for each new shape; `options`: those of torch.compile.
 
     A call raises `UserError` if this machine lacks a compiler.

@@ -41,7 +41,7 @@ class NoHarm(NamedTuple):
         return self.after > self.before and self.p <= DOUBT
 
 
-def compared(before: Tensor, after: Tensor, groups: np.ndarray | None) -> NoHarm:
+def compare_heads(before: Tensor, after: Tensor, groups: np.ndarray | None) -> NoHarm:
     """Returns what two heads show. before, after: whether each classifies an image correctly, bool [n]; groups: [n]."""
     gain = after.numpy().astype(int) - before.numpy().astype(int)
     sums = gain if groups is None else np.bincount(np.unique(groups, return_inverse=True)[1], gain)
@@ -55,7 +55,7 @@ def ridge_strength(labels: int) -> float:
     return float(strong * (weak / strong) ** share)
 
 
-def adapted_head(
+def adapt_head(
     weight: Tensor, bias: Tensor, z: Tensor, labels: Tensor, mean: Tensor, deviation: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the weights [C,K] and biases [C] of the head that labelled images adapt, float32.
@@ -94,7 +94,7 @@ def do_no_harm(
     groups: np.ndarray | None = None,
     as_shipped: Tensor | None = None,
 ) -> NoHarm:
-    """Returns what 4-fold cross-validation shows; arguments as `adapted_head`, `groups` int64 [n]: in one fold each.
+    """Returns what 4-fold cross-validation shows; arguments as `adapt_head`, `groups` int64 [n]: in one fold each.
 
     `as_shipped`: the features [n,K] that the shipped head reads, if they are not z. Raises `ValueError` for fewer than
     4 groups.
@@ -104,9 +104,9 @@ def do_no_harm(
     after = torch.zeros(len(z), dtype=torch.bool)
     for number in range(FOLDS):
         out = torch.from_numpy(fold == number)
-        adapted = adapted_head(weight, bias, z[~out], labels[~out], mean, deviation)
+        adapted = adapt_head(weight, bias, z[~out], labels[~out], mean, deviation)
         after[out] = correct(*adapted, z[out], labels[out])
-    return compared(before, after, groups)
+    return compare_heads(before, after, groups)
 
 
 def correct(weight: Tensor, bias: Tensor, z: Tensor, labels: Tensor) -> Tensor:

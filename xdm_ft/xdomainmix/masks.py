@@ -178,7 +178,7 @@ class _Exceeds(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, rank: Tensor) -> tuple[Tensor, int]:
-        return _Exceeds.apply(*stacked(info, in_dims, (scores, rank))), 0
+        return _Exceeds.apply(*stack_heads(info, in_dims, (scores, rank))), 0
 
 
 def runs_kernel(tensor: Tensor, kind: Literal["cpu", "cuda"]) -> bool:
@@ -191,7 +191,7 @@ def runs_kernel(tensor: Tensor, kind: Literal["cpu", "cuda"]) -> bool:
     return fits and not torch.compiler.is_compiling() and os.environ.get("XDM_FT_KERNELS") != "0"
 
 
-def stacked(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+def stack_heads(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
     """Returns the tensors that a Function's `vmap` receives, with the heads as the first axis of each."""
     return [
         tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

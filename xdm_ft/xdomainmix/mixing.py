@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from xdm_ft.xdomainmix.masks import stacked
+from xdm_ft.xdomainmix.masks import stack_heads
 
 OtherPartner = Literal[
     "other_class_other_domain", "other_class_same_domain", "same_class_other_domain", "same_as_x_i"
@@ -155,7 +155,7 @@ class _Augment(torch.autograd.Function):
         info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         """Runs H batches as one batch of H·B samples: head h's positions start at h·B, its rows of s at h·R."""
-        z, same, other, lam, keep, *given = stacked(info, in_dims, tensors)  # each [H,…]
+        z, same, other, lam, keep, *given = stack_heads(info, in_dims, tensors)  # each [H,…]
         heads, batch = same.shape
         head = torch.arange(heads, device=z.device)[:, None]
         if len(given) == 6:

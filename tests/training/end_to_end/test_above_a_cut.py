@@ -40,7 +40,7 @@ from xdm_ft.algorithms.mixstyle import MixStyle, _MixStyleAt
 from xdm_ft.algorithms.wise_ft import interpolate
 from xdm_ft.core import Batch, Losses
 from xdm_ft.cut import LastBlocks, LowRank
-from xdm_ft.cut.lora import merged_state
+from xdm_ft.cut.lora import merge_updates
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.errors import UserError
@@ -134,7 +134,7 @@ def test_merged_weights_and_wise_ft_s_between_start_and_end(
         a, b = (inner.encoder.get_parameter(f"{name}.lora_{letter}.default.weight") for letter in "AB")
         delta = end[f"encoder.{name}.weight"] - encoder.get_parameter(f"{name}.weight")
         torch.testing.assert_close(delta, 8.0 / 2 * b @ a, rtol=0, atol=1e-6)
-        assert merged_state(inner.encoder).keys() == encoder.state_dict().keys()
+        assert merge_updates(inner.encoder).keys() == encoder.state_dict().keys()
 
 
 def test_mixstyle_works_in_containers_of_blocks_of_both_parts(

@@ -43,7 +43,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Trained, Training
-from xdm_ft.training.end_to_end.batch_norm import synchronised
+from xdm_ft.training.end_to_end.batch_norm import synchronise
 from xdm_ft.training.end_to_end.inputs import ImageInputs, TrainingBatches, split_batch
 from xdm_ft.training.end_to_end.model import EndToEnd
 
@@ -214,7 +214,7 @@ def test_batch_norm_of_parts_of_a_batch_is_said(
     batch_norm: str, accumulation: int, processes: int, says: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = EndToEnd(SmallCNN(), ERM(make_job().setup), batch_norm).train()
-    assert synchronised(inner, processes, accumulation, torch.device("cpu")) is inner
+    assert synchronise(inner, processes, accumulation, torch.device("cpu")) is inner
     assert [says in line for line in caplog.messages] == ([True] if says else [])
     assert all("batch_norm: frozen" in line and "\n" not in line for line in caplog.messages)
 
@@ -223,7 +223,7 @@ def test_synchronised_layers_keep_the_activation_inside_them() -> None:
     encoder = Timm(model="densenet121", kwargs={"growth_rate": 8, "block_config": [1, 1, 1, 1]})
     inner, x = EndToEnd(encoder, ERM(make_job(width=encoder.width).setup), "train").train(), torch.randn(2, 3, 64, 64)
     before = inner.eval().encoder(x).detach()
-    inner = synchronised(inner.train(), 2, 1, torch.device("cuda"))
+    inner = synchronise(inner.train(), 2, 1, torch.device("cuda"))
     assert sum(isinstance(layer, torch.nn.SyncBatchNorm) for layer in inner.modules()) > 5
     assert torch.equal(inner.eval().encoder(x), before)
 

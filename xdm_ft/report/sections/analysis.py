@@ -25,7 +25,7 @@ from xdm_ft.report.charts import (
 )
 from xdm_ft.report.published import paper_table
 from xdm_ft.report.words import EMPTY, range_text, short, significant
-from xdm_ft.results import grouped
+from xdm_ft.results import group_by
 from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import plural
 
@@ -36,7 +36,7 @@ Entry = dict[str, Any]  # what was measured: a model of analysis.json, or a part
 
 def by_set(models: Iterable[Entry]) -> dict[tuple[str, str], list[Entry]]:
     """Returns {(method, held-out set): its models, one per seed}."""
-    return grouped(models, lambda model: (model["method"], set_name(model["test_domains"])))
+    return group_by(models, lambda model: (model["method"], set_name(model["test_domains"])))
 
 
 def part_of(entry: Entry, *keys: str) -> Any:
@@ -77,7 +77,7 @@ def calibration(run: Run) -> Section | None:
 
     # {(method, role): ECE before and after}, the mean over domains, where both are defined
     eces: dict[tuple[str, str], tuple[float, float]] = {}
-    for pair, domains in grouped(measured, lambda key: (key[0], key[3])).items():
+    for pair, domains in group_by(measured, lambda key: (key[0], key[3])).items():
         before, after = (
             mean_of(mean_of(seed[name] for seed in measured[domain]) for domain in domains)
             for name in ("ece", "ece_scaled")
@@ -119,7 +119,7 @@ def _ece_figures(run: Run, eces: Mapping[tuple[str, str], tuple[float, float]]) 
 def _reliability_figures(run: Run, measured: Mapping[Domain, list[Entry]]) -> list[Figure]:
     """Accuracy against confidence of all methods, before and after, a figure per held-out domain."""
     figures = []
-    tested = grouped((key for key in measured if key[3] == "test"), lambda key: key[1:3])
+    tested = group_by((key for key in measured if key[3] == "test"), lambda key: key[1:3])
     for i, ((_, domain), keys) in enumerate(list(tested.items())[:MAX_RELIABILITY]):
         sides = {
             title: [
@@ -346,7 +346,7 @@ def importance(run: Run) -> Section | None:
 
     # methods with equal curves share a figure: with a frozen encoder all fitted domain heads are the same
     groups: dict[str, tuple[list[str], list[Entry], str]] = {}
-    for method, models in grouped(measured, lambda model: str(model["method"])).items():
+    for method, models in group_by(measured, lambda model: str(model["method"])).items():
         for kind in KINDS:
             by_model = [(model["test_domains"], model["importance"].get(kind)) for model in models]
             if any(curves_of for _, curves_of in by_model):
@@ -454,7 +454,7 @@ def _embedding_figure(run: Run, name: str, methods: Sequence[str], pair: str, mo
             silhouettes.append(f"{title} {first} specific, {second} generic")
             styles = list(looks(map(str, range(max(labels) + 1))).values())
             for cloud, part in zip(clouds, ("specific", "generic"), strict=True):
-                by_label = grouped(sorted(cloud, key=lambda row: row[2]), lambda row: row[2])
+                by_label = group_by(sorted(cloud, key=lambda row: row[2]), lambda row: row[2])
                 lines = []
                 for label, of in by_label.items():
                     words = names[label] if label < len(names) else str(label)

@@ -15,10 +15,10 @@ import numpy as np
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import Figure, heat_maps
 from xdm_ft.report.markup import escape_markdown, markdown_lines
-from xdm_ft.report.words import EMPTY, between, count_text, p_value, scaled, with_unit
+from xdm_ft.report.words import EMPTY, between, count_text, p_value, scale, with_unit
 from xdm_ft.results.run import Run
 from xdm_ft.results.table import BETTER, NO_VERDICT, WORSE
-from xdm_ft.runtime.errors import listed, plural
+from xdm_ft.runtime.errors import join_names, plural
 from xdm_ft.storage import Json
 
 NAMES = {
@@ -92,7 +92,7 @@ def _twins(audit: Json) -> AuditFinding:
     twins, left_out = audit["twins"], audit["domain_pairs"]["left_out"]
     if not twins:
         if undecided := audit["domain_pairs"]["undecided"]:
-            pairs = listed([" and ".join(pair) for pair in undecided], 3)
+            pairs = join_names([" and ".join(pair) for pair in undecided], 3)
             text = f"{pairs} are near each other, but no held-out accuracy shows whether they are twins"
             tested = [row for row in left_out if [row["domain"], row["without"]] in undecided]
             remedy = f"hold each of them out: {_setting('test_domains', [*dict.fromkeys(chain(*undecided))])}"
@@ -106,7 +106,7 @@ def _twins(audit: Json) -> AuditFinding:
         return AuditFinding("domain_pairs", NOTHING, "none", "")
     of_twins = [row for row in left_out if any({row["domain"], row["without"]} == {*pair} for pair in twins)]
     worst = max(of_twins, key=lambda row: -1 if row["excess"] is None else row["excess"], default=None)
-    line = listed([" and ".join(pair) for pair in twins], 3)
+    line = join_names([" and ".join(pair) for pair in twins], 3)
     if worst is not None and worst["excess"] is not None:
         before, after, matched = (_percent(worst[key]) for key in ("accuracy", "accuracy_without", "accuracy_matched"))
         line += (
@@ -177,7 +177,7 @@ def _site_class(audit: Json) -> AuditFinding:
     if costly and not marks:
         remedy = f"a model may learn {costly[0]['facts']}, not the class: make all files alike"
     if part["confounded"]:
-        parts.append(f"class and site cannot be told apart: {listed(part['confounded'], 3)}")
+        parts.append(f"class and site cannot be told apart: {join_names(part['confounded'], 3)}")
     if part["lacking"]:
         first, count = part["lacking"][0], plural(len(part["lacking"]), "pair")
         parts.append(f"{count} of domain and class without an image, such as {first['domain']} and {first['class']}")
@@ -322,7 +322,7 @@ def _change(value: float | None, interval: Sequence[float] | None, signed: bool 
     if value is None:
         return Cell(EMPTY)
     ends = "" if interval is None else f"({between('accuracy', interval, signed)})"
-    return Cell(scaled(value, "accuracy", signed), value, ends)
+    return Cell(scale(value, "accuracy", signed), value, ends)
 
 
 def _verdict(row: Json) -> str:
@@ -399,7 +399,7 @@ def _heat_map(part: Json) -> list[Figure]:
     nearest = zip(names, shares.max(axis=1), shares.argmax(axis=1), strict=True)
     most = [f"of {name} {_percent(share)} in {names[there]}" for name, share, there in nearest]
     title, axes = "nearest foreign image", ("lies in", "images of")
-    alt = f"Where the nearest image of another domain lies most often: {listed(most)}."
+    alt = f"Where the nearest image of another domain lies most often: {join_names(most)}."
     caption = "Share of the images of a row in %. Twin domains hold most of each other's."
     return [heat_maps("audit-nearest", alt, {title: shares}, names, axes_labels=axes, caption=caption)]
 
@@ -457,7 +457,7 @@ def site_class_details(part: Json, files: bool) -> Section:
         header = ["what", "in", "class", "picked out in %", "at least (95%)", "elsewhere", "only here"]
         caption = "Images of a class that low-level features pick out, with 1% of the others as false alarms."
         tables.append(Table(caption, header, rows, labels=3))
-    sentences = listed(part["sentences"], MAX_SENTENCES, " ")
+    sentences = join_names(part["sentences"], MAX_SENTENCES, " ")
     notes = [sentences] if sentences else []
     return make_section("audit-site-class", tables=tables, notes=notes, strength=_strength(part))
 

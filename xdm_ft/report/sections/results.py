@@ -13,11 +13,11 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
 from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Mark, Row, SeriesStyle, curves, looks, points
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, in_unit, oracle_mark, with_spread
-from xdm_ft.results import grouped
+from xdm_ft.results import group_by
 from xdm_ft.results.measured import MEASURES, NUMBERS, Picked, costs
 from xdm_ft.results.run import ORACLE, Run, encoders_of
 from xdm_ft.results.table import SummaryRow
-from xdm_ft.runtime.errors import listed, plural
+from xdm_ft.runtime.errors import join_names, plural
 
 
 def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
@@ -33,20 +33,20 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
     best_row = (max if HIGHER_IS_BETTER[rows[0].metric] else min)(means, key=lambda method: means[method], default=None)
     chosen_by_it = run.choice is not None and bool(run.choice.at)  # the same values have chosen it
     if len(rows) > 1 and rule != ORACLE and (best_row != run.chosen or chosen_by_it):
-        luck = words.scaled(luck_of_the_best([row.stderr for row in rows if row.stderr]), rows[0].metric)
+        luck = words.scale(luck_of_the_best([row.stderr for row in rows if row.stderr]), rows[0].metric)
         if float(luck):
             unit = words.unit_of_difference(rows[0].metric)
             best = f"If all rows were equally good, the best by test value would be about {luck} {unit} too good"
             notes = [f"{best}; the quoted value is not.", *notes]
     evaluations = {row.method: row.budget["gradient_evaluations"] for row in rows}
     in_steps = [row for row in rows if (taken := evaluations[row.method]) and taken["high"] > 0]
-    budgets = grouped(in_steps, lambda row: budget_text({"budget": row.budget}))
+    budgets = group_by(in_steps, lambda row: budget_text({"budget": row.budget}))
     if len(budgets) > 1:
         parts = (f"{budget}: {', '.join(row.method for row in of)}" for budget, of in budgets.items())
         notes.append(f"trained with different numbers of gradients: {'; '.join(parts)}")
 
     own = rule == run.recipe_rule
-    groups = grouped(
+    groups = group_by(
         rows, lambda row: (row.protocol, row.metric, row.split, (row.spread_as_published or {}).get("kind", ""))
     )
     return make_section(
@@ -60,7 +60,7 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
         tested_on=run.results["tested_on"],
         better="Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower",
         methods=plural(len(rows), "method"),
-        held_out=listed(list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))),
+        held_out=join_names(list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))),
         seeds=plural(max(row.n for row in rows), "seed"),
         paper_rule=f"{rule} — {words.CHEATING}" if rule == ORACLE else rule,
     )
@@ -82,7 +82,7 @@ def _table(run: Run, rows: Sequence[SummaryRow], with_intervals: bool) -> Table:
     mark, metric = oracle_mark(rows[0].selection), rows[0].metric
     domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
     measured = (entry for entry in run.results["runs"] if entry.get("mixed_steps") is not None)
-    mixed = grouped(measured, lambda entry: str(entry["method"]))  # steps that used augmented features
+    mixed = group_by(measured, lambda entry: str(entry["method"]))  # steps that used augmented features
     has_budgets, has_mixed = any(row.budget for row in rows), any(row.method in mixed for row in rows)
     several = len(domains) != 1  # the mean of one domain is that domain's
     header = [f"method{mark}", *(domains if several else ())]
@@ -190,7 +190,7 @@ def metric_table(rows: Sequence[tuple[Sequence[str], Picked, str]], labels: Sequ
         line = cells(*texts)
         for measure in MEASURES:
             mean, _, stderr, _ = models.mean(method, measure)
-            error = "" if mean is None or stderr is None else f" ± {words.scaled(stderr, measure.score)}"
+            error = "" if mean is None or stderr is None else f" ± {words.scale(stderr, measure.score)}"
             line.append(Cell(words.number(mean, measure.score) + error, mean))
         lines.append(line)
     header = [*labels[:-1], f"{labels[-1]}{oracle_mark(rule)}", *(words.metric_words(m.name) for m in MEASURES)]
@@ -277,7 +277,7 @@ def averaged(run: Run) -> Section | None:
         mean = fmean(defined) if len(defined) == len(values) else None
         shown = [metric_cell(value, run.metric) for value in (*(values if len(values) > 1 else ()), mean, row.mean)]
         gain = None if mean is None or row.mean is None else mean - row.mean
-        difference = EMPTY if gain is None else words.scaled(gain, run.metric, signed=True)
+        difference = EMPTY if gain is None else words.scale(gain, run.metric, signed=True)
         rows.append(cells(f"{row.method}, seeds averaged", row.n, *shown, difference))
     if not rows and not notes:
         return None
@@ -301,10 +301,10 @@ def label_curve(run: Run) -> Section | None:
     rows = []
     for point in measured:
         gains = [point["past_gains"].get(domain) for domain in domains]
-        shown = [Cell(EMPTY if gain is None else words.scaled(gain, "accuracy", signed=True), gain) for gain in gains]
+        shown = [Cell(EMPTY if gain is None else words.scale(gain, "accuracy", signed=True), gain) for gain in gains]
         ends = point["interval"]
         interval = Cell(words.between("accuracy", [*ends.values()], signed=True), ends["low"]) if ends else Cell(EMPTY)
-        gain = Cell(words.scaled(point["gain"], "accuracy", signed=True), point["gain"])
+        gain = Cell(words.scale(point["gain"], "accuracy", signed=True), point["gain"])
         accuracy = metric_cell(point["accuracy"], "accuracy")
         rows.append(cells(HOW[point["chosen"]], point["labels"], accuracy, gain, interval, *shown))
     header = ["images chosen", "labels", "accuracy", "gain", "95% interval", *domains]

@@ -16,7 +16,7 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, long_table, make_section, metric_cell
 from xdm_ft.report.charts import INK, Figure, Line, SeriesStyle, curves, looks, scatter
 from xdm_ft.report.words import EMPTY, axis_value, in_unit, number, oracle_mark, setting_text
-from xdm_ft.results import grouped
+from xdm_ft.results import group_by
 from xdm_ft.results.measured import Picked
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import ORACLE, Run
@@ -106,7 +106,7 @@ def agreement(trials: Sequence[Trial]) -> str:
     from scipy.stats import rankdata
 
     defined = []
-    for group in grouped(trials, lambda trial: trial.record.key[:3]).values():
+    for group in group_by(trials, lambda trial: trial.record.key[:3]).values():
         ranks = [rankdata(side) for side in zip(*((trial.selection, trial.test) for trial in group), strict=True)]
         if len(group) >= 3 and all(np.ptp(side) > 0 for side in ranks):
             defined.append(float(np.corrcoef(ranks)[0, 1]))
@@ -171,7 +171,7 @@ def _clouds(
         step = max(1, -(-len(of_set) // most))
         return [trial for i, trial in enumerate(of_set) if i % step == 0 or trial.picked]
 
-    by_set = grouped(trials, lambda trial: set_name(trial.record.test_domains))
+    by_set = group_by(trials, lambda trial: set_name(trial.record.test_domains))
     few = len(by_set) <= MAX_MARKED_SETS
     clouds = []
     for held, look in looks(by_set).items():
@@ -199,7 +199,7 @@ def selected(run: Run, rule: str) -> Section | None:
     for method in (row.method for row in run.rows if row.selection == rule):
         records = [record for record in picked.records if record.method == method and rule in record.selected]
         within_training = [key for record in records for key in record.selected[rule].hparams]
-        settings = grouped(records, lambda record: record.test_domains)
+        settings = group_by(records, lambda record: record.test_domains)
         for key in dict.fromkeys([*searched_keys(run, method), *within_training]):
             line = [method, key]
             for held in picked.held_out:
@@ -233,7 +233,7 @@ class Recorded(NamedTuple):
 def learning_curves(run: Run) -> Section | None:
     """The training loss, its parts, and the values of selection, per held-out set; and the picked steps."""
     recorded: list[Recorded] = []
-    for (method, held), records in grouped(run.picked, lambda record: (record.method, record.test_domains)).items():
+    for (method, held), records in group_by(run.picked, lambda record: (record.method, record.test_domains)).items():
         models = [(record, run.scalars[name]) for record in records if (name := sub_run(*record.key)) in run.scalars]
         folder = sub_run(method, held, 0, 0).rpartition("/")[0]
         heads = [scalars for name, scalars in run.scalars.items() if name.startswith(f"{folder}/heads-from-")]
@@ -241,7 +241,7 @@ def learning_curves(run: Run) -> Section | None:
             recorded.append(Recorded(method, set_name(held), models, [] if models else heads))
     order = run.drawn_methods
     recorded.sort(key=lambda curve: order.index(curve.method))
-    by_set = grouped(recorded, lambda curve: curve.where)
+    by_set = group_by(recorded, lambda curve: curve.where)
 
     tag = run.selection_tag
     every = [scalars for curve in recorded for scalars in (*(scalars for _, scalars in curve.models), *curve.heads)]
@@ -299,7 +299,7 @@ def _curves_figure(
     """Returns a line per method and its models; the held-out sets together if `where` is empty. [] without a value."""
     scale = axis_value(run.metric, 1.0) if tag.endswith(f"/{run.metric}") else 1.0
     ring_rule = run.recipe_rule if context and tag != LOSS else None
-    by_method = grouped(recorded, lambda curve: curve.method).items()
+    by_method = group_by(recorded, lambda curve: curve.method).items()
     lines = [
         line
         for method, of in by_method
@@ -356,7 +356,7 @@ def wise_ft(run: Run) -> Section | None:
     """Accuracy along the line from the initial weights to the trained ones, per method and held-out set."""
     models = [(record, record.selected[run.recipe_rule]) for record in run.picked]
     curved = [(record, pick) for record, pick in models if pick.curve and all(ALPHA in point for point in pick.curve)]
-    groups = grouped(curved, lambda model: (model[0].method, set_name(model[0].test_domains)))
+    groups = group_by(curved, lambda model: (model[0].method, set_name(model[0].test_domains)))
     if not groups:
         return None
     rows = []

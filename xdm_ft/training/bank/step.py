@@ -26,7 +26,7 @@ from xdm_ft.core import Batch, Losses, Tensors
 from xdm_ft.heads import Head
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.sharpness import Sharpness
-from xdm_ft.training import Job, compiled
+from xdm_ft.training import Job, compile_function
 
 
 class Optimizer(ABC):
@@ -216,7 +216,7 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
     logs. If the algorithm takes several inner steps, they are means over these.
     """
     now = torch.full((1,), number, device=bank.factors.device)
-    take, phase, taken = compiled_step() if bank.compiles else inner_step, bank.template.phase(number), list[Tensors]()
+    take, phase, taken = compile_step() if bank.compiles else inner_step, bank.template.phase(number), list[Tensors]()
     if bank.template.resets_optimizer(number):
         bank.optimizer.reset()
     for domain in bank.template.update(bank.parameters, bank.buffers | bank.fixed, number):
@@ -278,12 +278,12 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
 
 
 @cache
-def compiled_step() -> Callable[[Bank, Batch, Tensor, str], Tensors]:
+def compile_step() -> Callable[[Bank, Batch, Tensor, str], Tensors]:
     """Returns `inner_step` as torch.compile makes it: one graph for each method, phase and number of heads.
 
     Sizes are constants of a graph, so the bits of a chunk do not depend on the chunks before it.
     """
-    return compiled(inner_step, fullgraph=True, dynamic=False)
+    return compile_function(inner_step, fullgraph=True, dynamic=False)
 
 
 def per_head(function: Callable[..., Any], heads: int) -> Callable[..., Any]:

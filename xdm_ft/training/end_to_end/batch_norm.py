@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xdm_ft.blocks import undisturbed
+from xdm_ft.blocks import preserve_modes
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.training.end_to_end.inputs import StepBatch
@@ -32,7 +32,7 @@ class RunningStatistics:
 
     Every part of a step's batch updates them from their values before the step. `commit` stores the mean of these
     updates over all parts and processes, weighted by the parts' sizes, so that the number of parts and passes does not
-    change the size of an update. (Normalisation itself uses the statistics of each part; `synchronised` layers use
+    change the size of an update. (Normalisation itself uses the statistics of each part; `synchronise` layers use
     those of all processes.)
     """
 
@@ -83,7 +83,7 @@ class RunningStatistics:
                 value.copy_(torch.where(finite, value, before))
 
 
-def synchronised(module: Module, processes: int, accumulation: int, device: torch.device) -> Module:
+def synchronise(module: Module, processes: int, accumulation: int, device: torch.device) -> Module:
     """Returns the module with batch norm synchronised over processes, which torch has on GPUs only.
 
     On other devices, and under accumulation, a layer in training mode normalises each part of a batch by the part's own
@@ -156,7 +156,7 @@ def lone_values(encoder: Encoder) -> list[str]:
             lone[names[layer]] = None
 
     side, device = encoder.preprocessing.size, next(encoder.parameters()).device
-    with ExitStack() as hooks, undisturbed(encoder):
+    with ExitStack() as hooks, preserve_modes(encoder):
         for layer in names:
             hooks.callback(layer.register_forward_pre_hook(look).remove)
         encoder(torch.zeros(1, 3, side, side, device=device))

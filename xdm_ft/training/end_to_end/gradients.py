@@ -117,7 +117,7 @@ class StepGradients:
                 scale = weight * self.accelerator.num_processes
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
             self.statistics.collect(counted * weight)
-            returned.append((_detached(losses), weight))
+            returned.append((_detach(losses), weight))
         return returned
 
     def _at_once(self, batch: StepBatch, step: int, draws: Sequence[Tensors | None], counted: float) -> WeightedLosses:
@@ -127,7 +127,7 @@ class StepGradients:
         self.accelerator.backward(losses.total + losses.auxiliary)
         # there are several parts here only if the encoder is frozen, and then no statistics change
         self.statistics.collect(counted * batch.share(0))
-        return [(_detached(losses), 1 / len(batch.positions))]  # every process has computed the same losses
+        return [(_detach(losses), 1 / len(batch.positions))]  # every process has computed the same losses
 
     def _cached(self, batch: StepBatch, step: int, draws: Sequence[Tensors | None], counted: float) -> WeightedLosses:
         """The pass of a full-batch loss under accumulation, by gradient caching."""
@@ -150,7 +150,7 @@ class StepGradients:
                 self.accelerator.backward(part + loss if last else part)  # `loss` itself adds the heads' gradient
             # after the backward pass, which still needs the statistics of the forward pass
             self.statistics.collect(counted * batch.share(number))
-        return [(_detached(losses), 1 / len(batch.positions))]
+        return [(_detach(losses), 1 / len(batch.positions))]
 
     def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
         """Returns the features of one of this process's parts."""
@@ -214,7 +214,7 @@ class StepGradients:
         return losses
 
 
-def _detached(losses: Losses) -> Losses:
+def _detach(losses: Losses) -> Losses:
     dicts = [{name: value.detach() for name, value in part.items()} for part in losses[2:]]
     return Losses(losses.total.detach(), losses.auxiliary.detach(), *dicts)
 

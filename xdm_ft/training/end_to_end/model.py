@@ -18,11 +18,11 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.core import Batch
 from xdm_ft.cut import LastBlocks, LowRank, Trainable, blocks_above
 from xdm_ft.cut.cut import Cut, depth_from_top
-from xdm_ft.cut.lora import add_lora, merged_state, touched_names
+from xdm_ft.cut.lora import add_lora, merge_updates, touched_names
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.training import Training, compiled
+from xdm_ft.training import Training, compile_function
 from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
 
 BatchNorm = Literal["train", "frozen"]
@@ -149,7 +149,7 @@ class EndToEnd(nn.Module):
                 "training.compile: has no effect on this method, which changes feature maps inside the encoder"
             )
         else:
-            self._encode = compiled(self.encode)
+            self._encode = compile_function(self.encode)
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns features z [B,K] of images, or of activations if there is a cut."""
@@ -223,7 +223,7 @@ class EndToEnd(nn.Module):
         """
         state = self.named_weights()
         if self.low_rank:
-            merged = merged_state(self.encoder)
+            merged = merge_updates(self.encoder)
             others = {name: tensor for name, tensor in state.items() if not name.startswith("encoder.")}
             state = {f"encoder.{name}": merged[name] for name in touched_names(self.encoder)} | others
         layout = torch.contiguous_format  # safetensors saves no other

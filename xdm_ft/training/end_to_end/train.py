@@ -33,7 +33,7 @@ from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.storage import tensors_digest
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.training import Job, ScalarSink, Selected, Trained
-from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
+from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronise
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
 from xdm_ft.training.end_to_end.inputs import ImageInputs, Inputs, StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.model import FULL_ENCODER, BatchNorm, EncoderPart, EndToEnd, optimizer_of
@@ -95,7 +95,7 @@ def train_model(
     memory = PeakMemory(accelerator.device)
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm, part.trainable, seed=job.seed)
     inner = inner.placed(accelerator.device).train()
-    inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
+    inner = synchronise(inner, accelerator.num_processes, training.accumulation, accelerator.device)
     if training.compile:
         inner.compile_encoding()
     inputs = inputs_of(inner, part, ImageInputs(dataset, encoder.preprocessing, augmentation, accelerator), accelerator)
@@ -176,7 +176,7 @@ class _Loop(TrainingState):
                     continue
                 inner.freeze_encoder(frozen)
                 # DDP takes the parameters that train when it wraps the model, so each phase wraps it anew
-                with _prepared(inner, self.optimizer, self.accelerator) as (model, optimizer):
+                with _prepare(inner, self.optimizer, self.accelerator) as (model, optimizer):
                     gradients = StepGradients(model, inner, self.accelerator, job.sharpness, job.seed, by_parts)
                     for step, batch in islice(batches, last - self.taken):
                         factor = training.schedule.factor(step, self.steps)
@@ -403,7 +403,7 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
 
 
 @contextmanager
-def _prepared(
+def _prepare(
     inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator
 ) -> Iterator[tuple[nn.Module, AcceleratedOptimizer]]:
     """Context that yields the model and its optimizer as Accelerate prepares them."""
