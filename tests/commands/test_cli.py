@@ -192,6 +192,7 @@ def without_times(found: dict[str, Any]) -> dict[str, Any]:
     return found | {"runs": [{k: v for k, v in run.items() if k not in COSTS} for run in found["runs"]]}
 
 
+@pytest.mark.slow
 def test_a_run_and_its_cache(folder: Path) -> None:
     """Texts and documents of one run: it runs, is continued, refuses another recipe, and is damaged."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import product as every_pair
 from typing import Any
 
@@ -54,13 +54,6 @@ def trained(seeds: dict[str, Sequence[int]], domains: str) -> Right:
     return right
 
 
-def without(metric: str, pair: Pair, predictions: Iterable[Prediction]) -> WithoutGroups:
-    made = WithoutGroups(metric, [pair])
-    for one in predictions:
-        made.add(one)
-    return made
-
-
 def product(
     right: Right,
     domains: str,
@@ -81,7 +74,7 @@ def product(
         if key != lost:
             predictions.append(Prediction(method, (domain,), seed, "rule", images, 1 - own.astype(np.int64)))
     pair = Pair(*runs_by_method(records, ["m", "r"], "rule", "accuracy", deterministic).values())
-    return compared(pair, without("accuracy", pair, predictions), no_verdict)
+    return compared(pair, WithoutGroups("accuracy", [pair], predictions), no_verdict)
 
 
 def made(right: Right, domains: str, grouped: bool = False, **settings: Any) -> Comparison:
@@ -290,7 +283,7 @@ def test_blocks_bound_the_number_of_groups(metric: str) -> None:
         picked = Pick(1, "", {"test": Score(value, 0.0, value, None, None, 0.0, 0.0, count, {}, {})})
         records.append(Record(ModelKey(method, ("a",), seed, 0), {}, "ok", selected={"rule": picked}, **VIT))
     pair = Pair(*runs_by_method(records, ["m", "r"], "rule", metric).values())
-    row = compared(pair, without(metric, pair, predictions))
+    row = compared(pair, WithoutGroups(metric, [pair], predictions))
     assert row is not None and row.error is not None and row.share_images is not None
     assert row.freedom_images == pytest.approx((count if metric == "accuracy" else BLOCKS) - 1)
     first, second = (np.mean([without_each_group(metric, p) for p in predictions if p.method == m], 0) for m in "mr")

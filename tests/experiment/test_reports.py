@@ -9,6 +9,7 @@ from small_runs import recipe
 from xdm_ft.cli.library import run
 from xdm_ft.report import written
 from xdm_ft.report.sections import brief_sections
+from xdm_ft.storage.run_directory import MEASURED
 
 RUN = Path("output/small")
 ONE = ("methods=[erm]", "protocol.test_domains=[sketch]", "report.page=true", "training.steps=2")
@@ -42,11 +43,11 @@ def faults(small_pacs, monkeypatch):
 def test_a_finished_run_leaves_its_reports_and_growth_renews_them():
     files = {}
     assert not run(recipe(*ONE)).failed
-    assert changed(files) == {"recipe.yaml", "results.json", *REPORTS}
+    assert changed(files) == {"recipe.yaml", "results.json", MEASURED, *REPORTS}
     run(recipe(*ONE))
     assert changed(files) == set()
     run(recipe(*ONE, "methods=[erm,linear_probe]"))
-    assert changed(files) == {"recipe.yaml", "results.json", *REPORTS}
+    assert changed(files) == {"recipe.yaml", "results.json", MEASURED, *REPORTS}
     assert "| linear_probe |" in (RUN / "results.md").read_text()
     assert (RUN / "results.csv").read_text().count("\nsmall,") == 2 * 2  # methods, mean and one set
 

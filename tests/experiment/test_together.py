@@ -36,6 +36,7 @@ def accuracies(content, method):
     return counted
 
 
+@pytest.mark.slow
 def test_a_set_is_one_of_three_in_verdicts_promise_and_card(monkeypatch, capsys):
     left_out, without = list[tuple[str, ...]](), reference._Study._without
 

@@ -474,6 +474,7 @@ def test_lost_and_damaged_files_come_back_with_the_recipe(copied: Enter, caplog:
 # mixtures
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_the_mean_of_its_logits(shared: Enter, tmp_path: Path) -> None:
     shared("heads")
     for label, has_mean in (("erm", True), ("cosine", False), ("mlp", False)):

@@ -145,6 +145,7 @@ def anonymous() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux only")
+@pytest.mark.slow
 def test_reading_takes_the_memory_of_a_few_steps(tmp_path: Path) -> None:
     """Activations of 192 MB, of which a batch takes 4 MB as float32, and as much while it is gathered."""
     rows, width, of_shard, batch = 768, 2**17, 64, 8

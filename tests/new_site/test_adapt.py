@@ -45,6 +45,7 @@ def kept(monkeypatch):
     monkeypatch.setattr(driver, "do_no_harm", better)
 
 
+@pytest.mark.slow
 def test_the_adapted_model_is_the_adapted_head(inside, capsys, tmp_path, kept):
     status, out, err = answer(capsys, "model", SITE, "--out", tmp_path / "new", "--json")
     found = json.loads(out)
@@ -72,6 +73,7 @@ def test_the_adapted_model_is_the_adapted_head(inside, capsys, tmp_path, kept):
     assert "adapted to one site already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_temperature_is_folded_into_the_head(inside, capsys, tmp_path, kept):
     export_model("output/small", str(tmp_path / "warm"), Choice("erm", ("photo",)), temperature=True)
     capsys.readouterr()
@@ -245,6 +247,7 @@ def test_bad_input_is_one_line_and_writes_nothing(inside, capsys, tmp_path):
     assert status == 2 and "exists already" in err
 
 
+@pytest.mark.slow
 def test_other_heads_are_refused(inside, capsys, tmp_path):
     export_model("output/small", str(tmp_path / "cosine"), Choice("cosine", ("photo",)))
     capsys.readouterr()
@@ -279,6 +282,7 @@ def test_shares_that_are_none(text, words):
 # the site as one more domain
 
 
+@pytest.mark.slow
 def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monkeypatch):
     """The images of another camera: as those of the run, but darker."""
     for file in sorted(inside.site.glob("*/*")):

@@ -56,6 +56,7 @@ def run(capsys, *argv):
     return status, shown.out, shown.err
 
 
+@pytest.mark.slow
 def test_no_head_saw_the_class_or_the_domain_that_it_is_measured_on(inside, monkeypatch):
     chunks, scores = list[list](), {}
     train = reference.train_chunk

@@ -66,6 +66,7 @@ def test_numbers_of_the_validation_part_follow_from_the_stored_heads(inside, sto
         assert of.error == pytest.approx(sorted(of.parts)[1] - of.accuracy) and of.images == 56
 
 
+@pytest.mark.slow
 def test_the_time_counts_what_is_trained(inside, monkeypatch):
     """Three domains: a reference head for all, each one and each pair less, a bank but for pairs; each class less."""
     counted, trained = [], Counter()
@@ -84,6 +85,7 @@ def test_the_time_counts_what_is_trained(inside, monkeypatch):
     assert counted == [(1, 7), (4, 4), (1, 21)] and trained == {1: 7, 4: 4, 7: 3}, "21 heads in 3 chunks"
 
 
+@pytest.mark.slow
 def test_labels_of_a_domain_do_not_change_what_is_estimated_there(inside, monkeypatch, stored):
     def with_other_labels(recipe):
         dataset = read_data(recipe)
@@ -106,11 +108,11 @@ def test_labels_of_a_domain_do_not_change_what_is_estimated_there(inside, monkey
     [
         ("xdomainmix", True),
         ("knn", False),
-        pytest.param("cosine", False, marks=pytest.mark.slow),
-        pytest.param("linear_probe", True, marks=pytest.mark.slow),
-        pytest.param("unit", True, marks=pytest.mark.slow),
+        pytest.param("cosine", False, marks=pytest.mark.soak),
+        ("unit", True),
     ],
 )
+@pytest.mark.slow
 def test_what_takes_the_place_of_other_heads(inside, method, own):
     found = site(method)
     assert ("as the model" in found.about.heads) == own
@@ -121,6 +123,7 @@ def test_what_takes_the_place_of_other_heads(inside, method, own):
         assert float(((found.heads.mean**2) + found.heads.deviation**2).sum()) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_domain_without_which_too_few_images_are_left_has_no_past_error(inside, monkeypatch, caplog):
     without = reference._Study._without
 
@@ -135,6 +138,7 @@ def test_a_domain_without_which_too_few_images_are_left_has_no_past_error(inside
     assert found.heads.weights.isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_file_that_would_be_large_holds_fewer_snapshots(inside, monkeypatch):
     width = 7 * (load("model").config.encoder.width + 1) * 2
     monkeypatch.setattr(reference, "MAX_BYTES", width * 9)

@@ -162,6 +162,7 @@ def test_methods_have_the_published_settings(name):
     assert (size, filter_) == (224, "bilinear" if name == "camelyon17" else None)
 
 
+@pytest.mark.slow
 def test_frozen_clip_is_trained_as_the_whole_network_is():
     frozen = [recipe for path in RECIPES.values() if not (recipe := load(str(path))).trains_encoders]
     for name in ("camelyon17", "fmow"):

@@ -263,6 +263,7 @@ UNREADABLE = {
 }
 
 
+@pytest.mark.slow
 def test_files_without_permission(here, capfd):
     for path, commands in UNREADABLE.items():
         with mode(here / path, 0):

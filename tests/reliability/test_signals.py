@@ -75,6 +75,7 @@ def test_while_modules_are_imported(module, number, status, line, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (status, "", line)
 
 
+@pytest.mark.slow
 def test_an_extraction_ends_at_once(tmp_path):
     recipe, log = on_images(tmp_path), tmp_path / "log"
     arguments = ["features", str(recipe), "features.workers=2"]

@@ -25,7 +25,7 @@ from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import Run, read_run
 from xdm_ft.results.summary import summarise
 from xdm_ft.storage.names import images_file, predictions_in
-from xdm_ft.storage.run_directory import MEASURED, RunDirectory
+from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 Json = dict[str, Any]
@@ -122,7 +122,7 @@ def write_run(
             deterministic=[DETERMINISTIC],
         )
         assert made.measured is not None
-        directory.write_arrays(MEASURED, *made.measured.tensors())
+        made.measured.write(directory)
         images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
         np.add.at(images, (dataset.domains, dataset.labels), 1)
         counts = dict(zip(dataset.domain_names, images.tolist(), strict=True))

@@ -223,6 +223,7 @@ def test_every_example_has_a_small_page_and_tables_in_form(audited: Run, make: A
     assert len(text) < 120_000
 
 
+@pytest.mark.slow
 def test_the_reports_follow_the_audit(audited: Run) -> None:
     run = with_audit(audited, rich())
     set_recipe(run, report={"page": True})

@@ -211,6 +211,7 @@ def test_coverage_as_a_loop_over_thresholds_finds_it(run: Run, page: Page) -> No
         assert (0.0 if shown == "none" else float(shown)) == pytest.approx(100 * best, abs=1.0)
 
 
+@pytest.mark.slow
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     data = Named(HOSTILE[:3], HOSTILE[3:], each=6)
     faults = ["images: folder/secret.png is twice in the data"]
@@ -357,15 +358,16 @@ def test_intervals_are_over_seeds_and_images(run: Run) -> None:
 
 
 def test_what_is_measured_is_kept_and_made_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunDirectory, "predictions", None)  # the page opens none
-    assert write_page(run)
-    monkeypatch.undo()
     path = shutil.copytree(run.path, tmp_path / "copy")
     kept = (path / MEASURED).read_bytes()
     for damage in (lambda: (path / MEASURED).unlink(), lambda: (path / MEASURED).write_bytes(kept[:-1])):
         damage()
-        write_reports(RunDirectory(path), read_run(path))
+        again = read_run(path)
+        assert again.measured.over_images == run.measured.over_images and again.measured_again
+        again.measured.write(RunDirectory(path))
         assert (path / MEASURED).read_bytes() == kept
+    monkeypatch.setattr(RunDirectory, "predictions", None)  # the page opens none
+    write_reports(RunDirectory(path), read_run(path))
 
 
 def test_levels_of_confidence_rise_and_tell_apart_what_is_nearly_sure() -> None:
@@ -387,6 +389,7 @@ def test_answers_that_round_to_1_are_ranked_by_the_other_classes(scale: int) -> 
     np.testing.assert_allclose(np.log(others), logits[:, 1:].logsumexp(1) - logits.logsumexp(1), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_captions_name_only_what_is_drawn(tmp_path: Path) -> None:
     alone = {section.id: section for section in write_page(write_run(tmp_path / "alone", methods=("erm",)))}
     assert "grey" not in alone["reliability"].about

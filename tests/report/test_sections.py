@@ -261,6 +261,7 @@ def test_reliability_over_seeds_counts_images() -> None:
 # ------------------------------------------------------------------------------------------------ figures, names, sizes
 
 
+@pytest.mark.slow
 def test_hostile_names_in_figures() -> None:
     script, pipe, override, escape, letters, formula, long, comment = HOSTILE
     label = f"wise_ft xdomainmix{formula}{comment}{script}"

@@ -59,7 +59,7 @@ from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import OtherVersion
 from xdm_ft.storage.names import images_file, is_of_one_model, predictions_in
 from xdm_ft.storage.results_file import INPUTS
-from xdm_ft.storage.run_directory import MEASURED, RESULTS, RunDirectory
+from xdm_ft.storage.run_directory import RESULTS, RunDirectory
 from xdm_ft.storage.tensors import TensorFiles
 from xdm_ft.training.end_to_end.model import cut_of
 
@@ -432,7 +432,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
         edited=results.edited,
     )
     assert found.measured is not None
-    directory.write_arrays(MEASURED, *found.measured.tensors())
+    found.measured.write(directory)
     judged = [row for row in found.comparisons if row.p_here is not None and row.p_here.holm is not None]
     return Summary(found.rows, found.comparisons, [*before, look.with_found(judged, before)] if judged else [*looks])
 

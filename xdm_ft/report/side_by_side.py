@@ -153,8 +153,6 @@ def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Compari
         # a copy of results.json alone has no predictions: then there is no verdict
         and RunDirectory(run.path).predictions_size(record.folder)
     )
-    without = WithoutGroups(metric, pairs)
-    for prediction in predictions:
-        without.add(prediction)
+    without = WithoutGroups(metric, pairs, predictions)
     made = [comparison for pair in pairs if (comparison := compared(pair, without)) is not None]
     return judge(metric, made, [True] * len(made))

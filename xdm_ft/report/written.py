@@ -44,7 +44,6 @@ from xdm_ft.storage.run_directory import (
     ANALYSIS,
     AUDIT,
     MARKDOWN,
-    MEASURED,
     MODELS,
     PAGE,
     REPORTS,
@@ -294,7 +293,7 @@ def _write_page(directory: RunDirectory, run: Run) -> None:
     """Writes the page, and results.md with the tables of all its sections; measured.safetensors, if it was lost."""
     directory.write_text(MARKDOWN, markdown(run, write_page(run)))
     if run.measured_again:
-        directory.write_arrays(MEASURED, *run.measured.tensors())
+        run.measured.write(directory)
     plots = [f"{PLOTS}/{path.name}" for path in sorted((run.path / PLOTS).glob("*.svg"))]
     digests = _digests(run.path, (*_tables_of(run), PAGE, *plots, *_sources_of(run)))
     directory.write_text(REPORTS, json.dumps(with_checksum(digests), indent=1) + "\n")

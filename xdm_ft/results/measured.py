@@ -33,8 +33,9 @@ from xdm_ft.results.model import Record
 from xdm_ft.results.trials import pick_trials
 from xdm_ft.results.verdicts import OverImages, Pair, WithoutGroups
 from xdm_ft.storage import json_digest
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import predictions_in
-from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.run_directory import MEASURED, RunDirectory
 
 
 class Measure(NamedTuple):
@@ -232,6 +233,18 @@ class RunMeasures:
         over = [[*key, *of] for key, of in self.over_images.items()]
         arrays = {f"{i}.{name}": getattr(pool, name) for i, pool in enumerate(self.pools.values()) for name in ARRAYS}
         return arrays, {"of": self.of, "over_images": json.dumps(over), "pools": json.dumps(pools)}
+
+    def write(self, directory: RunDirectory) -> None:
+        """Writes measured.safetensors, unless it holds this already."""
+        arrays, metadata = self.tensors()
+        try:
+            kept, kept_metadata = directory.arrays(MEASURED)
+            same = metadata.items() <= kept_metadata.items() and arrays.keys() == kept.keys()
+            if same and all(np.array_equal(arrays[name], kept[name]) for name in arrays):
+                return
+        except (Damaged, FileNotFoundError):
+            pass
+        directory.write_arrays(MEASURED, arrays, metadata)
 
     @classmethod
     def read(cls, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> RunMeasures:

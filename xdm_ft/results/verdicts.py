@@ -140,8 +140,14 @@ class WithoutGroups:
     One pass over the predictions: of them, no more than one mean per side is kept.
     """
 
-    def __init__(self, metric: str, pairs: Iterable[Pair], alone: Iterable[Runs] = ()) -> None:
-        """`alone`: methods whose own error is wanted, over the seeds of `seeds_by_set`."""
+    def __init__(
+        self,
+        metric: str,
+        pairs: Iterable[Pair],
+        predictions: Iterable[Prediction] = (),
+        alone: Iterable[Runs] = (),
+    ) -> None:
+        """`predictions` are added. `alone`: methods whose own error is wanted, over the seeds of `seeds_by_set`."""
         self.metric = metric
         self.images: dict[DomainSet, HeldOutImages] = {}
         self._first: dict[DomainSet, Prediction] = {}
@@ -152,6 +158,8 @@ class WithoutGroups:
         for runs in alone:
             self._want(runs, seeds_by_set(runs))
         self._sums: dict[tuple[str, str, DomainSet, tuple[int, ...]], tuple[np.ndarray, int]] = {}
+        for prediction in predictions:
+            self.add(prediction)
 
     def _want(self, runs: Runs, seeds: Mapping[DomainSet, Sequence[int]]) -> None:
         for held, of_set in seeds.items():
