@@ -15,7 +15,7 @@ from xdm_ft.runtime import interrupt
 
 WORK = """
 import sys, time
-from xdm_ft.runtime.interrupt import Interrupted, deferred, handled, stop_requested
+from xdm_ft.runtime.interrupt import Interrupted, deferred, handle_signals, stop_requested
 
 def patient():
     with deferred():
@@ -35,7 +35,7 @@ def impatient():
             pass
 
 try:
-    with handled(resumable=True):
+    with handle_signals(resumable=True):
         {"patient": patient, "impatient": impatient}[sys.argv[1]]()
 except Interrupted as stop:
     print(stop, flush=True)

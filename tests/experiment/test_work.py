@@ -181,7 +181,7 @@ def test_no_process_outlives_the_one_that_forked_it(tmp_path):
 SAVES = """
 import os, pathlib, sys, time
 from xdm_ft.experiment.work import run_forked
-from xdm_ft.runtime.interrupt import Interrupted, deferred, handled, stop_requested
+from xdm_ft.runtime.interrupt import Interrupted, deferred, handle_signals, stop_requested
 folder = pathlib.Path(sys.argv[1])
 def work(number):
     if number == 0:
@@ -197,7 +197,7 @@ def work(number):
         time.sleep(0.3)
         (folder / "saved").touch()
         raise Interrupted
-with handled(resumable=True):
+with handle_signals(resumable=True):
     run_forked(work, 2)
 """
 

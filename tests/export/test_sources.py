@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from xdm_ft.export.sources import Sources, counted
+from xdm_ft.export.sources import Sources, count_files
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.lines import csv_line
 
@@ -183,10 +183,10 @@ def test_other_files_are_counted_by_extension(scans):
         (scans / name).touch()
     sources = Sources(["scans"])
     sources.count()
-    assert counted(sources.others) == "5 other files: 2 .dcm, 2 without an extension, 1 .txt"
+    assert count_files(sources.others) == "5 other files: 2 .dcm, 2 without an extension, 1 .txt"
     list(sources)
     assert sources.others.total() == 5, "what iterating finds is not added to what counting has found"
     sources = Sources(["scans/b/*", "scans/top.png", "scans/a/IM0001"])
     assert sources.count() == 4 and sources.others == {".dcm": 1, ".txt": 1}
     many = {f".{letter}": 2 for letter in "abcdefghij"}
-    assert counted(many).endswith(", 2 .h, 4 with other extensions")
+    assert count_files(many).endswith(", 2 .h, 4 with other extensions")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -152,11 +153,9 @@ def test_a_file_that_would_be_large_holds_fewer_snapshots(inside, monkeypatch):
 def test_export_says_why_there_is_no_file(inside, tmp_path, caplog, monkeypatch):
     export_model("output/small", str(tmp_path / "plain"), Choice("erm", ("photo",)), no_site=True)
     assert not (tmp_path / "plain" / SITE).exists() and "assess" not in caplog.text
-    (inside.folder / "data").rename(inside.folder / "elsewhere")
-    try:
-        export_model("output/small", str(tmp_path / "model"), Choice("erm", ("photo",)))
-    finally:
-        (inside.folder / "elsewhere").rename(inside.folder / "data")
+    shutil.copytree("output", tmp_path / "output")
+    monkeypatch.chdir(tmp_path)  # without the data: other tests read them meanwhile
+    export_model("output/small", str(tmp_path / "model"), Choice("erm", ("photo",)))
     assert not (tmp_path / "model" / SITE).exists()
     assert any("`assess` and `adapt` will not work with this model" in message for message in caplog.messages)
     assert json.loads((tmp_path / "model/config.json").read_text())["site_xxh3"] is None

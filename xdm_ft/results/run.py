@@ -187,7 +187,7 @@ class Run:
         """`measured` as the run kept it; None if the file is missing, damaged or of other models."""
         try:
             kept = RunMeasures.read(*RunDirectory(self.path).arrays(MEASURED))
-        except (Damaged, FileNotFoundError):
+        except (Damaged, FileNotFoundError, KeyError, TypeError, ValueError):  # of an edited file, too
             return None
         return kept if kept.of == models_digest(self._measured_runs, self.recipe.report.seeds_averaged) else None
 

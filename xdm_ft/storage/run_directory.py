@@ -42,7 +42,8 @@ MEASURED = "measured.safetensors"  # what the predictions of picked models come 
 MODELS = "models.parquet"  # of a run with many models
 REPORTS = "reports.json"  # checksums of the reports
 COPIES = "copies.csv"  # of a run whose images have copies
-WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, MODELS, PAGE, REPORTS, COPIES)  # files that exist once per run
+# files that exist once per run
+WRITTEN = ("recipe.yaml", RESULTS, MEASURED, MARKDOWN, TABLE, MODELS, PAGE, REPORTS, COPIES)
 FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their address
 Digests = Mapping[str, str]
 """{address of tensors: their checksum} of a model in results.json."""
