@@ -89,8 +89,8 @@ def test_two_encoders_at_two_cuts(small_pacs):
     compared = [pair for pair in results["comparisons"] if pair["selection"] == "train_val"]
     assert [(pair["first"], pair["second"]) for pair in compared][:4] == [
         (f"{method} @ {encoder}", f"{erm} @ {encoder}")
-        for method, erm in (("last", "erm"), ("sam", "last"))
         for encoder in encoders
+        for method, erm in (("last", "erm"), ("sam", "last"))
     ]
     assert [(pair["first"], pair["second"]) for pair in compared if pair["second"].endswith(" @ test_resnet")][-3:] == [
         (f"{method} @ vit", f"{method} @ test_resnet") for method in ("erm", "last", "sam")
