@@ -291,7 +291,7 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
         Image.fromarray(np.asarray(Image.open(file)) // 2).save(target)
     out, heads = tmp_path / "new", []
     argv = ("output/small", tmp_path / "site", "--method", "xdomainmix", "--out", out)
-    trained = driver.trained_head
+    trained = driver.train_head
 
     def recorded(job, features, annotations):
         heads.append((job, trained(job, features, annotations)))

@@ -398,7 +398,7 @@ def test_files_of_another_run_are_found_wherever_they_are_read(finished, other, 
     expected, names = numbers(run), [str(sorted(run.glob(pattern))[0].relative_to(run)) for pattern in ELSEWHERE]
     document = json.loads((run / "results.json").read_text())
     listed = [address for part in (*document["runs"], document["final_fit"]) for address in part["files"]]
-    assert {*listed} == {str(path.relative_to(run)) for path in run.rglob("*.safetensors")}
+    assert {*listed} == {str(path.relative_to(run)) for path in run.rglob("*/*.safetensors")}
     for name in (*names, *REPORTS):
         shutil.copy2(other / name, run / name)
         assert name in REPORTS or (run / name).read_bytes() != (finished / "out/small" / name).read_bytes(), name

@@ -246,7 +246,7 @@ def test_a_compiled_training_is_the_same_but_for_rounding(monkeypatch: pytest.Mo
     plain, compiling = Training(batch_size=8), Training(batch_size=8, compile=True)
     assert not Training().compile
     expected, together = bank_problems.train(jobs, plain), bank_problems.train(jobs, compiling)
-    step_module.compiled_step.cache_clear()
+    step_module.compile_step.cache_clear()
     torch.compiler.reset()
     alone = bank_problems.train(jobs[2:], compiling)
     states = [[each.selected["train_val"].state for each in trained] for trained in (expected, together, alone)]
