@@ -15,6 +15,7 @@ from xdm_ft.export.expected import expected_performance
 from xdm_ft.results import Runs
 from xdm_ft.results.measured import measure, predictions_of
 from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.run import Run
 from xdm_ft.results.trials import pick_trials
 from xdm_ft.storage.names import images_file, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
@@ -67,6 +68,8 @@ def promise(path, results, records, rule, method):
         @property
         def measured(self):
             return measure(metric, [runs], predictions_of(RunDirectory(path), [runs]))[0]
+
+        measured_if_known = property(Run.measured_if_known.func)
 
     recipe = SimpleNamespace(protocol=protocol, data=data)
     run = Made(path=path, results=results, every=every, recipe=recipe, recipe_rule=rule)

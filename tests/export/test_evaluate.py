@@ -20,7 +20,7 @@ from scipy.stats import t
 from xdm_ft import load
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.estimates import Estimate
-from xdm_ft.evaluation.expected_site import judge_method
+from xdm_ft.evaluation.expected_site import judge_value
 from xdm_ft.evaluation.few_labels import clopper_pearson, enough_for, widest_half_width
 from xdm_ft.evaluation.intervals import NewSite, gain_words, new_site, rank_words
 from xdm_ft.evaluation.metrics import metric, score
@@ -225,7 +225,7 @@ def test_a_site_like_the_others_is_within_the_promise_in_95_of_100(between, with
         promised = new_site([np.array([value]) for value in measured])
         sample = sites[5] + within * drawn.normal(size=groups)
         estimate = Estimate(sample.mean(), sample.std(ddof=1) / groups**0.5, groups - 1)
-        inside += judge_method("nll", sample.mean(), estimate, groups, promised)[1] == WITHIN
+        inside += judge_value("nll", sample.mean(), estimate, groups, promised)[1] == WITHIN
     assert 0.935 <= inside / tries <= most
 
 
@@ -366,7 +366,7 @@ def test_the_verdict_on_the_logit_scale_by_hand(images):
     assert NO_SITE_MISSES.format(f"{100 * seen[0]:.1f}% to {100 * seen[1]:.1f}%") in found.verdict
     below = promised._replace(center=math.log(p / (1 - p)) + half + 0.01)
     estimate = Estimate(right.mean(), error * p * (1 - p), count - 1)
-    assert judge_method("accuracy", right.mean(), estimate, n, below)[1] == "below"
+    assert judge_value("accuracy", right.mean(), estimate, n, below)[1] == "below"
 
 
 @pytest.mark.parametrize(("n", "in_groups"), [(26, None), (240, None), (12, 4)])

@@ -101,7 +101,7 @@ class Study:
     def answers(self, wanted: Sequence[HeadRequest], task: str) -> Iterator[tuple[int, Tensor]]:
         """Trains heads and yields, for each of `wanted` in any order, its number and the logits float32 [n,C].
 
-        Heads on the same images, labels and seed are trained once. `what` they are for is shown with the progress.
+        Heads on the same images, labels and seed are trained once. the `task` they are for is shown with the progress.
         Raises `UserError` if a head's loss or logits are not finite.
         """
         same: dict[tuple[bytes, int, int], list[int]] = {}  # numbers of heads that are equal

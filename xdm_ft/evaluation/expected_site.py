@@ -393,7 +393,7 @@ def site_metrics(
         if value is None or (name == "worst_domain_accuracy" and len(scores.per_domain) == 1):
             continue
         prediction = Prediction("", (), 0, "", tested, logits.argmax(1).numpy(), per_image(name, logits, answers))
-        estimates[name] = error_at(name, np.array([value]), [prediction], effective)
+        estimates[name] = error_at(name, value, prediction, effective)
         metrics[name] = Measured(value, interval_of(name, estimates[name], effective))
     if groups is None and scores.n < FEWEST_EXACT:
         right = int((logits.argmax(1) == answers).sum())
@@ -404,18 +404,15 @@ def site_metrics(
     return AtSite(scores.n, number, metrics, classes, reliability(logits, labels)), estimates
 
 
-def error_at(metric: str, by_seed: np.ndarray, predictions: Sequence[Prediction], groups: float) -> Estimate | None:
-    """The mean over seeds on one held-out set, with its error; None if that cannot be estimated.
-
-    `groups` is the effective number of groups of images.
-    """
-    if groups < 2 or (metric == "auroc" and any(prediction.per_image is None for prediction in predictions)):
+def error_at(metric: str, value: float, prediction: Prediction, groups: float) -> Estimate | None:
+    """Returns a model's value with its error over the effective number of groups; None if that cannot be estimated."""
+    if groups < 2 or (metric == "auroc" and prediction.per_image is None):
         return None
-    without = np.stack([without_each_group(metric, prediction) for prediction in predictions])  # [S,groups]
-    return over_seeds_and_groups([HeldOutValues(by_seed, jackknife_variance(without.mean(0)), groups)])
+    variance = jackknife_variance(without_each_group(metric, prediction))
+    return over_seeds_and_groups([HeldOutValues(np.array([value]), variance, groups)])
 
 
-def judge_method(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, str]:
+def judge_value(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, str]:
     """Returns the 95% interval of the values that a site would have if it is like the held-out ones, and the verdict.
 
     `estimate` has the standard error of `value` over these `images` and its degrees of freedom.

@@ -147,7 +147,7 @@ def do_pieces(
 
     Those on cached features come first, the longest ones first, so that all processes end at about the same time. All
     processes take pieces of them from one queue, the run directory; on a CPU each process also forks, to use all of its
-    cores. Then all processes together train one model end to end after the other. `what` names the work on the bar,
+    cores. Then all processes together train one model end to end after the other. `activity` names the work on the bar,
     which counts the `done` models too.
     """
     if not pieces:

@@ -402,11 +402,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
 
     Writes measured.safetensors, too.
     """
-    records, directory, looks = (
-        [*map(results.with_common, results.records.values())],
-        results.directory,
-        results.summary.looks,
-    )
+    records, looks = [*map(results.with_common, results.records.values())], results.summary.looks
     recipe, metric, methods = plan.recipe, plan.recipe.protocol.metric, plan.recipe.methods
     benchmark, margin = benchmark_of(recipe.data, images_tested(records)), recipe.report.margin
     labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
@@ -415,7 +411,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
     before = looks[: number - 1]
     found = summarise(
         records,
-        partial(predictions_of, directory),
+        partial(predictions_of, results.directory),
         methods=labels,
         rules={rule: protocol_of(plan, prepared, rule) for rule in plan.rules},
         metric=metric,
@@ -432,7 +428,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
         edited=results.edited,
     )
     assert found.measured is not None
-    found.measured.write(directory)
+    found.measured.write(results.directory)
     judged = [row for row in found.comparisons if row.p_here is not None and row.p_here.holm is not None]
     return Summary(found.rows, found.comparisons, [*before, look.with_found(judged, before)] if judged else [*looks])
 

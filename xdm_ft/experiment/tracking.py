@@ -132,7 +132,7 @@ def log_results(accelerator: Accelerator, recipe: Recipe, run: Run) -> None:
         return
     steps = curves(run)
     last = max(steps, default=0)
-    steps[last] = steps.get(last, {}) | values_tested(run)
+    steps[last] = steps.get(last, {}) | test_values(run)
     try:
         with pulse.waiting():  # for the network
             accelerator.init_trackers(recipe.name)
@@ -168,7 +168,7 @@ def curves(run: Run) -> dict[int, dict[str, float]]:
     }
 
 
-def values_tested(run: Run) -> dict[str, float]:
+def test_values(run: Run) -> dict[str, float]:
     """Returns {name: value} of the summary under the recipe's own rule, for methods that have results."""
     values: dict[str, float | None] = {}
     for row in run.recipe_rows:

@@ -291,7 +291,7 @@ def _calibration(config: ModelConfig) -> Iterator[str]:
     numbers = {} if expected is None else expected.numbers
     lines = [f"{number.words} {shown(number.unit, numbers[key])}" for key, number in NUMBERS.items() if key in numbers]
     if lines:
-        yield f"Also: {', '.join(lines)}. A temperature is fitted on validation images of the training domains."
+        yield f"There, too: {', '.join(lines)}. Temperatures are fitted on validation images of the training domains."
     if config.temperature != 1:
         yield f"The logits of this model are divided by its temperature, {config.temperature:.4g}."
     elif config.fitted_temperature is not None:

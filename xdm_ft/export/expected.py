@@ -20,10 +20,9 @@ from xdm_ft.evaluation.metrics import (
 )
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
 from xdm_ft.results import Runs, new_site_of, one_more_domain, seeds_by_set, values_by_set
-from xdm_ft.results.measured import RunMeasures, interval, means_of
+from xdm_ft.results.measured import interval, means_of
 from xdm_ft.results.run import Run
 from xdm_ft.results.verdicts import OverImages
-from xdm_ft.runtime.errors import UserError
 
 
 def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str]) -> ExpectedPerformance | None:
@@ -44,7 +43,7 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     at_new_site = new_site_of(runs)
     quoted = {record.test_domains: record.method for record in runs.records}  # {held-out set: method}
-    measured = _run_measures(run)
+    measured = run.measured_if_known
     over = {held: measured.over_images.get((runs.rule, quoted[held], held)) for held in by_set}
     counted = measured.pools if runs.rule == run.recipe_rule else {}
     pools = [counted[key].numbers if (key := (quoted[held], held)) in counted else {} for held in by_set]
@@ -92,14 +91,6 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
         **({} if at_new_site is None else at_new_site._asdict()),
         notes=tuple(notes),
     )
-
-
-def _run_measures(run: Run) -> RunMeasures:
-    """Returns what predictions come to; nothing where they cannot be read, which the notes say."""
-    try:
-        return run.measured
-    except UserError:
-        return RunMeasures("", {}, {})
 
 
 def _at_held_out(

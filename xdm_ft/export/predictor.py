@@ -161,7 +161,7 @@ class Model:
         return self.reference_for("distance_percentile").percentile(distances)
 
     def reference_for(self, purpose: str) -> Reference:
-        """Returns the reference. Raises `UserError`, which begins with `what`, if the model has none."""
+        """Returns the reference. Raises `UserError`, which begins with `purpose`, if the model has none."""
         if self.reference is not None:
             return self.reference
         start = f"{purpose}: unknown for this model, because its run kept nothing of the training features"

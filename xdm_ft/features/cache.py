@@ -391,9 +391,9 @@ class Lookup:
     def __len__(self) -> int:
         return len(self._shard)
 
-    def find(self, content: bytes) -> Tensor | str | None:
+    def find(self, hashed: bytes) -> Tensor | str | None:
         """Returns the features [K] of the image with this hash, why it does not decode, or None if it is unknown."""
-        position = int(self._contents.find(np.array([content], "S16"))[0])
+        position = int(self._contents.find(np.array([hashed], "S16"))[0])
         if position < 0:
             return None
         number = int(self._shard[position])

@@ -247,7 +247,7 @@ def no_answer(address: str) -> str:
 
 
 def known_answer(address: str) -> str:
-    """Returns which server was found not to answer, and why; "": none. `where`: an address, or a name on the hub."""
+    """Returns which server was found not to answer, and why; "": none. `address`: of a server, or a name on the hub."""
     from huggingface_hub.constants import ENDPOINT
 
     server = address if is_remote(address) else ENDPOINT
@@ -259,7 +259,7 @@ def known_answer(address: str) -> str:
 def hub(address: str | None = "") -> Iterator[None]:
     """Context in which libraries read files of the hub, from its cache alone if the hub does not answer.
 
-    They would try each file again and again, for a minute, with a line for each try. `where`: None or a folder,
+    They would try each file again and again, for a minute, with a line for each try. `address`: None or a folder,
     for which the hub is not asked, or an address on another server. Raises `ConnectionError` if that server does not
     answer, and `UserError` if the home folder is unknown and the hub's cache is in it.
     """

@@ -148,7 +148,7 @@ def name_columns(
     """Sets the data set's classes and, where `columns` names a column for them, its domains, groups and splits.
 
     `columns`: {label, domain, group or split: column of the table, None: there is none}. `class_names`: {column of
-    integers: the names that its type gives to them}. `where` names the table in messages. Raises `UserError` for the
+    integers: the names that its type gives to them}. `source` names the table in messages. Raises `UserError` for the
     first row whose cell is not a name.
     """
     numbers = {
@@ -205,7 +205,7 @@ def number_names(
 def encode_names(cells: ChunkedArray, source: str) -> ChunkedArray:
     """Returns the cells as dictionary<text, int64, double or bool>, or of the type null if all are missing.
 
-    Raises `UserError`, which begins with `where`, if their type is neither text nor a number.
+    Raises `UserError`, which begins with `source`, if their type is neither text nor a number.
     """
     import pyarrow
     from pyarrow import types

@@ -146,7 +146,7 @@ class _PixelBatches(Dataset[PixelBatch[T]]):
 
 
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **options: Any) -> DataLoader[T]:
-    """Returns a DataLoader of batches for the device; `how` says which batches. See `iterate_batches`."""
+    """Returns a DataLoader of batches for the device; `options` say which batches. See `iterate_batches`."""
     parent = os.getpid()
     return DataLoader(
         dataset,
@@ -163,7 +163,7 @@ def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **opti
 def iterate_batches(loader: DataLoader[Any], activity: str, remedy: str) -> Iterator[Any]:
     """Yields the batches of an `image_loader`. After a stop request, an error ends them instead of being raised.
 
-    The signal that requests the stop may have ended the workers too. Raises `UserError`, a line from `what` to
+    The signal that requests the stop may have ended the workers too. Raises `UserError`, a line from `activity` to
     `remedy`, if a worker has died.
     """
     before = signal.getsignal(signal.SIGCHLD)

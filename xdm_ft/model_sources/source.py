@@ -136,7 +136,7 @@ def network_error(error: BaseException) -> BaseException | None:
 
 
 def download_failed(item: str, address: str, cause: BaseException) -> UserError:
-    """The error for `what` (a model and its weights), to be found at `where` (a hub repository or an address)."""
+    """The error for `item` (a model and its weights), to be found at `address` (a hub repository or an address)."""
     repository = address.removeprefix("hf-hub:")
     reason = known_answer(repository) or type(cause).__name__
     if "://" in repository:
@@ -231,7 +231,7 @@ def not_finite(state: Mapping[str, Tensor]) -> list[str]:
 
 
 def refuse_not_finite(state: Mapping[str, Tensor], source: str) -> None:
-    """Raises `UserError`, which begins with `where`, if weights are not finite."""
+    """Raises `UserError`, which begins with `source`, if weights are not finite."""
     if broken := not_finite(state):
         raise UserError(
             f"{source} holds NaN or infinity in {plural(len(broken), 'tensor')} ({first_few(broken)}): its training "
@@ -377,7 +377,7 @@ def _values(document: Any) -> Iterator[tuple[str, Any]]:
 def refuse_sources(document: Any, source: str) -> None:
     """Raises `UserError` if an architecture asks for code, or names a repository, a folder or an address.
 
-    It is called with decoded JSON, where an escaped letter is the letter. `where` names the file.
+    It is called with decoded JSON, where an escaped letter is the letter. `source` names the file.
     """
     for keys, value in _values(document):
         if any(name in keys.split(".") for name in _CODE):
@@ -395,8 +395,8 @@ def refuse_sources(document: Any, source: str) -> None:
 def check_sizes(document: Any, source: str) -> None:
     """Raises `UserError` if an architecture has more layers, or a greater width or more classes, than any model has.
 
-    Sizes are known by the ends of their keys, which timm, open_clip and transformers have in common. `where` begins the
-    message.
+    Sizes are known by the ends of their keys, which timm, open_clip and transformers have in common. `source`
+    begins the message.
     """
     for keys, value in _values(document):
         items = value if isinstance(value, list | tuple) else [value]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from xdm_ft.core import ORACLE, sets_noun
 from xdm_ft.evaluation.estimates import Estimate
-from xdm_ft.evaluation.expected_site import WITHIN, AtSite, Versus, judge_method, site_metrics
+from xdm_ft.evaluation.expected_site import WITHIN, AtSite, Versus, judge_value, site_metrics
 from xdm_ft.evaluation.few_labels import DELTA, difference_estimate, fewest_answered, shorter, threshold_for
 from xdm_ft.evaluation.intervals import MAX_WIDTH, Bounds, within_bounds
 from xdm_ft.evaluation.metrics import IN_PERCENT
@@ -90,7 +90,7 @@ def _versus(
     elif estimate is None:
         reason = "too few images or groups"
     else:
-        interval, verdict = judge_method(expected.metric, value, estimate, len(images.logits), promised)
+        interval, verdict = judge_value(expected.metric, value, estimate, len(images.logits), promised)
         if interval == within_bounds(expected.metric, -math.inf, math.inf):
             reason = "the held-out domains differ so much that any value is possible"
         elif verdict == WITHIN and expected.metric in IN_PERCENT and interval[1] - interval[0] > MAX_WIDTH:

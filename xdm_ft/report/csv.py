@@ -70,7 +70,7 @@ def csv_rows(run: Run) -> Iterator[CsvRow]:
         compared = beside[row.selection].get(row.method)
         means = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        measured = run.kept_measures or nothing if row.selection == run.recipe_rule else nothing
+        measured = run.measured_if_known if row.selection == run.recipe_rule else nothing
         of_mean = _numbers(spread, means) | measured.numbers(row.method, models.held_out)
         of_mean |= row.interval._asdict() if row.interval else {}
         yield start | {"of": "mean"} | of_mean | (_comparison(compared) if compared else {}) | missing

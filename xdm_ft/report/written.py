@@ -292,7 +292,7 @@ def _write_tables(directory: RunDirectory, run: Run) -> None:
 def _write_page(directory: RunDirectory, run: Run) -> None:
     """Writes the page, and results.md with the tables of all its sections; measured.safetensors, if it was lost."""
     directory.write_text(MARKDOWN, markdown(run, write_page(run)))
-    if run.measured_again:
+    if run.measured_if_known.of:
         run.measured.write(directory)
     plots = [f"{PLOTS}/{path.name}" for path in sorted((run.path / PLOTS).glob("*.svg"))]
     digests = _digests(run.path, (*_tables_of(run), PAGE, *plots, *_sources_of(run)))

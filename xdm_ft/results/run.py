@@ -177,30 +177,28 @@ class Run:
         by_rule = pick_by_rule(self.every, self.rules, self.metric, labels)
         return [of for by_method in by_rule.values() for of in by_method.values()]
 
-    @property
-    def measured_again(self) -> bool:
-        """Whether `measured` was made from predictions, as its file is of no use."""
-        return "measured" in vars(self) and self.kept_measures is None
-
-    @cached_property
-    def kept_measures(self) -> RunMeasures | None:
-        """`measured` as the run kept it; None if the file is missing, damaged or of other models."""
-        try:
-            kept = RunMeasures.read(*RunDirectory(self.path).arrays(MEASURED))
-        except (Damaged, FileNotFoundError, KeyError, TypeError, ValueError):  # of an edited file, too
-            return None
-        return kept if kept.of == models_digest(self._measured_runs, self.recipe.report.seeds_averaged) else None
-
     @cached_property
     def measured(self) -> RunMeasures:
-        """What the predictions of the picked models come to, made again if it was lost.
+        """What the predictions of the picked models come to. It is made again where its file is lost or of others.
 
         Raises `UserError` if that cannot be, because predictions are damaged.
         """
-        if self.kept_measures is not None:
-            return self.kept_measures
-        predictions = predictions_of(RunDirectory(self.path), self._measured_runs)
-        return measure(self.metric, self._measured_runs, predictions, self.recipe.report.seeds_averaged)[0]
+        directory, average = RunDirectory(self.path), self.recipe.report.seeds_averaged
+        try:
+            kept = RunMeasures.read(*directory.arrays(MEASURED))
+            if kept.of == models_digest(self._measured_runs, average):
+                return kept
+        except (Damaged, FileNotFoundError, KeyError, TypeError, ValueError):  # of an edited file, too
+            pass
+        return measure(self.metric, self._measured_runs, predictions_of(directory, self._measured_runs), average)[0]
+
+    @cached_property
+    def measured_if_known(self) -> RunMeasures:
+        """`measured`; nothing where it is lost and predictions cannot be read, as in a copy of results.json alone."""
+        try:
+            return self.measured
+        except UserError:
+            return RunMeasures("", {}, {})
 
     @property
     def shown_method(self) -> str | None:

@@ -137,7 +137,7 @@ def how_to_resume() -> str:
 
 @contextmanager
 def announce_resume(remedy: str) -> Iterator[None]:
-    """Context in which finished work is kept, and the line of a signal or a full disk says `how` it is resumed."""
+    """Context of work that is kept: the line of a signal or a full disk ends with `remedy`, how to resume it."""
     before, _received.resume = _received.resume, remedy
     try:
         yield

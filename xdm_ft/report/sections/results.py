@@ -175,8 +175,9 @@ def all_metrics(run: Run, rule: str) -> Section | None:
         return None
     models = Picked(run.every, rule, run.metric)
     tables = [metric_table([([method], models, method) for method in methods], ["method"], rule)]
-    if rule == run.recipe_rule and run.kept_measures is not None:
-        tables += _numbers_table({method: run.kept_measures.numbers(method, run.held_out_sets) for method in methods})
+    if rule == run.recipe_rule:
+        numbers = run.measured_if_known.numbers
+        tables += _numbers_table({method: numbers(method, run.held_out_sets) for method in methods})
     names = {measure.score: words.metric_words(measure.name) for measure in MEASURES}
     lower = ", ".join(name for score, name in names.items() if not HIGHER_IS_BETTER.get(score, True))
     losses = ", ".join(name for score, name in names.items() if score not in words.IN_PERCENT)

@@ -296,7 +296,7 @@ def _spans_decades(every: Iterable[Scalars], tag: str) -> bool:
 def _curves_figure(
     run: Run, name: str, recorded: Sequence[Recorded], tag: str, label: str, context: str, logarithmic: bool
 ) -> list[Figure]:
-    """Returns a line per method and its models; the held-out sets together if `where` is empty. [] without a value."""
+    """Returns a line per method and its models; all held-out sets together without `context`. [] without a value."""
     scale = axis_value(run.metric, 1.0) if tag.endswith(f"/{run.metric}") else 1.0
     ring_rule = run.recipe_rule if context and tag != LOSS else None
     by_method = group_by(recorded, lambda curve: curve.method).items()
