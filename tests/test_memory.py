@@ -29,6 +29,7 @@ print(faults(10))
 """
 
 
+@pytest.mark.slow
 # the first blocks may lie in several places, each of which is faulted in once
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
 def test_blocks_that_come_and_go_are_not_faulted_in_again():

@@ -258,6 +258,7 @@ def test_on_a_terminal_the_plan_comes_first(folder: Path, monkeypatch: pytest.Mo
     assert not [line for line in lines if not line.startswith("# ")] and len(lines) < 40
 
 
+@pytest.mark.slow
 def test_validate_prints_a_recipe_that_resolves_to_itself(folder: Path) -> None:
     first = xdm_ft("validate", "small.yaml", "data.class_names={dog: golden_retriever}", cwd=folder)
     assert first.returncode == 0, first.stderr

@@ -96,7 +96,7 @@ KILLED_WORKER = "xdm-ft: training.batch_size: a process that reads images died, 
 @pytest.mark.parametrize(
     ("victim", "status", "line"),
     [
-        ("run", -signal.SIGKILL, ""),
+        pytest.param("run", -signal.SIGKILL, "", marks=pytest.mark.slow),
         pytest.param("run twice", 130, "xdm-ft: interrupted", marks=pytest.mark.soak),
         pytest.param("worker", 2, KILLED_WORKER, marks=pytest.mark.slow),
     ],
