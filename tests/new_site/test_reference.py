@@ -110,7 +110,7 @@ def test_labels_of_a_domain_do_not_change_what_is_estimated_there(inside, monkey
         ("xdomainmix", True),
         ("knn", False),
         pytest.param("cosine", False, marks=pytest.mark.soak),
-        ("unit", True),
+        pytest.param("unit", True, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.slow
