@@ -185,7 +185,8 @@ def test_a_second_pass_at_other_weights_keeps_the_draws_of_the_first(name: str) 
     for kept in ("first_pass_draws", "buffers"):
         values = getattr(first, kept)
         assert all(torch.equal(getattr(second, kept)[key], value) for key, value in values.items())
-        assert not values or any(not torch.equal(getattr(other, kept)[key], value) for key, value in values.items())
+        if kept == "first_pass_draws":  # buffers may be of the batch alone
+            assert not values or any(not torch.equal(getattr(other, kept)[key], value) for key, value in values.items())
     assert (second.total != other.total) == bool(first.first_pass_draws)
 
 

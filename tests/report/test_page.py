@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from canned_runs import HOSTILE, METHODS, Named, write_run
+from canned_runs import DOMAINS, HOSTILE, METHODS, Named, write_run
 from example_runs import set_recipe
 from scipy import stats
 
@@ -336,16 +336,32 @@ def test_counts_are_those_of_a_loop(run: Run) -> None:
     assert pool.by_level.sum(0).tolist() == [counts.sum(), np.trace(counts)] and pool.models == 3
 
 
-def test_intervals_are_over_seeds_and_images(run: Run) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+def test_intervals_are_over_seeds_and_groups(size: int, run: Run, tmp_path: Path) -> None:
+    """Groups of one size: by hand as images are, from the groups' means. Of a domain, and of the mean over domains."""
+    if size > 1:
+        dataset = Named()
+        dataset.groups = np.arange(len(dataset.labels)) // size
+        run = write_run(tmp_path / "run", dataset)
+    erm = next(row for row in run.recipe_rows if row.method == "erm")
+    means, over = [], []
+    for held in DOMAINS:
+        own = [record for record in run.records if record.key[:2] == ("erm", (held,))]
+        right = np.array([p.predicted == p.images.labels for p in map(run.prediction, own)], float)  # [seeds, images]
+        by_group = right.mean(0).reshape(-1, size).mean(1)
+        means.append(right.mean(1))
+        over.append((by_group.var(ddof=1) / len(by_group), len(by_group) - 1))
+    for sets, found in ([1], domain_interval(erm, "photo")), (range(3), (erm.interval.low, erm.interval.high)):
+        by_seed = np.mean([means[i] for i in sets], 0)
+        of_seeds, parts = by_seed.var(ddof=1) / 3, [(over[i][0] / len(sets) ** 2, over[i][1]) for i in sets]
+        variance = of_seeds + sum(v for v, _ in parts)
+        freedom = variance**2 / (of_seeds**2 / 2 + sum(v**2 / f for v, f in parts))  # Satterthwaite
+        half = stats.t.ppf(0.975, freedom) * variance**0.5
+        assert found == pytest.approx((max(by_seed.mean() - half, 0), min(by_seed.mean() + half, 1)), abs=1e-9)
+
+
+def test_intervals_of_what_has_no_seeds_are_over_images(run: Run) -> None:
     rows = {row.method: row for row in run.recipe_rows}
-    own = [record for record in run.records if record.key[:2] == ("erm", ("photo",))]
-    right = np.array([p.predicted == p.images.labels for p in map(run.prediction, own)], float)  # [seeds, images]
-    by_seed, by_image = right.mean(1), right.mean(0)
-    of_seeds, of_images = by_seed.var(ddof=1) / 3, by_image.var(ddof=1) / len(by_image)
-    freedom = (of_seeds + of_images) ** 2 / (of_seeds**2 / 2 + of_images**2 / (len(by_image) - 1))  # Satterthwaite
-    half = stats.t.ppf(0.975, freedom) * (of_seeds + of_images) ** 0.5
-    ends = max(right.mean() - half, 0), min(right.mean() + half, 1)
-    assert domain_interval(rows["erm"], "photo") == pytest.approx(ends, abs=1e-9)
     [record] = [record for record in run.records if record.key[:2] == ("zero_shot", ("art",))]  # over images alone
     read = run.prediction(record)
     right = (read.predicted == read.images.labels).astype(float)

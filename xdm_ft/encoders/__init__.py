@@ -64,8 +64,8 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """All that determines the features, except the weights, JSON-serialisable: component, model, arguments,
-        `normalize`, library versions. The feature cache hashes the weights from `state_dict()`."""
+        """All that determines the features, except the weights, JSON-serialisable: `component`, `model`, arguments,
+        `normalize`, `versions` (of libraries). The feature cache hashes the weights from `state_dict()`."""
 
     def without_spelling(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """Returns an identity of this family without versions, and without what `portable` writes in other words.
