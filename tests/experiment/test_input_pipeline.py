@@ -221,7 +221,7 @@ def test_batch_norm_of_one_value_is_refused_before_all_else(trainable, training)
     "overrides",
     [
         (TRAINED, "training.batch_size=1"),  # of each domain
-        (TRAINED, "encoder.batch_norm=frozen", *ONE),
+        pytest.param((TRAINED, "encoder.batch_norm=frozen", *ONE), marks=pytest.mark.slow),
         (TRAINED, "encoder.preprocessing.size=64", *ONE),  # maps of 2 × 2
     ],
 )

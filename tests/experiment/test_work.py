@@ -202,6 +202,7 @@ with handle_signals(resumable=True):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_all", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_process_that_waits_for_others_lets_them_save(to_all, tmp_path):
     command = [sys.executable, "-c", SAVES, str(tmp_path)]

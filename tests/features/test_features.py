@@ -364,6 +364,7 @@ class Killer(Pixels):
         return super().image(row)
 
 
+@pytest.mark.slow
 def test_faults_of_a_computation_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Tiny()
     with torch.no_grad():

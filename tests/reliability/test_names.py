@@ -308,8 +308,8 @@ FULL = b"xdm-ft: standard output: No space left on device; "
     ("arguments", "status", "message"),
     [
         ("cp demo new.yaml >/dev/full", 2, FULL),
-        ("cp demo new.yaml <&- >&- 2>&-", 0, b""),
-        ("cp demo new.yaml | true; exit ${PIPESTATUS[0]}", 141, b""),
+        pytest.param("cp demo new.yaml <&- >&- 2>&-", 0, b"", marks=pytest.mark.slow),
+        pytest.param("cp demo new.yaml | true; exit ${PIPESTATUS[0]}", 141, b"", marks=pytest.mark.slow),
         pytest.param("cp nowhere new.yaml 2>/dev/full", 2, b"", marks=pytest.mark.slow),
     ],
 )
