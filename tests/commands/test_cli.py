@@ -312,7 +312,11 @@ def test_lists_and_copies(in_folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["ls", "methods", "gropdro"]) == 2
     assert 'ls methods: no gropdro; did you mean "groupdro"?' in capsys.readouterr().err
     held = {entry.name: entry.holds for entry in listing("methods").document if entry.holds}
-    assert held["prototypes"] == "its head holds the mean feature of each class" and {*held} == {"knn", "prototypes"}
+    assert held["prototypes"] == "its head holds the mean feature of each class" and {*held} == {
+        "knn",
+        "prototypes",
+        "gda",
+    }
     named = dict[str, dict[str, Any]]()
     for what in lines:
         assert main(["ls", what, "--json"]) == 0

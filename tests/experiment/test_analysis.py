@@ -92,7 +92,7 @@ def models(bank):
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
         with launched(recipe) as accelerator:
-            prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
+            prepared = prepare(recipe, dataset, build_encoders(recipe)[1], accelerator)
             context = RunContext(plan, prepared, RunDirectory(run.path), accelerator)
             planned = {model.key: model for model in plan.models}
             records = [record for record in run.picked if record.seed == 4]

@@ -37,7 +37,7 @@ BYTES = IMAGES * 5 * 64 * 4
 
 def cuts(*overrides, earlier=None):
     made = recipe(*overrides)
-    encoder, cpu = build_encoders(made)[None], torch.device("cpu")
+    encoder, cpu = build_encoders(made)[1][None], torch.device("cpu")
     return cuts_of(made, encoder, made.methods, read_data(made), cpu, None, earlier)
 
 
@@ -84,7 +84,7 @@ def test_a_resumed_run_follows_its_decision(monkeypatch):
         made = recipe(ONE_CUT)
         with launched(made) as accelerator:
             dataset = read_data(made)
-            done = prepare(made, dataset, build_encoders(made), accelerator, environment)
+            done = prepare(made, dataset, build_encoders(made)[1], accelerator, environment)
             return done.encoders[None].activations.values(), inputs(dataset, done)
 
     with monkeypatch.context() as full:
@@ -133,7 +133,7 @@ def test_decisions_of_several_encoders():
 def test_what_can_not_train_is_refused_in_one_line_before_all_else(overrides, expected):
     with pytest.raises(UserError, match=expected) as refused:
         made = recipe(*overrides)
-        check_low_rank(made, build_encoders(made))
+        check_low_rank(*build_encoders(made))
     assert "\n" not in str(refused.value)
 
 

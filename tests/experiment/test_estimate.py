@@ -30,7 +30,8 @@ def measuring(monkeypatch):
 
 def planned(*overrides):
     made = recipe(*overrides)
-    return make_plan(made, read_data(made)), build_encoders(made)
+    made, encoders = build_encoders(made)
+    return make_plan(made, read_data(made)), encoders
 
 
 def first_message(caplog):

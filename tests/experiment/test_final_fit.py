@@ -50,7 +50,7 @@ def picks_of(content, method):
 def naive_head(made, item, step, seed=0):
     """The head after a step of the bank on all images of all domains, by hand."""
     dataset, accelerator = read_data(made), start(made)
-    features = prepare(made, dataset, build_encoders(made), accelerator).encoders[None].features
+    features = prepare(made, dataset, build_encoders(made)[1], accelerator).encoders[None].features
     plan, split = make_plan(made, dataset), all_domains(dataset)
     setup = Setup(
         Task(dataset.class_names, split.train_domains), width=features.width, steps=made.training.steps, seed=seed

@@ -107,7 +107,7 @@ def test_points_are_means_over_seeds_then_over_domains() -> None:
 def naive(made: Recipe, domain: str, number: int) -> tuple[float, float]:
     """The accuracy of ERM's model of seed 0 on half of a domain, before and after random labels of the other half."""
     dataset = read_data(made)
-    features = prepare(made, dataset, build_encoders(made), start(made)).encoders[None].features
+    features = prepare(made, dataset, build_encoders(made)[1], start(made)).encoders[None].features
     assert features is not None
     [split] = [one for one in splits(dataset, made.protocol, 0) if one.test_domains == (domain,)]
     entry = next(r for r in document(RUN)["runs"] if (r["method"], r["test_domains"]) == ("erm", [domain]))

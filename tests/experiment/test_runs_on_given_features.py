@@ -36,7 +36,7 @@ def write_features(recipe, file):
     """The cached features of a run on images, as a user has them."""
     with launched(recipe) as accelerator:
         data = read_data(recipe)
-        features = prepare(recipe, data, build_encoders(recipe, data), accelerator).encoders[None].features
+        features = prepare(recipe, data, build_encoders(recipe, data)[1], accelerator).encoders[None].features
         z = features[torch.arange(len(data))].numpy()
     columns = {
         "label": np.array(data.class_names)[data.labels],

@@ -79,7 +79,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
     """Every ordered pair of held-out and left-out domain trained on its own, by splits made by hand."""
     content, made = results(CROSS, ONLY_ERM), recipe(CROSS, ONLY_ERM)
     dataset, accelerator = read_data(made), start(made)
-    features = prepare(made, dataset, build_encoders(made), accelerator).encoders[None].features
+    features = prepare(made, dataset, build_encoders(made)[1], accelerator).encoders[None].features
     plan = make_plan(made, dataset)
     assert len(plan.extra) == 6, "4 domains make 6 pairs, each trained once"
 

@@ -97,9 +97,9 @@ def test_weights_are_bit_equal_on_one_thread_and_on_two(monkeypatch: pytest.Monk
     """Two read blocks of images side by side, while torch and the BLAS of SciPy keep to one each."""
     setup, z, batch = problem()
     monkeypatch.setattr(linear_probe, "BLOCK_BYTES", 8 * WIDTH * 50)
-    seen, logits, value = set[tuple[bool, int]](), linear_probe._logits, linear_probe._Problem.value_and_gradient
+    seen, logits, value = set[tuple[bool, int]](), linear_probe._Images.logits, linear_probe._Problem.value_and_gradient
 
-    def seen_logits(*given: Tensor) -> Tensor:
+    def seen_logits(*given: Any) -> Tensor:
         seen.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
         return logits(*given)
 
@@ -107,7 +107,7 @@ def test_weights_are_bit_equal_on_one_thread_and_on_two(monkeypatch: pytest.Monk
         assert {of["num_threads"] for of in threadpool_info() if of["user_api"] == "blas"} == {1}
         return value(*given)
 
-    monkeypatch.setattr(linear_probe, "_logits", seen_logits)
+    monkeypatch.setattr(linear_probe._Images, "logits", seen_logits)
     monkeypatch.setattr(linear_probe._Problem, "value_and_gradient", value_beside_others)
     heads = list[list[Tensor]]()
     for threads in (1, 2):

@@ -304,10 +304,10 @@ class Candidate(NamedTuple):
 
     step: int  # its index in the solver's path, from 0
     head: dict[str, Tensor]  # its state dict; of a linear head weight, float32 [C,K], and bias, float32 [C]
-    hparams: dict[str, float]  # the hyper-parameters that the solver varied, e.g. {"l2": 1e-3}
+    hparams: dict[str, float | None]  # the hyper-parameters that the solver varied, e.g. {"l2": 1e-3}
 
     @classmethod
-    def linear(cls, step: int, weight: Tensor, bias: Tensor, hparams: dict[str, float]) -> Candidate:
+    def linear(cls, step: int, weight: Tensor, bias: Tensor, hparams: dict[str, float | None]) -> Candidate:
         return cls(step, {"weight": weight, "bias": bias}, hparams)
 
     @property
@@ -320,9 +320,11 @@ class Solver(Method):
     """A method that finds its head directly from frozen features; the selection rule picks one of its candidates."""
 
     head_kind: str = "linear"  # file stem in heads/ of the head that it computes
+    takes_text: bool = False  # whether it uses class embeddings if the encoder has them
     normalized: bool = False  # whether its head needs L2-normalised features, whatever `encoder.normalize` is
     inverses: int = 0  # [K,K] matrices that it inverts, roughly
     candidates: int = 1  # number of candidates that `solve` yields
+    keeps_curve: bool = False  # whether results.json has the metric of every candidate on every split
     class_means: bool = False  # whether its head holds means over the training images of a class
     threads: int = 1  # that `solve` may use on a CPU, each torch operation on one; results do not depend on it
 

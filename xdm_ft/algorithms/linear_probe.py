@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,29 +28,54 @@ BLOCK_BYTES = 1 << 23  # of a block of images: its features, or its probabilitie
 logger = logging.getLogger("xdm_ft")
 
 
-class LinearProbe(Solver):
-    """min over W, b of L(W, b) + ½ l2 ‖W‖² for a path of strengths; selection picks one of them.
+Center = Literal["zero", "zero_shot"]
+STRENGTHS = {
+    "zero": (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5),
+    "zero_shot": (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6),
+}
 
-    L is the mean loss of all training images, by `training.loss_average` and `class_weights`; b is not penalised. A
-    strength is l2 divided by the features' mean square (averaged in the same way), so that one path fits every scale of
-    features. The features are neither centred nor standardised.
+
+class LinearProbe(Solver):
+    """min over W, b of L(W, b) + ½ l2 ‖W‖² (`center: zero`), or of L(W, b) + ½ l2 (‖W − s T‖² + ‖b‖²) (`zero_shot`).
+
+    L is the mean loss of all training images, by `training.loss_average` and `class_weights`; selection picks one of a
+    path of strengths. The features are neither centred nor standardised.
+
+    Around zero b is not penalised, and a strength is l2 divided by the features' mean square (averaged as L is), so
+    that one path fits every scale of features.
+
+    Around the class embeddings T [C,K] × the logit scale s, on L2-normalised features, the path is one road from
+    zero-shot (l2 → ∞) to the plain probe (l2 → 0), and a strength is l2. Its first candidate is the zero-shot head
+    itself, without a strength: ties fall to it. b is penalised too, else it would fit the training classes' shares at
+    any l2. results.json has the metric of every candidate on every split under `curve`.
 
     L-BFGS solves from the strongest penalty to the weakest, in coordinates in which the problem is well-conditioned
     (`_Problem`). Each solution starts on the line through the two before it. The optimum does not depend on the start.
     """
 
     inverses = 10  # one for each of the default strengths
+    keeps_curve = True
     source = "multinomial logistic regression by L-BFGS, as CLIP's linear probe (Radford et al. 2021, appendix A.3)"
 
     def __init__(
         self,
         setup: Setup,
         *,
+        center: Annotated[
+            Center | None,
+            Field(
+                description="where the penalty pulls to: zero, or the zero_shot head, on L2-normalised features; null: "
+                "zero_shot if the encoder has class embeddings, else zero"
+            ),
+        ] = None,
         strengths: Annotated[
-            tuple[Annotated[float, Field(gt=0)], ...],
+            Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)] | None,
             OneOrMany,
-            Field(min_length=1, description="penalties to try: l2 / mean square of the features, as in ½ l2 ‖W‖²"),
-        ] = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5),
+            Field(
+                description="penalties to try: l2 / mean square of the features, with center: zero_shot l2; null: ten "
+                "from 1 to 3e-5, with center: zero_shot eight from 10 to 1e-6"
+            ),
+        ] = None,
         tolerance: Annotated[
             float,
             Field(
@@ -62,23 +87,33 @@ class LinearProbe(Solver):
         ] = 1e-4,
     ) -> None:
         super().__init__(setup)
-        self.strengths, self.tolerance = tuple(sorted(strengths, reverse=True)), tolerance
-        self.candidates = len(self.strengths)
+        self.from_text = center == "zero_shot"
+        self.strengths = tuple(sorted(strengths or STRENGTHS[center or "zero"], reverse=True))
+        self.tolerance, self.candidates = tolerance, len(self.strengths) + self.from_text
 
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
         dtype = torch.float32 if self.tolerance >= FINEST_IN_FLOAT32 else torch.float64
-        y, weight = batch.y.to(z.device), self.image_weight(batch).to(z.device)
+        y, weight, classes = batch.y.to(z.device), self.image_weight(batch).to(z.device), self.setup.task.num_classes
+        center = None
+        if self.from_text:
+            assert self.setup.text_weight is not None, "the plan skips center: zero_shot without a text side"
+            center = self.setup.text_weight.to(z.device).double()
+            hparams: dict[str, float | None] = {"strength": None, "l2": None}
+            yield Candidate.linear(0, self.setup.text_weight.float(), torch.zeros(classes), hparams)
         with ThreadPoolExecutor(self.threads) as pool:
-            images = _Images(z, y, weight, self.setup.task.num_classes, dtype, self.threads, pool)
+            images = _Images(center, z, y, weight, classes, dtype, self.threads, pool)
             gram = _gram(images)
-            unit = float(gram.diagonal()[:-1].mean())  # the features' mean square
+            unit = 1.0 if self.from_text else float(gram.diagonal()[:-1].mean())  # the features' mean square
+            penalty = torch.ones_like(gram[0])  # [K+1]
+            penalty[-1] = self.from_text
             path: list[Tensor] = []
-            for index, strength in enumerate(self.strengths):
+            for index, strength in enumerate(self.strengths, start=int(self.from_text)):
                 start = self._start(path, gram)
-                path.append(self._minimum(_Problem(images, strength * unit, gram, start), strength))
-                head = path[-1].float().cpu()
+                path.append(self._minimum(_Problem(images, strength * unit * penalty, gram, start), strength))
+                weights, bias = path[-1][:, :-1], path[-1][:, -1]
+                weights = weights if center is None else center + weights
                 hparams = {"strength": strength, "l2": strength * unit}
-                yield Candidate.linear(index, head[:, :-1].clone(), head[:, -1].clone(), hparams)
+                yield Candidate.linear(index, weights.float().cpu(), bias.float().cpu(), hparams)
 
     def _start(self, path: list[Tensor], gram: Tensor) -> Tensor:
         """Returns a guess of the next optimum, [C,K+1]: the last two, extrapolated linearly in log l2."""
@@ -113,6 +148,7 @@ class LinearProbe(Solver):
 class _Images(NamedTuple):
     """The n training images, which passes read in blocks: nothing else has the features' size."""
 
+    center: Tensor | None  # A₀, float64 [C,K], without a bias; None: zero
     z: Tensor  # [n,K]
     y: Tensor  # int64 [n]
     weight: Tensor  # float64 [n], each image's factor in the mean loss
@@ -120,6 +156,12 @@ class _Images(NamedTuple):
     dtype: torch.dtype  # of the products with z
     threads: int  # blocks at a time
     pool: ThreadPoolExecutor
+
+    def logits(self, coefficients: Tensor, z: Tensor) -> Tensor:
+        """Returns the logits float64 [C,b] of A₀ + A, `coefficients` A [C,K+1], on features z [b,K]."""
+        logits = (coefficients[:, :-1].to(z.dtype) @ z.T).double().add_(coefficients[:, -1:])
+        # apart: A₀ is large, and a sum in float32 would round differently at every step
+        return logits if self.center is None else logits.add_(self.center.to(z.dtype) @ z.T)
 
     def sums(self, work: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
         """Returns the sums, in the order of the blocks, of what `work` returns of z [b,K], y [b] and weight [b]."""
@@ -137,7 +179,7 @@ class _Images(NamedTuple):
 
 
 class _Problem:
-    """f(A) = Σ_i w_i ℓ(A x_i, y_i) + ½ l2 ‖A without the bias‖² in coordinates V with A = V L⁻¹, L Lᵀ = M.
+    """f(A) = Σ_i w_i ℓ((A₀ + A) x_i, y_i) + ½ Σ_ck penalty_k A²_ck in coordinates V with A = V L⁻¹, L Lᵀ = M.
 
     x_i are the features z_i with a 1 for the bias. If l2 is far below the features' scale, f is badly conditioned in A.
     M = p̄ Σ_i w_i x_i x_iᵀ + diag(penalty) is the Hessian of f with every p(1−p) replaced by their mean p̄ at the start.
@@ -146,10 +188,8 @@ class _Problem:
     they are nearly all of the work.
     """
 
-    def __init__(self, images: _Images, l2: float, gram: Tensor, start: Tensor) -> None:
-        self.images = images
-        self.penalty = torch.full_like(gram[0], l2)  # [K+1]
-        self.penalty[-1] = 0
+    def __init__(self, images: _Images, penalty: Tensor, gram: Tensor, start: Tensor) -> None:
+        self.images, self.penalty = images, penalty  # [K+1]
         spread = self._spread(start)
         # a small multiple of the mean diagonal keeps M invertible in float64
         diagonal = torch.diag(self.penalty + 1e-12 * spread * gram.diagonal().mean())
@@ -170,7 +210,7 @@ class _Problem:
 
     def _of_block(self, coefficients: Tensor, z: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Σ_i w_i ℓ_i of a block, and its gradient by W [C,K] and b [C], in float64."""
-        log_probability = _logits(coefficients, z).log_softmax(0)  # [C,b]
+        log_probability = self.images.logits(coefficients, z).log_softmax(0)  # [C,b]
         true = y[None]  # [1,b]
         loss = -(log_probability.gather(0, true)[0] @ weight)
         residual = log_probability.exp_().scatter_add_(0, true, torch.full_like(weight, -1.0)[None]).mul_(weight)
@@ -180,17 +220,12 @@ class _Problem:
         """Returns p̄: the mean over classes of Σ_i w_i p_i (1 − p_i), in float64."""
 
         def of_block(z: Tensor, _: Tensor, weight: Tensor) -> tuple[Tensor]:
-            probability = _logits(start, z).softmax(0)  # [C,b]
+            probability = self.images.logits(start, z).softmax(0)  # [C,b]
             return ((probability * (1 - probability)) @ weight,)  # [C]
 
         [total] = self.images.sums(of_block)
         # if the start separates the classes, p(1 − p) is about 0, and M singular in the bias, which has no penalty
         return total.mean().clamp(min=1e-9)
-
-
-def _logits(coefficients: Tensor, z: Tensor) -> Tensor:
-    """Returns logits float64 [C,b] of features z [b,K]."""
-    return (coefficients[:, :-1].to(z.dtype) @ z.T).double().add_(coefficients[:, -1:])
 
 
 def _gram(images: _Images) -> Tensor:

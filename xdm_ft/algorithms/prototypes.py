@@ -37,14 +37,14 @@ def class_means(z: Tensor, batch: Batch, num_classes: int, num_domains: int, los
     return (sums / count.clamp(min=1)).sum(1) / (count > 0).sum(1).clamp(min=1)
 
 
-def best_scale(cosines: Tensor, y: Tensor, weight: Tensor) -> float:
-    """Returns the scale s in `SCALES` at which Σ_i w_i ℓ(s cos_i, y_i) is lowest, ℓ the cross-entropy.
+def best_scale(cosines: Tensor, y: Tensor, weight: Tensor, limits: tuple[float, float] = SCALES) -> float:
+    """Returns the scale s within `limits` at which Σ_i w_i ℓ(s cos_i, y_i) is lowest, ℓ the cross-entropy.
 
     The loss is convex in s, and its derivative Σ_i w_i (Σ_c p_ic cos_ic − cos_iy) rises with s: the range is halved,
     in the logarithm, until the derivative changes its sign there. `cosines` float [n,C], `weight` float64 [n].
     """
     true = cosines.gather(1, y[:, None])[:, 0]
-    low, high = map(math.log, SCALES)
+    low, high = map(math.log, limits)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         expected = ((math.exp(middle) * cosines).softmax(1) * cosines).sum(1)

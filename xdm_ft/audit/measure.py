@@ -57,7 +57,8 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None)
     """
     recipe = recipe_of_heads(recipe)
     dataset = read_data(recipe)
-    encoders, hashes = build_encoders(recipe, dataset), image_hashes(recipe, dataset, accelerator)
+    recipe, encoders = build_encoders(recipe, dataset)
+    hashes = image_hashes(recipe, dataset, accelerator)
     prepared = prepare(recipe, dataset, encoders, accelerator, hashes=hashes)
     if run is not None and run.results["environment"]["data"]["content"] != prepared.content:
         raise UserError(f"{run.path}: this run had other images; audit the recipe under another name (name=NAME)")

@@ -81,9 +81,10 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     images, notes = None, []
     with launched(recipe) as accelerator, heartbeat(accelerator):
         dataset = read_data(recipe)
+        recipe, encoders = build_encoders(recipe, dataset)
         plan = make_plan(recipe, dataset)
         before = dict(run.results["environment"])
-        prepared = prepare(recipe, dataset, build_encoders(recipe, dataset), accelerator, before)
+        prepared = prepare(recipe, dataset, encoders, accelerator, before)
 
         # features apart: those of other libraries are the same ones rounded otherwise, which is worth a note only
         now, features = inputs(dataset, prepared), before.pop("features", None)

@@ -202,7 +202,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         except UserError as error:
             yield from fault("recipe", error)
     if not recipe.has_images:
-        encoders = build_encoders(recipe, dataset)
+        recipe, encoders = build_encoders(recipe, dataset)
         yield Finding("features", f"{encoders[None].pretraining}; {encoders[None].width} features")
     for label, encoder in encoders.items() if recipe.has_images else ():
         yield from _guard("cache", cache_space(recipe, label, encoder, dataset, hashes))

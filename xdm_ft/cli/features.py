@@ -35,7 +35,7 @@ def fill_cache(recipe: Recipe) -> CommandResult:
         check_cluster(recipe)
         with pulse.waiting():
             dataset = read_data(recipe)
-            encoders = build_encoders(recipe, dataset)
+            recipe, encoders = build_encoders(recipe, dataset)
         prepared = prepare(recipe, dataset, encoders, accelerator)
     sets: list[dict[str, Any]] = []
     for label, inputs in prepared.encoders.items():

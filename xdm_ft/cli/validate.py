@@ -22,7 +22,6 @@ from xdm_ft.experiment.prepare import (
     check_low_rank,
     check_prompts,
     log_encoder,
-    with_text,
 )
 from xdm_ft.experiment.resume import inherit_choices, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
@@ -62,8 +61,7 @@ def validate(recipe: Recipe) -> CommandResult:
     cuts: list[CutCost] = []
     blocks: dict[str | None, list[str]] = {}  # {label of an encoder that is cut: a line per block}
     try:
-        encoders = build_encoders(recipe, dataset)
-        recipe = with_text(recipe, encoders)
+        recipe, encoders = build_encoders(recipe, dataset)
         check_low_rank(recipe, encoders)
         check_prompts(recipe, encoders, dataset.class_names)
         check_batch_norm(plan, encoders)

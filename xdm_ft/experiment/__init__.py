@@ -41,7 +41,6 @@ def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits
         check_prompts,
         image_hashes,
         prepare,
-        with_text,
     )
     from xdm_ft.experiment.results import RunResults, data_facts, environment, inputs, refuse_other_inputs, summary_of
     from xdm_ft.experiment.resume import growth, inherit_choices, open_run_directory
@@ -61,9 +60,8 @@ def run(recipe: Recipe, write_reports: Callable[[RunDirectory, Run], None], fits
             if main:
                 log_left_out(dataset)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
-            encoders = build_encoders(recipe, dataset)
-            if (served := with_text(recipe, encoders)) is not recipe:
-                recipe, plan = served, make_plan(served, dataset)
+            recipe, encoders = build_encoders(recipe, dataset)
+            plan = plan if recipe is plan.recipe else make_plan(recipe, dataset)
             check_low_rank(recipe, encoders)
             check_prompts(recipe, encoders, dataset.class_names)
             check_batch_norm(plan, encoders, accelerator.num_processes)

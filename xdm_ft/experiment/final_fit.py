@@ -111,7 +111,7 @@ class Fit:
                 assert isinstance(algorithm, Algorithm), "solvers vary nothing"
                 offered = algorithm.finish(predictor.starting_weights(), selected.state)
                 state = next(weights.state for weights in offered if weights.varied == self.varied)
-                selected = dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
+                selected = dataclasses.replace(selected, state=state, hparams={**selected.hparams, **self.varied})
             # no image is left to predict, which would show broken weights
             if not all(value.isfinite().all() for value in selected.state.values()):
                 failure = f"the weights are not finite after step {selected.step}"

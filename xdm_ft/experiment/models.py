@@ -186,7 +186,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         images = HeldOutImages.of(plan.dataset, test.numpy())
         predictions.append(Prediction(*key[:3], rule, images, predicted, values, probabilities))
     tuned = max((len(pick.curve) for pick in picks.values() if pick.curve), default=1)
-    tuned = method.candidates if isinstance(method, Solver) else tuned
+    tuned = max(tuned, method.candidates) if isinstance(method, Solver) else tuned
     done = dataclasses.replace(
         record,
         selected=picks,

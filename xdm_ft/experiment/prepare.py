@@ -101,16 +101,18 @@ def build_encoder(component: Component, seed: int) -> Encoder:
     return encoder
 
 
-def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> dict[str | None, Encoder]:
+def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> tuple[Recipe, dict[str | None, Encoder]]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    `dataset`: needed if the recipe has no images; its features give what stands for an encoder. Raises `UserError` if
+    Returns the recipe `with_text` too. `dataset`: needed if the recipe has no images; its features give what stands for
+    an encoder. Raises `UserError` if
     all methods need class embeddings that their encoders lack, or if one cannot train the part of its encoder that the
     recipe says: before all else, not after hours.
     """
     if not recipe.has_images:
         assert dataset is not None, "the data have the features"
-        return {None: GivenFeatures(dataset)}
+        given: dict[str | None, Encoder] = {None: GivenFeatures(dataset)}
+        return with_text(recipe, given), given
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
     for position, (label, component) in enumerate(by_label(recipe).items()):
         try:
@@ -121,25 +123,31 @@ def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> dict[
             # encoders name their keys as those of `encoder`, which a recipe with `encoders` does not have
             lines = (line if re.match(r"encoder\b", line) else f"encoder: {line}" for line in error.args)
             raise UserError(*(line.replace("encoder", f"encoders.{position}", 1) for line in lines)) from error
-    for item in with_text(recipe, encoders).runnable_methods:
+    recipe = with_text(recipe, encoders)
+    for item in recipe.runnable_methods:
         if item.trainable is not False:
             encoder = encoders[item.encoder_label]
             if recipe.training.layer_decay != 1 or "layer_decay" in recipe.search.distributions:
                 require_blocks(encoder)
             check_trainable(encoder, check_algorithm(item, recipe), item.trainable)
-    return encoders
+    return recipe, encoders
 
 
 def with_text(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> Recipe:
     """Returns the recipe with those methods marked as skipped that need class embeddings which their encoder lacks.
 
-    Only its weights show that of an encoder with a text side. Raises `UserError` if no method is left.
+    Methods that use them where there are any know it then. Only its weights show that of an encoder with a text side.
+    Raises `UserError` if no method is left.
     """
 
     def marked(item: MethodItem) -> MethodItem:
         encoder = encoders[item.encoder_label]
-        reason = encoder.text_reason if item.reads_text and isinstance(encoder, TextEncoder) else ""
-        return replace(item, skipped=f"class embeddings are needed, but {reason}") if reason else item
+        has_side = isinstance(encoder, TextEncoder)
+        reason = encoder.text_reason if has_side else ""
+        item = item.with_text(has_side and not reason)
+        return (
+            replace(item, skipped=f"class embeddings are needed, but {reason}") if reason and item.reads_text else item
+        )
 
     methods = tuple(map(marked, recipe.methods))
     if all(item.skipped is not None for item in methods):
@@ -213,6 +221,7 @@ def prepare(
 
     Missing ones are computed by all processes of the run, or on the recipe's cluster.
 
+    `recipe` and `encoders` are those of `build_encoders`.
     `environment`: of the results.json of a run that goes on; activations that it cached are cached, others are not.
     `hashes`: of `image_hashes`, if they are known. Raises `UserError` if an image does not decode and
     `data.on_bad_image` is `error`.
@@ -221,7 +230,6 @@ def prepare(
     index, device = index_folder(recipe), device_of(recipe.cluster, accelerator.device)
     hashes = image_hashes(recipe, dataset, accelerator) if hashes is None else hashes
     prepared, unreadable = dict[str | None, PreparedEncoder](), dict[int, str]()
-    recipe = with_text(recipe, encoders)
     extracted = partial(
         extract,
         dataset=dataset,

@@ -120,7 +120,10 @@ def prepare_run(
     with launched(recipe) as accelerator:
         dataset = read_data(recipe)
         every = dataset if also is None else also(dataset)
-        prepared = prepare(alone, every, build_encoders(alone, every), accelerator, run.results["environment"])
+        alone, encoders = build_encoders(alone, every)
+        prepared = prepare(alone, every, encoders, accelerator, run.results["environment"])
+        [item] = alone.methods
+        recipe = replace(recipe, methods=tuple(item if of.label == label else of for of in recipe.methods))
         unreadable = [row for row in prepared.unreadable if row < len(dataset)]
         with one_thread():
             yield make_plan(recipe, dataset).without(unreadable), prepared.to(accelerator.device)

@@ -279,9 +279,13 @@ def _under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
     if isinstance(encoder.block, ListedEncoder):
         label = encoder_label(encoder)
         item = replace(item, encoder=encoder, encoder_label=label, label=with_encoder(item.label, label))
-    if not item.reads_text or issubclass(encoder.cls, TextEncoder):
+    if issubclass(encoder.cls, TextEncoder):
         return item
-    condition = "" if item.algorithm.cls.needs_text else "with head_init: zero_shot "
+    item = item.with_text(False)
+    if not item.reads_text:
+        return item
+    start = "center" if item.center else "head_init"
+    condition = "" if item.algorithm.cls.needs_text else f"with {start}: zero_shot "
     return replace(item, skipped=f"{condition}needs an encoder with a text side")
 
 
@@ -617,5 +621,5 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
     for setting, problem in item.text_faults(normalized) if says_more else ():
         faults.add((*key, *setting), problem, "encoder.name", "encoder.normalize")
     elsewhere = outside_text_space(getattr(item.encoder.block, "pooling", None))
-    if item.reads_text and elsewhere:
+    if item.reads_text and elsewhere and item.center is None:  # with one it is a skipped row
         faults.add(key, f"{item.label} needs class embeddings, but {elsewhere}", "encoder.pooling")

@@ -111,6 +111,7 @@ class MethodItem:
     encoder: Component
     encoder_label: str | None = None  # None: the recipe has one encoder
     skipped: str | None = None  # why its encoder cannot serve it; its models become skipped rows
+    has_text: bool = False  # whether its encoder has class embeddings; known once it is built
 
     @property
     def own_label(self) -> str:
@@ -135,12 +136,29 @@ class MethodItem:
     @property
     def reads_text(self) -> bool:
         """Whether its head is, or is initialised with, the class embeddings."""
-        return self.algorithm.cls.needs_text or self.head_init == "zero_shot"
+        takes_text = self.has_text and self.is_solver and self.algorithm.cls.takes_text
+        return takes_text or self.algorithm.cls.needs_text or "zero_shot" in (self.head_init, self.center)
+
+    @property
+    def center(self) -> str | None:
+        """Where a solver's penalty pulls to; None: to be decided when the encoder is built, or no such method."""
+        return getattr(self.block, "center", None)
+
+    def with_text(self, has_text: bool) -> MethodItem:
+        """Returns the item with what its encoder decides where the recipe leaves it open.
+
+        `has_text`: the encoder has class embeddings.
+        """
+        item = replace(self, has_text=has_text)
+        if self.center is not None or "center" not in self.algorithm.keys:
+            return item
+        return change_item(item, {"center": "zero_shot" if has_text else "zero"})
 
     @property
     def reads_normalized(self) -> bool:
         """Whether it needs L2-normalised features even if `encoder.normalize` is false."""
-        return bool(self.block.normalize or getattr(self.algorithm.cls, "normalized", False))
+        from_text = self.center == "zero_shot"
+        return bool(self.block.normalize or from_text or getattr(self.algorithm.cls, "normalized", False))
 
     @property
     def adapts_to_sites(self) -> bool:
@@ -185,7 +203,8 @@ class MethodItem:
         """
         needs_text, head = self.algorithm.cls.needs_text, self.head.cls
         if self.skipped is not None:
-            yield ("head_init",) * (not needs_text), f"{self.label} {self.skipped}; use encoder.name: open_clip"
+            start = "center" if self.center else "head_init"
+            yield (start,) * (not needs_text), f"{self.label} {self.skipped}; use encoder.name: open_clip"
         elif self.head_init == "random" and needs_text and not self.is_solver:
             yield ("head_init",), f"{self.label} starts from the class embeddings; leave head_init out"
         elif self.head_init == "zero_shot":
@@ -204,7 +223,9 @@ class MethodItem:
                 ("head",),
                 f"{self.head.name} is computed by a solver, no gradient trains it; use linear, cosine or mlp",
             )
-        if self.block.prompts is not None and not self.reads_text:
+        # an encoder that is not built yet may decide
+        is_open = (self.is_solver and self.algorithm.cls.takes_text) or "center" in self.algorithm.keys
+        if self.block.prompts is not None and not self.reads_text and not is_open:
             yield ("prompts",), f"{self.label} uses no class embeddings; leave it out, or set head_init: zero_shot"
 
 
@@ -224,8 +245,11 @@ def draw_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
         changes |= {f"{part.prefix}{key}": value for key, value in of_part.items() if key in part.keys}
     fields = type(item.block).model_fields
     changes = {key: value for key, value in changes.items() if getattr(item.block, key) == fields[key].default}
-    if not changes:
-        return item
+    return change_item(item, changes) if changes else item
+
+
+def change_item(item: MethodItem, changes: Mapping[str, Value]) -> MethodItem:
+    """Returns the item with other values of its keys. Raises pydantic's `ValidationError` as `draw_item` does."""
     block = _change(item.block, changes)
     names = ("algorithm", "head", "sharpness", "averaging")
     parts: dict[str, Any] = {

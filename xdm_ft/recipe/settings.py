@@ -243,6 +243,9 @@ class Recipe:
         if self.several_encoders:
             plain["encoders"] = [encoder.block.model_dump(mode="json") for encoder in self.encoders]
         methods = [item.block.model_dump(mode="json") for item in self.own_methods]
+        for index, entry in enumerate(methods):  # what their encoders decide is null where they differ
+            if "center" in entry and len({item.center for item in self.methods if item.index == index}) > 1:
+                entry["center"] = None
         flags = {"analyse": self.analyse, "label_curve": self.label_curve}
         return {"name": self.name, **plain, **flags, "methods": methods}
 

@@ -24,7 +24,7 @@ class Pick:
     step: int  # number of steps taken; for a solver, the index of the candidate
     weights: str  # address of the weights in the run directory (`storage.names`)
     metrics: dict[str, Score]  # {split: metrics}
-    hparams: dict[str, float] = field(default_factory=dict)  # l2 of a solver, averaged steps, alpha, …
+    hparams: dict[str, float | None] = field(default_factory=dict)  # l2 of a solver, averaged steps, alpha, …
     curve: list[Point] | None = None  # points {varied value, metric by split (None: not defined)}
     flags: list[str] | None = None  # reasons to doubt the pick, e.g. "last step picked"
     value: float | None = None  # selection metric, as the rule compared it

@@ -270,7 +270,7 @@ class Selected:
 
     step: int  # number of steps taken; for averaged weights, the last step of the average
     state: dict[str, Tensor]  # parameters and buffers on the CPU: `head.weight`, …; end to end also `encoder.…`
-    hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, or the steps of an average
+    hparams: dict[str, float | None] = field(default_factory=dict)  # what a solver varied, or the steps of an average
     curve: list[dict[str, float | None]] = field(default_factory=list)  # measurements of `best_finish`
     value: float | None = None  # value of the metric by which the rule picked it; None for averaged weights
 

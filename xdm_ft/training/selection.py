@@ -171,7 +171,7 @@ class Selector:
         step: int,
         values: Mapping[str, float],
         state: Callable[[], dict[str, Tensor]],
-        hparams: Mapping[str, float] | None = None,
+        hparams: Mapping[str, float | None] | None = None,
     ) -> list[str]:
         """Selects the state after `step` steps for each rule that it improves, given the metric's value for each rule.
 
@@ -334,7 +334,7 @@ def best_finish(
     selector = Selector(criteria, first_selectable_step=0)  # the step is picked already: a warm-up has no say
     curve: list[dict[str, float | None]] = []
     for finish in offered:
-        finished = dataclasses.replace(selected, state=finish.state, hparams=selected.hparams | finish.varied)
+        finished = dataclasses.replace(selected, state=finish.state, hparams={**selected.hparams, **finish.varied})
         values = measure(finished)
         point = {name: value if math.isfinite(value) else None for name, value in values.items()}
         curve.append({**finish.varied, **point})

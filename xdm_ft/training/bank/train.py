@@ -262,7 +262,10 @@ def solve(
     solver.threads = threads if features.device.type == "cpu" else 1
     solver.eval()
     rows_of, predictor = rows_of_rules(job, criteria.rules), CachedPredictor(job, features)
-    images = {r: RuleImages(split_of(r), rows, annotations, criteria.metric, classes) for r, rows in rows_of.items()}
+    splits = {split_of(rule): rows for rule, rows in rows_of.items()}
+    splits |= job.split.evaluation if solver.keeps_curve else {}
+    images = {name: RuleImages(name, rows, annotations, criteria.metric, classes) for name, rows in splits.items()}
+    curve = list[dict[str, float | None]]()
     rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
     # one NaN would reach the heads of all classes, and no message would name its image
@@ -273,13 +276,19 @@ def solve(
         return Trained(job, {}, None, time.perf_counter() - started, why)
     for candidate in solver.solve(batch.x, batch):
         state, values = candidate.state, external_values(job, candidate.step)
-        for rule, rows in rows_of.items():
+        measured = dict[str, float]()
+        for name, rows in splits.items():
             logits = predictor.logits(state, rows)
-            values[rule] = images[rule].value(logits) if logits.isfinite().all() else math.nan  # nan: never selected
+            measured[name] = images[name].value(logits) if logits.isfinite().all() else math.nan  # nan: never selected
+        values |= {rule: measured[split_of(rule)] for rule in rows_of}
+        curve.append(candidate.hparams | {name: v if math.isfinite(v) else None for name, v in measured.items()})
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
         bar.advance()
     failure, seconds = selector.failure(), time.perf_counter() - started
-    return Trained(job, {} if failure else selector.selected, None, seconds, failure, selector.course)
+    selected = {} if failure else selector.selected
+    if solver.keeps_curve:
+        selected = {rule: dataclasses.replace(picked, curve=curve) for rule, picked in selected.items()}
+    return Trained(job, selected, None, seconds, failure, selector.course)
 
 
 def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:

@@ -1,0 +1,93 @@
+"""Runs whose solvers begin at the class embeddings: the tiny CLIP of the package on a few digits."""
+
+from pathlib import Path
+
+import pytest
+import small_runs
+from safetensors.torch import load_file
+
+from xdm_ft.experiment.prepare import build_encoders
+from xdm_ft.recipe.check import load
+from xdm_ft.runtime.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("in_folder", "few_digits")
+RECIPE = """\
+name: small
+data: {name: digits}
+protocol: {name: leave_one_domain_out, test_domains: [ink], seeds: 2, final_fit: true}
+encoder: {name: open_clip, model: demo, weights: demo}
+features: {dir: features, workers: 0}
+methods:
+  - zero_shot
+  - linear_probe
+  - {name: linear_probe, center: zero, label: from zero}
+  - gda
+training: {batch_size: 16, steps: 10}
+report: {page: false}
+"""
+TIMM = "{name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}"
+
+
+def recipe(*overrides):
+    Path("text.yaml").write_text(RECIPE)
+    return load("text.yaml", list(overrides))
+
+
+def centers(made):
+    return [item.center for item in build_encoders(made)[0].methods]
+
+
+def test_the_encoder_decides_where_the_recipe_does_not():
+    assert centers(recipe()) == [None, "zero_shot", "zero", None]
+    probes = "methods=[erm, linear_probe, gda, {name: linear_probe, center: zero_shot, label: text}]"
+    # nothing to be learned from the text: pooling outside its space, and an encoder without a text side
+    for override in ("encoder.pooling=mean", f"encoder={TIMM}"):
+        made, _ = build_encoders(recipe(probes, override))
+        assert [item.center for item in made.methods] == [None, "zero", None, "zero_shot"]
+        assert [bool(item.skipped) for item in made.methods] == [False, False, False, True]
+        assert [item.reads_normalized for item in made.methods[:3]] == [False, False, True]
+        assert not any(item.reads_text for item in made.runnable_methods)
+    for override in ("encoder.pooling=mean", f"encoder={TIMM}"):
+        with pytest.raises(
+            UserError, match=r"methods(\.0\.center)?: text:? (with center: zero_shot needs|class embeddings are)"
+        ):
+            build_encoders(recipe("methods=[{name: linear_probe, center: zero_shot, label: text}]", override))
+    with pytest.raises(UserError, match=r"methods\.0\.center"):
+        recipe("methods=[{name: erm, center: zero}]")
+
+
+def test_under_several_encoders_each_decides():
+    Path("two.yaml").write_text(RECIPE.replace("encoder: {", "encoders:\n  - {label: clip, ") + f"  - {TIMM}\n")
+    text = Path("two.yaml").read_text().replace(f"  - {TIMM}\n", "")
+    text = text.replace("features: {", f"  - {TIMM}\nfeatures: {{")
+    Path("two.yaml").write_text(text)
+    made, _ = build_encoders(load("two.yaml", ["methods=[linear_probe, zero_shot]"]))
+    assert {item.label: item.center for item in made.methods} == {
+        "linear_probe @ clip": "zero_shot", "zero_shot @ clip": None, "linear_probe @ test_vit": "zero",
+        "zero_shot @ test_vit": None,
+    }  # fmt: skip
+    assert [item["center"] for item in made.resolved()["methods"] if "center" in item] == [None]
+
+
+@pytest.mark.slow
+def test_a_run_says_where_it_began_and_keeps_its_road():
+    content = small_runs.results_of(recipe())
+    written = {item["label"] or item["name"]: item for item in content["recipe"]["methods"]}
+    assert (written["linear_probe"]["center"], written["from zero"]["center"]) == ("zero_shot", "zero")
+    of = {record["method"]: record for record in content["runs"]}
+    assert of["linear_probe"]["hparams"]["center"] == "zero_shot"
+    picks = {method: record["selected"]["train_val"] for method, record in of.items()}
+    splits = {split: score["accuracy"] for split, score in picks["zero_shot"]["metrics"].items()}
+    splits["train_val"] = picks["zero_shot"]["value"]
+    road, gda = picks["linear_probe"]["curve"], picks["gda"]["curve"]
+    assert road[0] == {"strength": None, "l2": None, **splits} and gda[0] == {"gda_alpha": 0, **splits}
+    assert [point["strength"] for point in road[1:]] == [10.0**-k for k in range(-1, 7)] and len(gda) == 8
+    for method in ("linear_probe", "gda"):
+        pick = picks[method]
+        [point] = [p for i, p in enumerate(pick["curve"]) if i == pick["step"]]
+        assert point["test"] == pick["metrics"]["test"]["accuracy"] and point["train_val"] == pick["value"]
+        best = max(p["train_val"] for p in pick["curve"])
+        assert pick["step"] == min(i for i, p in enumerate(pick["curve"]) if p["train_val"] == best)
+    assert load_file(Path("output/small") / picks["gda"]["weights"])["head.weight"].shape == (10, 64)
+    # the same run again trains nothing, and reads back what it wrote
+    assert small_runs.results_of(recipe()) == content and content["final_fit"]["status"] == "ok"
