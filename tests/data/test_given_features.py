@@ -207,3 +207,44 @@ def test_large_files_are_not_copied_many_times(tmp_path):
         assert z.nbytes < tracemalloc.get_traced_memory()[1] < 2 * z.nbytes
     finally:
         tracemalloc.stop()
+
+
+def text(folder, z=None, label=("dog", "cat"), name="text.npz"):
+    """Class embeddings, in another order than the classes of the data."""
+    z = np.array([[0.0, 3.0, 4.0], [2.0, 0.0, 0.0]]) if z is None else np.array(z)
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"label": [*label], "features": [*map(list, z)]}), folder / name)
+    else:
+        np.savez(folder / name, label=np.array(label), features=z)
+    return folder / name
+
+
+@pytest.mark.parametrize("name", ["text.npz", "text.parquet"])
+def test_class_embeddings_follow_the_classes_and_have_length_one(name, tmp_path):
+    data = FeatureTable(file=npz(tmp_path / "f.npz"), class_embeddings=text(tmp_path, name=name), logit_scale=7)
+    assert data.class_names == ("cat", "dog") and data.logit_scale == 7 and data.left_out == ()
+    np.testing.assert_allclose(data.class_embeddings, [[1, 0, 0], [0, 0.6, 0.8]], rtol=1e-6)
+    assert data.class_embeddings.dtype == np.float32
+    more = text(tmp_path, np.eye(3), ("cow", "dog", "cat"))
+    data = FeatureTable(file=npz(tmp_path / "f.npz"), class_embeddings=more)
+    np.testing.assert_array_equal(data.class_embeddings, np.eye(3)[[2, 1]])
+    assert len(data.left_out) == 1 and "1 classes that the data lack, cow" in data.left_out[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"z": np.ones((2, 4))}, r"text.npz: has 4 features, and .*f.npz has 3; give those of the same CLIP"),
+        ({"label": ("cat", "cat")}, r'class "cat" is in 2 rows; write one per class'),
+        ({"label": ("cat", "dogs")}, r'has no class "dog" of the data; did you mean "dogs"'),
+        ({"z": [[1.0, np.nan, 0.0], [1.0, 0.0, 0.0]]}, r'the features of class "dog" are zero or not finite; repair'),
+        ({"z": [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]}, r'the features of class "dog" are zero or not finite; repair'),
+        ({"z": np.ones((2, 3), int)}, r"features is int64 .*; it must be floating"),
+    ],
+)
+def test_faults_of_class_embeddings_are_one_line(given, words, tmp_path):
+    with pytest.raises(UserError, match=words) as caught:
+        FeatureTable(file=npz(tmp_path / "f.npz"), class_embeddings=text(tmp_path, **given))
+    assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(UserError, match=r"nowhere.npz"):
+        FeatureTable(file=npz(tmp_path / "f.npz"), class_embeddings=tmp_path / "nowhere.npz")

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import small_runs
 from safetensors.torch import load_file
 
+from xdm_ft.cli.library import run
+from xdm_ft.cli.validate import validate
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
@@ -91,3 +94,55 @@ def test_a_run_says_where_it_began_and_keeps_its_road():
     assert load_file(Path("output/small") / picks["gda"]["weights"])["head.weight"].shape == (10, 64)
     # the same run again trains nothing, and reads back what it wrote
     assert small_runs.results_of(recipe()) == content and content["final_fit"]["status"] == "ok"
+
+
+GIVEN = """\
+name: given
+data: {name: features, file: f.npz, class_embeddings: text.npz, logit_scale: 50}
+protocol: {name: leave_one_domain_out, seeds: 2}
+methods:
+  - zero_shot
+  - linear_probe
+  - {name: wise_ft, normalize: true}
+  - gda
+  - {name: erm, head_init: zero_shot, normalize: true, label: from text}
+training: {batch_size: 8, steps: 6}
+report: {page: false}
+"""
+
+
+def write_given(shift=0.4):
+    rng = np.random.default_rng(0)
+    text = rng.normal(size=(3, 16))
+    y, domain = np.arange(120) % 3, np.arange(120) // 40
+    z = 3 * (text[y] + shift * np.eye(3)[domain] @ rng.normal(size=(3, 16)) + rng.normal(size=(120, 16)))
+    names = np.array(["cat", "dog", "hen"])
+    np.savez("f.npz", features=z.astype(np.float32), label=names[y], domain=np.array(["a", "b", "c"])[domain])
+    np.savez("text.npz", features=text, label=names)
+    Path("given.yaml").write_text(GIVEN)
+    return z, text, y, domain
+
+
+def test_given_class_embeddings_serve_as_those_of_an_encoder():
+    z, text, y, domain = write_given()
+    right = (z @ (text / np.linalg.norm(text, axis=1, keepdims=True)).T).argmax(1) == y
+    of_domain = {name: pytest.approx(right[domain == i].mean()) for i, name in enumerate("abc")}
+    shown = validate(load("given.yaml", [])).document
+    assert shown["zero_shot"] == of_domain and shown["error"] is None and not shown["prompts"]
+    content = small_runs.results_of(load("given.yaml", []))
+    assert {record["status"] for record in content["runs"]} == {"ok"}
+    for record in content["runs"]:
+        pick = record["selected"]["train_val"]
+        accuracy, [held] = pick["metrics"]["test"]["accuracy"], record["test_domains"]
+        if record["method"] == "zero_shot":
+            assert accuracy == of_domain[held]
+            head = load_file(Path("output/given") / pick["weights"])["head.weight"]
+            np.testing.assert_allclose(head.norm(dim=1).numpy(), 50, rtol=1e-5)
+        elif record["method"] in ("linear_probe", "gda"):
+            assert pick["curve"][0]["test"] == of_domain[held]
+    with pytest.raises(UserError, match=r"methods\.0\.prompts: .*no text encoder; leave it out"):
+        load("given.yaml", ["methods=[{name: zero_shot, prompts: 'a {}'}]"])
+    # other embeddings are another run
+    np.savez("text.npz", features=text + 1, label=np.array(["cat", "dog", "hen"]))
+    with pytest.raises(UserError, match="weights"):
+        run(load("given.yaml", ["protocol.seeds=3"]))

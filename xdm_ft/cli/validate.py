@@ -12,6 +12,7 @@ from typing import Any
 from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.cut.cut import describe_chain
+from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.experiment.data_checks import check_data, log_left_out
 from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
@@ -26,6 +27,7 @@ from xdm_ft.experiment.prepare import (
 from xdm_ft.experiment.resume import inherit_choices, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.experiment.work import as_launched, launched
+from xdm_ft.features.given import zero_shot_accuracies
 from xdm_ft.model_sources.prompts import warn_of_class_names
 from xdm_ft.protocol.site_class import site_class_of
 from xdm_ft.recipe.settings import Recipe
@@ -118,6 +120,11 @@ def validate(recipe: Recipe) -> CommandResult:
         columns = [f"columns of the table: {read} are read; {f'ignored: {others}' if others else 'no other'}"]
     parts: dict[str, Sequence[str]] = {"plan": [*columns, *describe(plan).splitlines(), time_line, *plan.notes]}
     parts["classes"] = _in_lines(dataset.class_names)
+    text_scores = None
+    if isinstance(dataset, FeatureTable) and dataset.class_embeddings is not None:
+        text_scores = zero_shot_accuracies(dataset)
+        parts["zero-shot accuracy by data.class_embeddings"] = [f"{name}: {of:.1%}" for name, of in text_scores.items()]
+    document["zero_shot"] = text_scores
     parts["prompts, exactly as the text encoder reads them"] = prompts or ()
     parts |= {f"prompts of {name}, shown for the first class": lines for name, lines in method_prompts.items()}
     parts["site × class"] = site_class_of(dataset).sentences

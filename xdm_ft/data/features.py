@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 FEATURES = "features"
 NEEDED = (FEATURES, "label", "domain")
 COLUMNS = (*NEEDED, "group", "split", "id")
+OF_TEXT = (FEATURES, "label")  # columns of class embeddings
 MOST_DEFLATED = 1032  # times as many bytes as a member of a zip takes: more cannot be in it
 
 
@@ -37,6 +38,8 @@ class FeatureTable(ImageDataset):
 
     has_images: ClassVar[bool] = False
     features: np.ndarray  # float32 [N,K]
+    class_embeddings: np.ndarray | None = None  # float32 [C,K], L2-normalised
+    logit_scale: float
 
     def __init__(
         self,
@@ -48,13 +51,23 @@ class FeatureTable(ImageDataset):
                 "(K numbers), label, domain; optional: group, split, id"
             ),
         ],
+        class_embeddings: Annotated[
+            str | Path | None,
+            Field(
+                description=".npz or .parquet with a row per class: label, features (its text embedding, of the same "
+                "CLIP as the images); they are L2-normalised"
+            ),
+        ] = None,
+        logit_scale: Annotated[
+            float, Field(gt=0, description="factor of cosines with class_embeddings in logits (CLIP: 100)")
+        ] = 100.0,
     ) -> None:
         file = str(file)
         self.where = printable(file)
         files = list_files(file, ".npz" if file.endswith(".npz") else ".parquet", deep=False)
         if not files:
             raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
-        parts = [_read_npz(name) if name.endswith(".npz") else _read_parquet(name) for name in files]
+        parts = [_read(name) for name in files]
         widths = [features.shape[1] for features, _ in parts]
         for name, width in zip(files, widths, strict=True):
             if width != widths[0]:
@@ -75,6 +88,31 @@ class FeatureTable(ImageDataset):
             self.ids = number_names(table["id"], self.where, "id", None)
             self._refuse_repeated(*self.ids)
         self._refuse_not_finite()
+        self.logit_scale = logit_scale
+        if class_embeddings is not None:
+            self._read_class_embeddings(str(class_embeddings))
+
+    def _read_class_embeddings(self, file: str) -> None:
+        embeddings, table = _read(file, OF_TEXT)
+        where, (names, number_of) = printable(file), number_names(table["label"], printable(file), "label", None)
+        counts = np.bincount(number_of, minlength=len(names))
+        width = self.features.shape[1]
+        problem = ""
+        if embeddings.shape[1] != width:
+            problem = f"has {embeddings.shape[1]} features, and {self.where} has {width}; give those of the same CLIP"
+        elif (repeated := np.flatnonzero(counts > 1)).size:
+            problem = f'class "{names[repeated[0]]}" is in {counts[repeated[0]]} rows; write one per class'
+        elif missing := [name for name in self.class_names if name not in names]:
+            problem = f'has no class "{missing[0]}" of the data{did_you_mean(missing[0], [*names])}'
+        elif (broken := np.flatnonzero(~np.isfinite(embeddings).all(1) | ~embeddings.any(1))).size:
+            problem = f'the features of class "{names[number_of[broken[0]]]}" are zero or not finite; repair them'
+        if problem:
+            raise UserError(f"data.class_embeddings: {where}: {problem}")
+        row_of = {names[number]: row for row, number in enumerate(number_of.tolist())}
+        kept = embeddings[[row_of[name] for name in self.class_names]].astype(np.float64)
+        self.class_embeddings = (kept / np.linalg.norm(kept, axis=1, keepdims=True)).astype(np.float32)
+        if others := [name for name in names if name not in self.class_names]:
+            self.left_out += (f"{where}: {len(others)} classes that the data lack, {others[0]} the first",)
 
     def _refuse_repeated(self, names: tuple[str, ...], number_of: np.ndarray) -> None:
         counts = np.bincount(number_of, minlength=len(names))
@@ -108,7 +146,11 @@ class FeatureTable(ImageDataset):
         return self.features[row].tobytes()
 
 
-def _read_npz(file: str) -> tuple[np.ndarray, Table]:
+def _read(file: str, needed: Sequence[str] = NEEDED) -> tuple[np.ndarray, Table]:
+    return _read_npz(file, needed) if file.endswith(".npz") else _read_parquet(file, needed)
+
+
+def _read_npz(file: str, needed: Sequence[str]) -> tuple[np.ndarray, Table]:
     """Returns the features, float32 [n,K], and the other columns. Raises `UserError`."""
     import pyarrow
 
@@ -117,7 +159,7 @@ def _read_npz(file: str) -> tuple[np.ndarray, Table]:
             raise UserError(f"{file}: is one array, not an npz; write it with numpy.savez")
         with zipfile.ZipFile(source) as content:
             names = [info.filename.removesuffix(".npy") for info in content.infolist()]
-            _require_columns(file, names, "array")
+            _require_columns(file, names, "array", needed)
             infos = {name: content.infolist()[names.index(name)] for name in COLUMNS if name in names}
             _check_headers(file, {name: _header(file, name, content, info) for name, info in infos.items()})
             arrays = {name: _array(content, info) for name, info in infos.items()}
@@ -172,14 +214,14 @@ def _array(content: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)  # Arrow reads the machine's order of bytes alone
 
 
-def _read_parquet(file: str) -> tuple[np.ndarray, Table]:
+def _read_parquet(file: str, needed: Sequence[str]) -> tuple[np.ndarray, Table]:
     """Returns the features, float32 [n,K], and the other columns. Raises `UserError`."""
     from pyarrow.parquet import ParquetFile
 
     with _damage_in(file), open_file(file, state_of(file)) as source:
         parquet = ParquetFile(source, pre_buffer=True, page_checksum_verification=True)
         names = parquet.schema_arrow.names
-        _require_columns(file, names, "column")
+        _require_columns(file, names, "column", needed)
         table = parquet.read(columns=[name for name in COLUMNS if name in names])
         z = _matrix(file, table[FEATURES])
         return z, _columns(file, {name: table[name] for name in table.column_names if name != FEATURES})
@@ -227,8 +269,8 @@ def _columns(file: str, values: Mapping[str, Array | ChunkedArray]) -> Table:
     )
 
 
-def _require_columns(file: str, names: list[str], purpose: str) -> None:
-    for name in NEEDED:
+def _require_columns(file: str, names: list[str], purpose: str, needed: Sequence[str]) -> None:
+    for name in needed:
         if name not in names:
             raise UserError(f'{file}: has no {purpose} "{name}"{did_you_mean(name, names)}')
     for name in COLUMNS:

@@ -305,7 +305,7 @@ def weights_metadata(
     counts = plan.annotations.labels[torch.cat(split.train)].bincount(minlength=len(class_names)).tolist()
     trains_encoder = any(name.startswith("encoder.") for name in selected.state)
     is_full = trains_encoder and not item.is_cut
-    templates = item.block.prompts or item.encoder.kwargs()["prompts"] if item.reads_text else None
+    templates = item.block.prompts or item.encoder.kwargs().get("prompts") if item.reads_text else None
     described = {
         "class_names": class_names,
         "encoder": {

@@ -18,12 +18,13 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.core import Task
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.cut.cut import Below, Cut, require_blocks
+from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.cluster import device_of, extraction_on
 from xdm_ft.experiment.plan import Plan, PlannedModel, index_folder
 from xdm_ft.features.cache import Features, cache_path
 from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
-from xdm_ft.features.given import GivenFeatures, given_features
+from xdm_ft.features.given import GivenFeatures, GivenText, given_features
 from xdm_ft.features.hashes import FileHashes, find_undecodable, hash_files
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images import ImageDataset
@@ -110,8 +111,9 @@ def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> tuple
     recipe says: before all else, not after hours.
     """
     if not recipe.has_images:
-        assert dataset is not None, "the data have the features"
-        given: dict[str | None, Encoder] = {None: GivenFeatures(dataset)}
+        assert isinstance(dataset, FeatureTable), "the data have the features"
+        has_text = dataset.class_embeddings is not None
+        given: dict[str | None, Encoder] = {None: GivenText(dataset) if has_text else GivenFeatures(dataset)}
         return with_text(recipe, given), given
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
     for position, (label, component) in enumerate(by_label(recipe).items()):
@@ -273,7 +275,7 @@ def prepare(
         for prompts in dict.fromkeys(item.block.prompts for item in items if item.reads_text):
             assert isinstance(encoder, TextEncoder), "checked with the recipe"
             texts[prompts] = encoder.logit_scale * encoder.text_embeddings(dataset.class_names, prompts)
-        weights = weights_digest(encoder) if recipe.has_images else ""
+        weights = weights_digest(encoder) if recipe.has_images or texts else ""
         prepared[label] = PreparedEncoder(encoder, weights, features, texts, activations)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))

@@ -19,7 +19,7 @@ from xdm_ft.blocks import outside_text_space
 from xdm_ft.core import ORACLE, Task
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.given import NO_IMAGES, GivenFeatures
+from xdm_ft.features.given import NO_IMAGES, GivenFeatures, GivenText
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.protocol.splits import ENCODER_SEEDS, SEEDS, Protocol
 from xdm_ft.recipe import components
@@ -67,6 +67,7 @@ WHOLE_BATCH = (
 )  # fmt: skip
 FAULTY = Component("", object, EncoderCommon(name=""), ())  # stands for an encoder with a fault, which ends the check
 GIVEN = Component("features", GivenFeatures, EncoderCommon(name="features"), ())  # of data without images
+GIVEN_TEXT = replace(GIVEN, cls=GivenText)
 
 
 def load(name: str, overrides: list[str] | None = None) -> Recipe:
@@ -114,7 +115,10 @@ def _of_valid_blocks(faults: Faults) -> Recipe:
     elif (length := len(name.encode())) > MAX_NAME:
         faults.add("name", f"is {length} bytes long as a folder's name; use at most {MAX_NAME}")
     data = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
-    encoders = _encoders(faults, values, has_images=data is None or data.cls.has_images)
+    given = None
+    if data is not None and not data.cls.has_images:
+        given = GIVEN if getattr(data.block, "class_embeddings", None) is None else GIVEN_TEXT
+    encoders = _encoders(faults, values, given)
     blocks: dict[str, Any] = {"data": data}
     for key, model in BLOCKS.items():
         blocks[key] = _block(faults, (key,), model, values.get(key, {}))
@@ -239,13 +243,13 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
     return Component(values["name"], cls, block, keys) if block is not None else None
 
 
-def _encoders(faults: Faults, values: dict[str, Any], has_images: bool) -> tuple[Component, ...]:
-    """Returns the encoder, or the items of `encoders`; of data without images what stands for one."""
-    if not has_images:
+def _encoders(faults: Faults, values: dict[str, Any], given: Component | None) -> tuple[Component, ...]:
+    """Returns the encoder, or the items of `encoders`; of data without images `given`, which stands for one."""
+    if given is not None:
         for key in ("encoder", "encoders"):
             if key in values:
                 faults.add(key, f"{NO_IMAGES}, so nothing is encoded; leave it out")
-        return (GIVEN,)
+        return (given,)
     if "encoders" not in values:
         single = _component(faults, ("encoder",), *COMPONENTS["encoder"], values.get("encoder"))
         return () if single is None else (single,)
@@ -435,9 +439,12 @@ def _check_without_images(faults: Faults, recipe: Recipe) -> None:
         key_of_item: Key = ("methods", item.index)
         if item.trainable is not False:
             faults.add((*key_of_item, "trainable"), f"{NO_IMAGES}, so no encoder can train; leave it out", "data.name")
-        if item.reads_text:
-            problem = f"{item.label} needs class embeddings of an encoder with a text side, but {NO_IMAGES}"
-            faults.add(key_of_item, f"{problem}; leave it out", "data.name")
+        if item.reads_text and item.encoder is not GIVEN_TEXT:
+            problem = f"{item.label} needs class embeddings, but {NO_IMAGES}; give data.class_embeddings"
+            faults.add(key_of_item, f"{problem}, or leave it out", "data.name", "data.class_embeddings")
+        if item.block.prompts is not None:
+            problem = f"{NO_IMAGES}, and no text encoder; leave it out"
+            faults.add((*key_of_item, "prompts"), problem, "data.name")
 
 
 def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
