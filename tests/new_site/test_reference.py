@@ -5,6 +5,7 @@ import math
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from xdm_ft.export.predictor import load
 from xdm_ft.features.cache import Features, standard
 from xdm_ft.new_site import reference
 from xdm_ft.new_site.reference import atc_threshold, budgets_of, pairs_of, risk_at, site_of
-from xdm_ft.new_site.stored import Heads, read_stored
+from xdm_ft.new_site.stored import Heads, read_stored, without_site
 from xdm_ft.protocol.splits import splits
 from xdm_ft.recipe.check import load as load_recipe
 from xdm_ft.results.run import read_run
@@ -234,3 +235,11 @@ def test_a_budget_buys_what_draws_of_the_held_out_domains_show():
     # Clopper and Pearson's of 25 right answers of 25 is 1 − 0.025^(1/25) wide, of 12 of 25 about 41 points
     assert rows[0].half_width == pytest.approx((0.0686 + 0.204) / 2, abs=0.005)
     assert budgets_of([], {}) == () and budgets_of(seen, {})[0].gain is None
+
+
+@pytest.mark.parametrize(("prompts", "refused"), [(None, False), (["a {}"], True)])
+def test_a_mean_of_weights_has_no_site_file_and_mixup_is_none(prompts, refused):
+    """Both have an `alpha`."""
+    parts = {"adapted": None, "members": [], "wise_ft": None, "prompts": prompts}
+    config = SimpleNamespace(encoder=SimpleNamespace(trained=False), method={"hparams": {"alpha": 0.2}}, **parts)
+    assert bool(without_site(config)) == refused

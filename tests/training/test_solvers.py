@@ -93,9 +93,14 @@ def test_other_ways_to_the_same_optimum(monkeypatch: pytest.MonkeyPatch) -> None
     assert_near(tuple(LinearProbe(setup, strengths=STRENGTHS, tolerance=1e-6).solve(z, batch)), tolerance=1e-3)
 
 
-def test_weights_are_bit_equal_on_one_thread_and_on_two(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("center", ["zero", "zero_shot"])
+def test_weights_are_bit_equal_on_one_thread_and_on_two(
+    center: linear_probe.Center, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two read blocks of images side by side, while torch and the BLAS of SciPy keep to one each."""
     setup, z, batch = problem()
+    from_text = center == "zero_shot"
+    setup = dataclasses.replace(setup, text_weight=torch.eye(CLASSES, WIDTH) if from_text else None)
     monkeypatch.setattr(linear_probe, "BLOCK_BYTES", 8 * WIDTH * 50)
     seen, logits, value = set[tuple[bool, int]](), linear_probe._Images.logits, linear_probe._Problem.value_and_gradient
 
@@ -112,12 +117,12 @@ def test_weights_are_bit_equal_on_one_thread_and_on_two(monkeypatch: pytest.Monk
     heads = list[list[Tensor]]()
     for threads in (1, 2):
         seen.clear()
-        solver = LinearProbe(setup, strengths=STRENGTHS)
+        solver = LinearProbe(setup, center=center, strengths=STRENGTHS)
         solver.threads = threads
         with threadpool_limits(2, "blas"):
             heads.append([tensor for candidate in solver.solve(z, batch) for tensor in candidate.head.values()])
         assert seen == {(threads == 1, 1)}
-    assert all(map(torch.equal, *heads)) and len(heads[0]) == 2 * len(STRENGTHS)
+    assert all(map(torch.equal, *heads)) and len(heads[0]) == 2 * (len(STRENGTHS) + from_text)
 
 
 def test_the_optimum_is_scikit_learns() -> None:

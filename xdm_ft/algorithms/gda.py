@@ -76,11 +76,13 @@ def discriminant(z: Tensor, w: Tensor, y: Tensor, num_classes: int) -> tuple[Ten
 
     `w` float64 [N], sum 1; `y` int64 [N].
     """
-    (n, width), mass = z.shape, torch.zeros(num_classes, dtype=torch.float64, device=z.device).index_add_(0, y, w)
+    n, width = z.shape
     blocks = list(zip(z.split(ROWS), w.split(ROWS), y.split(ROWS), strict=True))
-    sums = z.new_zeros(num_classes, width, dtype=torch.float64)
+    sums, mass = z.new_zeros(num_classes, width, dtype=torch.float64), w.new_zeros(num_classes)
     for rows, of_rows, classes in blocks:
-        sums += (F.one_hot(classes, num_classes) * of_rows[:, None]).T @ rows.double()
+        members = F.one_hot(classes, num_classes) * of_rows[:, None]  # index_add is not deterministic on GPUs
+        sums += members.T @ rows.double()
+        mass += members.sum(0)
         pulse.beat()
     present = mass > 0
     means = sums / torch.where(present, mass, 1)[:, None]  # [C,K]

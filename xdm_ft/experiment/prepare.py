@@ -106,9 +106,8 @@ def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> tuple
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
     Returns the recipe `with_text` too. `dataset`: needed if the recipe has no images; its features give what stands for
-    an encoder. Raises `UserError` if
-    all methods need class embeddings that their encoders lack, or if one cannot train the part of its encoder that the
-    recipe says: before all else, not after hours.
+    an encoder. Raises `UserError` if all methods need class embeddings that their encoders lack, or if one cannot train
+    the part of its encoder that the recipe says: before all else, not after hours.
     """
     if not recipe.has_images:
         assert isinstance(dataset, FeatureTable), "the data have the features"

@@ -208,7 +208,9 @@ def without_site(config: ModelConfig) -> str | None:
         return "its encoder was trained, and only models whose encoder is frozen can"
     if config.members:
         return "it is an ensemble; export one model"
-    if config.wise_ft is not None or "alpha" in config.method.get("hparams", {}):
+    # Mixup has a setting of that name
+    interpolated = config.prompts is not None and "alpha" in config.method.get("hparams", {})
+    if config.wise_ft is not None or interpolated:
         return "it is a mean of weights (WiSE-FT); export a model without it"
     return None
 

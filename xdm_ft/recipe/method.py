@@ -111,7 +111,7 @@ class MethodItem:
     encoder: Component
     encoder_label: str | None = None  # None: the recipe has one encoder
     skipped: str | None = None  # why its encoder cannot serve it; its models become skipped rows
-    has_text: bool = False  # whether its encoder has class embeddings; known once it is built
+    has_text: bool = False  # of a solver that takes them: its encoder has class embeddings; known once it is built
 
     @property
     def own_label(self) -> str:
@@ -136,8 +136,7 @@ class MethodItem:
     @property
     def reads_text(self) -> bool:
         """Whether its head is, or is initialised with, the class embeddings."""
-        takes_text = self.has_text and self.is_solver and self.algorithm.cls.takes_text
-        return takes_text or self.algorithm.cls.needs_text or "zero_shot" in (self.head_init, self.center)
+        return self.has_text or self.algorithm.cls.needs_text or "zero_shot" in (self.head_init, self.center)
 
     @property
     def center(self) -> str | None:
@@ -149,10 +148,9 @@ class MethodItem:
 
         `has_text`: the encoder has class embeddings.
         """
-        item = replace(self, has_text=has_text)
-        if self.center is not None or "center" not in self.algorithm.keys:
-            return item
-        return change_item(item, {"center": "zero_shot" if has_text else "zero"})
+        if self.center is None and "center" in self.algorithm.keys:
+            return change_item(self, {"center": "zero_shot" if has_text else "zero"})
+        return replace(self, has_text=has_text) if self.is_solver and self.algorithm.cls.takes_text else self
 
     @property
     def reads_normalized(self) -> bool:
