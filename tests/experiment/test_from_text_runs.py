@@ -55,15 +55,19 @@ def test_the_encoder_decides_where_the_recipe_does_not():
             UserError, match=r"methods(\.0\.center)?: text:? (with center: zero_shot needs|class embeddings are)"
         ):
             build_encoders(recipe("methods=[{name: linear_probe, center: zero_shot, label: text}]", override))
+    # prompts that nothing reads: around zero, and where no encoder has a text side
+    probe = "methods=[{name: linear_probe, prompts: 'a {}'}]"
+    assert build_encoders(recipe(probe))[0].methods[0].reads_text
+    for overrides in ([probe, "linear_probe.center=zero"], [probe, f"encoder={TIMM}"]):
+        with pytest.raises(UserError, match=r"methods\.0\.prompts: linear_probe uses no class embeddings; leave"):
+            recipe(*overrides)
     with pytest.raises(UserError, match=r"methods\.0\.center"):
         recipe("methods=[{name: erm, center: zero}]")
 
 
 def test_under_several_encoders_each_decides():
-    Path("two.yaml").write_text(RECIPE.replace("encoder: {", "encoders:\n  - {label: clip, ") + f"  - {TIMM}\n")
-    text = Path("two.yaml").read_text().replace(f"  - {TIMM}\n", "")
-    text = text.replace("features: {", f"  - {TIMM}\nfeatures: {{")
-    Path("two.yaml").write_text(text)
+    two = RECIPE.replace("encoder: {", "encoders:\n  - {label: clip, ")
+    Path("two.yaml").write_text(two.replace("features: {", f"  - {TIMM}\nfeatures: {{"))
     made, _ = build_encoders(load("two.yaml", ["methods=[linear_probe, zero_shot]"]))
     assert {item.label: item.center for item in made.methods} == {
         "linear_probe @ clip": "zero_shot", "zero_shot @ clip": None, "linear_probe @ test_vit": "zero",

@@ -43,32 +43,20 @@ class GDA(Solver):
         self.candidates = 1 if setup.text_weight is None else 1 + len(ALPHAS)
 
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
-        weight, bias = discriminant(z, *self._factors(z, batch), self.setup.task.num_classes)
+        task, text, y = self.setup.task, self.setup.text_weight, batch.y.to(z.device)
+        w = normalised_sample_weight(batch.domain, task.num_domains, self.setup.loss_average, dtype=torch.float64)
+        weight, bias = discriminant(z, w.to(z.device), y, task.num_classes)
         largest = max(ALPHAS[-1], (len(z) - 1) / z.shape[1])
-        text = self.setup.text_weight
         if text is None:
             scores = (z.double() @ weight.T + bias).float()
-            _, y = self._factors(z, batch)
-            alpha = best_scale(scores, y, self.image_weight(batch).to(z.device), (ALPHAS[0], largest))
-            yield self._candidate(0, alpha, weight, bias)
-            return
-        alphas = (0.0, *ALPHAS, *([largest] if largest > ALPHAS[-1] else []))
+            alphas = [best_scale(scores, y, self.image_weight(batch).to(z.device), (ALPHAS[0], largest))]
+        else:
+            alphas = [0.0, *dict.fromkeys((*ALPHAS, largest))]
+        start = torch.zeros_like(weight) if text is None else text.to(weight)
         self.candidates = len(alphas)
         for index, alpha in enumerate(alphas):
-            yield self._candidate(index, alpha, weight, bias, text.to(weight))
-
-    def _candidate(
-        self, index: int, alpha: float, weight: Tensor, bias: Tensor, text: Tensor | float = 0.0
-    ) -> Candidate:
-        return Candidate.linear(
-            index, (text + alpha * weight).float().cpu(), (alpha * bias).float().cpu(), {"gda_alpha": alpha}
-        )
-
-    def _factors(self, z: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns w, float64 [N], and y, int64 [N]."""
-        task = self.setup.task
-        w = normalised_sample_weight(batch.domain, task.num_domains, self.setup.loss_average, dtype=torch.float64)
-        return w.to(z.device), batch.y.to(z.device)
+            head, offset = (start + alpha * weight).float().cpu(), (alpha * bias).float().cpu()
+            yield Candidate.linear(index, head, offset, {"gda_alpha": alpha})
 
 
 def discriminant(z: Tensor, w: Tensor, y: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:

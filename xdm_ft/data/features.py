@@ -18,7 +18,7 @@ from xdm_ft.image_files.files import beside
 from xdm_ft.image_files.remote import list_files, open_file, state_of
 from xdm_ft.image_files.tables import encode_names, join_tables, name_columns, number_names
 from xdm_ft.images import ImageDataset
-from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 
 if TYPE_CHECKING:
     from pyarrow import Array, ChunkedArray, Table
@@ -39,6 +39,7 @@ class FeatureTable(ImageDataset):
     has_images: ClassVar[bool] = False
     features: np.ndarray  # float32 [N,K]
     class_embeddings: np.ndarray | None = None  # float32 [C,K], L2-normalised
+    text_source: str  # of the class embeddings, for the protocol
     logit_scale: float
 
     def __init__(
@@ -111,8 +112,9 @@ class FeatureTable(ImageDataset):
         row_of = {names[number]: row for row, number in enumerate(number_of.tolist())}
         kept = embeddings[[row_of[name] for name in self.class_names]].astype(np.float64)
         self.class_embeddings = (kept / np.linalg.norm(kept, axis=1, keepdims=True)).astype(np.float32)
-        if others := [name for name in names if name not in self.class_names]:
-            self.left_out += (f"{where}: {len(others)} classes that the data lack, {others[0]} the first",)
+        others = len(names) - len(self.class_names)
+        self.text_source = f"class embeddings of {Path(where).name}"
+        self.text_source += f", without {plural(others, 'class')} that the data lack" if others else ""
 
     def _refuse_repeated(self, names: tuple[str, ...], number_of: np.ndarray) -> None:
         counts = np.bincount(number_of, minlength=len(names))

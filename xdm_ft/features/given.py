@@ -51,6 +51,7 @@ class GivenText(GivenFeatures, TextEncoder):
         super().__init__(dataset)
         assert dataset.class_embeddings is not None
         self.logit_scale = dataset.logit_scale
+        self.pretraining += f"; {dataset.text_source}"
         self.embeddings: Tensor
         self.register_buffer("embeddings", torch.from_numpy(dataset.class_embeddings))
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
+from xdm_ft.encoders import TextEncoder
 from xdm_ft.model_sources.prompts import Prompts
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import Component
@@ -139,6 +140,13 @@ class MethodItem:
         return self.has_text or self.algorithm.cls.needs_text or "zero_shot" in (self.head_init, self.center)
 
     @property
+    def may_read_text(self) -> bool:
+        """Whether it reads class embeddings, or will if its encoder has some."""
+        is_open = self.center is None and "center" in self.algorithm.keys
+        takes_text = is_open or (self.is_solver and self.algorithm.cls.takes_text)
+        return self.reads_text or (takes_text and issubclass(self.encoder.cls, TextEncoder))
+
+    @property
     def center(self) -> str | None:
         """Where a solver's penalty pulls to; None: to be decided when the encoder is built, or no such method."""
         return getattr(self.block, "center", None)
@@ -212,7 +220,8 @@ class MethodItem:
                 yield ("head",), f"{self.head.name} cannot be combined with head_init: zero_shot: {head.text_reason}"
             elif not normalized and not head.normalizes:
                 name = self.label if needs_text else "zero_shot"
-                remedy = "set encoder.normalize: true, or normalize: true for this method"
+                remedy = "set normalize: true for this method"
+                remedy += ", or encoder.normalize: true" if hasattr(self.encoder.block, "normalize") else ""
                 yield (), f"{name} starts from class embeddings, which need L2-normalised features; {remedy}"
         if self.is_solver and self.head.name != self.algorithm.cls.head_kind:
             yield ("head",), f"{self.label} computes a {self.algorithm.cls.head_kind} head directly; leave head out"
@@ -221,10 +230,6 @@ class MethodItem:
                 ("head",),
                 f"{self.head.name} is computed by a solver, no gradient trains it; use linear, cosine or mlp",
             )
-        # an encoder that is not built yet may decide
-        is_open = (self.is_solver and self.algorithm.cls.takes_text) or "center" in self.algorithm.keys
-        if self.block.prompts is not None and not self.reads_text and not is_open:
-            yield ("prompts",), f"{self.label} uses no class embeddings; leave it out, or set head_init: zero_shot"
 
 
 def unfreeze_problem(unfreeze_at: int, steps: int) -> str:
