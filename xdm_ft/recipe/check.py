@@ -587,7 +587,8 @@ def _check_entry(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
         faults.add((*key, "trainable"), problem)
     under_each = [other for other in recipe.methods if other.index == item.index]
     if item.block.prompts is not None and not any(other.may_read_text for other in under_each):
-        problem = f"{item.label} uses no class embeddings; leave it out, or set head_init: zero_shot"
+        problem = f"{item.label} uses no class embeddings; leave it out"
+        problem += "" if item.is_solver else ", or set head_init: zero_shot"
         faults.add((*key, "prompts"), problem, "encoder.name")
     if item.block.encoder_lr is not None and all(other.trainable is False for other in under_each):
         problem = f"{item.label} trains no encoder; leave it out, or set it for a row with trainable, by its label"
