@@ -227,7 +227,7 @@ def test_methods_that_need_text_are_skipped_without_it():
         f"methods: zero_shot is skipped ({NO_TEXT}) → remove these methods from the recipe, or use an encoder with a "
         "text side",
         f"methods: erm, rsc are skipped (with head_init: zero_shot {NO_TEXT}) → remove these methods from the recipe, "
-        "or set head_init: random",
+        "or leave head_init out",
     ]
 
 

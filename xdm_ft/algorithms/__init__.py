@@ -11,9 +11,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, final
+from typing import Annotated, Literal, NamedTuple, final
 
 import torch
+import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor, nn
 
 from xdm_ft.core import Batch, InputPartners, Losses, Samples, Task
@@ -25,6 +27,14 @@ from xdm_ft.runtime.settings import SearchRanges
 
 LossAverage = Literal["domain", "sample"]
 HeadInit = Literal["random", "zero_shot"]
+Pick = Annotated[
+    Literal["protocol", "cross_domain"],
+    Field(
+        description="what picks a point of its path: protocol: the selection rule's images; cross_domain: the training "
+        "domains, each left out once (needs two)"
+    ),
+]
+"""The keyword `pick` of solvers that offer several candidates."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,7 @@ class Setup:
     head_init: HeadInit = "random"
     text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None: no text side
     class_weight: Tensor | None = None  # float32 [C]: factor of the class losses; None: 1 for every class
+    anchor: Tensor | None = None  # float32 [C]: a_c of `Algorithm.pull`; None: nothing pulls the head back
     head: Callable[[int, int, int, int], Head] = Linear  # (width, outputs, seed, stream) → the class head
 
 
@@ -83,6 +94,14 @@ def _members(domain: Tensor, num_domains: int, weight: Tensor | None, dtype: tor
     """Returns [B,D]: a sample's weight (default 1) in the column of its domain, 0 elsewhere."""
     members = (domain[:, None] == torch.arange(num_domains, device=domain.device)).to(dtype)
     return members if weight is None else members * weight[:, None]
+
+
+def text_confidence(probability: Tensor, y: Tensor, num_classes: int) -> Tensor:
+    """Returns CLAP's a_c, float32 [C]: the mean of the zero-shot `probability` [n] of their own class over a class's
+    images; 0 for a class without images. `y` int64 [n].
+    """
+    members = F.one_hot(y, num_classes).T.double()  # index_add is not deterministic on GPUs
+    return (members @ probability.double() / members.sum(1).clamp(min=1)).float()
 
 
 class Method(nn.Module, ABC):
@@ -166,6 +185,16 @@ class Algorithm(Method):
         self.register_buffer("seed", torch.tensor(setup.seed, dtype=torch.int64))
         self.class_weight: Tensor | None
         self.register_buffer("class_weight", setup.class_weight)
+        self.is_anchored = setup.anchor is not None
+        if setup.anchor is not None:
+            start = {name: getattr(self.head, name).detach().clone() for name in self.head.per_class}
+            square = start[self.head.per_class[0]].square().sum(1)  # ‖w_c⁰‖², [C]
+            # a random row's own length means nothing
+            square = square.mean() if setup.head_init == "random" else square
+            # not in the state dict, as the settings determine them
+            self.register_buffer("anchor", setup.anchor / square / len(setup.anchor), persistent=False)
+            for name, value in start.items():
+                self.register_buffer(f"start_{name}", value, persistent=False)
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
@@ -198,16 +227,30 @@ class Algorithm(Method):
         phase: str | None = None,
     ) -> Losses:
         """Calls `loss_at_perturbed` if the first pass has made draws, else the function of the phase, in float32 or
-        better.
+        better, and adds `pull` to the total, outside all weights of domains and samples.
 
         Engines call this. `phase`: that of `step`, if `step` is a tensor.
         """
         with torch.autocast(z.device.type, enabled=False):
             z = z if z.dtype == torch.float64 else z.float()
+            losses: Losses
             if first_pass_draws:
-                return self.loss_at_perturbed(z, batch, step, first_pass_draws)
-            losses: Losses = getattr(self, phase or self.phase(int(step)))(z, batch, step)
-            return losses
+                losses = self.loss_at_perturbed(z, batch, step, first_pass_draws)
+            else:
+                losses = getattr(self, phase or self.phase(int(step)))(z, batch, step)
+            return losses._replace(total=losses.total + self.pull()) if self.is_anchored else losses
+
+    def pull(self) -> Tensor:
+        """Returns mean_c a_c (‖w_c − w_c⁰‖² + (b_c − b_c⁰)²) / ‖w_c⁰‖², the head's way from its start w⁰, b⁰.
+
+        The division gives all heads one unit: a linear head holds s·t, a cosine head t alone, and no b. For a random
+        start the divisor is the mean of ‖w_c⁰‖². With a_c of `text_confidence` it is CLAP (Silva-Rodríguez et al. 2024,
+        A Closer Look at the Few-Shot Adaptation of Large Vision-Language Models), whose code pulls to class embeddings
+        that are not normalised.
+        """
+        moved = [(getattr(self.head, name) - getattr(self, f"start_{name}")).square() for name in self.head.per_class]
+        total: Tensor = self.anchor @ sum(square.flatten(1).sum(1) for square in (m[:, None] for m in moved))
+        return total
 
     def on_inputs(self, batch: Batch, step: int | Tensor) -> Batch:
         """Returns the batch to train on at `step`: it may replace images or cached features, and set soft `targets`.
@@ -328,9 +371,9 @@ class Solver(Method):
     class_means: bool = False  # whether its head holds means over the training images of a class
     threads: int = 1  # that `solve` may use on a CPU, each torch operation on one; results do not depend on it
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, pick: Pick = "protocol") -> None:
         super().__init__(setup)
-        self.setup = setup
+        self.setup, self.pick = setup, pick
 
     def image_weight(self, batch: Batch) -> Tensor:
         """Returns each image's factor in a mean over all, float64 [n], by `loss_average` and `class_weights`."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Candidate, Setup, Solver
+from xdm_ft.algorithms import Candidate, Pick, Setup, Solver
 from xdm_ft.core import Batch
 from xdm_ft.runtime.settings import OneOrMany
 
@@ -33,6 +33,7 @@ class KNN(Solver):
     """
 
     source = "Wu et al. 2018, section 3.4; as in DINO (Caron et al. 2021), evaluation with a k-NN classifier"
+    two_domains_if = {"pick": "cross_domain"}
     head_kind = "neighbours"
 
     def __init__(
@@ -49,8 +50,9 @@ class KNN(Solver):
             OneOrMany,
             Field(min_length=1, description="T to try: a neighbour's vote is exp(cosine / T)"),
         ] = (0.03, 0.07, 0.2),
+        pick: Pick = "protocol",
     ) -> None:
-        super().__init__(setup)
+        super().__init__(setup, pick)
         self.pairs = list(product(sorted(neighbours, reverse=True), sorted(temperatures, reverse=True)))
         self.candidates = len(self.pairs)
 

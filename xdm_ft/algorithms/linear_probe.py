@@ -16,7 +16,7 @@ from pydantic import Field
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from xdm_ft.algorithms import Candidate, Setup, Solver
+from xdm_ft.algorithms import Candidate, Pick, Setup, Solver
 from xdm_ft.core import Batch
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.settings import OneOrMany
@@ -53,6 +53,7 @@ class LinearProbe(Solver):
     (`_Problem`). Each solution starts on the line through the two before it. The optimum does not depend on the start.
     """
 
+    two_domains_if = {"pick": "cross_domain"}
     inverses = 10  # one for each of the default strengths
     keeps_curve = True
     source = "multinomial logistic regression by L-BFGS, as CLIP's linear probe (Radford et al. 2021, appendix A.3)"
@@ -85,8 +86,9 @@ class LinearProbe(Solver):
                 "iterations, 1e-6 4 ×",
             ),
         ] = 1e-4,
+        pick: Pick = "protocol",
     ) -> None:
-        super().__init__(setup)
+        super().__init__(setup, pick)
         self.from_text = center == "zero_shot"
         self.strengths = tuple(sorted(strengths or STRENGTHS[center or "zero"], reverse=True))
         self.tolerance, self.candidates = tolerance, len(self.strengths) + self.from_text

@@ -13,7 +13,7 @@ from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.cut.cut import describe_chain
 from xdm_ft.data.features import FeatureTable
-from xdm_ft.encoders import TextEncoder
+from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.data_checks import check_data, log_left_out
 from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
 from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
@@ -57,7 +57,7 @@ def validate(recipe: Recipe) -> CommandResult:
     dataset = read_data(recipe)
     log_left_out(dataset)
     plan = make_plan(recipe, dataset)
-    fault, time, power = None, None, list[str]()
+    fault, time, power, encoders = None, None, list[str](), dict[str | None, Encoder]()
     prompts: list[str] | None = None  # exactly as the text encoder reads them; None: it has no text encoder
     method_prompts: dict[str, list[str]] = {}  # of the first class, which stands for all: there are up to 80
     cuts: list[CutCost] = []
@@ -125,6 +125,9 @@ def validate(recipe: Recipe) -> CommandResult:
         text_scores = zero_shot_accuracies(dataset)
         parts["zero-shot accuracy by data.class_embeddings"] = [f"{name}: {of:.1%}" for name, of in text_scores.items()]
     document["zero_shot"] = text_scores
+    runnable = () if fault else recipe.runnable_methods
+    starts = [item.start_words(encoders[item.encoder_label].normalize) for item in runnable]
+    parts["how heads start"] = document["starts"] = starts
     parts["prompts, exactly as the text encoder reads them"] = prompts or ()
     parts |= {f"prompts of {name}, shown for the first class": lines for name, lines in method_prompts.items()}
     parts["site × class"] = site_class_of(dataset).sentences

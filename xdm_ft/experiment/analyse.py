@@ -230,7 +230,7 @@ def read_model(context: RunContext, planned: PlannedModel, record: Record) -> Tr
         return TrainedModel(record, method.eval(), lambda rows: features[rows.to(features.device)].cpu(), None, batch)
     assert isinstance(method, Algorithm)
     # a copy: the weights of the next model are loaded into the same prepared encoder
-    model = EndToEnd(copy.deepcopy(inputs.encoder), method, "frozen")
+    model = EndToEnd(copy.deepcopy(inputs.encoder), method, "frozen", normalized=job.normalized)
     model.load_weights(state)
     # a copy, as `model.to` below moves the method too, and features are kept on the CPU
     head, preprocessing = copy.deepcopy(method).cpu().eval(), inputs.encoder.preprocessing

@@ -192,7 +192,7 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
     for reason, items in plan.skipped.items():
         first, remedy = next(iter(items.values())), "add a domain"
         if first.skipped is not None:
-            leaves = "set center: zero" if first.center else "set head_init: random"
+            leaves = "set center: zero" if first.start_key == "center" else f"leave {first.start_key} out"
             remedy = "use an encoder with a text side" if first.algorithm.cls.needs_text else leaves
         skipped = f"{', '.join(items)} {'is' if len(items) == 1 else 'are'} skipped ({reason})"
         yield Finding("methods", skipped, f"remove these methods from the recipe, or {remedy}")

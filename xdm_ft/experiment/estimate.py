@@ -368,7 +368,8 @@ def pieces_seconds(
     features = _MadeUp([x], device=device)
     features.views = plan.recipe.features.views
     texts = {item.block.prompts: torch.randn(shape)} if item.reads_text else {}
-    made_up = PreparedEncoder(encoder, "", features, texts, activations={})
+    likely = {item.block.prompts: torch.rand(len(plan.dataset))} if item.block.anchor == "clap" else {}
+    made_up = PreparedEncoder(encoder, "", features, texts, activations={}, own_probability=likely)
     prepared = Prepared({item.encoder_label: made_up}, unreadable={}, content="")
     evaluation = models[0].split.evaluation  # rules that have no images, as in a final fit, read nothing
     unread = {rule: dict[int, float]() for rule in plan.rules if not len(evaluation.get(split_of(rule), ()))}

@@ -24,7 +24,7 @@ from xdm_ft.images.facts import automatic
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import LEFT_OUT, Split, all_domains, also_measuring, rules_of, splits, without
 from xdm_ft.recipe.method import MethodItem, draw_item, draw_training, unfreeze_problem
-from xdm_ft.recipe.search import Distribution
+from xdm_ft.recipe.search import TRAINING_KEYS, Distribution
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.storage import digest
@@ -264,7 +264,7 @@ def find_searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distr
         if key == "encoder_lr" and item.block.encoder_lr is not None:
             continue
         # drawn_item returns the item itself if the key is not one of its settings; the value does not matter
-        if "." not in key or draw_item(item, {key: distribution.at(0.5)}) is not item:
+        if key in TRAINING_KEYS or draw_item(item, {key: distribution.at(0.5)}) is not item:
             yield key, distribution
 
 
@@ -403,10 +403,12 @@ def hparams(item: MethodItem, training: Training) -> dict[str, Any]:
         of_method["head"] = item.head.name
     if item.block.prompts is not None:
         of_method["prompts"] = list(item.block.prompts)
-    if item.block.normalize:
-        of_method["normalize"] = True
+    if item.block.normalize or item.block.start:
+        of_method["normalize"] = item.reads_normalized
     if item.is_solver:
         return of_method
+    if item.takes_anchor:
+        of_method["anchor"] = item.block.anchor
     common = {"lr": training.lr, "weight_decay": training.weight_decay, "batch_size": training.batch_size}
     if training.optimizer == "sgd":
         common["momentum"] = training.momentum

@@ -6,15 +6,15 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms import Setup, text_confidence
 from xdm_ft.core import Task
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.cut.cut import Below, Cut, require_blocks
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("xdm_ft")
+ROWS = 1 << 14  # images whose zero-shot probabilities are computed together
 MAX_SHARE = 0.5  # of the free disk that `features.cut: auto` takes, for all cuts of an encoder together
 
 
@@ -62,6 +63,8 @@ class PreparedEncoder:
     """{prompts of a method: class embeddings × logit scale, float32 [C,K]}; the key None: the encoder's prompts."""
     activations: dict[Trainable, Features | None]
     """{what trains above a cut: cached activations below it}; None: they are computed at every step."""
+    own_probability: dict[tuple[str, ...] | None, Tensor] = field(default_factory=dict)
+    """{prompts: zero-shot probability of every image's own class, float32 [N]}, of methods with `anchor: clap`."""
 
     def features_of(self, job: Job) -> Features:
         """Returns the features as a model on cached features reads them."""
@@ -275,10 +278,26 @@ def prepare(
             assert isinstance(encoder, TextEncoder), "checked with the recipe"
             texts[prompts] = encoder.logit_scale * encoder.text_embeddings(dataset.class_names, prompts)
         weights = weights_digest(encoder) if recipe.has_images or texts else ""
-        prepared[label] = PreparedEncoder(encoder, weights, features, texts, activations)
+        confident = dict.fromkeys(item.block.prompts for item in items if item.block.anchor == "clap")
+        labels = torch.as_tensor(dataset.labels)
+        likely = {prompts: own_probability(features, labels, texts[prompts], unreadable) for prompts in confident}
+        prepared[label] = PreparedEncoder(encoder, weights, features, texts, activations, likely)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     return Prepared(prepared, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))
+
+
+def own_probability(
+    features: Features | None, labels: Tensor, text_weight: Tensor, unreadable: Collection[int]
+) -> Tensor:
+    """Returns the zero-shot probability of every image's own class, float32 [N]; 0 for an image that is not read."""
+    assert features is not None, "`needs_features` counts methods with anchor: clap"
+    unit, probability = features.normalized(), torch.zeros(len(labels))
+    read = torch.tensor([row for row in range(len(labels)) if row not in unreadable])
+    for rows in read.split(ROWS):
+        of_classes = (unit[rows] @ text_weight.to(unit.device).T).softmax(1).cpu()
+        probability[rows] = of_classes.gather(1, labels[rows, None].long())[:, 0]
+    return probability
 
 
 def image_hashes(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator) -> FileHashes:
@@ -411,6 +430,13 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_value
     if recipe.training.class_weights == "balanced":
         labels = plan.annotations.labels[torch.cat(split.train)]
         class_weight = balanced_class_weight(labels, len(plan.dataset.class_names))
+    anchor, classes = None, len(plan.dataset.class_names)
+    if item.block.anchor == "clap":
+        rows = torch.cat(split.train)
+        of_own = inputs.own_probability[item.block.prompts][rows]
+        anchor = text_confidence(of_own, plan.annotations.labels[rows], classes)
+    elif item.block.anchor:
+        anchor = torch.full((classes,), float(item.block.anchor))
     setup = Setup(
         task=Task(plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
         width=inputs.encoder.width,
@@ -421,6 +447,7 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_value
         head_init=item.head_init,
         text_weight=inputs.text_weights[item.block.prompts] if item.reads_text else None,
         class_weight=class_weight,
+        anchor=anchor,
     )
     return Job(
         key=model.key,

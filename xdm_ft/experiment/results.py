@@ -439,7 +439,7 @@ def references(recipe: Recipe) -> dict[str, str]:
     for item in recipe.runnable_methods:
         # a solver is compared with ERM's linear head, whatever its own is
         head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
-        trained = item.trainable, recipe.augmentation_of(item)
+        trained = item.trainable, recipe.augmentation_of(item), item.reads_text
         compared.append(Compared(item.label, item.is_plain_erm, item.encoder_label, head, *trained))
     return erm_of_each(compared)
 

@@ -314,7 +314,7 @@ def _interpolate(
     if description["prompts"] is None or not isinstance(encoder, TextEncoder):
         raise UserError(
             f"{run.path}: {label} did not start from class embeddings, so it has no zero-shot weights to "
-            "interpolate with; train with head_init: zero_shot (and encoder.normalize: true)"
+            "interpolate with; train with start: zero_shot"
         )
     if "alpha" in description["method"]["hparams"]:
         raise UserError(f"{run.path}: {label} is interpolated itself; choose another model")

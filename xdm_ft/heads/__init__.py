@@ -32,6 +32,7 @@ class Head(nn.Module, ABC):
     trained: bool = True  # False: it has no parameters, and a solver computes its buffers; gradients cannot train it
     normalizes: bool = False  # whether it L2-normalises z itself, so that class embeddings fit any features
     training_features: str = ""  # the buffer that holds a feature of every training image; "": none does
+    per_class: tuple[str, ...] = ()  # its parameters with a row per class, which `anchor` pulls back; weights first
     text_reason: str = ""  # one line: why it cannot start from class embeddings; "": it can
     values_per_image: int  # outputs of the largest layer: memory that one image needs while logits are computed
 

@@ -23,6 +23,7 @@ class Cosine(Head):
 
     source = "Radford et al. 2021 (CLIP), section 2.5; as a classifier: Gidaris & Komodakis 2018"
     normalizes = True
+    per_class = ("weight",)
 
     def __init__(
         self,

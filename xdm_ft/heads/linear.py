@@ -15,6 +15,7 @@ class Linear(Head, nn.Linear):
     """logits = W z + b, W [C,K] and b [C]. It has no settings."""
 
     source = "torch.nn.Linear"
+    per_class = ("weight", "bias")
 
     def __init__(self, width: int, outputs: int, seed: int, stream: int) -> None:
         nn.Linear.__init__(self, width, outputs, dtype=torch.float32)

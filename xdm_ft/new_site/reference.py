@@ -470,7 +470,8 @@ def budgets_of(seen: Sequence[_Answers], gains: Mapping[int, float]) -> tuple[Bo
 def _erm(item: MethodItem) -> MethodItem:
     """Returns plain ERM with the encoder and the head of a method."""
     erm = Component("erm", find("algorithms", "erm"), MethodCommon(name="erm"), ())
-    return replace(item, algorithm=erm, sharpness=None, averaging=None)
+    block = item.block.model_copy(update={"anchor": 0.0})
+    return replace(item, algorithm=erm, sharpness=None, averaging=None, block=block)
 
 
 def linear_erm(item: MethodItem) -> MethodItem:

@@ -39,7 +39,7 @@ from xdm_ft.recipe.method import (
     unfreeze_problem,
     with_encoder,
 )
-from xdm_ft.recipe.search import TRAINING_KEYS, Search
+from xdm_ft.recipe.search import METHOD_KEYS, TRAINING_KEYS, Search
 from xdm_ft.recipe.settings import Cluster, DataCommon, Output, Recipe, ReportSettings
 from xdm_ft.recipe.text import KEYS, Faults, Key, RecipeText, join_key, read_recipe, recipe_keys
 from xdm_ft.runtime.errors import UserError, did_you_mean
@@ -288,8 +288,7 @@ def _under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
     item = item.with_text(False)
     if not item.reads_text:
         return item
-    start = "center" if item.center else "head_init"
-    condition = "" if item.algorithm.cls.needs_text else f"with {start}: zero_shot "
+    condition = "" if item.algorithm.cls.needs_text else f"with {item.start_key}: zero_shot "
     return replace(item, skipped=f"{condition}needs an encoder with a text side")
 
 
@@ -351,7 +350,9 @@ def _method(faults: Faults, index: int, value: Any, encoder: Component) -> Metho
     for name, part in prefixed.values():
         model = components.settings_model(part, model, prefix=f"{name}.")
     if cls.needs_text and issubclass(cls, Algorithm):
-        values = {"head_init": "zero_shot", **values}
+        values = {"start": "zero_shot", **values}
+    if values.get("start") == "zero_shot":
+        values = _from_start(faults, key, values, cls)
     block = _block(faults, key, model, values)
     if not isinstance(block, MethodCommon):
         return None
@@ -370,6 +371,18 @@ def _method(faults: Faults, index: int, value: Any, encoder: Component) -> Metho
         index=index,
         encoder=encoder,
     )
+
+
+def _from_start(faults: Faults, key: Key, values: dict[str, Any], cls: type[Any]) -> dict[str, Any]:
+    """Returns the values of an item with what `start: zero_shot` stands for, beside normalisation."""
+    implied = "center" if "center" in components.settings_model(cls).model_fields else "head_init"
+    if issubclass(cls, Solver) and implied != "center":
+        faults.add((*key, "start"), f"{values['name']} computes its head, which starts nowhere; leave start out")
+        return values
+    if values.get(implied) not in (None, "zero_shot"):
+        problem = f"{values['name']} starts from the class embeddings (start: zero_shot); leave {implied} out"
+        faults.add((*key, implied), problem)
+    return {**values, implied: "zero_shot"}
 
 
 def _check_together(faults: Faults, recipe: Recipe) -> None:
@@ -510,7 +523,9 @@ def _check_views(faults: Faults, recipe: Recipe) -> None:
 def _check_space(faults: Faults, recipe: Recipe) -> None:
     """Adds the keys of the search space that no method of the recipe has, or that have no effect on any."""
     parts = {part.name: part for item in recipe.methods for part in item.parts}
-    searchable = [*TRAINING_KEYS, *(f"{name}.{key}" for name, part in parts.items() for key in part.keys)]
+    of_parts = (f"{name}.{key}" for name, part in parts.items() for key in part.keys)
+    of_methods = METHOD_KEYS if any(item.takes_anchor for item in recipe.methods) else ()
+    searchable = [*TRAINING_KEYS, *of_methods, *of_parts]
     for name in recipe.search.space:
         key: Key = ("search", "space", name)
         if name not in searchable:
@@ -545,7 +560,7 @@ def _check_draws(faults: Faults, recipe: Recipe) -> None:
             if item in items or item.is_solver:  # items without drawn settings are checked by _check_method
                 continue
             try:
-                reason = _parts_reason(check_algorithm(item, recipe), item, recipe)
+                reason = item.anchor_fault or _parts_reason(check_algorithm(item, recipe), item, recipe)
             except UserError as error:
                 reason = str(error)
             if reason:
@@ -588,7 +603,7 @@ def _check_entry(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
     under_each = [other for other in recipe.methods if other.index == item.index]
     if item.block.prompts is not None and not any(other.may_read_text for other in under_each):
         problem = f"{item.label} uses no class embeddings; leave it out"
-        problem += "" if item.is_solver else ", or set head_init: zero_shot"
+        problem += "" if item.is_solver else ", or set start: zero_shot"
         faults.add((*key, "prompts"), problem, "encoder.name")
     if item.block.encoder_lr is not None and all(other.trainable is False for other in under_each):
         problem = f"{item.label} trains no encoder; leave it out, or set it for a row with trainable, by its label"
@@ -614,8 +629,10 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
                 frozen_or_cut = f"{NO_IMAGES}, and this trains or changes an encoder or images; leave it out"
             fixed_head = not any(p.requires_grad for p in algorithm.parameters())
             no_effect = "its class head is fixed, so no step can train the head alone; leave unfreeze_at out"
+            unmoved = "its class head is fixed, so nothing pulls it back; leave anchor out"
             reasons: dict[tuple[Key | str, ...], str] = {
                 ("encoder.trainable",): frozen_or_cut,
+                (): unmoved if fixed_head and item.block.anchor else "",
                 ("encoder.unfreeze_at",): no_effect if fixed_head and item.encoder_common.unfreeze_at else "",
                 ("training.sampler",): algorithm.pooled_reason if recipe.training.sampler == "pooled" else "",
                 (key, *WHOLE_BATCH): _parts_reason(algorithm, item, recipe),
@@ -623,9 +640,8 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
             for causes, reason in reasons.items():
                 if reason:
                     faults.add(key, f"{item.label}: {reason}", *causes)
-    if item.block.normalize and item.trainable is not False:
-        problem = "is for cached features, but this method trains its encoder; set encoder.normalize: true"
-        faults.add((*key, "normalize"), problem, "encoder.trainable")
+    if item.anchor_fault:
+        faults.add((*key, "anchor"), item.anchor_fault)
     normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
     only_skipped = all(other.skipped is not None for other in recipe.methods)
     says_more = item.skipped is None or (only_skipped and recipe.has_images)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
@@ -14,7 +15,7 @@ from xdm_ft.encoders import TextEncoder
 from xdm_ft.model_sources.prompts import Prompts
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import Component
-from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of
+from xdm_ft.recipe.search import METHOD_KEYS, TRAINING_KEYS, Value, settings_of
 from xdm_ft.recipe.text import Faults, Key
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block, Name
@@ -27,6 +28,13 @@ def _one_line(text: str) -> str:
     if not text.isprintable():
         raise ValueError("must be one line without control characters")
     return text
+
+
+def _strength(value: object) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "clap" and not (is_number and 0 <= float(value) < math.inf):  # type: ignore[arg-type]
+        raise ValueError("must be a number from 0, or clap")
+    return value
 
 
 Label = Annotated[Name, Field(min_length=1), AfterValidator(_one_line)]
@@ -67,6 +75,16 @@ class MethodCommon(Block):
     )
     label: Label | None = Field(default=None, description="name in results; null: the method's name")
     head: str = Field(default="linear", description="kind of class head, see `xdm-ft ls heads`")
+    start: Literal["zero_shot"] | None = Field(
+        default=None,
+        description="zero_shot: start from the class embeddings, with what belongs together: head_init: zero_shot and "
+        "normalize: true (not with head: cosine), or center: zero_shot; null: as these say",
+    )
+    anchor: Annotated[float | Literal["clap"], BeforeValidator(_strength)] = Field(
+        default=0.0,
+        description="strength of the loss that pulls the class head back to its start; 0: none; clap: each class's is "
+        "the mean zero-shot probability of it on its training images",
+    )
     head_init: HeadInit = Field(
         default="random", description="initial class head: random, or the class embeddings of the text encoder"
     )
@@ -74,7 +92,7 @@ class MethodCommon(Block):
         default=None, description="encoder.prompts of this method alone; null: encoder.prompts"
     )
     normalize: Literal[True] | None = Field(
-        default=None, description="true: L2-normalise the cached features for this method; null: as encoder.normalize"
+        default=None, description="true: L2-normalise what this method's head reads; null: as encoder.normalize"
     )
     trainable: Trainable | None = Field(
         default=None, description="encoder.trainable of this method alone; null: encoder.trainable"
@@ -163,8 +181,40 @@ class MethodItem:
     @property
     def reads_normalized(self) -> bool:
         """Whether it needs L2-normalised features even if `encoder.normalize` is false."""
-        from_text = self.center == "zero_shot"
+        from_text = self.center == "zero_shot" or (self.block.start is not None and not self.head.cls.normalizes)
         return bool(self.block.normalize or from_text or getattr(self.algorithm.cls, "normalized", False))
+
+    @property
+    def takes_anchor(self) -> bool:
+        """Whether `anchor` can pull its head back: gradients train it, and it has weights of each class."""
+        return not self.is_solver and bool(self.head.cls.per_class)
+
+    @property
+    def anchor_fault(self) -> str:
+        """Why its `anchor` cannot be; "" if it can."""
+        if not self.block.anchor:
+            return ""
+        if self.is_solver:
+            return f"{self.label} computes its head, and no step moves it; leave it out"
+        if not self.takes_anchor:
+            return f"the head {self.head.name} has no weights of a class that could be pulled back; leave it out"
+        if self.block.anchor == "clap" and self.head_init == "random":
+            return "clap pulls to the class embeddings; set start: zero_shot, or a number"
+        return ""
+
+    def start_words(self, normalized: bool) -> str:
+        """Returns how its head starts and whether it reads L2-normalised features. `normalized`: its encoder's are."""
+        if self.is_solver:
+            center = f"computed around {'the class embeddings' if self.center == 'zero_shot' else 'zero'}"
+            start = center if self.center else "the class embeddings" if self.is_text else "computed"
+            start += " beside the class embeddings" if self.has_text and not self.center else ""
+        else:
+            start = "starts at the class embeddings" if self.head_init == "zero_shot" else "starts at random"
+            start += f", anchor {self.block.anchor}" if self.block.anchor else ""
+        if self.head.cls.normalizes:
+            return f"{self.label}: {start}, normalises features itself"
+        reads = "normalised features" if normalized or self.reads_normalized else "features as they are"
+        return f"{self.label}: {start}, reads {reads}"
 
     @property
     def adapts_to_sites(self) -> bool:
@@ -174,12 +224,18 @@ class MethodItem:
 
     @property
     def is_plain_erm(self) -> bool:
-        """Whether it is ERM without add-ons, with any kind of class head."""
-        return self.algorithm.name == "erm" and self.sharpness is None and self.averaging is None
+        """Whether it is ERM without add-ons and without an anchor, with any kind of class head."""
+        add_ons = self.sharpness or self.averaging or self.block.anchor
+        return self.algorithm.name == "erm" and not add_ons
 
     @property
     def is_solver(self) -> bool:
         return issubclass(self.algorithm.cls, Solver)
+
+    @property
+    def start_key(self) -> str:
+        """The key of a recipe that says that it starts at, or is computed around, the class embeddings."""
+        return "start" if self.block.start else "center" if self.center else "head_init"
 
     @property
     def is_text(self) -> bool:
@@ -209,19 +265,17 @@ class MethodItem:
         """
         needs_text, head = self.algorithm.cls.needs_text, self.head.cls
         if self.skipped is not None:
-            start = "center" if self.center else "head_init"
-            yield (start,) * (not needs_text), f"{self.label} {self.skipped}; use encoder.name: open_clip"
-        elif self.head_init == "random" and needs_text and not self.is_solver:
-            yield ("head_init",), f"{self.label} starts from the class embeddings; leave head_init out"
+            key = (self.start_key,) * (not needs_text)
+            yield key, f"{self.label} {self.skipped}; use encoder.name: open_clip"
         elif self.head_init == "zero_shot":
             if self.is_solver:
                 yield ("head_init",), f"{self.label} has no initial head; leave head_init out"
             elif head.text_reason:
-                yield ("head",), f"{self.head.name} cannot be combined with head_init: zero_shot: {head.text_reason}"
+                start = f"{self.start_key}: zero_shot"
+                yield ("head",), f"{self.head.name} cannot be combined with {start}: {head.text_reason}"
             elif not normalized and not head.normalizes:
                 name = self.label if needs_text else "zero_shot"
-                remedy = "set normalize: true for this method"
-                remedy += ", or encoder.normalize: true" if hasattr(self.encoder.block, "normalize") else ""
+                remedy = "set start: zero_shot in place of head_init"
                 yield (), f"{name} starts from class embeddings, which need L2-normalised features; {remedy}"
         if self.is_solver and self.head.name != self.algorithm.cls.head_kind:
             yield ("head",), f"{self.label} computes a {self.algorithm.cls.head_kind} head directly; leave head out"
@@ -242,7 +296,7 @@ def draw_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     Values are compared with defaults, instead of looking at which keys were written, because a resolved recipe writes
     all keys and must draw the same. Raises pydantic's `ValidationError` for a value that a part does not accept.
     """
-    changes: dict[str, Value] = {}
+    changes = {key: value for key, value in drawn.items() if key in METHOD_KEYS and item.takes_anchor}
     for part in item.parts:
         of_part = settings_of(drawn, part.name)
         changes |= {f"{part.prefix}{key}": value for key, value in of_part.items() if key in part.keys}

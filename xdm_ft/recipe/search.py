@@ -115,6 +115,9 @@ TRAINING_KEYS = (
 )  # fmt: skip
 """Keys of `training` that a search may vary."""
 
+METHOD_KEYS = ("anchor",)
+"""Keys of every item of `methods` that a search may vary."""
+
 
 class Search(Block):
     """Random search: each method × held-out domain × seed is trained `trials` times; the selection rule picks one."""
@@ -132,8 +135,8 @@ class Search(Block):
     space: dict[str, Distribution] = Field(
         default={},
         description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or "
-        f"{{choice: [values]}}; KEY: {', '.join(TRAINING_KEYS)}. Overrides the preset's range. Settings that "
-        "a method sets itself are not searched",
+        f"{{choice: [values]}}; KEY: {', '.join((*TRAINING_KEYS, *METHOD_KEYS))}. Overrides the preset's range. "
+        "Settings that a method sets itself are not searched",
     )
     sampler: Literal["random", "sobol"] = Field(
         default="random", description="independent draws, or a scrambled Sobol sequence (more even)"

@@ -212,9 +212,9 @@ class Recipe:
         return self.search.for_low_rank() if isinstance(item.trainable, LowRank) else self.search
 
     def needs_features(self, encoder: Component | None = None) -> bool:
-        """Whether a method reads cached features of an encoder (None: of any) before training."""
+        """Whether a method reads features of a frozen encoder (None: of any), in training or before it."""
         wanted = (item for item in self.runnable_methods if encoder is None or item.encoder is encoder)
-        return any(item.trainable is False for item in wanted)
+        return any(item.trainable is False or item.block.anchor == "clap" for item in wanted)
 
     @property
     def runnable_methods(self) -> tuple[MethodItem, ...]:

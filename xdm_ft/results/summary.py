@@ -221,7 +221,9 @@ def _pairs(
 
 
 def _flags(runs: Runs, trials: Sequence[Record]) -> Iterator[str]:
-    """Yields reasons to doubt the picks of a method. `trials`: all of its records."""
+    """Yields what to know of the picks of a method, and reasons to doubt them. `trials`: all of its records."""
+    if any(record.hparams.get("pick") == "cross_domain" for record in runs.records):
+        yield "its point was picked on training domains that it had not seen, each left out once"
     picks = [record.selected[runs.rule] for record in runs.records if runs.rule in record.selected]
     for flag, count in Counter(flag for pick in picks for flag in pick.flags or ()).items():
         yield f"{flag} in {count} of {len(picks)} picks"
@@ -310,6 +312,7 @@ class Compared(NamedTuple):
     head: tuple[Hashable, ...]  # kind of class head, then its settings
     cut: object  # how much of the encoder trains: equal ones are the same cut; False: nothing
     augmentation: str = "none"  # of the images that it trains on
+    from_text: bool = False  # whether its head starts at, or is computed from, class embeddings
 
 
 LINEAR = ("linear",)
@@ -318,20 +321,20 @@ LINEAR = ("linear",)
 def erm_of_each(rows: Sequence[Compared]) -> dict[str, str]:
     """Returns {label of a row: label of the ERM that it is compared with}, all under the same encoder.
 
-    A method is compared with the plain ERM that has its class head at its cut; if there is none, with the first plain
-    ERM of its class head, one of its augmentation before others. ERM itself is compared with the plain ERM that has a
-    linear head on the frozen encoder, which says what more training gains; if there is none, with the first of a linear
-    head. A row is left out if the recipe has no such ERM.
+    Among the plain ERMs of its class head they are those of its cut, of these those of its augmentation, then of its
+    start, then the first; a step that would leave none is skipped. ERM itself is compared with the first plain ERM that
+    has a linear head on the frozen encoder, without augmentation, which says what more training gains; if there is
+    none, with the first of a linear head. A row is left out if the recipe has no such ERM.
     """
     references = {}
     for row in rows:
-        head, cut = (LINEAR, False) if row.is_plain_erm else (row.head, row.cut)
-        erms = [erm for erm in rows if erm.is_plain_erm and (erm.encoder, erm.head) == (row.encoder, head)]
-        same_cut = [erm for erm in erms if erm.cut == cut]
-        alike = [erm for erm in erms if not row.is_plain_erm and erm.augmentation == row.augmentation]
-        best_first = [*same_cut, *alike, *erms]
-        if best_first and best_first[0].label != row.label:
-            references[row.label] = best_first[0].label
+        # of ERM, any start: the first one
+        wanted = row if not row.is_plain_erm else row._replace(head=LINEAR, cut=False, augmentation="none")
+        erms = [erm for erm in rows if erm.is_plain_erm and (erm.encoder, erm.head) == (wanted.encoder, wanted.head)]
+        for name in ("cut", "augmentation") if row.is_plain_erm else ("cut", "augmentation", "from_text"):
+            erms = [erm for erm in erms if getattr(erm, name) == getattr(wanted, name)] or erms
+        if erms and erms[0].label != row.label:
+            references[row.label] = erms[0].label
     return references
 
 

@@ -45,7 +45,7 @@ class SummaryRow:
     failed: int | None = None  # number of failed models
     skipped: int | None = None  # number of skipped models
     reason: str | None = None  # why models failed, were skipped or are missing
-    flags: list[str] | None = None  # reasons to doubt its picks
+    flags: list[str] | None = None  # what to know of its picks, and reasons to doubt them
     augmentation: str = field(kw_only=True)  # of the images that its models train on
     encoder: str = field(kw_only=True)  # its label, else its model
     trainable: bool | dict[str, Any] = field(kw_only=True)  # how much of the encoder trains, as in a recipe

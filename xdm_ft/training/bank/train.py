@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.core import Annotations, Batch, Criteria, Tensors
+from xdm_ft.core import ORACLE, Annotations, Batch, Criteria, Tensors
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.interrupt import deferred, stop_requested
 from xdm_ft.runtime.machine import retain_freed_memory
@@ -274,6 +275,9 @@ def solve(
     if broken:
         why = f"features of {plural(len(broken), 'training image')} hold NaN or ∞; the first is row {broken[0]}"
         return Trained(job, {}, None, time.perf_counter() - started, why)
+    step_of_others = None
+    if solver.pick == "cross_domain" and rows_of:
+        step_of_others = step_across_domains(job, batch, predictor, annotations, criteria.metric, solver.threads)
     for candidate in solver.solve(batch.x, batch):
         state, values = candidate.state, external_values(job, candidate.step)
         measured = dict[str, float]()
@@ -281,6 +285,8 @@ def solve(
             logits = predictor.logits(state, rows)
             measured[name] = images[name].value(logits) if logits.isfinite().all() else math.nan  # nan: never selected
         values |= {rule: measured[split_of(rule)] for rule in rows_of}
+        if step_of_others not in (None, candidate.step):
+            values |= {rule: math.nan for rule in rows_of if rule != ORACLE}
         curve.append(candidate.hparams | {name: v if math.isfinite(v) else None for name, v in measured.items()})
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
         bar.advance()
@@ -289,6 +295,31 @@ def solve(
     if solver.keeps_curve:
         selected = {rule: dataclasses.replace(picked, curve=curve) for rule, picked in selected.items()}
     return Trained(job, selected, None, seconds, failure, selector.course)
+
+
+def step_across_domains(
+    job: Job, batch: Batch, predictor: CachedPredictor, annotations: Annotations, metric: str, threads: int
+) -> int | None:
+    """Returns the candidate with the best mean metric on training domains that it has not seen, the first of equals.
+
+    The solver finds its path anew without each of the domains of `batch`, all training images of the job. Candidates
+    that not every path has are left out. None: none has a value.
+    """
+    values, classes = dict[int, list[float]](), job.setup.task.num_classes
+    for domain in (domains := batch.domain.unique()):
+        left_out = batch.domain == domain
+        images = RuleImages("left_out", batch.row[left_out], annotations, metric, classes)
+        inside = Batch(**{name: value[~left_out.to(value.device)] for name, value in batch.fields().items()})
+        solver = job.new_method()
+        assert isinstance(solver, Solver)
+        solver.threads = threads
+        for candidate in solver.eval().solve(inside.x, inside):
+            logits = predictor.logits(candidate.state, batch.row[left_out])
+            values.setdefault(candidate.step, []).append(images.value(logits) if logits.isfinite().all() else math.nan)
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    means = {step: sign * math.fsum(of) / len(of) for step, of in values.items() if len(of) == len(domains)}
+    defined = {step: mean for step, mean in means.items() if not math.isnan(mean)}
+    return max(defined, key=lambda step: defined[step], default=None)
 
 
 def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -100,13 +101,15 @@ class EndToEnd(nn.Module):
         *,
         seed: int = 0,
         merged: bool = False,
+        normalized: bool = False,
     ) -> None:
         """`encoder` is changed. `seed`: of low-rank updates. `merged`: they are in the plain weights; nothing trains.
+        `normalized`: the head reads L2-normalised features, whatever the encoder's are.
 
         Raises `UserError` if the encoder cannot be cut there, or the algorithm works below the cut.
         """
         super().__init__()
-        self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
+        self.encoder, self.algorithm, self.batch_norm, self.normalized = encoder, algorithm, batch_norm, normalized
         self.cut = cut_of(encoder, trainable) if isinstance(trainable, LastBlocks | LowRank) else None
         self.low_rank = isinstance(trainable, LowRank) and not merged
         if self.cut is not None:
@@ -156,7 +159,7 @@ class EndToEnd(nn.Module):
         if self.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         z: Tensor = self.encoder(x) if self.cut is None else self.cut.above(x)
-        return z
+        return F.normalize(z, dim=-1) if self.normalized else z
 
     def forward(self, batch: Batch, step: int) -> Tensor:
         """Returns features z [B,K] of a part of the step's batch, in float32 or float64."""
