@@ -1,17 +1,30 @@
 """Runs whose solvers begin at the class embeddings: the tiny CLIP of the package on a few digits."""
 
+import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import small_runs
+import torch
 from safetensors.torch import load_file
 
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.gda import GDA
+from xdm_ft.cli.export import export_model
 from xdm_ft.cli.library import run
 from xdm_ft.cli.validate import validate
+from xdm_ft.core import Annotations, Batch, Criteria, ModelKey, Task
+from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders
+from xdm_ft.export.choose import Choice
+from xdm_ft.features.cache import Features
+from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.training import Job, Training
+from xdm_ft.training.bank.train import solve
 
 pytestmark = pytest.mark.usefixtures("in_folder", "few_digits")
 RECIPE = """\
@@ -107,9 +120,9 @@ protocol: {name: leave_one_domain_out, seeds: 2}
 methods:
   - zero_shot
   - linear_probe
-  - {name: wise_ft, normalize: true}
+  - wise_ft
   - gda
-  - {name: erm, head_init: zero_shot, normalize: true, label: from text}
+  - {name: erm, start: zero_shot, anchor: clap, label: from text}
 training: {batch_size: 8, steps: 6}
 report: {page: false}
 """
@@ -150,3 +163,120 @@ def test_given_class_embeddings_serve_as_those_of_an_encoder():
     np.savez("text.npz", features=text + 1, label=np.array(["cat", "dog", "hen"]))
     with pytest.raises(UserError, match="weights"):
         run(load("given.yaml", ["protocol.seeds=3"]))
+
+
+STARTS = (
+    "methods=[zero_shot, wise_ft, {name: erm, start: zero_shot, label: text}, {name: erm, start: zero_shot, anchor: "
+    "clap, label: clap}, {name: erm, start: zero_shot, head: cosine, label: cosine}, {name: linear_probe, start: "
+    "zero_shot}, {name: clipood, trainable: {blocks: 1}}, {name: erm, start: zero_shot, trainable: true, anchor: clap, "
+    "label: all}, erm]"
+)
+STEP = "training={batch_size: 16, steps: 1, lr: 1e-12, encoder_lr: 1e-12}"
+
+
+def test_a_row_says_how_its_head_starts():
+    made = recipe(STARTS)
+    wise_ft, text, _, cosine, probe = made.methods[1:6]
+    assert [item.block.start for item in made.methods[:3]] == [None, "zero_shot", "zero_shot"]
+    assert [item.reads_normalized for item in (wise_ft, text, cosine, probe)] == [True, True, False, True]
+    assert [item.head_init for item in (wise_ft, text, cosine)] == ["zero_shot"] * 3 and probe.center == "zero_shot"
+    assert load_again(made).resolved() == made.resolved()
+    lines = validate(made).document["starts"]
+    assert lines == [
+        "zero_shot: the class embeddings, reads normalised features",
+        "wise_ft: starts at the class embeddings, reads normalised features",
+        "text: starts at the class embeddings, reads normalised features",
+        "clap: starts at the class embeddings, anchor clap, reads normalised features",
+        "cosine: starts at the class embeddings, normalises features itself",
+        "linear_probe: computed around the class embeddings, reads normalised features",
+        "clipood: starts at the class embeddings, reads normalised features",
+        "all: starts at the class embeddings, anchor clap, reads normalised features",
+        "erm: starts at random, reads features as they are",
+    ]
+    others = validate(recipe("methods=[gda, {name: linear_probe, center: zero}, knn]", "encoder.normalize=true"))
+    assert others.document["starts"] == [
+        "gda: computed beside the class embeddings, reads normalised features",
+        "linear_probe: computed around zero, reads normalised features",
+        "knn: computed, normalises features itself",
+    ]
+
+
+def load_again(made):
+    Path("again.yaml").write_text(made.as_yaml())
+    return load("again.yaml", [])
+
+
+@pytest.mark.slow
+def test_every_start_at_the_text_begins_as_zero_shot_and_is_shipped_so():
+    """Steps of 1e-12 leave every head where it starts, whatever trains."""
+    content = small_runs.results_of(recipe(STARTS, STEP, "protocol.seeds=1", "protocol.final_fit=false"))
+    scores = {r["method"]: r["selected"]["train_val"]["metrics"]["test"]["accuracy"] for r in content["runs"]}
+    from_text = {name: scores[name] for name in ("zero_shot", "wise_ft", "text", "clap", "cosine", "clipood", "all")}
+    assert {*from_text.values()} == {scores["zero_shot"]} and scores["erm"] != scores["zero_shot"]
+    hparams = {r["method"]: r["hparams"] for r in content["runs"]}
+    assert [hparams[name]["anchor"] for name in ("text", "clap", "erm")] == [0, "clap", 0]
+    assert hparams["text"]["normalize"] and not hparams["cosine"]["normalize"] and "normalize" not in hparams["erm"]
+    for method in ("all", "clipood"):  # what is shipped reads normalised features too
+        export_model("output/small", method, Choice(method=method, held_out=("ink",), seed=0))
+        assert json.loads(Path(method, "config.json").read_text())["normalize"]
+
+
+@pytest.mark.slow
+def test_a_search_draws_the_anchor_of_the_heads_that_have_one():
+    space = "search={trials: 3, space: {anchor: {choice: [0.5, 2]}}}"
+    made = recipe("methods=[linear_probe, {name: erm, start: zero_shot}, {name: erm, head: mlp, label: mlp}]", space)
+    content = small_runs.results_of(made)
+    of = {m: [r["hparams"].get("anchor") for r in content["runs"] if r["method"] == m] for m in ("erm", "mlp")}
+    assert {*of["erm"]} <= {0, 0.5, 2} and len(of["erm"]) == 6 and of["mlp"] == [None] * 2, "one trial where none draws"
+    assert content["final_fit"]["status"] == "ok"
+
+
+@pytest.mark.slow
+def test_a_path_may_be_picked_on_domains_that_it_has_not_seen():
+    write_given(shift=2.0)
+    methods = "methods=[linear_probe, gda, {name: linear_probe, pick: cross_domain, label: crossed}, {name: gda, pick: cross_domain, label: g}, {name: knn, pick: cross_domain}]"
+    content = small_runs.results_of(load("given.yaml", [methods]))
+    picked = {(r["method"], *r["test_domains"], r["seed"]): r["selected"]["train_val"] for r in content["runs"]}
+    for (method, held, seed), pick in picked.items():
+        if method == "crossed":  # the same road, whatever picks on it
+            assert pick["curve"] == picked["linear_probe", held, seed]["curve"]
+            [point] = [p for i, p in enumerate(pick["curve"]) if i == pick["step"]]
+            assert point["train_val"] == pick["value"]
+    assert any(
+        picked[m, h, s]["step"] != pick["step"]
+        for (m, h, s), pick in {
+            ("linear_probe", *key[1:]): pick for key, pick in picked.items() if key[0] == "crossed"
+        }.items()
+    )
+    notes = {row["method"]: row.get("flags") for row in content["summary"] if row["selection"] == "train_val"}
+    assert any("each left out once" in flag for flag in notes["crossed"] or ()) and not notes["linear_probe"]
+    one = load("given.yaml", [methods, "protocol.together=[[b, c]]", "protocol.test_domains=[b, c]"])
+    assert [m.skipped for m in make_plan(one, read_data(one)).models if m.item.label == "g"][0].startswith("needs 2")
+
+
+def test_the_point_is_that_of_a_loop_over_the_domains():
+    """Every domain left out once, each candidate's accuracy on it, the mean, the first best."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.nn.functional.normalize(torch.randn(90, 6, generator=generator), dim=1)
+    labels, domains = torch.arange(90) % 3, torch.arange(90) // 30
+    text = 10 * torch.nn.functional.normalize(torch.randn(3, 6, generator=generator), dim=1)
+    setup = Setup(Task(tuple("abc"), tuple("xyz")), 6, 0, 0, text_weight=text)
+    pools = tuple((domains == d).nonzero()[:, 0][:25] for d in range(3))
+    validation = torch.cat([(domains == d).nonzero()[:, 0][25:] for d in range(3)])
+    split = Split(("none",), tuple("xyz"), pools, {"train_val": validation}, domain_of=torch.arange(3))
+    job = Job(
+        ModelKey("gda", ("none",), 0, 0), split, setup, partial(GDA, pick="cross_domain"), None, Training(steps=1)
+    )
+    picked = solve(
+        job, Features([features]), Annotations(labels, domains, domains), Criteria(("train_val",), "accuracy")
+    )
+    totals = {}
+    for d in range(3):
+        rows = torch.cat([pools[e] for e in range(3) if e != d])
+        batch = Batch(features[rows], labels[rows], domains[rows], rows, rows)
+        for candidate in GDA(setup).solve(batch.x, batch):
+            logits = features[pools[d]] @ candidate.head["weight"].T + candidate.head["bias"]
+            right = (logits.argmax(1) == labels[pools[d]]).double().mean()
+            totals[candidate.step] = totals.get(candidate.step, 0) + float(right)
+    best = max(totals.values())
+    assert picked.selected["train_val"].step == next(s for s, total in totals.items() if total == pytest.approx(best))

@@ -88,14 +88,15 @@ BANK = {
     "sam, clip": (Training(optimizer="sgd", momentum=0.7, clip_norm=0.5), "sam", None),
     "swad": (Training(optimizer="adamw"), None, ANY_VALLEY),
     "bma": (PLAIN, None, BMA(beta=0.5)),
+    "anchor": (Training(optimizer="sgd"), None, None),
     **{name: (PLAIN, name, None) for name in SHARPNESS if name != "sam"},
 }
 
 
-def bank_job(h: int, name: str, sharpness: str | None, averaging: Averaging | None, head: Any) -> Job:
+def bank_job(h: int, name: str, sharpness: str | None, averaging: Averaging | None, setup: dict[str, Any]) -> Job:
     job = job_of(
         ALGORITHMS[name], held_out=h, seed=h, steps=STEPS, lr=0.01 * (1 + h), weight_decay=0.1 * h,
-        sharpness=SHARPNESS[sharpness](rho=0.05 * (1 + h)) if sharpness else None, setup={"head": head},
+        sharpness=SHARPNESS[sharpness](rho=0.05 * (1 + h)) if sharpness else None, setup=setup,
         **EARLY.get(name, {}),
     )  # fmt: skip
     return dataclasses.replace(job, averaging=BMA(beta=0.5 + 2 * h) if isinstance(averaging, BMA) else averaging)
@@ -118,9 +119,10 @@ def cached_batch(job: Job, training: Training, step: int) -> Batch:
 
 
 def bank_cases() -> list[tuple[str, str, str]]:
-    cases = [(name, variant, "linear") for name, variant in product(CACHED, ("plain", "sam, clip", "swad"))]
-    cases += [("xdomainmix", "bma", "linear")]
-    cases += [("erm", variant, "linear") for variant in BANK if variant not in ("plain", "sam, clip", "swad")]
+    of_all = "plain", "sam, clip", "swad", "anchor"
+    cases = [(name, variant, "linear") for name, variant in product(CACHED, of_all)]
+    cases += [("xdomainmix", "bma", "linear"), ("erm", "anchor", "cosine")]
+    cases += [("erm", variant, "linear") for variant in BANK if variant not in of_all]
     return cases + [(name, "sam, clip", head) for name in ("erm", "xdomainmix") for head in HEADS if head != "linear"]
 
 
@@ -128,7 +130,9 @@ def bank_cases() -> list[tuple[str, str, str]]:
 def test_heads_of_a_bank(name: str, variant: str, head: str) -> None:
     training, sharpness, averaging = BANK[variant]
     training = training.model_copy(update={"batch_size": 8, "evaluate_every": STEPS})
-    jobs = [bank_job(h, name, sharpness, averaging, HEADS[head]) for h in range(3)]
+    anchors = [torch.linspace(0.5, 20, 10) * (h + 1) if variant == "anchor" else None for h in range(3)]
+    setups = [{"head": HEADS[head], "anchor": anchor} for anchor in anchors]
+    jobs = [bank_job(h, name, sharpness, averaging, setup) for h, setup in enumerate(setups)]
     for job, trained in zip(jobs, bank_problems.train(jobs, training), strict=True):
         states = naive(job, training, partial(cached_batch, job, training))
         first = job.make(job.setup).first_selectable_step
@@ -186,6 +190,7 @@ LOOP = {
     "sam, domain head, parts": Case(
         make_job(WithDomainHead, sharpness=SAM(rho=0.1)), {"batch_size": 5, "accumulation": 2, "clip_norm": 0.5}
     ),
+    "anchor, sam, parts": Case(make_job(sharpness=SAM(rho=0.1), anchor=CLASS_WEIGHT), SGD | {"accumulation": 2}),
     "sagm": Case(make_job(sharpness=SHARPNESS["sagm"]()), SGD),
     "class weights": Case(
         make_job(class_weight=CLASS_WEIGHT), SGD | {"sampler": "class_balanced", "batch_size": 8, "accumulation": 3}
@@ -274,6 +279,8 @@ def parts_cases() -> dict[str, Parts]:
         if not cls.pooled_reason:
             cases[f"{name} sam, clip weighted"] = Parts(cls, "pooled", sam, weighted, 0.5)
             cases[f"{name} by sample"] = Parts(cls, "pooled", None, {"loss_average": "sample"})
+        if name in ("erm", "xdomainmix", "groupdro"):
+            cases[f"{name} anchored"] = Parts(cls, "per_domain", sam, {"anchor": torch.linspace(0.5, 2, 10)})
     heads: list[tuple[type[Head], SAM | None]] = [(MLP, SAM(rho=0.1)), (Cosine, None), (Linear, None)]
     for head, sharpness in heads:  # scores of both heads by autograd
         cases[f"xdomainmix {head.__name__}"] = Parts(XDomainMix, "per_domain", sharpness, {"head": head})
