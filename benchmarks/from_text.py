@@ -1,0 +1,123 @@
+"""What the class embeddings are worth as a start: probes, GDA, WiSE-FT and ERM from the text and from zero.
+
+    python benchmarks/from_text.py FOLDER > table.md
+
+FOLDER holds features of a CLIP with the embeddings of its text, which `data.file` and `data.class_embeddings` read:
+`shift_pair.npz` (two domains, each held out once), `caltech_22.npz` (splits train, val and test; 1, 4 or 16 training
+images a class are drawn, ten times), `imagenet_shots.npz` (domains with 1, 2 and 4 images a class; one is for
+training, the others are held out together), and `NAME.text.npz` of each. Runs are made in the working directory by
+`xdm-ft run`; accuracy in %, mean over seeds, or over draws of images, ± its standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+SEEDS = 10
+METHODS = """\
+  - zero_shot
+  - linear_probe
+  - {name: linear_probe, center: zero, label: linear_probe from zero}
+  - wise_ft
+  - gda
+  - {name: erm, start: zero_shot, label: erm from text}
+  - {name: erm, start: zero_shot, head: cosine, label: cosine from text}
+  - {name: erm, start: zero_shot, head: cosine, anchor: 1.0, label: "cosine from text, anchor 1"}
+  - {name: erm, start: zero_shot, head: cosine, anchor: clap, label: "cosine from text, anchor clap"}
+  - erm
+"""
+
+
+def recipe(name: str, text: Path, protocol: str) -> Path:
+    """Writes a recipe about the features NAME.npz of the working directory."""
+    path = Path(f"{name}.yaml")
+    path.write_text(
+        f"name: {name}\ndata: {{name: features, file: {name}.npz, class_embeddings: {text}}}\nprotocol: {protocol}\n"
+        f"methods:\n{METHODS}training: {{batch_size: 32, sampler: per_domain, steps: 500, optimizer: adam, lr: 1.0e-3}}\n"
+        "report: {page: false}\n"
+    )
+    return path
+
+
+def accuracies(path: Path) -> dict[str, Mapping[str, float | None]]:
+    """Runs a recipe and returns {method: its row of the summary}."""
+    subprocess.run([sys.executable, "-m", "xdm_ft", "run", str(path), "--quiet"], check=True)
+    results = json.loads(Path("output", path.stem, "results.json").read_text())
+    return {row["method"]: row for row in results["summary"] if row["selection"] == "train_val"}
+
+
+def of_seeds(found: Mapping[str, Mapping[str, float | None]]) -> dict[str, str]:
+    return {method: shown(row["mean"], row["stderr"]) for method, row in found.items()}
+
+
+def shown(mean: float | None, error: float | None) -> str:
+    if mean is None:
+        return "–"
+    return f"{100 * mean:.1f}" + (f" ± {100 * error:.1f}" if error is not None and error > 0 else "")
+
+
+def pair(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields a column for each of the two domains."""
+    link("pair", folder / "shift_pair.npz")
+    protocol = f"{{name: leave_one_domain_out, seeds: {SEEDS}}}"
+    found = accuracies(recipe("pair", folder / "shift_pair.text.npz", protocol))
+    for domain in ("caltech101", "imagenet"):
+        values = {method: row["per_test_domain"][domain] for method, row in found.items()}  # type: ignore[index]
+        columns = {m: shown(v["mean"], v["std"] and v["std"] / math.sqrt(SEEDS)) for m, v in values.items()}
+        yield f"{domain} held out", columns
+
+
+def few_images(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields a column for each number of training images a class; each draw is a run of one seed."""
+    every, text = np.load(folder / "caltech_22.npz"), folder / "caltech_22.text.npz"
+    for images in (1, 4, 16):
+        draws = list[dict[str, Mapping[str, float | None]]]()
+        for draw in range(SEEDS):
+            rng, kept = np.random.default_rng(draw), every["split"] != "train"
+            for name in np.unique(every["label"]):
+                rows = np.flatnonzero((every["label"] == name) & (every["split"] == "train"))
+                kept[rng.choice(rows, min(images, len(rows)), replace=False)] = True
+            name = f"caltech-{images}-{draw}"
+            np.savez(f"{name}.npz", **{key: every[key][kept] for key in every})
+            draws.append(accuracies(recipe(name, text, f"{{name: official, seeds: [{draw}]}}")))
+        columns = dict[str, str]()
+        for method in draws[0]:
+            values = np.array([of[method]["mean"] for of in draws], float)
+            columns[method] = shown(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))))
+        yield f"Caltech101, {images} a class", columns
+
+
+def shots(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields a column for each of the domains as training domain."""
+    domains, text = ("draw_1", "draw_2", "draw_4"), folder / "imagenet_shots.text.npz"
+    for domain in domains:
+        others = [other for other in domains if other != domain]
+        name, listed = f"imagenet-{domain}", f"[{', '.join(others)}]"
+        link(name, folder / "imagenet_shots.npz")
+        protocol = f"{{name: leave_one_domain_out, test_domains: {listed}, together: [{listed}], seeds: {SEEDS}}}"
+        yield f"ImageNet, {domain[-1]} a class", of_seeds(accuracies(recipe(name, text, protocol)))
+
+
+def link(name: str, source: Path) -> None:
+    Path(f"{name}.npz").unlink(missing_ok=True)
+    Path(f"{name}.npz").symlink_to(source)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]).resolve()
+    columns = [*pair(folder), *few_images(folder), *shots(folder)]
+    print("| method |", " | ".join(heading for heading, _ in columns), "|")
+    print("|---" + "|---:" * len(columns) + "|")
+    for method in columns[0][1]:
+        print(f"| {method} |", " | ".join(values[method] for _, values in columns), "|")
+
+
+if __name__ == "__main__":
+    main()
