@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.gda import GDA
+from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.library import run
 from xdm_ft.cli.validate import validate
@@ -234,7 +235,8 @@ def test_a_search_draws_the_anchor_of_the_heads_that_have_one():
 @pytest.mark.slow
 def test_a_path_may_be_picked_on_domains_that_it_has_not_seen():
     write_given(shift=2.0)
-    methods = "methods=[linear_probe, gda, {name: linear_probe, pick: cross_domain, label: crossed}, {name: gda, pick: cross_domain, label: g}, {name: knn, pick: cross_domain}]"
+    crossed = ("linear_probe, label: crossed", "gda, label: g", "knn")
+    methods = f"methods=[linear_probe, gda, {', '.join(f'{{name: {name}, pick: cross_domain}}' for name in crossed)}]"
     content = small_runs.results_of(load("given.yaml", [methods]))
     picked = {(r["method"], *r["test_domains"], r["seed"]): r["selected"]["train_val"] for r in content["runs"]}
     for (method, held, seed), pick in picked.items():
@@ -251,7 +253,8 @@ def test_a_path_may_be_picked_on_domains_that_it_has_not_seen():
     notes = {row["method"]: row.get("flags") for row in content["summary"] if row["selection"] == "train_val"}
     assert any("each left out once" in flag for flag in notes["crossed"] or ()) and not notes["linear_probe"]
     one = load("given.yaml", [methods, "protocol.together=[[b, c]]", "protocol.test_domains=[b, c]"])
-    assert [m.skipped for m in make_plan(one, read_data(one)).models if m.item.label == "g"][0].startswith("needs 2")
+    [reason] = {model.skipped for model in make_plan(one, read_data(one)).models if model.item.label == "g"}
+    assert reason.startswith("needs 2")
 
 
 def test_the_point_is_that_of_a_loop_over_the_domains():
@@ -280,3 +283,34 @@ def test_the_point_is_that_of_a_loop_over_the_domains():
             totals[candidate.step] = totals.get(candidate.step, 0) + float(right)
     best = max(totals.values())
     assert picked.selected["train_val"].step == next(s for s, total in totals.items() if total == pytest.approx(best))
+
+
+@pytest.mark.soak
+def test_where_there_is_nothing_to_learn_no_point_is_better_than_zero_shot():
+    """Labels are shuffled: tables with a verdict for a picked point over zero-shot, of 100."""
+    rng, better = np.random.default_rng(0), 0
+    compare = "report.compare=[[linear_probe, zero_shot], [gda, zero_shot], [wise_ft, zero_shot]]"
+    for draw in range(100):
+        z, _, y, domain = write_given()
+        names = np.array(["cat", "dog", "hen"])[rng.permutation(y)]
+        np.savez("f.npz", features=z.astype(np.float32), label=names, domain=np.array(["a", "b", "c"])[domain])
+        methods = "methods=[zero_shot, linear_probe, gda, wise_ft]"
+        content = small_runs.results_of(
+            load("given.yaml", [methods, compare, "protocol.seeds=10", f"name=given{draw}"])
+        )
+        better += any(row["here"] == "better" for row in content["comparisons"])
+    assert better <= 5
+
+
+def test_where_all_points_are_as_good_the_first_is_picked():
+    """It is zero-shot: one validation image, which every head gets right."""
+    text = torch.nn.functional.normalize(torch.tensor([[1.0, 0.2, 0.0], [0.0, 1.0, 0.3]]), dim=1)
+    features = text.repeat(6, 1)
+    labels, domains = torch.arange(12) % 2, torch.arange(12) // 6
+    setup = Setup(Task(tuple("ab"), tuple("xy")), 3, 0, 0, text_weight=10 * text)
+    pools = tuple((domains == d).nonzero()[:, 0][:5] for d in range(2))
+    split = Split(("none",), tuple("xy"), pools, {"train_val": torch.tensor([11])}, domain_of=torch.arange(2))
+    about, criteria = Annotations(labels, domains, domains), Criteria(("train_val",), "accuracy")
+    for make in (partial(GDA), partial(LinearProbe, center="zero_shot"), partial(GDA, pick="cross_domain")):
+        job = Job(ModelKey("m", ("none",), 0, 0), split, setup, make, None, Training(steps=1))
+        assert solve(job, Features([features]), about, criteria).selected["train_val"].step == 0
