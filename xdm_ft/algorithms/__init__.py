@@ -27,7 +27,7 @@ from xdm_ft.runtime.settings import SearchRanges
 
 LossAverage = Literal["domain", "sample"]
 HeadInit = Literal["random", "zero_shot"]
-Pick = Annotated[
+PickRule = Annotated[
     Literal["protocol", "cross_domain"],
     Field(
         description="what picks a point of its path: protocol: the selection rule's images; cross_domain: the training "
@@ -371,7 +371,7 @@ class Solver(Method):
     class_means: bool = False  # whether its head holds means over the training images of a class
     threads: int = 1  # that `solve` may use on a CPU, each torch operation on one; results do not depend on it
 
-    def __init__(self, setup: Setup, pick: Pick = "protocol") -> None:
+    def __init__(self, setup: Setup, pick: PickRule = "protocol") -> None:
         super().__init__(setup)
         self.setup, self.pick = setup, pick
 

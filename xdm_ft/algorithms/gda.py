@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.algorithms import Candidate, Pick, Setup, Solver, normalised_sample_weight
+from xdm_ft.algorithms import Candidate, PickRule, Setup, Solver, normalised_sample_weight
 from xdm_ft.algorithms.prototypes import ROWS, best_scale
 from xdm_ft.core import Batch
 from xdm_ft.runtime.progress import pulse
@@ -39,7 +39,7 @@ class GDA(Solver):
     two_domains_if = {"pick": "cross_domain"}
     inverses = 1
 
-    def __init__(self, setup: Setup, *, pick: Pick = "protocol") -> None:
+    def __init__(self, setup: Setup, *, pick: PickRule = "protocol") -> None:
         super().__init__(setup, pick)
         self.candidates = 1 if setup.text_weight is None else 1 + len(ALPHAS)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Candidate, Pick, Setup, Solver
+from xdm_ft.algorithms import Candidate, PickRule, Setup, Solver
 from xdm_ft.core import Batch
 from xdm_ft.runtime.settings import OneOrMany
 
@@ -50,7 +50,7 @@ class KNN(Solver):
             OneOrMany,
             Field(min_length=1, description="T to try: a neighbour's vote is exp(cosine / T)"),
         ] = (0.03, 0.07, 0.2),
-        pick: Pick = "protocol",
+        pick: PickRule = "protocol",
     ) -> None:
         super().__init__(setup, pick)
         self.pairs = list(product(sorted(neighbours, reverse=True), sorted(temperatures, reverse=True)))

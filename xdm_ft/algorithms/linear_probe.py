@@ -16,7 +16,7 @@ from pydantic import Field
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from xdm_ft.algorithms import Candidate, Pick, Setup, Solver
+from xdm_ft.algorithms import Candidate, PickRule, Setup, Solver
 from xdm_ft.core import Batch
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.settings import OneOrMany
@@ -86,7 +86,7 @@ class LinearProbe(Solver):
                 "iterations, 1e-6 4 ×",
             ),
         ] = 1e-4,
-        pick: Pick = "protocol",
+        pick: PickRule = "protocol",
     ) -> None:
         super().__init__(setup, pick)
         self.from_text = center == "zero_shot"

@@ -12,7 +12,7 @@ import torch
 
 from xdm_ft.algorithms import Solver
 from xdm_ft.core import ORACLE, Annotations, Batch, Criteria, Tensors
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, is_defined
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.interrupt import deferred, stop_requested
 from xdm_ft.runtime.machine import retain_freed_memory
@@ -278,6 +278,9 @@ def solve(
     step_of_others = None
     if solver.pick == "cross_domain" and rows_of:
         step_of_others = step_across_domains(job, batch, predictor, annotations, criteria.metric, solver.threads)
+        if step_of_others is None:
+            why = f"pick: cross_domain: {criteria.metric} is defined on no training domain that was left out"
+            return Trained(job, {}, None, time.perf_counter() - started, why)
     for candidate in solver.solve(batch.x, batch):
         state, values = candidate.state, external_values(job, candidate.step)
         measured = dict[str, float]()
@@ -302,12 +305,15 @@ def step_across_domains(
 ) -> int | None:
     """Returns the candidate with the best mean metric on training domains that it has not seen, the first of equals.
 
-    The solver finds its path anew without each of the domains of `batch`, all training images of the job. Candidates
-    that not every path has are left out. None: none has a value.
+    The solver finds its path anew without each of the domains of `batch`, all training images of the job. Domains on
+    which the metric is not defined are passed over, and candidates that not every path has. None: none is left.
     """
-    values, classes = dict[int, list[float]](), job.setup.task.num_classes
-    for domain in (domains := batch.domain.unique()):
+    values, classes, domains = dict[int, list[float]](), job.setup.task.num_classes, 0
+    for domain in batch.domain.unique():
         left_out = batch.domain == domain
+        if not is_defined(metric, batch.y[left_out], classes):
+            continue
+        domains += 1
         images = RuleImages("left_out", batch.row[left_out], annotations, metric, classes)
         inside = Batch(**{name: value[~left_out.to(value.device)] for name, value in batch.fields().items()})
         solver = job.new_method()
@@ -317,7 +323,7 @@ def step_across_domains(
             logits = predictor.logits(candidate.state, batch.row[left_out])
             values.setdefault(candidate.step, []).append(images.value(logits) if logits.isfinite().all() else math.nan)
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    means = {step: sign * math.fsum(of) / len(of) for step, of in values.items() if len(of) == len(domains)}
+    means = {step: sign * math.fsum(of) / len(of) for step, of in values.items() if len(of) == domains}
     defined = {step: mean for step, mean in means.items() if not math.isnan(mean)}
     return max(defined, key=lambda step: defined[step], default=None)
 
