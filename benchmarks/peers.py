@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py                                     everything
     python benchmarks/peers.py --parts timm --images FOLDER --weights FILE --model-kwargs '{"bn_eps": 1e-3}'
-    python benchmarks/peers.py --parts probe_10k heads --rounds 1
+    python benchmarks/peers.py --parts probe_2k probe_10k heads --rounds 1
 
 A number is the median over rounds, in each of which all ways run one after the other; so is a ratio.
 
@@ -12,7 +12,8 @@ timm, open_clip        Features of image files, by whole processes, in wall time
                        on 64 images. Images/s: the other images ÷ the seconds that a process on all images takes longer.
                        With start: all images ÷ all seconds. Peak: the resident memory of a way's largest process,
                        workers not added. The cosine is that of an image's features less the mean of the loop's.
-probe_10k, probe_100k  A linear probe with the whole path of penalties and the choice by validation images:
+probe_2k, probe_10k, probe_100k
+                       A linear probe with the whole path of penalties and the choice by validation images:
                        `linear_probe` against scikit-learn's LogisticRegression (lbfgs, each fit started from the one
                        before) with the same penalties, at its default `tol` and at a smaller one. Objective above: how
                        far it is above the lowest of all ways, relative to it; the largest of the path.
@@ -67,7 +68,11 @@ from xdm_ft.xdomainmix.masks import domain_quantile
 
 START = 64  # images of a process that is timed for its start
 TOLS = (1e-6, 1e-4)  # of scikit-learn; the second is its default
-PROBLEMS = {"probe_10k": (10_000, 1280, 7), "probe_100k": (100_000, 512, 10)}  # images, width, classes
+PROBLEMS = {  # images, width, classes
+    "probe_2k": (2_238, 1280, 10),
+    "probe_10k": (10_000, 1280, 7),
+    "probe_100k": (100_000, 512, 10),
+}
 DOMAINS, PER_DOMAIN = 3, 32
 HEADS, LRS = 60, (3e-4, 1e-3, 3e-3)
 WIDTHS, CLASSES, IMAGES = (512, 1280), 7, 10_000  # of the features that heads train on
@@ -253,6 +258,8 @@ def probe(images: int, width: int, classes: int, rounds: int) -> dict[str, objec
     z, about = made_up_features(images, width, classes)
     job, features, most = job_of("linear_probe", z, about), Features([z]), images * 9 // 10
     x, y = z.numpy(), about.labels.numpy()
+    # validation accuracy is the mean over domains
+    validation = [most + np.flatnonzero(about.domains[most:].numpy() == domain) for domain in range(DOMAINS)]
     rows = torch.cat(job.split.train)
     batch = Batch(z[rows], about.labels[rows], about.domains[rows], rows, rows)
     solver = LinearProbe(job.setup)
@@ -268,7 +275,7 @@ def probe(images: int, width: int, classes: int, rounds: int) -> dict[str, objec
         model, scores, paths[way] = LogisticRegression(warm_start=True, tol=tol, max_iter=100_000), [], []
         for l2 in l2s:
             model.set_params(C=1 / (l2 * most)).fit(x[:most], y[:most])
-            scores.append(model.score(x[most:], y[most:]))
+            scores.append(statistics.mean(float(model.score(x[of], y[of])) for of in validation))
             paths[way].append((model.coef_.copy(), model.intercept_.copy()))
         return max(scores)
 

@@ -178,12 +178,30 @@ print(-1 if memory.peak is None else memory.peak / (4 * n * width))
     assert 0.7 < share < 1.6, "a second copy would be 2; the count errs on many cores"
 
 
-def test_more_dimensions_than_images_and_a_constant_dimension() -> None:
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("kind", ["constant dimensions", "duplicated", "an image a class", "all constant"])
+def test_singular_features_of_every_scale_have_an_optimum(
+    kind: str, scale: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer images than dimensions: what is factored is invertible by the penalty alone, and at a weak one barely."""
     z = torch.randn(30, WIDTH, generator=torch.Generator().manual_seed(0))
     z[:, 0], z[:, 1] = 0, 5
-    batch = Batch(z, torch.arange(30) % 3, torch.arange(30) % 2, torch.arange(30), torch.arange(30))
-    for candidate in LinearProbe(problem()[0], strengths=(1.0, 1e-6), tolerance=1e-6).solve(z, batch):
-        assert gradient_norm(candidate, z, batch, "domain") < 2e-5
+    if kind == "duplicated":
+        z[:, WIDTH // 2 :] = z[:, : WIDTH - WIDTH // 2]
+        z[15:] = z[:15]
+    z = (z[:CLASSES] if kind == "an image a class" else torch.full_like(z, 5) if kind == "all constant" else z) * scale
+    rows = torch.arange(len(z))
+    batch = Batch(z, rows % (CLASSES if kind == "an image a class" else 3), rows % 2, rows, rows)
+    for candidate in LinearProbe(problem()[0], strengths=(1.0, 1e-6, 1e-9), tolerance=1e-6).solve(z, batch):
+        head, l2 = candidate.head, candidate.hparams["l2"]
+        assert l2 is not None
+        # in units in which the features have the scale 1
+        unit = candidate._replace(head=head | {"weight": head["weight"] * scale}, hparams={"l2": l2 / scale**2})
+        assert gradient_norm(unit, z / scale, batch, "domain") < 2e-5
+    assert not caplog.records
+    # the penalty is below the rounding of float64
+    (candidate,) = LinearProbe(problem()[0], strengths=(1e-20,)).solve(z, batch)
+    assert all(bool(tensor.isfinite().all()) for tensor in candidate.head.values())
 
 
 def test_stopping_early_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,6 +24,7 @@ from xdm_ft.runtime.settings import OneOrMany
 MAX_ITERATIONS = 2000
 MEMORY = 20  # pairs of steps and gradient changes that L-BFGS keeps
 FINEST_IN_FLOAT32 = 1e-5  # tolerance that products in float32 still reach
+GRAM_ROWS = 256  # made at a time: nobody needs what is above the diagonal
 BLOCK_BYTES = 1 << 23  # of a block of images: its features, or its probabilities of all classes, in float64
 logger = logging.getLogger("xdm_ft")
 
@@ -54,7 +55,7 @@ class LinearProbe(Solver):
     """
 
     two_domains_if = {"pick": "cross_domain"}
-    inverses = 10  # one for each of the default strengths
+    inverses = 3  # as long as a Cholesky factor for each of the default strengths takes
     keeps_curve = True
     source = "multinomial logistic regression by L-BFGS, as CLIP's linear probe (Radford et al. 2021, appendix A.3)"
 
@@ -186,21 +187,21 @@ class _Problem:
     x_i are the features z_i with a 1 for the bias. If l2 is far below the features' scale, f is badly conditioned in A.
     M = p̄ Σ_i w_i x_i x_iᵀ + diag(penalty) is the Hessian of f with every p(1−p) replaced by their mean p̄ at the start.
     The Hessian in V is therefore near the identity: L-BFGS needs a tenth of the iterations, and one tolerance of the
-    gradient fits features of every scale. All computation is in float64, except the products with z in their own type:
-    they are nearly all of the work.
+    gradient fits features of every scale. V L⁻¹ is a triangular solve: on few images, making L⁻¹ would take longer than
+    all products with z. All computation is in float64, except these, which are in their own type.
     """
 
     def __init__(self, images: _Images, penalty: Tensor, gram: Tensor, start: Tensor) -> None:
         self.images, self.penalty = images, penalty  # [K+1]
-        spread = self._spread(start)
+        matrix = self._spread(start) * gram
         # a small multiple of the mean diagonal keeps M invertible in float64
-        diagonal = torch.diag(self.penalty + 1e-12 * spread * gram.diagonal().mean())
-        lower = torch.linalg.cholesky(spread * gram + diagonal)  # L
-        self.inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
-        self.start = _to_numpy(start @ lower)
+        matrix.diagonal().add_(penalty + 1e-12 * matrix.diagonal().mean())
+        self.lower = torch.linalg.cholesky(matrix)  # L
+        self.start = _to_numpy(start @ self.lower)
 
     def coefficients(self, v: np.ndarray) -> Tensor:
-        return torch.from_numpy(v).to(self.inverse.device).view(-1, len(self.inverse)) @ self.inverse  # [C,K+1]
+        rows = torch.from_numpy(v).to(self.lower.device).view(-1, len(self.lower))
+        return torch.linalg.solve_triangular(self.lower.T, rows.T, upper=True).T  # [C,K+1]
 
     def value_and_gradient(self, v: np.ndarray) -> tuple[float, np.ndarray]:
         pulse.beat()  # one candidate may need many of these calls, each of them long
@@ -208,7 +209,7 @@ class _Problem:
         loss, product, bias = self.images.sums(partial(self._of_block, coefficients))
         loss += (coefficients.square() @ self.penalty).sum() / 2
         gradient = torch.cat([product, bias[:, None]], 1) + coefficients * self.penalty  # [C,K+1]
-        return float(loss), _to_numpy(gradient @ self.inverse.T)
+        return float(loss), _to_numpy(torch.linalg.solve_triangular(self.lower, gradient.T, upper=False).T)
 
     def _of_block(self, coefficients: Tensor, z: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Σ_i w_i ℓ_i of a block, and its gradient by W [C,K] and b [C], in float64."""
@@ -231,11 +232,14 @@ class _Problem:
 
 
 def _gram(images: _Images) -> Tensor:
-    """Returns Σ_i w_i x_i x_iᵀ in float64, [K+1,K+1]."""
+    """Returns Σ_i w_i x_i x_iᵀ in float64, [K+1,K+1]; what is above the diagonal, which nothing reads, is partly 0."""
 
     def of_block(z: Tensor, _: Tensor, weight: Tensor) -> tuple[Tensor]:
         x = F.pad(z.double(), (0, 1), value=1.0)  # [b,K+1], 1 for the bias
-        return ((x.T * weight) @ x,)
+        weighted, gram = x.T * weight, x.new_zeros(x.shape[1], x.shape[1])
+        for end in range(GRAM_ROWS, len(gram) + GRAM_ROWS, GRAM_ROWS):
+            gram[end - GRAM_ROWS : end, :end] = weighted[end - GRAM_ROWS : end] @ x[:, :end]
+        return (gram,)
 
     return images.sums(of_block)[0]
 
