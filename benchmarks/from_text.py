@@ -1,12 +1,13 @@
 """What the class embeddings are worth as a start: probes, GDA, WiSE-FT and ERM from the text and from zero.
 
-    python benchmarks/from_text.py FOLDER [pair | caltech | imagenet …] > table.md
+    python benchmarks/from_text.py FOLDER [pair | caltech | imagenet | shift …] > tables.md
 
 FOLDER holds features of a CLIP with the embeddings of its text, which `data.file` and `data.class_embeddings` read:
 `shift_pair.npz` (two domains, each held out once), `caltech_22.npz` (splits train, val and test; 1, 4 or 16 training
 images a class are drawn, ten times), `imagenet_shots.npz` (domains with 1, 2 and 4 images a class; one is for
-training, one for selection, one for the test), and `NAME.text.npz` of each. Runs are made in the working directory by
-`xdm-ft run`; accuracy in %, mean over seeds, or over draws of images, ± its standard error.
+training, one for selection, one for the test), and `NAME.text.npz` of each. `shift` simulates its features. Runs are
+made in the working directory by `xdm-ft run`; accuracy in %, mean over seeds, or over draws of images, ± its standard
+error.
 """
 
 from __future__ import annotations
@@ -35,12 +36,21 @@ METHODS = """\
 """
 
 
-def recipe(name: str, text: Path, protocol: str) -> Path:
+PICKS = """\
+  - zero_shot
+  - linear_probe
+  - {name: linear_probe, pick: cross_domain, label: "linear_probe, pick: cross_domain"}
+  - gda
+  - {name: gda, pick: cross_domain, label: "gda, pick: cross_domain"}
+"""
+
+
+def recipe(name: str, text: Path, protocol: str, methods: str = METHODS) -> Path:
     """Writes a recipe about the features NAME.npz of the working directory."""
     path = Path(f"{name}.yaml")
     path.write_text(
         f"name: {name}\ndata: {{name: features, file: {name}.npz, class_embeddings: {text}}}\nprotocol: {protocol}\n"
-        f"methods:\n{METHODS}training: {{batch_size: 32, steps: 500, lr: 1.0e-3}}\n"
+        f"methods:\n{methods}training: {{batch_size: 32, steps: 500, lr: 1.0e-3}}\n"
         "report: {page: false}\n"
     )
     return path
@@ -109,19 +119,39 @@ def shots(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
         yield f"ImageNet, {train} a class", of_seeds(found)
 
 
+def shifts(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields a column for each of three simulated data sets, in which every domain moves every class its own way."""
+    classes, width, domains, images = 10, 64, 4, 30
+    names, text = np.array([f"class {c}" for c in range(classes)]), Path("shift.text.npz").resolve()
+    y, domain = np.tile(np.repeat(np.arange(classes), images), domains), np.repeat(np.arange(domains), classes * images)
+    for draw in range(3):
+        rng = np.random.default_rng(draw)
+        embeddings = rng.normal(size=(classes, width))
+        embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
+        moves = rng.normal(size=(domains, classes, width)) * 3 / math.sqrt(width)
+        features = embeddings[y] + moves[domain, y] + rng.normal(size=(len(y), width)) / math.sqrt(width)
+        np.savez(f"shift-{draw}.npz", features=features.astype(np.float32), label=names[y], domain=domain.astype(str))
+        np.savez(text, features=embeddings, label=names)
+        protocol = f"{{name: leave_one_domain_out, seeds: {SEEDS}}}"
+        yield f"simulated, draw {draw}", of_seeds(accuracies(recipe(f"shift-{draw}", text, protocol, PICKS)))
+
+
 def link(name: str, source: Path) -> None:
     Path(f"{name}.npz").unlink(missing_ok=True)
     Path(f"{name}.npz").symlink_to(source)
 
 
 def main() -> None:
-    folder = Path(sys.argv[1]).resolve()
-    makers = {"pair": pair, "caltech": few_images, "imagenet": shots}
-    columns = [column for name in sys.argv[2:] or makers for column in makers[name](folder)]
-    print("| method |", " | ".join(heading for heading, _ in columns), "|")
-    print("|---" + "|---:" * len(columns) + "|")
-    for method in columns[0][1]:
-        print(f"| {method} |", " | ".join(values[method] for _, values in columns), "|")
+    folder, makers = (
+        Path(sys.argv[1]).resolve(),
+        {"pair": pair, "caltech": few_images, "imagenet": shots, "shift": shifts},
+    )
+    for name in sys.argv[2:] or makers:
+        columns = [*makers[name](folder)]
+        print("\n| method |", " | ".join(heading for heading, _ in columns), "|")
+        print("|---" + "|---:" * len(columns) + "|")
+        for method in columns[0][1]:
+            print(f"| {method} |", " | ".join(values[method] for _, values in columns), "|", flush=True)
 
 
 if __name__ == "__main__":
