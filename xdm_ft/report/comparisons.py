@@ -104,8 +104,9 @@ def from_zero_shot_words(run: Run, method: str, versus: Mapping[tuple[str, Domai
     differences = [
         f"{printable(set_name(h))} {scale(row.difference, run.metric, signed=True)}" for h, row in rows.items()
     ]
-    on_mean = f"{verdict} than zero-shot on the mean, clearly on no single domain"
-    return f"fine-tuning is {on_mean if verdict else 'not clearly better than zero-shot'} ({join_names(differences, NAMED)})"
+    told = f"{verdict} than zero-shot on the mean, clearly on no single domain"
+    told = told if verdict else "not clearly better than zero-shot"
+    return f"fine-tuning is {told} ({join_names(differences, NAMED)})"
 
 
 def from_zero_shot_table(run: Run, versus: Mapping[tuple[str, DomainSet], Comparison]) -> Table:
