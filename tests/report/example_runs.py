@@ -18,6 +18,7 @@ from xdm_ft.recipe.components import names
 from xdm_ft.recipe.method import MethodItem, split_label, split_name, with_encoder
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText
+from xdm_ft.results.measured import RunMeasures
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import Run
 from xdm_ft.results.summary import Summary, summarise
@@ -166,6 +167,25 @@ def comparison(
     }  # fmt: skip
     sides = {"first": first, "second": second, "difference": difference}
     return Comparison(**values | sides | {"here": here, "elsewhere": elsewhere} | changes)
+
+
+def beside_zero_shot(run: Run, method: str, differences: Mapping[str, float]) -> Run:
+    """The run with a row of zero-shot, and comparisons with it on single domains: clear from 5 points on."""
+    first = replace(run.every[0], deterministic=True)
+    made = replace(run, every=[first, *run.every[1:]])
+    rows = {
+        ("train_val", method, (name,)): comparison(
+            method,
+            "zero_shot",
+            difference,
+            sets=1,
+            domains=1,
+            p_here=PValue(0.001 if abs(difference) > 0.05 else 0.4, None),
+        )
+        for name, difference in differences.items()
+    }
+    made.__dict__["measured_if_known"] = RunMeasures("", {}, {}, rows)
+    return made
 
 
 def with_comparisons(results: dict[str, Any], *rows: Comparison) -> dict[str, Any]:

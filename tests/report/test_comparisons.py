@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from example_runs import assert_golden, comparison, results_of, run_of, two_sets, under_both, with_comparisons
+import pytest
+from canned_runs import DOMAINS, METHODS, RULE, write_run
+from example_runs import (
+    assert_golden,
+    beside_zero_shot,
+    comparison,
+    made_run,
+    results_of,
+    run_of,
+    set_recipe,
+    two_sets,
+    under_both,
+    with_comparisons,
+)
 from scipy import stats
 
+from xdm_ft.evaluation.estimates import holm
 from xdm_ft.report.comparisons import (
+    from_zero_shot_words,
     further,
     here_words,
     power_lines,
@@ -18,7 +34,9 @@ from xdm_ft.report.headline import details, sentence
 from xdm_ft.report.markup import markdown_lines
 from xdm_ft.report.sections import table_sections
 from xdm_ft.report.side_by_side import side_by_side
-from xdm_ft.results.table import Comparison, InterimLook, PValue
+from xdm_ft.results.run import read_run
+from xdm_ft.results.table import NO_VERDICT, Comparison, InterimLook, PValue
+from xdm_ft.storage.run_directory import MEASURED
 
 
 def table_of(*rows: Comparison, looks: list[InterimLook] | None = None, **recipe: Any) -> dict[str, Any]:
@@ -146,3 +164,55 @@ def test_every_report_of_several_encoders() -> None:
     sections = [*table_sections(run, run.rules), *side_by_side([run, run], [])]
     assert_golden("encoders.md", "\n".join([sentence(run), details(run), *markdown_lines(sections)]) + "\n")
     assert_golden("encoders.csv", csv_text(csv_rows(run)))
+
+
+def test_each_held_out_set_has_its_own_comparison_with_zero_shot(tmp_path: Path) -> None:
+    made = write_run(tmp_path)
+    kept, judged = made.measured.from_zero_shot, made.from_zero_shot(RULE)
+    assert {*kept} == {(RULE, m, (d,)) for m in METHODS[1:] for d in DOMAINS} and made.from_zero_shot("oracle") == {}
+    for row in made.comparisons_of(RULE):
+        of_sets = [kept[RULE, row.first, (domain,)] for domain in DOMAINS]
+        assert {(of.second, of.sets) for of in of_sets} == {("zero_shot", 1)}
+        assert sum(of.difference for of in of_sets) / 3 == pytest.approx(row.difference)
+    tested = [row.p_here for row in judged.values()]
+    assert all(tested) and [p.holm for p in tested if p] == holm([p.plain for p in tested if p])
+    (tmp_path / MEASURED).unlink()
+    assert read_run(tmp_path).measured.from_zero_shot == kept, "it is made again"
+    set_recipe(made, report={"compare": (("erm", "sam"),)})
+    assert {row.here for row in made.from_zero_shot(RULE).values()} == {NO_VERDICT}
+    set_recipe(made, report={"compare": (("zero_shot", "sam"),)})
+    assert {method for (method, _), row in made.from_zero_shot(RULE).items() if row.here != NO_VERDICT} == {"sam"}
+
+
+def test_the_verdict_on_one_held_out_set_is_that_of_results_json(tmp_path: Path) -> None:
+    made = write_run(tmp_path, together=True)
+    for row in made.comparisons_of(RULE):
+        again = made.measured.from_zero_shot[RULE, row.first, DOMAINS]
+        assert again.p_here and row.p_here and again.p_here.plain == row.p_here.plain and again.error == row.error
+        assert made.from_zero_shot(RULE)[row.first, DOMAINS] is row
+
+
+@pytest.mark.parametrize(
+    ("differences", "metric", "verdict", "words"),
+    [
+        ({"a": 0.1, "b": 0.2}, "accuracy", "", "helps on a, b"),
+        ({"a": -0.1, "b": 0.2, "c": 0.2, "d": 0.2, "e": 0.2, "f": 0.2}, "accuracy", "",
+         "helps on b, c, d and 2 more, but harms on a"),
+        ({"a": -0.1, "b": 0.0}, "accuracy", "", "harms on a; not clear on 1 more"),
+        ({"a": -0.1, "b": 0.0}, "nll", "", "helps on a; not clear on 1 more"),
+        ({"a": 0.01, "b": -0.01}, "accuracy", "", "is not clearly better than zero-shot (a +1.0, b -1.0)"),
+        ({"a": 0.01, "b": 0.0}, "accuracy", "better",
+         "is better than zero-shot on the mean, clearly on no single domain (a +1.0, b 0.0)"),
+        ({name: 0.0 for name in "abcdef"}, "accuracy", "",
+         "is not clearly better than zero-shot (a 0.0, b 0.0, c 0.0 and 3 more)"),
+    ],
+)  # fmt: skip
+def test_where_fine_tuning_helps_and_harms(
+    differences: dict[str, float], metric: str, verdict: str, words: str
+) -> None:
+    made = beside_zero_shot(made_run({"erm": dict.fromkeys(differences, 0.5)}, metric=metric), "erm", differences)
+    if verdict:
+        made.results["comparisons"] = [comparison("erm", "zero_shot", here=verdict).swapped().to_json()]
+    versus = made.from_zero_shot("train_val")
+    assert from_zero_shot_words(made, "erm", versus) == f"fine-tuning {words}"
+    assert from_zero_shot_words(made, "sam", versus) == "" and made.from_zero_shot("oracle") == {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from example_runs import assert_golden, comparison, made_run
+from example_runs import assert_golden, beside_zero_shot, comparison, made_run
 from scipy.stats import t
 
 from xdm_ft.report.headline import details, sentence, show_headline
@@ -102,6 +102,9 @@ SENTENCES = {
     "all failed": made_run(FOUR, failed=list(FOUR)),
     "oracle": made_run(FOUR, rule="oracle"),
     "hostile name": made_run({"erm": FOUR["erm"], "a\x1b[31m\nb\u202e": FOUR["sam"]}),
+    "helps here, harms there": beside_zero_shot(made_run(FOUR), "sam", {"art": 0.1, "photo": -0.2, "real": 0.0}),
+    "nothing is clear beside zero-shot": beside_zero_shot(made_run(FOUR), "sam", {"art": 0.01, "photo": -0.01}),
+    "another method has verdicts beside zero-shot": beside_zero_shot(made_run(FOUR), "mix", {"art": 0.1}),
     "encoders, the second side": under_both("mix @ large"),
     "encoders, the first side": under_both("mix @ small"),
     "encoders, equal": under_both("mix @ large", here="no clear difference", elsewhere="unknown"),

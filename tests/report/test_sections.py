@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -16,9 +17,11 @@ import pytest
 from canned_runs import (
     ALPHAS,
     CLASSES,
+    DOMAINS,
     HELD,
     HOSTILE,
     PARTS,
+    RULE,
     Named,
     curves_of,
     label_curve,
@@ -39,6 +42,7 @@ from xdm_ft.report.sections import results as tables_of
 from xdm_ft.report.sections.results import luck_of_the_best
 from xdm_ft.report.words import between, bytes_text, count_text, scale, seconds_text, significant, trained_words
 from xdm_ft.results.measured import MEASURES, MISTAKES, Picked
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, signed
 
 PANELS = (analysis.invariance, analysis.divergence, analysis.importance, analysis.embeddings, analysis.calibration)
@@ -256,6 +260,47 @@ def test_reliability_over_seeds_counts_images() -> None:
     second = [{"confidence": 0.8, "accuracy": 0.5, "n": 10}, {"confidence": None, "accuracy": None, "n": 0}]
     bins = analysis.pooled_bins([{"bins": first}, {"bins": None}, {"bins": second}], "bins")  # one has no temperature
     assert bins == [(pytest.approx(87.5), pytest.approx(72.5))]  # the second bin has too few images
+
+
+# ----------------------------------------------------------------------------------------- from zero-shot to fine-tuned
+
+
+def with_road(made: Run, method: str, varies: str, picked: float | None, settings: tuple[float | None, ...]) -> None:
+    """Gives the models of a method a curve over these settings, on which the test metric rises by 10 points each."""
+    for record in (record for record in made.every if record.method == method):
+        points = [{varies: value, "test": 0.5 + i / 10} for i, value in enumerate(settings)]
+        pick = dataclasses.replace(record.selected[RULE], curve=points, hparams={varies: picked})
+        record.selected[RULE] = pick
+
+
+def test_every_road_begins_at_zero_shot_and_has_a_ring_where_it_was_picked(tmp_path: Path) -> None:
+    made = write_run(tmp_path, methods=("zero_shot", "erm", "xdomainmix", "sam", "prototypes"), rules=[RULE])
+    assert selection.road(made) is None
+    with_road(made, "erm", "l2", None, (None, 10.0, 0.001))
+    with_road(made, "xdomainmix", "alpha", 0.5, (0.0, 0.5, 1.0))
+    with_road(made, "sam", "gda_alpha", 0.01, (0.0, 0.01, 100.0, 200.0))
+    with_road(made, "prototypes", "l2", 1.0, (1.0, 0.1))  # from zero: not from zero-shot
+    section = shown(selection.road(made))
+    versus, models = section.tables
+    assert {row["method"] for row in by_title(versus)} == {"erm", "xdomainmix", "sam"} and len(versus.rows) == 9
+    assert [row["held out"] for row in by_title(versus)][:3] == list(DOMAINS)
+    first = {row["method"]: [*row.values()][1:] for row in reversed(by_title(models))}
+    assert first == {
+        "erm": ["art", "0", "zero-shot", "50.0", "–", "70.0", "50.0", "70.0"],
+        "xdomainmix": ["art", "0", "0.5", "50.0", "60.0", "70.0", "60.0", "70.0"],
+        "sam": ["art", "0", "0.01", "50.0", "–", "80.0", "60.0", "80.0"],
+    }
+    for figure, end in zip(section.figures, ("0.001", "1", "200"), strict=True):
+        assert f"art from 50 at zero-shot to {70 + 10 * (end == '200')} at {end}" in figure.alt
+        assert "Vertical lines: 95% intervals of zero_shot." in figure.caption and ">zero-shot<" in figure.svg()
+    assert len(section.notes) == 3 and all("not clearly better than zero-shot" in note for note in section.notes)
+    alone = write_run(tmp_path / "alone", methods=("erm", "sam"), seeds=[0], rules=[RULE])
+    with_road(alone, "erm", "l2", 10.0, (None, 10.0))
+    [table], notes = shown(selection.road(alone)).tables, shown(selection.road(alone)).notes
+    assert len(table.rows) == 3 and notes == [selection.LACKS]
+    few = write_run(tmp_path / "few", seeds=[0], rules=[RULE])
+    with_road(few, "erm", "l2", 10.0, (None, 10.0))
+    assert "no verdict: it needs 3 seeds, and 1 is complete" in shown(selection.road(few)).notes
 
 
 # ------------------------------------------------------------------------------------------------ figures, names, sizes

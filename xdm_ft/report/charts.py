@@ -42,6 +42,7 @@ MAX_POINTS, MAX_THIN_POINTS = 120, 60  # of a line, of a thin line
 MAX_THIN_LINES = 6  # per line of a method
 MAX_MARKERS = 9  # of a line
 MAX_DECADES = 5  # labels of a logarithmic axis, about
+MAX_X_NAMES = 6  # on an axis of `curves`
 DARKEST = 0.8  # opacity of a share of 100%: text on it can be read in light and in dark mode
 XY = tuple[float, float]
 
@@ -238,6 +239,7 @@ class Line(NamedTuple):
     band: Sequence[tuple[float, float, float]] = ()  # (x, lowest, highest)
     rings: Sequence[XY] = ()
     bars: Sequence[XY] = ()  # behind the line
+    ends: Sequence[tuple[float, float, float]] = ()  # (x, lowest, highest) of intervals, as vertical lines
     button: str = ""  # which hides the line; "": none does
     texts: Sequence[str] = ()  # of each point of a scatter, for the pointer; curves show their values
 
@@ -250,7 +252,7 @@ def curves(
     axes_labels: tuple[str, str],
     per_row: int = 4,  # panels
     diagonal: bool = False,  # a line where x = y in %, and axes of equal scale
-    vertical: float | None = None,  # a line at this x
+    x_names: Sequence[str] = (),  # of the whole numbers 0, 1, … of x
     logarithmic_y: bool = False,
     limits: Mapping[str, float] = {},  # of `Axes.set`: xmin, xmax, ymin, ymax
     width: float = WIDTH,
@@ -258,6 +260,9 @@ def curves(
 ) -> Figure:
     """Lines over a common x. Long lines are thinned evenly."""
     every = [line for lines in panels.values() for line in lines]
+
+    def at(x: float) -> str:
+        return x_names[int(x)] if x_names else f"{x:.4g}"
 
     def draw(canvas: Canvas) -> list[Pointed]:
         pointed, columns = list[Pointed](), min(len(panels), per_row)
@@ -269,12 +274,10 @@ def curves(
             if diagonal:
                 axes.plot([0, 100], [0, 100], color=MUTED, linewidth=0.9, linestyle=":")
                 axes.set_aspect("equal")
-            if vertical is not None:
-                axes.axvline(vertical, color=MUTED, linewidth=0.8, linestyle=":")
             for line in lines:
                 _draw_line(axes, line, f"{SERIES_ID}{len(pointed)}")
                 shown = _thin(line.points, MAX_POINTS) if line.label else []
-                texts = [f"{axes_labels[0]} {x:.4g}: {y:.4g}" for x, y in shown]
+                texts = [f"{axes_labels[0]} {at(x)}: {y:.4g}" for x, y in shown]
                 pointed.append(Pointed(axes, line.label, line.button, shown, texts))
             # narrow panels have no room for more
             axes.set_title(heading if width / columns > 2 else short(heading))
@@ -290,6 +293,9 @@ def curves(
         # values that differ by rounding alone would look like a curve
         elif np.ptp(first.get_ylim()) < 1e-9:
             first.set_ylim(first.get_ylim()[0] - 1, first.get_ylim()[1] + 1)
+        if x_names:
+            ticks = range(0, len(x_names), -(-len(x_names) // MAX_X_NAMES))
+            first.set_xticks(ticks, [x_names[tick] for tick in ticks])
         first.set_xlim(limits.get("xmin"), limits.get("xmax"))
         first.set_ylim(limits.get("ymin"), limits.get("ymax"))
         _legend_below(canvas, first)
@@ -298,13 +304,13 @@ def curves(
     alts = []
     for line in (line for line in every if line.label and line.points):
         (x, y), (last_x, last_y) = line.points[0], line.points[-1]
-        alts.append(f"{line.label} from {y:.4g} at {x:.4g} to {last_y:.4g} at {last_x:.4g}")
+        alts.append(f"{line.label} from {y:.4g} at {at(x)} to {last_y:.4g} at {at(last_x)}")
     phone = None
     if width > PHONE_WIDTH:
         narrow = min(2, len(panels))
         rows = -(-len(panels) // narrow)
         low = 0.4 + rows * (0.5 + 0.85 * WIDTH / narrow) if diagonal else height
-        phone = curves(f"{name}-phone", title, caption, panels, axes_labels, narrow, diagonal, vertical, logarithmic_y,
+        phone = curves(f"{name}-phone", title, caption, panels, axes_labels, narrow, diagonal, x_names, logarithmic_y,
                        limits, height=low)  # fmt: skip
     height += _legend_height(sum(bool(line.label) for line in next(iter(panels.values()))), width)
     alt = f"{title}. {join_names(alts, sign='; ') or caption}"
@@ -323,6 +329,8 @@ def _draw_line(axes: Axes, line: Line, gid: str) -> None:
             axes.plot(steps, edge, color=colour, ls=line.look.line, linewidth=0.7, gid=gid)
     for thin in line.thin[:MAX_THIN_LINES]:
         axes.plot(*_columns(_thin(thin, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5, gid=gid)
+    if line.ends:
+        axes.vlines(*zip(*line.ends, strict=True), color=colour, linewidth=1.2, gid=gid)
     if line.rings:
         axes.plot(*_columns(line.rings), "o", color=INK, ms=6, mew=1, fillstyle="none", ls="", zorder=5, gid=gid)
     shown = _thin(line.points, MAX_POINTS)

@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from xdm_ft.core import ALPHA
+from xdm_ft.core import ALPHA, DomainSet, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, IN_PERCENT
 from xdm_ft.report import MAX_UNFOLDED_ROWS, Cell, Section, Table, cells, make_section, words
 from xdm_ft.report.charts import FULL_WIDTH, INK, SERIES, Figure, Mark, Row, SeriesStyle, points
 from xdm_ft.report.words import EMPTY, axis_value, oracle_mark, p_value, scale
 from xdm_ft.results import verdicts
 from xdm_ft.results.run import Run
-from xdm_ft.results.table import NO_VERDICT, Comparison
+from xdm_ft.results.table import BETTER, NO_VERDICT, WORSE, Comparison
 from xdm_ft.results.verdicts import Family
-from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.errors import join_names, plural, printable
 
+NAMED = 3  # held-out sets, methods or encoders, at most, that a sentence names
 HERE = "95% here (unadjusted)", "p here (Holm)", "here"
 ELSEWHERE = "95% elsewhere (unadjusted)", "p elsewhere (Holm)", "elsewhere"
 
@@ -79,6 +80,40 @@ def verdict_cells(rows: Sequence[Comparison | None], metric: str) -> tuple[tuple
         return made[: len(header)]
 
     return header, list(map(line, rows))
+
+
+def from_zero_shot_words(run: Run, method: str, versus: Mapping[tuple[str, DomainSet], Comparison]) -> str:
+    """Returns on which held-out sets fine-tuning helps and harms, by the verdicts of `Run.from_zero_shot`.
+
+    Where none is clear, it says so, with the differences; "" if the method was not compared.
+    """
+    rows = {held: row for (of, held), row in versus.items() if of == method}
+    if not rows:
+        return ""
+    clear = {
+        verb: [printable(set_name(held)) for held, row in rows.items() if row.here == word]
+        for verb, word in (("helps", BETTER), ("harms", WORSE))
+    }
+    if any(clear.values()):
+        parts = [f"{verb} on {join_names(names, NAMED)}" for verb, names in clear.items() if names]
+        others = len(rows) - sum(map(len, clear.values()))
+        return f"fine-tuning {', but '.join(parts)}" + (f"; not clear on {others} more" if others else "")
+    selection, zero_shot = next((row.selection, row.second) for row in rows.values())
+    mean = [of for row in run.comparisons_of(selection) for of in (row, row.swapped()) if row.is_found]
+    verdict = next((row.here for row in mean if (row.first, row.second) == (method, zero_shot)), "")
+    differences = [
+        f"{printable(set_name(h))} {scale(row.difference, run.metric, signed=True)}" for h, row in rows.items()
+    ]
+    told = f"{verdict} than zero-shot on the mean, clearly on no single domain"
+    told = told if verdict else "not clearly better than zero-shot"
+    return f"fine-tuning is {told} ({join_names(differences, NAMED)})"
+
+
+def from_zero_shot_table(run: Run, versus: Mapping[tuple[str, DomainSet], Comparison]) -> Table:
+    rows = [replace(row, second=set_name(held)) for (_, held), row in versus.items()]
+    each = "Each verdict is on one domain alone, corrected for all of them (Holm)."
+    caption = f"The picked points less zero-shot, in {words.unit_of_difference(run.metric)}. {each}"
+    return comparison_table(caption, run.metric, rows, rows[0].selection, ("method", "held out"))
 
 
 # ------------------------------------------------------------------------------------------------------------ sections

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from xdm_ft.evaluation.intervals import LEVELS, MAX_WIDTH, gain_words, rank_words
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import comparisons, words
+from xdm_ft.report.comparisons import NAMED
 from xdm_ft.report.words import (
     EMPTY,
     in_unit,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
 SHOWN_LABELS = 20  # of the label curve
-NAMED = 3  # methods, or encoders, at most, that the sentence names
 
 
 def sentence(run: Run) -> str:
@@ -61,7 +61,8 @@ def sentence(run: Run) -> str:
         )
     chosen = _chosen(run)
     of_encoders = _between_encoders(run, chosen)
-    parts = (_expected(run, chosen), _verdict_in_short(run, chosen), of_encoders and f"{of_encoders}.")
+    parts = [_expected(run, chosen), _verdict_in_short(run, chosen)]
+    parts += [f"{text[0].upper()}{text[1:]}." for text in (_from_zero_shot(run, chosen), of_encoders) if text]
     return " ".join(filter(None, parts))
 
 
@@ -176,6 +177,14 @@ def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
     if better and len(better) <= NAMED:
         return f"Better here than {printable(chosen.method)}: {', '.join(better)}."
     return f"Of {len(rows)} other methods{_counts(rows)}."
+
+
+def _from_zero_shot(run: Run, chosen: SummaryRow) -> str:
+    """Where fine-tuning helps and harms; empty where a verdict beside the row of the chosen method says it."""
+    beside, rows = run.beside_rows(run.rule).get(chosen.method), run.from_zero_shot(run.rule)
+    if beside is not None and beside.sets == 1 and beside.is_found and beside in rows.values():
+        return ""
+    return comparisons.from_zero_shot_words(run, chosen.method, rows)
 
 
 def _arrow(run: Run, row: Comparison) -> str:

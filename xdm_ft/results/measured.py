@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from xdm_ft.core import DomainSet, Interval, ModelKey, Score
+from xdm_ft.core import ORACLE, DomainSet, Interval, ModelKey, Score
 from xdm_ft.evaluation.estimates import Spread, mean_of
 from xdm_ft.evaluation.intervals import HeldOutValues, interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.metrics import (
@@ -30,8 +30,9 @@ from xdm_ft.evaluation.metrics import (
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.results import SPLIT, Runs, group_by, runs_by_method, seeds_by_set, values_by_set
 from xdm_ft.results.model import Record
+from xdm_ft.results.table import Comparison
 from xdm_ft.results.trials import pick_trials
-from xdm_ft.results.verdicts import OverImages, Pair, WithoutGroups
+from xdm_ft.results.verdicts import OverImages, Pair, WithoutGroups, compared
 from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import predictions_in
@@ -210,6 +211,9 @@ class RunMeasures:
     of: str  # `models_digest`
     over_images: Mapping[tuple[str, str, DomainSet], OverImages]  # by selection rule, method and held-out set
     pools: Mapping[tuple[str, DomainSet], Pool]  # by method and held-out set, under the recipe's own rule
+    from_zero_shot: Mapping[tuple[str, str, DomainSet], Comparison] = field(default_factory=dict)
+    """How methods compare with zero-shot under the same encoder on one held-out set alone, with plain p values. By
+    selection rule, method and held-out set."""
 
     def interval(self, runs: Runs, held: DomainSet | None = None) -> Interval | None:
         """Returns the 95% interval over seeds and test images of the mean on one held-out set, or over all of them.
@@ -232,7 +236,9 @@ class RunMeasures:
         pools = [[key, *(getattr(pool, name) for name in VALUES)] for key, pool in self.pools.items()]
         over = [[*key, *of] for key, of in self.over_images.items()]
         arrays = {f"{i}.{name}": getattr(pool, name) for i, pool in enumerate(self.pools.values()) for name in ARRAYS}
-        return arrays, {"of": self.of, "over_images": json.dumps(over), "pools": json.dumps(pools)}
+        versus = [[*key, row.to_json()] for key, row in self.from_zero_shot.items()]
+        texts = {"over_images": over, "pools": pools, "from_zero_shot": versus}
+        return arrays, {"of": self.of} | {name: json.dumps(rows) for name, rows in texts.items()}
 
     def write(self, directory: RunDirectory) -> None:
         """Writes measured.safetensors, unless it holds this already."""
@@ -248,14 +254,15 @@ class RunMeasures:
 
     @classmethod
     def read(cls, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> RunMeasures:
-        over, pools = (json.loads(metadata[name]) for name in ("over_images", "pools"))
+        over, pools, versus = (json.loads(metadata[name]) for name in ("over_images", "pools", "from_zero_shot"))
         of_sets = {}
         for i, ((method, held), *numbers) in enumerate(pools):
             values = dict(zip(VALUES, numbers, strict=True)) | {name: arrays[f"{i}.{name}"] for name in ARRAYS}
             values["mistakes"] = [Mistake(*mistake) for mistake in values["mistakes"]]
             of_sets[method, tuple(held)] = Pool(**values)
         over_images = {(rule, method, tuple(held)): OverImages(*of) for rule, method, held, *of in over}
-        return cls(metadata["of"], over_images, of_sets)
+        from_zero_shot = {(rule, of, tuple(held)): Comparison.from_json(row) for rule, of, held, row in versus}
+        return cls(metadata["of"], over_images, of_sets, from_zero_shot)
 
 
 class Counter:
@@ -338,7 +345,9 @@ def measure(
         for record in of.records
         if of.score(record) is not None
     }
-    without, pools = WithoutGroups(metric, pairs, alone=runs), dict[tuple[str, DomainSet], Pool]()
+    beside = against_zero_shot(runs)
+    without = WithoutGroups(metric, [*pairs, *beside.values()], alone=runs)
+    pools = dict[tuple[str, DomainSet], Pool]()
     for key, in_a_row in groupby(predictions, lambda prediction: (prediction.method, prediction.test_domains)):
         counter = Counter(metric, average)
         for prediction in in_a_row:
@@ -353,7 +362,26 @@ def measure(
         for held, seeds in seeds_by_set(of).items()
         if (over_set := without.over_images(of, held, seeds)) is not None
     }
-    return RunMeasures(models_digest(runs, average), over, pools), without
+    versus = {key: made for key, pair in beside.items() if (made := compared(pair, without)) is not None}
+    return RunMeasures(models_digest(runs, average), over, pools, versus), without
+
+
+def against_zero_shot(runs: Sequence[Runs]) -> dict[tuple[str, str, DomainSet], Pair]:
+    """Returns {(selection rule, method, held-out set): the method on that set alone, and zero-shot of its encoder}.
+
+    Nothing under the rule that reads test labels, which has no verdicts.
+    """
+    honest = [of for of in runs if of.rule != ORACLE]
+    zero_shot, pairs = dict[tuple[str, str, DomainSet], Runs](), dict[tuple[str, str, DomainSet], Pair]()
+    for of in sorted(honest, key=lambda of: not of.records[0].deterministic):  # zero-shot first
+        for held, group in group_by(of.records, lambda record: record.test_domains).items():
+            fixed, key = bool(group[0].deterministic), (of.rule, group[0].encoder, held)
+            alone = replace(of, held_out=(held,), records=tuple(group), deterministic=fixed)
+            if fixed:
+                zero_shot.setdefault(key, alone)
+            elif key in zero_shot:
+                pairs[of.rule, of.method, held] = Pair(alone, zero_shot[key])
+    return pairs
 
 
 def predictions_of(directory: RunDirectory, runs: Sequence[Runs]) -> Iterator[Prediction]:

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.core import ORACLE, DomainSet, ModelKey, honest_rule, set_name
+from xdm_ft.core import ALPHA, ORACLE, DomainSet, ModelKey, honest_rule, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.recipe.check import read_written
@@ -23,6 +23,7 @@ from xdm_ft.results.measured import RunMeasures, measure, models_digest, pick_by
 from xdm_ft.results.model import Entries, Record
 from xdm_ft.results.table import Comparison, InterimLook, SummaryRow
 from xdm_ft.results.trials import MethodChoice, choose_method, pick_trials, selection_values
+from xdm_ft.results.verdicts import judge
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import json_digest
 from xdm_ft.storage.lines import Damaged, OtherVersion, read_object
@@ -199,6 +200,26 @@ class Run:
             return self.measured
         except UserError:
             return RunMeasures("", {}, {})
+
+    def from_zero_shot(self, rule: str) -> dict[tuple[str, DomainSet], Comparison]:
+        """Returns {(method, held-out set): how it compares with zero-shot under its encoder there}, with verdicts.
+
+        They are a family of their own, of all methods and held-out sets; those that `report.compare` does not declare
+        have no verdict. With one held-out set, verdicts that results.json holds stand instead of theirs. Empty without
+        a row of zero-shot, or without predictions.
+        """
+        if not any(record.deterministic for record in self.every):
+            return {}
+        kept = self.measured_if_known.from_zero_shot
+        rows = {(method, held): row for (of, method, held), row in kept.items() if of == rule}
+        stored = {(row.first, row.second): row for of in self.comparisons_of(rule) for row in (of, of.swapped())}
+        declared = {frozenset(pair) for pair in self.recipe.declared}
+        family = [not declared or {row.first, row.second} in declared for row in rows.values()]
+        alpha = self.looks[-1].alpha if self.looks else ALPHA
+        judged = judge(self.metric, [*rows.values()], family, alpha=alpha)
+        if len(self.held_out_sets) == 1:
+            judged = [stored.get((row.first, row.second), row) for row in judged]
+        return dict(zip(rows, judged, strict=True))
 
     @property
     def shown_method(self) -> str | None:

@@ -11,8 +11,8 @@ from xdm_ft.report.sections import about, analysis, audit, predictions, results,
 from xdm_ft.results.run import ORACLE, Run
 
 AFTER_THE_TABLES = (
-    results.intervals, predictions.confusion, predictions.other_confusions, predictions.reliability,
-    predictions.risk_coverage, predictions.mistakes, selection.search, selection.wise_ft, selection.learning_curves,
+    selection.road, results.intervals, predictions.confusion, predictions.other_confusions, predictions.reliability,
+    predictions.risk_coverage, predictions.mistakes, selection.search, selection.learning_curves,
     analysis.calibration, analysis.invariance, analysis.divergence, analysis.importance, analysis.embeddings,
 )  # fmt: skip
 AT_THE_END = about.data, about.reading, about.environment, about.recipe

@@ -1,4 +1,4 @@
-"""What selection saw: the trials of a search, learning curves with the picked steps, and WiSE-FT's curves over α."""
+"""What selection saw: the roads from zero-shot, the trials of a search, and learning curves with the picked steps."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain, zip_longest
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -15,13 +16,16 @@ from xdm_ft.core import set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, long_table, make_section, metric_cell
 from xdm_ft.report.charts import INK, Figure, Line, SeriesStyle, curves, looks, scatter
-from xdm_ft.report.words import EMPTY, axis_value, in_unit, number, oracle_mark, setting_text
+from xdm_ft.report.comparisons import from_zero_shot_table, from_zero_shot_words
+from xdm_ft.report.sections.results import domain_interval
+from xdm_ft.report.words import EMPTY, axis_value, each_once, in_unit, number, oracle_mark, setting_text
 from xdm_ft.results import group_by
 from xdm_ft.results.measured import Picked
-from xdm_ft.results.model import Pick, Record
+from xdm_ft.results.model import Record
 from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.table import NO_VERDICT
 from xdm_ft.results.trials import selection_value
-from xdm_ft.runtime.errors import signed
+from xdm_ft.runtime.errors import join_names, signed
 from xdm_ft.storage.tensorboard import Scalars, sub_run
 
 # ------------------------------------------------------------------------------------------------------------- searches
@@ -345,57 +349,89 @@ def _line(
     return Line(method, look, points, thin, band, rings, button=method)
 
 
-# -------------------------------------------------------------------------------------------------------------- WiSE-FT
+# ----------------------------------------------------------------------------------------- from zero-shot to fine-tuned
 
-ALPHA, TEST = "alpha", "test"
-HALF = 0.5  # the authors' choice without validation
-MAX_WISE_FT_FIGURES = 12
+TEST, HALF = "test", 0.5  # HALF: the α of WiSE-FT's authors without validation
+ROADS = {"alpha": "α: 1 is fine-tuned", "gda_alpha": "α of GDA", "l2": "l2, the penalty: weaker to the right"}
+"""{what a road varies: words at its axis}"""
+MAX_ROADS = 12  # figures
+START = "zero-shot"
+LACKS = "without a row of zero_shot there are no verdicts: add zero_shot to methods"
 
 
-def wise_ft(run: Run) -> Section | None:
-    """Accuracy along the line from the initial weights to the trained ones, per method and held-out set."""
-    models = [(record, record.selected[run.recipe_rule]) for record in run.picked]
-    curved = [(record, pick) for record, pick in models if pick.curve and all(ALPHA in point for point in pick.curve)]
-    groups = group_by(curved, lambda model: (model[0].method, set_name(model[0].test_domains)))
-    if not groups:
+class Road(NamedTuple):
+    """The test metric of a model along a curve that begins at zero-shot."""
+
+    record: Record
+    varies: str  # a key of `ROADS`
+    picked: float | None
+    test: dict[float | None, float | None]  # {what it varies: metric}; zero-shot, 0 or None, comes first
+
+    @property
+    def held(self) -> str:
+        return set_name(self.record.test_domains)
+
+
+def road(run: Run) -> Section | None:
+    """The test metric between zero-shot and fine-tuned, per method and held-out set, and where fine-tuning helps."""
+    rule, by_method = run.recipe_rule, dict[str, list[Road]]()
+    for record in sorted(run.picked, key=lambda record: run.drawn_methods.index(record.method)):
+        pick = record.selected[rule]
+        for key in ROADS if pick.curve else ():
+            test = {point[key]: point.get(TEST) for point in pick.curve or () if key in point}
+            if test and not next(iter(test)):
+                by_method.setdefault(record.method, []).append(Road(record, key, pick.hparams.get(key), test))
+    if not by_method:
         return None
-    rows = []
-    for record, pick in (model for group in groups.values() for model in group):
-        test = {point[ALPHA]: point.get(TEST) for point in pick.curve or ()}
-        alpha = pick.hparams.get(ALPHA)
-        defined = [value for value in test.values() if value is not None]
-        best = (max if HIGHER_IS_BETTER[run.metric] else min)(defined, default=None)
-        values = *(test.get(a) for a in (0.0, HALF, 1.0, alpha)), best
-        picked = Cell(EMPTY if alpha is None else f"{alpha:g}", alpha)
-        tested = [metric_cell(value, run.metric) for value in values]
-        rows.append(cells(record.method, set_name(record.test_domains), record.seed, picked, *tested))
-    order = run.drawn_methods
-    shown = sorted(groups.items(), key=lambda group: order.index(group[0][0]))[:MAX_WISE_FT_FIGURES]
-    figures = [_wise_ft_figure(run, i, *key, [pick for _, pick in group]) for i, (key, group) in enumerate(shown)]
-    at = [f"test at {what}" for what in ("α = 0", "α = 0.5", "α = 1", "the picked α")]
-    header = ["method", "held out", "seed", "picked α", *at, "best on test"]
-    table = long_table(f"Test {in_unit(run.metric)} along the curve, per model.", header, rows)
-    return make_section("wise-ft", figures, [table])
+    versus = {key: row for key, row in run.from_zero_shot(rule).items() if key[0] in by_method}
+    zero_shot = {method: row.second for (method, _), row in versus.items()}
+    figures = [_road_figure(run, i, by_method[m], zero_shot.get(m)) for i, m in enumerate([*by_method][:MAX_ROADS])]
+    notes = each_once((method, from_zero_shot_words(run, method, versus)) for method in by_method)
+    every_note = (note for row in versus.values() for note in row.note.split("; "))
+    notes += dict.fromkeys(note for note in every_note if note.startswith(NO_VERDICT))
+    if rule != ORACLE and not any(record.deterministic for record in run.every):
+        notes.append(LACKS)
+    tables = [_road_table(run, chain.from_iterable(by_method.values()))]
+    if versus:
+        tables.insert(0, from_zero_shot_table(run, versus))
+    return make_section("road", figures, tables, notes, rule=rule)
 
 
-def _wise_ft_figure(run: Run, i: int, method: str, where: str, picks: Sequence[Pick]) -> Figure:
-    alphas = [pick.hparams[ALPHA] for pick in picks if ALPHA in pick.hparams]
-    lines = []
-    for look, split in zip(looks(("a", "b")).values(), dict.fromkeys((TEST, run.recipe_rule)), strict=False):
-        of_seeds = []
-        for pick in picks:
-            values = {point[ALPHA]: point.get(split) for point in pick.curve or ()}
-            defined = {a: axis_value(run.metric, v) for a, v in values.items() if a is not None and v is not None}
-            of_seeds += [defined] if defined else []
-        if of_seeds:  # their α may differ
-            every = sorted({a for values in of_seeds for a in values})
-            mean = {a: fmean(values[a] for values in of_seeds if a in values) for a in every}
-            label = "test images" if split == TEST else f"{split} (selection)"
-            thin = [[*values.items()] for values in of_seeds] if len(of_seeds) > 1 else []
-            rings = [(alpha, mean[alpha]) for alpha in alphas if split == TEST and alpha in mean]
-            lines.append(Line(label, look, [*mean.items()], thin, rings=rings))
-    chosen = ", ".join(dict.fromkeys(f"{a:g}" for a in alphas)) or EMPTY
-    title = f"Test {in_unit(run.metric)} of {method} on {where}; picked α: {chosen}"
-    seeds = f" Thin lines: {len(picks)} seeds; with markers: their mean." if len(picks) > 1 else ""
-    caption, axes = f"{method}, held out: {where}.{seeds}", ("α: 0 zero-shot, 1 fine-tuned", in_unit(run.metric))
-    return curves(f"wise-ft-{i}", title, caption, {"": lines}, axes, vertical=HALF)
+def _road_table(run: Run, roads: Iterable[Road]) -> Table:
+    rows, best_of = [], max if HIGHER_IS_BETTER[run.metric] else min
+    for road in roads:
+        along, half = [*road.test.values()], road.test.get(HALF) if road.varies == "alpha" else None
+        best = best_of((value for value in along if value is not None), default=None)
+        tested = (metric_cell(v, run.metric) for v in (along[0], half, along[-1], road.test.get(road.picked), best))
+        setting = Cell(f"{road.picked:g}" if road.picked else START, road.picked or None)
+        rows.append(cells(road.record.method, road.held, road.record.seed, setting, *tested))
+    at = [f"at {what}" for what in (START, "α = 0.5", "the end", "the picked point")]
+    unused = "" if run.recipe_rule == ORACLE else " (never used)"
+    header = [f"method{oracle_mark(run.recipe_rule)}", "held out", "seed", "picked", *at, f"best on test{unused}"]
+    return long_table(f"Test {in_unit(run.metric)} along the road, per model.", header, rows)
+
+
+def _road_figure(run: Run, i: int, roads: Sequence[Road], zero_shot: str | None) -> Figure:
+    """The roads of one method. `zero_shot`: the row whose intervals are drawn."""
+    method = roads[0].record.method
+    settings = zip_longest(*(road.test for road in roads))  # gda's last α depends on the number of images
+    names = [START, *(f"{fmean(filter(None, of_roads)):.3g}" for of_roads in [*settings][1:])]
+    beside = next((row for row in run.recipe_rows if row.method == zero_shot), None)
+    by_set, lines, chosen = group_by(roads, lambda road: road.held), list[Line](), list[str]()
+    for held, look in looks([*by_set][:MAX_SETS]).items():
+        columns = zip_longest(*(road.test.values() for road in by_set[held]))
+        defined = [[axis_value(run.metric, v) for v in column if v is not None] for column in columns]
+        mean = {k: fmean(column) for k, column in enumerate(defined) if column}
+        picked = [[*road.test].index(road.picked) for road in by_set[held] if road.picked in road.test]
+        chosen.append(f"{held}: {join_names(list(dict.fromkeys(names[k] for k in picked))) or EMPTY}")
+        # beside each other, left of the road
+        ends, x = beside and domain_interval(beside, held), -0.12 * (len(lines) + 1)
+        interval = [(x, axis_value(run.metric, ends.low), axis_value(run.metric, ends.high))] if ends else []
+        rings = [(k, mean[k]) for k in picked if k in mean]
+        lines.append(Line(held, look, [*mean.items()], rings=rings, ends=interval))
+    title = f"Test {in_unit(run.metric)} of {method}; picked: {join_names(chosen, MAX_SETS, '; ')}"
+    known = f" Vertical lines: 95% intervals of {beside.method}." if beside else ""
+    more = f" The first {MAX_SETS} of {len(by_set)} held-out sets." if len(by_set) > MAX_SETS else ""
+    caption = f"{method}: means over seeds. Rings: picked points.{known}{more}"
+    axes = ROADS[roads[0].varies], f"test {in_unit(run.metric)}"
+    return curves(f"road-{i}", title, caption, {"": lines}, axes, x_names=names)
