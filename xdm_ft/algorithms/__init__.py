@@ -30,8 +30,8 @@ HeadInit = Literal["random", "zero_shot"]
 PickRule = Annotated[
     Literal["protocol", "cross_domain"],
     Field(
-        description="what picks a point of its path: protocol: the selection rule's images; cross_domain: the training "
-        "domains, each left out once (needs two)"
+        description="images that pick the point of the path. protocol: those of the selection rule; cross_domain: the "
+        "training domains, each left out once (needs two)"
     ),
 ]
 """The keyword `pick` of solvers that offer several candidates."""
@@ -369,11 +369,12 @@ class Solver(Method):
     candidates: int = 1  # number of candidates that `solve` yields
     keeps_curve: bool = False  # whether results.json has the metric of every candidate on every split
     class_means: bool = False  # whether its head holds means over the training images of a class
+    pick: PickRule = "protocol"  # a setting of solvers that offer several candidates
     threads: int = 1  # that `solve` may use on a CPU, each torch operation on one; results do not depend on it
 
-    def __init__(self, setup: Setup, pick: PickRule = "protocol") -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.setup, self.pick = setup, pick
+        self.setup = setup
 
     def image_weight(self, batch: Batch) -> Tensor:
         """Returns each image's factor in a mean over all, float64 [n], by `loss_average` and `class_weights`."""

@@ -40,7 +40,8 @@ class GDA(Solver):
     inverses = 1
 
     def __init__(self, setup: Setup, *, pick: PickRule = "protocol") -> None:
-        super().__init__(setup, pick)
+        super().__init__(setup)
+        self.pick = pick
         self.candidates = 1 if setup.text_weight is None else 1 + len(ALPHAS)
 
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:

@@ -52,7 +52,8 @@ class KNN(Solver):
         ] = (0.03, 0.07, 0.2),
         pick: PickRule = "protocol",
     ) -> None:
-        super().__init__(setup, pick)
+        super().__init__(setup)
+        self.pick = pick
         self.pairs = list(product(sorted(neighbours, reverse=True), sorted(temperatures, reverse=True)))
         self.candidates = len(self.pairs)
 

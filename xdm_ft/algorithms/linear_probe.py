@@ -89,7 +89,8 @@ class LinearProbe(Solver):
         ] = 1e-4,
         pick: PickRule = "protocol",
     ) -> None:
-        super().__init__(setup, pick)
+        super().__init__(setup)
+        self.pick = pick
         self.from_text = center == "zero_shot"
         self.strengths = tuple(sorted(strengths or STRENGTHS[center or "zero"], reverse=True))
         self.tolerance, self.candidates = tolerance, len(self.strengths) + self.from_text
