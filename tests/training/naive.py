@@ -61,7 +61,19 @@ def naive(
         return {name: value.detach().clone() for name, value in (state | algorithm.state_dict()).items()}
 
     def losses_at(part: Batch, step: int, first_pass_draws: Mapping[str, Tensor] | None = None):  # type: ignore[no-untyped-def]
-        return algorithm(encoder(part.x), part, step, first_pass_draws)
+        losses = algorithm(encoder(part.x), part, step, first_pass_draws)
+        return losses if job.setup.anchor is None else losses._replace(total=losses.total + pull())
+
+    start = {name: p.detach().clone() for name, p in own.items()}
+
+    def pull() -> Tensor:
+        """By autograd: the mean over classes of a (‖w − w⁰‖² + (b − b⁰)²) / ‖w⁰‖²."""
+        square = start["head.weight"].square().sum(1)
+        square = square.mean() if job.setup.head_init == "random" else square
+        way = (own["head.weight"] - start["head.weight"]).square().sum(1)
+        if "head.bias" in own:
+            way = way + (own["head.bias"] - start["head.bias"]).square()
+        return (job.setup.anchor * way / square).mean()
 
     def gradients(loss: Tensor, of: Mapping[str, nn.Parameter]) -> State:
         found = torch.autograd.grad(loss, list(of.values()), retain_graph=True, allow_unused=True)

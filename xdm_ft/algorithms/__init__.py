@@ -27,6 +27,7 @@ from xdm_ft.runtime.settings import SearchRanges
 
 LossAverage = Literal["domain", "sample"]
 HeadInit = Literal["random", "zero_shot"]
+START = "start_"  # of the names of buffers that hold an anchored head as it starts
 PickRule = Annotated[
     Literal["protocol", "cross_domain"],
     Field(
@@ -49,7 +50,7 @@ class Setup:
     head_init: HeadInit = "random"
     text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None: no text side
     class_weight: Tensor | None = None  # float32 [C]: factor of the class losses; None: 1 for every class
-    anchor: Tensor | None = None  # float32 [C]: a_c of `Algorithm.pull`; None: nothing pulls the head back
+    anchor: Tensor | None = None  # float32 [C]: a_c of `pull`; None: nothing pulls the head back
     head: Callable[[int, int, int, int], Head] = Linear  # (width, outputs, seed, stream) → the class head
 
 
@@ -102,6 +103,33 @@ def text_confidence(probability: Tensor, y: Tensor, num_classes: int) -> Tensor:
     """
     members = F.one_hot(y, num_classes).T.double()  # index_add is not deterministic on GPUs
     return (members @ probability.double() / members.sum(1).clamp(min=1)).float()
+
+
+@torch.no_grad()
+def pull(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], gradients: Mapping[str, Tensor], scale: float = 1.0
+) -> Tensor | float:
+    """Returns mean_c a_c (‖w_c − w_c⁰‖² + (b_c − b_c⁰)²) / ‖w_c⁰‖², and adds `scale` × its gradient to `gradients`.
+
+    w⁰, b⁰ are the class head's start. The division gives all heads one unit: a linear head holds s·t, a cosine head t
+    alone, and no b. For a random start the divisor is the mean of ‖w_c⁰‖². With a_c of `text_confidence` it is CLAP
+    (Silva-Rodríguez et al. 2024, A Closer Look at the Few-Shot Adaptation of Large Vision-Language Models), whose code
+    pulls to class embeddings that are not normalised. All tensors are a method's, or those of H stacked ones, [H,…];
+    then so is the result. 0 without an anchor.
+
+    It is a part of the total loss, outside all weights of domains and samples. Its gradient is written out, since
+    autograd would take twice as long.
+    """
+    total: Tensor | float = 0.0
+    for name, start in buffers.items():
+        if name.startswith(START):
+            parameter, anchor = f"head.{name.removeprefix(START)}", buffers["anchor"]  # a_c / ‖w_c⁰‖² / C, [...,C]
+            way = parameters[parameter] - start  # [...,C,K], of a bias [...,C]
+            of_rows = way.ndim > anchor.ndim
+            gradients[parameter].addcmul_(way, anchor[..., None] if of_rows else anchor, value=2 * scale)
+            square = way.mul_(way)
+            total = total + ((square.sum(-1) if of_rows else square) * anchor).sum(-1)
+    return total
 
 
 class Method(nn.Module, ABC):
@@ -194,7 +222,7 @@ class Algorithm(Method):
             # not in the state dict, as the settings determine them
             self.register_buffer("anchor", setup.anchor / square / len(setup.anchor), persistent=False)
             for name, value in start.items():
-                self.register_buffer(f"start_{name}", value, persistent=False)
+                self.register_buffer(f"{START}{name}", value, persistent=False)
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
@@ -227,30 +255,16 @@ class Algorithm(Method):
         phase: str | None = None,
     ) -> Losses:
         """Calls `loss_at_perturbed` if the first pass has made draws, else the function of the phase, in float32 or
-        better, and adds `pull` to the total, outside all weights of domains and samples.
+        better. The engine adds `pull`.
 
         Engines call this. `phase`: that of `step`, if `step` is a tensor.
         """
         with torch.autocast(z.device.type, enabled=False):
             z = z if z.dtype == torch.float64 else z.float()
-            losses: Losses
             if first_pass_draws:
-                losses = self.loss_at_perturbed(z, batch, step, first_pass_draws)
-            else:
-                losses = getattr(self, phase or self.phase(int(step)))(z, batch, step)
-            return losses._replace(total=losses.total + self.pull()) if self.is_anchored else losses
-
-    def pull(self) -> Tensor:
-        """Returns mean_c a_c (‖w_c − w_c⁰‖² + (b_c − b_c⁰)²) / ‖w_c⁰‖², the head's way from its start w⁰, b⁰.
-
-        The division gives all heads one unit: a linear head holds s·t, a cosine head t alone, and no b. For a random
-        start the divisor is the mean of ‖w_c⁰‖². With a_c of `text_confidence` it is CLAP (Silva-Rodríguez et al. 2024,
-        A Closer Look at the Few-Shot Adaptation of Large Vision-Language Models), whose code pulls to class embeddings
-        that are not normalised.
-        """
-        moved = [(getattr(self.head, name) - getattr(self, f"start_{name}")).square() for name in self.head.per_class]
-        total: Tensor = self.anchor @ sum(square.flatten(1).sum(1) for square in (m[:, None] for m in moved))
-        return total
+                return self.loss_at_perturbed(z, batch, step, first_pass_draws)
+            losses: Losses = getattr(self, phase or self.phase(int(step)))(z, batch, step)
+            return losses
 
     def on_inputs(self, batch: Batch, step: int | Tensor) -> Batch:
         """Returns the batch to train on at `step`: it may replace images or cached features, and set soft `targets`.

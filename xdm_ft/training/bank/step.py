@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils._pytree import tree_map
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, pull
 from xdm_ft.core import Batch, Losses, Tensors
 from xdm_ft.heads import Head
 from xdm_ft.runtime.errors import UserError
@@ -257,6 +257,7 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
     # total and auxiliary depend on different parameters, so one backward pass computes both gradients
     auxiliary_gradients = _gradients(losses.total + losses.auxiliary, bank.parameters)
     gradients = {name: auxiliary_gradients.pop(name) for name in bank.main}
+    pulled = pull(bank.main, bank.fixed, gradients)
     if (sharpness := bank.sharpness) is not None:
         centre = {name: parameter.detach() for name, parameter in bank.main.items()}
         offset_at = per_head(lambda theta, gradient, numbers: sharpness.offset(theta, gradient, **numbers), bank.heads)
@@ -264,14 +265,16 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
         # new leaves: the second gradient is taken at θ + offset, with the offset as a constant
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
         second = losses_at({**perturbed, **bank.auxiliary, **buffers}, fields, losses.first_pass_draws)
-        gradients = per_head(sharpness.combine, bank.heads)(gradients, _gradients(second.total, perturbed))
+        of_second = _gradients(second.total, perturbed)
+        pull(perturbed, bank.fixed, of_second)
+        gradients = per_head(sharpness.combine, bank.heads)(gradients, of_second)
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
 
     bank.optimizer.step(bank.parameters, gradients | auxiliary_gradients, bank.factors.index_select(0, now))
     for name, value in losses.buffers.items():  # those of the first pass: a step changes buffers once
         bank.buffers[name].copy_(value.detach())
-    scalars = {**losses.logs, "loss": losses.total}
+    scalars = {**losses.logs, "loss": losses.total + pulled}
     if bank.auxiliary:
         scalars["auxiliary_loss"] = losses.auxiliary
     return {name: value.detach() for name, value in scalars.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from xdm_ft.algorithms import pull
 from xdm_ft.core import Losses, Tensors
 from xdm_ft.runtime.interrupt import stop_requested
 from xdm_ft.runtime.randomness import Stream, bits
@@ -95,12 +96,15 @@ class StepGradients:
         elif len(batch.parts) > 1 and not self.inner.encoder_frozen:
             backward = self._cached
         first = backward(batch, step, [None for _ in batch.parts], 1.0)
+        pulled = self._pull()
         second = torch.zeros_like(first[0][0].total)
         if self.sharpness is not None:
             with self._at_offset(self.sharpness):
                 second_pass = backward(batch, step, [losses.first_pass_draws for losses, _ in first], 0.0)
+                self._pull()
             second = _weighted_sum((losses.total, weight) for losses, weight in second_pass)
-        return self._commit(first, second)
+        losses = self._commit(first, second)
+        return losses._replace(total=losses.total + pulled)
 
     # Each of the three adds the gradient of one pass to `.grad`, averaged over processes at the last part. `draws` are
     # the `first_pass_draws` of a second pass. The statistics of a pass count `counted` times: 1 in the first one, 0 in
@@ -151,6 +155,14 @@ class StepGradients:
             # after the backward pass, which still needs the statistics of the forward pass
             self.statistics.collect(counted * batch.share(number))
         return [(_detach(losses), 1 / len(batch.positions))]
+
+    def _pull(self) -> Tensor | float:
+        """Adds the gradient of `pull`, which is the same in every process, to `.grad`; returns its value."""
+        head = {name: p for name, p in self.roles.head.items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in head.items() if p.grad is not None}
+        scaler = self.accelerator.scaler  # its scale is in all gradients until the optimizer steps
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return pull(head, dict(self.algorithm.named_buffers()), gradients, scale)
 
     def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
         """Returns the features of one of this process's parts."""
