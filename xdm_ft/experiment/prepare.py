@@ -69,7 +69,8 @@ class PreparedEncoder:
     def features_of(self, job: Job) -> Features:
         """Returns the features as a model on cached features reads them."""
         assert self.features is not None, "`prepare` extracts features for every method that reads them"
-        return self.features.normalized() if job.normalized else self.features
+        # twice would be other bits
+        return self.features.normalized() if job.normalized and not self.encoder.normalize else self.features
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ class EndToEnd(nn.Module):
         Raises `UserError` if the encoder cannot be cut there, or the algorithm works below the cut.
         """
         super().__init__()
-        self.encoder, self.algorithm, self.batch_norm, self.normalized = encoder, algorithm, batch_norm, normalized
+        self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
+        self.normalized = normalized and not encoder.normalize
         self.cut = cut_of(encoder, trainable) if isinstance(trainable, LastBlocks | LowRank) else None
         self.low_rank = isinstance(trainable, LowRank) and not merged
         if self.cut is not None:
