@@ -24,6 +24,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage.results_file import write_results
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import solve
 
@@ -182,6 +183,7 @@ def test_a_row_says_how_its_head_starts():
     assert [item.reads_normalized for item in (wise_ft, text, cosine, probe)] == [True, True, False, True]
     assert [item.head_init for item in (wise_ft, text, cosine)] == ["zero_shot"] * 3 and probe.center == "zero_shot"
     assert load_again(made).resolved() == made.resolved()
+    assert recipe("methods=[{name: wise_ft, start: null}]").methods[0].head_init == "zero_shot"
     lines = validate(made).document["starts"]
     assert lines == [
         "zero_shot: the class embeddings, reads normalised features",
@@ -200,6 +202,20 @@ def test_a_row_says_how_its_head_starts():
         "linear_probe: computed around zero, reads normalised features",
         "knn: computed, normalises features itself",
     ]
+
+
+def test_a_run_of_before_a_key_was_there_goes_on():
+    small_runs.results_of(recipe("methods=[zero_shot, wise_ft]", STEP, "protocol.final_fit=false"))
+    path = Path("output/small/results.json")
+    content = json.loads(path.read_text())
+    for entry in content["recipe"]["methods"]:
+        assert entry.pop("start", 0) in (None, "zero_shot") and entry.pop("anchor") == 0
+
+    lines = [line for line in Path("output/small/recipe.yaml").read_text().splitlines() if "anchor:" not in line]
+    Path("output/small/recipe.yaml").write_text("\n".join(lines))
+    write_results(path, content)
+    made = recipe("methods=[zero_shot, wise_ft]", STEP, "protocol.final_fit=false", "protocol.seeds=3")
+    assert len(small_runs.results_of(made)["runs"]) == 4
 
 
 def load_again(made):
@@ -224,11 +240,12 @@ def test_every_start_at_the_text_begins_as_zero_shot_and_is_shipped_so():
 
 @pytest.mark.slow
 def test_a_search_draws_the_anchor_of_the_heads_that_have_one():
-    space = "search={trials: 3, space: {anchor: {choice: [0.5, 2]}}}"
+    space = "search={trials: 3, space: {anchor: {choice: [0.5, clap]}}}"
     made = recipe("methods=[linear_probe, {name: erm, start: zero_shot}, {name: erm, head: mlp, label: mlp}]", space)
     content = small_runs.results_of(made)
     of = {m: [r["hparams"].get("anchor") for r in content["runs"] if r["method"] == m] for m in ("erm", "mlp")}
-    assert {*of["erm"]} <= {0, 0.5, 2} and len(of["erm"]) == 6 and of["mlp"] == [None] * 2, "one trial where none draws"
+    assert "clap" in of["erm"] and {*of["erm"]} <= {0, 0.5, "clap"} and len(of["erm"]) == 6
+    assert of["mlp"] == [None] * 2, "one trial where none draws"
     assert content["final_fit"]["status"] == "ok"
 
 
@@ -251,6 +268,8 @@ def test_a_path_may_be_picked_on_domains_that_it_has_not_seen():
         }.items()
     )
     notes = {row["method"]: row.get("flags") for row in content["summary"] if row["selection"] == "train_val"}
+    oracle = [row.get("flags") or () for row in content["summary"] if row["selection"] == "oracle"]
+    assert oracle and not any("left out once" in flag for flags in oracle for flag in flags)
     assert any("each left out once" in flag for flag in notes["crossed"] or ()) and not notes["linear_probe"]
     one = load("given.yaml", [methods, "protocol.together=[[b, c]]", "protocol.test_domains=[b, c]"])
     [reason] = {model.skipped for model in make_plan(one, read_data(one)).models if model.item.label == "g"}

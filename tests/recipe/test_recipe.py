@@ -152,7 +152,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     (["methods=[{name: erm, encoder_lr: 1e-3}]"], "command line: methods.0.encoder_lr: erm trains no encoder; leave i"),
     # a start, and what pulls back to it
     ([CLIP, "methods=[{name: erm, start: zero}]"], "command line: methods.0.start: input should be 'zero_shot', given"),
-    ([CLIP, "methods=[{name: knn, start: zero_shot}]"], "command line: methods.0.start: knn computes its head, which "),
+    ([CLIP, "methods=[{name: knn, start: zero_shot}]"], "command line: methods.0.start: knn computes its head, and t"),
     ([CLIP, "methods=[{name: erm, start: zero_shot, head: mlp}]"], "command line: methods.0.head: mlp cannot be combi"),
     ([CLIP, "methods=[{name: erm, start: zero_shot, head_init: random}]"], "command line: methods.0.head_init: erm st"),
     ([CLIP, "methods=[{name: linear_probe, start: zero_shot, center: zero}]"], "command line: methods.0.center: linea"),
@@ -164,6 +164,7 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([CLIP, "encoder.trainable=true", "methods=[{name: clipood, anchor: 1}]"], "command line: methods.0: clipood: its"),
     (["methods=[knn]", "search={trials: 2, space: {anchor: {choice: [1, 2]}}}"], "command line: search.space.anchor: "),
     (["methods=[erm]", "search={trials: 3, space: {anchor: {choice: [clap]}}}"], "command line: search.space: trial 1"),
+    (["methods=[{name: knn, pick: cross_domain}]", "protocol.selection=cross_domain"], "command line: methods.0.pick"),
     (["methods=[{name: erm, pick: cross_domain}]"], "command line: methods.0.pick: unknown key"),
     (["methods=[xdomainmix+sam, linear_probe]", "training.compile=true"], "command line: training.compile: has no eff"),
     (["methods=[erm+swad]", "training.patience=3"], "command line: methods.0: +swad decides itself which steps it ave"),

@@ -27,7 +27,7 @@ from xdm_ft.runtime.settings import SearchRanges
 
 LossAverage = Literal["domain", "sample"]
 HeadInit = Literal["random", "zero_shot"]
-START = "start_"  # of the names of buffers that hold an anchored head as it starts
+START = "anchored_"  # of the names of buffers that hold an anchored head as it starts
 PickRule = Annotated[
     Literal["protocol", "cross_domain"],
     Field(

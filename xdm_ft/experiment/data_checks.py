@@ -191,6 +191,7 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
             yield Finding(GROUPS, f"{found}: {_list_lines(pairs)}", remedy)
     for reason, items in plan.skipped.items():
         first, remedy = next(iter(items.values())), "add a domain"
+        remedy = "leave pick out" if first.picks_across_domains else remedy
         if first.skipped is not None:
             leaves = "set center: zero" if first.start_key == "center" else f"leave {first.start_key} out"
             remedy = "use an encoder with a text side" if first.algorithm.cls.needs_text else leaves

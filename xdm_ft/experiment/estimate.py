@@ -287,7 +287,7 @@ class EncoderWorkload:
         self.missing: list[tuple[Encoder, int]] = [
             (cut.below, cut.missing) for cut in self.cuts if cut.is_cached and cut.missing
         ]
-        if recipe.has_images and any(item.trainable is False for item in items):
+        if recipe.has_images and any(item.trainable is False or recipe.reads_confidence(item) for item in items):
             counts = cached_images(encoder, dataset.decoder, recipe.features, recipe.train_augmentation, device)
             if missing := sum(max(0, len(dataset) - count) for count in counts):
                 self.missing.append((encoder, missing))
@@ -363,12 +363,14 @@ def pieces_seconds(
     item, shape = models[0].item, (len(plan.dataset.class_names), encoder.width)
     if item.is_solver:
         rows = [sum(map(len, model.split.train)) for model in models]
-        return [solver_seconds(item.algorithm.cls, shape, sum(rows) / len(rows) / threads)] * len(rows)
+        # a pick on unseen domains solves once more without each
+        solved = 1 + len(models[0].split.train) * item.picks_across_domains
+        return [solved * solver_seconds(item.algorithm.cls, shape, sum(rows) / len(rows) / threads)] * len(rows)
     x = torch.randn(MADE_UP_ROWS, encoder.width)
     features = _MadeUp([x], device=device)
     features.views = plan.recipe.features.views
     texts = {item.block.prompts: torch.randn(shape)} if item.reads_text else {}
-    likely = {item.block.prompts: torch.rand(len(plan.dataset))} if item.block.anchor == "clap" else {}
+    likely = {item.block.prompts: torch.rand(len(plan.dataset))} if plan.recipe.reads_confidence(item) else {}
     made_up = PreparedEncoder(encoder, "", features, texts, activations={}, own_probability=likely)
     prepared = Prepared({item.encoder_label: made_up}, unreadable={}, content="")
     evaluation = models[0].split.evaluation  # rules that have no images, as in a final fit, read nothing

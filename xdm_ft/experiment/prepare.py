@@ -279,7 +279,7 @@ def prepare(
             assert isinstance(encoder, TextEncoder), "checked with the recipe"
             texts[prompts] = encoder.logit_scale * encoder.text_embeddings(dataset.class_names, prompts)
         weights = weights_digest(encoder) if recipe.has_images or texts else ""
-        confident = dict.fromkeys(item.block.prompts for item in items if item.block.anchor == "clap")
+        confident = dict.fromkeys(item.block.prompts for item in items if recipe.reads_confidence(item))
         labels = torch.as_tensor(dataset.labels)
         likely = {prompts: own_probability(features, labels, texts[prompts], unreadable) for prompts in confident}
         prepared[label] = PreparedEncoder(encoder, weights, features, texts, activations, likely)

@@ -349,8 +349,8 @@ def _method(faults: Faults, index: int, value: Any, encoder: Component) -> Metho
     model = components.settings_model(cls, MethodCommon)
     for name, part in prefixed.values():
         model = components.settings_model(part, model, prefix=f"{name}.")
-    if cls.needs_text and issubclass(cls, Algorithm):
-        values = {"start": "zero_shot", **values}
+    if cls.needs_text and issubclass(cls, Algorithm) and values.get("start") is None:
+        values = {**values, "start": "zero_shot"}
     if values.get("start") == "zero_shot":
         values = _from_start(faults, key, values, cls)
     block = _block(faults, key, model, values)
@@ -377,7 +377,7 @@ def _from_start(faults: Faults, key: Key, values: dict[str, Any], cls: type[Any]
     """Returns the values of an item with what `start: zero_shot` stands for, beside normalisation."""
     implied = "center" if "center" in components.settings_model(cls).model_fields else "head_init"
     if issubclass(cls, Solver) and implied != "center":
-        faults.add((*key, "start"), f"{values['name']} computes its head, which starts nowhere; leave start out")
+        faults.add((*key, "start"), f"{values['name']} computes its head, and takes no start; leave it out")
         return values
     if values.get(implied) not in (None, "zero_shot"):
         problem = f"{values['name']} starts from the class embeddings (start: zero_shot); leave {implied} out"
@@ -642,6 +642,8 @@ def _check_method(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
                     faults.add(key, f"{item.label}: {reason}", *causes)
     if item.anchor_fault:
         faults.add((*key, "anchor"), item.anchor_fault)
+    if item.picks_across_domains and recipe.protocol.selection == "cross_domain":
+        faults.add((*key, "pick"), "protocol.selection: cross_domain does this already; leave pick out")
     normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
     only_skipped = all(other.skipped is not None for other in recipe.methods)
     says_more = item.skipped is None or (only_skipped and recipe.has_images)

@@ -185,6 +185,11 @@ class MethodItem:
         return bool(self.block.normalize or from_text or getattr(self.algorithm.cls, "normalized", False))
 
     @property
+    def picks_across_domains(self) -> bool:
+        """Whether a solver picks a point on training domains that are left out."""
+        return getattr(self.block, "pick", None) == "cross_domain"
+
+    @property
     def takes_anchor(self) -> bool:
         """Whether `anchor` can pull its head back: gradients train it, and it has weights of each class."""
         return not self.is_solver and bool(self.head.cls.per_class)

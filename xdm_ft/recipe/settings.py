@@ -214,7 +214,13 @@ class Recipe:
     def needs_features(self, encoder: Component | None = None) -> bool:
         """Whether a method reads features of a frozen encoder (None: of any), in training or before it."""
         wanted = (item for item in self.runnable_methods if encoder is None or item.encoder is encoder)
-        return any(item.trainable is False or item.block.anchor == "clap" for item in wanted)
+        return any(item.trainable is False or self.reads_confidence(item) for item in wanted)
+
+    def reads_confidence(self, item: MethodItem) -> bool:
+        """Whether a model of a method has `anchor: clap`, which needs zero-shot probabilities of training images."""
+        drawn = self.search.distributions.get("anchor")
+        may_draw = drawn is not None and "clap" in (drawn.choice or ())
+        return item.takes_anchor and (item.block.anchor == "clap" or may_draw)
 
     @property
     def runnable_methods(self) -> tuple[MethodItem, ...]:

@@ -85,10 +85,10 @@ def verdict_cells(rows: Sequence[Comparison | None], metric: str) -> tuple[tuple
 def from_zero_shot_words(run: Run, method: str, versus: Mapping[tuple[str, DomainSet], Comparison]) -> str:
     """Returns on which held-out sets fine-tuning helps and harms, by the verdicts of `Run.from_zero_shot`.
 
-    Where none is clear, it says so, with the differences; "" if the method was not compared.
+    Where none is clear, it says so, with the differences; "" if there is no verdict on the method.
     """
     rows = {held: row for (of, held), row in versus.items() if of == method}
-    if not rows:
+    if all(row.here == NO_VERDICT for row in rows.values()):
         return ""
     clear = {
         verb: [printable(set_name(held)) for held, row in rows.items() if row.here == word]

@@ -222,9 +222,10 @@ def _pairs(
 
 def _flags(runs: Runs, trials: Sequence[Record]) -> Iterator[str]:
     """Yields what to know of the picks of a method, and reasons to doubt them. `trials`: all of its records."""
-    if any(record.hparams.get("pick") == "cross_domain" for record in runs.records):
+    picked = [record for record in runs.records if runs.rule in record.selected]
+    if runs.rule != ORACLE and any(record.hparams.get("pick") == "cross_domain" for record in picked):
         yield "its point was picked on training domains that it had not seen, each left out once"
-    picks = [record.selected[runs.rule] for record in runs.records if runs.rule in record.selected]
+    picks = [record.selected[runs.rule] for record in picked]
     for flag, count in Counter(flag for pick in picks for flag in pick.flags or ()).items():
         yield f"{flag} in {count} of {len(picks)} picks"
     drawn = [record for record in trials if record.trial > 0]

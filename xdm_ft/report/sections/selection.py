@@ -394,7 +394,7 @@ def road(run: Run) -> Section | None:
     tables = [_road_table(run, chain.from_iterable(by_method.values()))]
     if versus:
         tables.insert(0, from_zero_shot_table(run, versus))
-    return make_section("road", figures, tables, notes, rule=rule)
+    return make_section("road", figures, tables, notes)
 
 
 def _road_table(run: Run, roads: Iterable[Road]) -> Table:

@@ -158,6 +158,8 @@ class StepGradients:
 
     def _pull(self) -> Tensor | float:
         """Adds the gradient of `pull`, which is the same in every process, to `.grad`; returns its value."""
+        if not self.algorithm.is_anchored:
+            return 0.0
         head = {name: p for name, p in self.roles.head.items() if p.grad is not None}
         gradients = {name: p.grad for name, p in head.items() if p.grad is not None}
         scaler = self.accelerator.scaler  # its scale is in all gradients until the optimizer steps
