@@ -24,7 +24,6 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.results_file import write_results
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import solve
 
@@ -202,20 +201,6 @@ def test_a_row_says_how_its_head_starts():
         "linear_probe: computed around zero, reads normalised features",
         "knn: computed, normalises features itself",
     ]
-
-
-def test_a_run_of_before_a_key_was_there_goes_on():
-    small_runs.results_of(recipe("methods=[zero_shot, wise_ft]", STEP, "protocol.final_fit=false"))
-    path = Path("output/small/results.json")
-    content = json.loads(path.read_text())
-    for entry in content["recipe"]["methods"]:
-        assert entry.pop("start", 0) in (None, "zero_shot") and entry.pop("anchor") == 0
-
-    lines = [line for line in Path("output/small/recipe.yaml").read_text().splitlines() if "anchor:" not in line]
-    Path("output/small/recipe.yaml").write_text("\n".join(lines))
-    write_results(path, content)
-    made = recipe("methods=[zero_shot, wise_ft]", STEP, "protocol.final_fit=false", "protocol.seeds=3")
-    assert len(small_runs.results_of(made)["runs"]) == 4
 
 
 def load_again(made):

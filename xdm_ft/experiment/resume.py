@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from xdm_ft.core import ALPHA, ModelKey
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.features import FeatureSettings
-from xdm_ft.recipe.check import read_written
 from xdm_ft.recipe.method import with_encoder
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
@@ -278,8 +277,7 @@ def written_recipe(run: Path, recipe: Recipe | None) -> RecipeText:
         raise UserError(f"{path}: is damaged ({error}); {remedy}") from error
     if recipe is None:
         return written
-    # resolved: a run of before a key was there has its default
-    if changed := refused_changes(recipe.resolved(), read_written(written).resolved()):
+    if changed := refused_changes(recipe.resolved(), written.values):
         raise UserError(
             f"{path}: was edited or damaged: it differs from the recipe in results.json "
             f"({', '.join(changed[:5])}); undo the edit, or run a copy under another name"
