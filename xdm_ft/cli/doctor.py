@@ -228,7 +228,7 @@ def cache_space(
     items = [item for item in recipe.runnable_methods if item.encoder_label == label]
     device = device_of(recipe.cluster, PartialState().device)  # on which the run computes features
     cached: list[tuple[str, Encoder]] = []
-    if any(item.trainable is False or recipe.reads_confidence(item) for item in items):
+    if any(map(recipe.reads_features, items)):
         cached.append(("features", encoder))
     for cut in cuts_of(recipe, encoder, items, dataset, device, hashes):
         title = f"activations, {', '.join(map(trained_words, cut.serves))}"

@@ -287,7 +287,7 @@ class EncoderWorkload:
         self.missing: list[tuple[Encoder, int]] = [
             (cut.below, cut.missing) for cut in self.cuts if cut.is_cached and cut.missing
         ]
-        if recipe.has_images and any(item.trainable is False or recipe.reads_confidence(item) for item in items):
+        if recipe.has_images and any(map(recipe.reads_features, items)):
             counts = cached_images(encoder, dataset.decoder, recipe.features, recipe.train_augmentation, device)
             if missing := sum(max(0, len(dataset) - count) for count in counts):
                 self.missing.append((encoder, missing))

@@ -279,9 +279,8 @@ class MethodItem:
                 start = f"{self.start_key}: zero_shot"
                 yield ("head",), f"{self.head.name} cannot be combined with {start}: {head.text_reason}"
             elif not normalized and not head.normalizes:
-                name = self.label if needs_text else "zero_shot"
                 remedy = "set start: zero_shot in place of head_init"
-                yield (), f"{name} starts from class embeddings, which need L2-normalised features; {remedy}"
+                yield (), f"zero_shot starts from class embeddings, which need L2-normalised features; {remedy}"
         if self.is_solver and self.head.name != self.algorithm.cls.head_kind:
             yield ("head",), f"{self.label} computes a {self.algorithm.cls.head_kind} head directly; leave head out"
         elif not self.is_solver and not head.trained:

@@ -214,7 +214,11 @@ class Recipe:
     def needs_features(self, encoder: Component | None = None) -> bool:
         """Whether a method reads features of a frozen encoder (None: of any), in training or before it."""
         wanted = (item for item in self.runnable_methods if encoder is None or item.encoder is encoder)
-        return any(item.trainable is False or self.reads_confidence(item) for item in wanted)
+        return any(map(self.reads_features, wanted))
+
+    def reads_features(self, item: MethodItem) -> bool:
+        """Whether a method reads cached features of the frozen encoder, to train on or for the strength of `clap`."""
+        return item.trainable is False or self.reads_confidence(item)
 
     def reads_confidence(self, item: MethodItem) -> bool:
         """Whether a model of a method has `anchor: clap`, which needs zero-shot probabilities of training images."""

@@ -356,6 +356,7 @@ ROADS = {"alpha": "α: 1 is fine-tuned", "gda_alpha": "α of GDA", "l2": "l2, th
 """{what a road varies: words at its axis}"""
 MAX_ROADS = 12  # figures
 START = "zero-shot"
+UNUSED = "; what test images show of the others picks nothing"
 LACKS = "without a row of zero_shot there are no verdicts: add zero_shot to methods"
 
 
@@ -394,7 +395,7 @@ def road(run: Run) -> Section | None:
     tables = [_road_table(run, chain.from_iterable(by_method.values()))]
     if versus:
         tables.insert(0, from_zero_shot_table(run, versus))
-    return make_section("road", figures, tables, notes)
+    return make_section("road", figures, tables, notes, unused="" if rule == ORACLE else UNUSED)
 
 
 def _road_table(run: Run, roads: Iterable[Road]) -> Table:

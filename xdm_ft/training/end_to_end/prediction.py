@@ -150,8 +150,7 @@ class EndToEndPredictor:
     def _outputs(self, state: Mapping[str, Tensor], rows: Tensor, kind: Literal["logits", "features"]) -> Tensor:
         retain_freed_memory()
         encoder, algorithm, accelerator = copy.deepcopy(self.encoder), self.job.new_algorithm(), self.accelerator
-        normalized, trainable = self.job.normalized, self.part.trainable
-        model = EndToEnd(encoder, algorithm, "frozen", trainable, merged=True, normalized=normalized)
+        model = EndToEnd(encoder, algorithm, "frozen", self.part.trainable, merged=True, normalized=self.job.normalized)
         model = model.placed(accelerator.device).eval()
         model.load_weights(state)
         images = ImageInputs(self.dataset, self.encoder.preprocessing, "none", accelerator)

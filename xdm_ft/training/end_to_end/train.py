@@ -93,8 +93,9 @@ def train_model(
     algorithm = job.new_algorithm()
     retain_freed_memory()
     memory = PeakMemory(accelerator.device)
-    settings = batch_norm, part.trainable
-    inner = EndToEnd(copy.deepcopy(encoder), algorithm, *settings, seed=job.seed, normalized=job.normalized)
+    inner = EndToEnd(
+        copy.deepcopy(encoder), algorithm, batch_norm, part.trainable, seed=job.seed, normalized=job.normalized
+    )
     inner = inner.placed(accelerator.device).train()
     inner = synchronise(inner, accelerator.num_processes, training.accumulation, accelerator.device)
     if training.compile:
