@@ -40,6 +40,7 @@ LAYERS = [
     "model_sources",
     "data",
     "image_files",
+    "augmentations",
     "images",
     "core",
     "storage",

@@ -260,7 +260,7 @@ def add_explain(verb: Parser) -> None:
 
 
 def add_ls(verb: Parser) -> None:
-    lists = ["recipes", "benchmarks", "methods", "heads", "data", "encoders"]
+    lists = ["recipes", "benchmarks", "methods", "heads", "data", "encoders", "augmentations"]
     verb.add_argument("what", nargs="?", choices=lists, default="recipes")
     verb.add_argument("name", nargs="?", metavar="NAME", help="one entry, with its settings and what each means")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
+from xdm_ft.augmentations import Augmentations
 from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.encoders import Encoder
@@ -227,18 +228,19 @@ def cache_space(
 
     items = [item for item in recipe.runnable_methods if item.encoder_label == label]
     device = device_of(recipe.cluster, PartialState().device)  # on which the run computes features
-    cached: list[tuple[str, Encoder]] = []
+    cached: list[tuple[str, Encoder, tuple[Augmentations, ...]]] = []
     if any(map(recipe.reads_features, items)):
-        cached.append(("features", encoder))
+        kinds = recipe.cached_augmentations(item for item in items if item.trainable is False)
+        cached.append(("features", encoder, kinds))
     for cut in cuts_of(recipe, encoder, items, dataset, device, hashes):
         title = f"activations, {', '.join(map(trained_words, cut.serves))}"
         if cut.is_cached:
-            cached.append((title, cut.below))
+            cached.append((title, cut.below, cut.augmentations))
         else:
             yield Finding(title, f"computed at every step ({cut.why_computed})")
     needed_before = 0
-    for title, part in cached:
-        views = cached_views(part, dataset, hashes.images, recipe.features, recipe.train_augmentation, device)
+    for title, part, kinds in cached:
+        views = cached_views(part, dataset, hashes.images, recipe.features, kinds, device)
         missing, plain = sum(len(store.missing()) for _, store in views), views[0][1]
         needed = sum(store.bytes_needed for _, store in views)
         # without the plain view's own bytes, which `require_space` adds

@@ -288,7 +288,8 @@ class EncoderWorkload:
             (cut.below, cut.missing) for cut in self.cuts if cut.is_cached and cut.missing
         ]
         if recipe.has_images and any(map(recipe.reads_features, items)):
-            counts = cached_images(encoder, dataset.decoder, recipe.features, recipe.train_augmentation, device)
+            augmentations = recipe.cached_augmentations(item for item in items if item.trainable is False)
+            counts = cached_images(encoder, dataset.decoder, recipe.features, augmentations, device)
             if missing := sum(max(0, len(dataset) - count) for count in counts):
                 self.missing.append((encoder, missing))
 
@@ -368,7 +369,7 @@ def pieces_seconds(
         return [solved * solver_seconds(item.algorithm.cls, shape, sum(rows) / len(rows) / threads)] * len(rows)
     x = torch.randn(MADE_UP_ROWS, encoder.width)
     features = _MadeUp([x], device=device)
-    features.views = plan.recipe.features.views
+    features.views = plan.recipe.features.views if plan.recipe.augmentation_of(item) else 0
     texts = {item.block.prompts: torch.randn(shape)} if item.reads_text else {}
     likely = {item.block.prompts: torch.rand(len(plan.dataset))} if plan.recipe.reads_confidence(item) else {}
     made_up = PreparedEncoder(encoder, "", features, texts, activations={}, own_probability=likely)

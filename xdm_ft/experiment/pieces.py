@@ -242,15 +242,14 @@ def do_piece(
             # what lies below a cut is the same for all seeds, as it is cached
             encoder, part = prepared.encoder, FULL_ENCODER
             if item.is_cut:
-                part = EncoderPart(item.trainable, prepared.activations[item.trainable])
+                part = EncoderPart(item.trainable, prepared.activations_of(job, item.trainable))
             else:
                 encoder = build_encoder(item.encoder, job.seed)  # random weights are drawn from the seed
             common = item.encoder_common
             trained = [
                 train_model(
                     job, encoder, plan.dataset, *data, accelerator, batch_norm=common.batch_norm, record=record,
-                    bar=bar, unfreeze_at=common.unfreeze_at, augmentation=plan.recipe.augmentation_of(item),
-                    checkpoint=checkpoint, part=part,
+                    bar=bar, unfreeze_at=common.unfreeze_at, checkpoint=checkpoint, part=part,
                 )
             ]  # fmt: skip
             batch_size = plan.recipe.training.batch_size

@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.facts import automatic
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import LEFT_OUT, Split, all_domains, also_measuring, rules_of, splits, without
+from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem, draw_item, draw_training, unfreeze_problem
 from xdm_ft.recipe.search import TRAINING_KEYS, Distribution
 from xdm_ft.recipe.settings import Recipe
@@ -327,16 +328,21 @@ def costs(plan: Plan) -> dict[str, Any]:
             model.item.gradient_evaluations(model.steps, len(model.split.train)) for model in trained
         ),
         # all images, also those that never train: the cache must not depend on the split
-        "feature_passes": (1 + recipe.features.views)
-        * sum(map(recipe.needs_features, recipe.encoders))
-        * recipe.has_images,
+        "feature_passes": sum(map(partial(_passes, recipe), recipe.encoders)) * recipe.has_images,
         "trained_images": trained_images,  # that pass forward and backward through the encoder, without evaluations
     }
 
 
+def _passes(recipe: Recipe, encoder: Component) -> int:
+    """Returns how often the whole encoder sees each image: plain, and in the views of every augmentation."""
+    items = [item for item in recipe.runnable_methods if item.encoder is encoder and item.trainable is False]
+    kinds = recipe.cached_augmentations(items)
+    return (1 + recipe.features.views * len(kinds)) * recipe.needs_features(encoder)
+
+
 def describe(plan: Plan) -> str:
     """Returns the plan as text: the number of models, and the cost of training them."""
-    cost, recipe, views = costs(plan), plan.recipe, plan.recipe.features.views
+    cost, recipe = costs(plan), plan.recipe
     lines = [
         f"data: {plural(cost['images'], 'image')}, {plural(cost['classes'], 'class')}",
         f"domains: {', '.join(cost['domains'])}",
@@ -350,11 +356,11 @@ def describe(plan: Plan) -> str:
         *([line] if (line := unsearched_line(recipe)) else []),
     ]
     if passes := cost["feature_passes"]:
-        encoders, each = passes // (1 + views), "one pass"
-        if views:
-            each = f"{1 + views} passes (1 plain, {views} augmented)"
-        of_each = f" of each of {encoders} encoders" if encoders > 1 else ""
-        lines.append(f"encoder: {each}{of_each} over {cost['images']} images unless their features are cached")
+        encoders = sum(map(recipe.needs_features, recipe.encoders))
+        text = "one pass" if passes == 1 else plural(passes, "pass")
+        text += f" ({encoders} plain, {passes - encoders} augmented)" if passes > encoders else ""
+        text += f" of {encoders} encoders" if encoders > 1 else ""
+        lines.append(f"encoder: {text} over {cost['images']} images unless their features are cached")
     if cost["trained_images"]:
         lines.append(f"encoder: {cost['trained_images']} images forward and backward, without evaluations")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup, text_confidence
+from xdm_ft.augmentations import Augmentations
 from xdm_ft.core import Task
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.cut.cut import Below, Cut, require_blocks
@@ -34,7 +35,7 @@ from xdm_ft.recipe.check import check_algorithm
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, join_names
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage import digest
@@ -65,12 +66,31 @@ class PreparedEncoder:
     """{what trains above a cut: cached activations below it}; None: they are computed at every step."""
     own_probability: dict[tuple[str, ...] | None, Tensor] = field(default_factory=dict)
     """{prompts: zero-shot probability of every image's own class, float32 [N]}, of methods with `anchor: clap`."""
+    views: dict[Trainable, tuple[Augmentations, ...]] = field(default_factory=dict)
+    """{what trains: augmentations whose views are behind the plain features or activations, equally many of each}"""
 
     def features_of(self, job: Job) -> Features:
-        """Returns the features as a model on cached features reads them."""
+        """Returns the features as a model on cached features reads them, with the views of its augmentation."""
         assert self.features is not None, "`prepare` extracts features for every method that reads them"
+        features = self._views_of(job, self.features, False)
         # twice would be other bits
-        return self.features.normalized() if job.normalized and not self.encoder.normalize else self.features
+        return features.normalized() if job.normalized and not self.encoder.normalize else features
+
+    def activations_of(self, job: Job, trainable: Trainable) -> Features | None:
+        """Returns the activations that a model reads, with the views of its augmentation; None: it reads images."""
+        cached = self.activations[trainable]
+        kinds = self.views.get(trainable, ())
+        if cached is None or (job.augmentations and job.augmentations not in kinds):
+            return None
+        return self._views_of(job, cached, trainable)
+
+    def _views_of(self, job: Job, features: Features, trainable: Trainable) -> Features:
+        kinds = self.views.get(trainable, ())
+        if not kinds:
+            return features
+        each = features.views // len(kinds)
+        number = kinds.index(job.augmentations) if job.augmentations else 0
+        return features.of_views_alone(number * each, each if job.augmentations else 0)
 
 
 @dataclass(frozen=True)
@@ -243,7 +263,6 @@ def prepare(
         on_bad_image=on_bad_image,
         device=accelerator.device,
         show=main,
-        augmentation=recipe.train_augmentation,
         elsewhere=extraction_on(recipe),
         accelerator=accelerator,
     )
@@ -252,11 +271,12 @@ def prepare(
         if main:
             log_encoder(encoder)
         items = [item for item in recipe.runnable_methods if item.encoder is component]
-        features = None
+        features, views = None, dict[Trainable, tuple[Augmentations, ...]]()
         if not recipe.has_images:
             features = given_features(dataset, accelerator.device)
         elif recipe.needs_features(component):
-            features = extracted(encoder)
+            views[False] = recipe.cached_augmentations(item for item in items if item.trainable is False)
+            features = extracted(encoder, augmentations=views[False])
         counted = hashes if index else None
         cuts = cuts_of(recipe, encoder, items, dataset, device, counted, cached_cuts(environment, label))
         activations = dict[Trainable, Features | None]()
@@ -264,8 +284,9 @@ def prepare(
         for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
             if main:
                 logger.info("%s", cut.text())
-            cached = extracted(cut.below, streamed=True) if is_cached else None
-            activations |= {trainable: cached for trainable in cut.serves}
+            cached = extracted(cut.below, streamed=True, augmentations=cut.augmentations) if is_cached else None
+            activations |= dict.fromkeys(cut.serves, cached)
+            views |= dict.fromkeys(cut.serves, cut.augmentations)
         read = [features for features in (features, *activations.values()) if features is not None]
         # before training end to end, which would fail at a broken image after hours; extraction decodes all too
         if not read and any(item.trainable is not False for item in items):
@@ -282,7 +303,7 @@ def prepare(
         confident = dict.fromkeys(item.block.prompts for item in items if recipe.reads_confidence(item))
         labels = torch.as_tensor(dataset.labels)
         likely = {prompts: own_probability(features, labels, texts[prompts], unreadable) for prompts in confident}
-        prepared[label] = PreparedEncoder(encoder, weights, features, texts, activations, likely)
+        prepared[label] = PreparedEncoder(encoder, weights, features, texts, activations, likely, views)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     return Prepared(prepared, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))
@@ -319,6 +340,7 @@ class RecipeCut:
 
     below: Below
     serves: tuple[Trainable, ...]  # what trains above it
+    augmentations: tuple[Augmentations, ...]  # whose views are cached too
     activations: int  # one per image and view
     missing: int  # activations that the cache lacks
     dtype: torch.dtype  # of cached activations
@@ -365,34 +387,37 @@ def cuts_of(
         if isinstance(trainable, LastBlocks | LowRank):
             cut = cut_of(encoder, trainable)
             above_cut.setdefault(cut.name, (cut, []))[1].append(trainable)
-    on_images = any(item.is_cut and recipe.trains_on_images(item) for item in items)
-    settings, augmentation, cuts, planned = recipe.features, recipe.train_augmentation, list[RecipeCut](), 0
+    settings, cuts, planned = recipe.features, list[RecipeCut](), 0
     for cut, serves in sorted(above_cut.values(), key=lambda pair: -pair[0].number):
-        below = Below(cut)
+        below, above = Below(cut), [item for item in items if item.trainable in serves]
+        augmentations = recipe.cached_augmentations(above)
         if hashes is not None:
-            views = cached_views(below, dataset, hashes.images, settings, augmentation, device)
+            views = cached_views(below, dataset, hashes.images, settings, augmentations, device)
             count, missing = len(views) * len(hashes.images.contents), sum(len(store.missing()) for _, store in views)
         else:
-            cached = cached_images(below, dataset.decoder, settings, augmentation, device)
+            cached = cached_images(below, dataset.decoder, settings, augmentations, device)
             count, missing = len(cached) * len(dataset), sum(max(0, len(dataset) - images) for images in cached)
-        of_recipe = RecipeCut(below, tuple(serves), count, missing, DTYPES[settings.precision])
+        of_recipe = RecipeCut(below, tuple(serves), augmentations, count, missing, DTYPES[settings.precision])
+        kinds = dict.fromkeys(str(recipe.augmentation_of(item)) for item in above)
+        drawn = [*kinds] if all(map(recipe.trains_on_images, above)) else []
         before = (was_cached or {}).get(cut.name)
-        of_recipe = replace(of_recipe, why_computed=_why_computed(recipe, of_recipe, on_images, planned, before))
+        of_recipe = replace(of_recipe, why_computed=_why_computed(recipe, of_recipe, drawn, planned, before))
         cuts.append(of_recipe)
         planned += of_recipe.missing_bytes if of_recipe.is_cached else 0
     return cuts
 
 
-def _why_computed(recipe: Recipe, cut: RecipeCut, on_images: bool, planned: int, before: bool | None) -> str:
+def _why_computed(recipe: Recipe, cut: RecipeCut, drawn: Sequence[str], planned: int, before: bool | None) -> str:
     """Returns why activations are computed at every step; empty if they are cached.
 
-    `planned`: bytes that other cuts will take. `before`: whether they were cached when the run started.
+    `drawn`: the augmentations of the methods above, if none of them reads what is cached. `planned`: bytes that other
+    cuts will take. `before`: whether they were cached when the run started.
     """
     settings = recipe.features
     if settings.cut == "compute":
         return "features.cut: compute"
-    if on_images:
-        return f"data.train_augmentation: {recipe.train_augmentation} draws anew each time; features.views caches draws"
+    if drawn:
+        return f"train_augmentation: {join_names(drawn)} draws anew each time; features.views caches draws"
     if before is False and settings.cut == "auto":
         return "features.cut: auto, as when this run started"
     if before or settings.cut == "cache" or not cut.missing:
@@ -428,7 +453,7 @@ ExternalValues = Mapping[str, Mapping[int, float]]
 def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_values: ExternalValues) -> Job:
     recipe, item, split, inputs = plan.recipe, model.item, model.split, prepared.for_method(model.item)
     class_weight = None
-    if recipe.training.class_weights == "balanced":
+    if model.training.class_weights == "balanced":
         labels = plan.annotations.labels[torch.cat(split.train)]
         class_weight = balanced_class_weight(labels, len(plan.dataset.class_names))
     anchor, classes = None, len(plan.dataset.class_names)
@@ -459,5 +484,6 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_value
         training=model.training,
         averaging=item.averaging.build() if item.averaging else None,
         normalized=item.reads_normalized,
+        augmentations=recipe.augmentation_of(item),
         external_values=external_values,
     )

@@ -420,6 +420,7 @@ def summary_of(plan: Plan, prepared: Prepared, results: RunResults) -> Summary:
         encoders=list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None)),
         deterministic=deterministic,
         augmentations={item.label: augmentation(recipe, item) for item in methods},
+        class_weights={item.label: "balanced" for item in methods if recipe.class_weights_of(item) == "balanced"},
         convention=BENCHMARKS[benchmark][0] if benchmark else None,
         look=(number, look.alpha),
         before=before,
@@ -439,7 +440,7 @@ def references(recipe: Recipe) -> dict[str, str]:
     for item in recipe.runnable_methods:
         # a solver is compared with ERM's linear head, whatever its own is
         head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
-        trained = item.trainable, recipe.augmentation_of(item), item.reads_text
+        trained = item.trainable, str(recipe.augmentation_of(item)), recipe.class_weights_of(item), item.reads_text
         compared.append(Compared(item.label, item.is_plain_erm, item.encoder_label, head, *trained))
     return erm_of_each(compared)
 
@@ -467,6 +468,10 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
         name = "" if label is None else f"{label}: "
         notes.append(f"encoder {name}{of_encoder.encoder.pretraining}, {' / '.join(ways)}")
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
+    weighted = [item for item in recipe.methods if recipe.class_weights_of(item) != "none"]
+    if weighted:
+        rows = "" if len(weighted) == len(recipe.methods) else f" of {' / '.join(item.label for item in weighted)}"
+        notes.append(f"class losses weighted by balanced class weights{rows}")
     if recipe.training.tf32:
         notes.append("float32 products in TF32 on GPUs")
     if prepared.unreadable:

@@ -441,6 +441,7 @@ class Features:
         places = torch.arange(int(self._ends[-1]))[None] if places is None else places
         self._places, self._rows = places.contiguous(), places.shape[1]
         self.views = len(places) - 1  # number of augmented views
+        self._before = 0  # number of the views that are left out before the first of them
         self._normalized = False
         self._standard: tuple[Tensor, Tensor] | None = None  # mean and deviation [K]
         self._table: Tensor | None = None  # [(1 + views) · N, K]
@@ -476,7 +477,13 @@ class Features:
 
     def of_views(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """float32 [..., K]: each row (0…N−1) in the view of that number (0: plain, 1…`views`: augmented)."""
-        return self._read(numbers * self._rows + rows, (1 + self.views) * self._rows)
+        if self._before:
+            numbers = numbers + self._before * (numbers > 0)  # 0 is the plain one
+        return self._read(numbers * self._rows + rows, (1 + self._before + self.views) * self._rows)
+
+    def of_views_alone(self, before: int, count: int) -> Features:
+        """The same features with `count` augmented views: those behind the first `before`. Shares the memory."""
+        return self._changed(_before=self._before + before, views=count)
 
     @property
     def in_memory(self) -> bool:

@@ -25,13 +25,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from xdm_ft.augmentations import Augmentations
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.cache import Features, Lookup, ShardFiles, Store, cache_folder, cache_path
 from xdm_ft.features.hashes import DistinctImages, FileHashes
 from xdm_ft.features.key import View, all_views, key_of, key_parts
 from xdm_ft.features.maintenance import stores
-from xdm_ft.images import Augmentation, ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
 from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import normalize
@@ -68,12 +69,12 @@ def extract(
     on_bad_image: Literal["error", "skip"],
     device: torch.device | str,
     show: bool,
-    augmentation: Augmentation = "none",
+    augmentations: Sequence[Augmentations] = (),
     streamed: bool = False,
     elsewhere: RemoteExtraction | None = None,
     accelerator: Accelerator | None = None,
 ) -> Features:
-    """Returns the features of every row, in the plain view and in `settings.views` views of the `augmentation`.
+    """Returns the features of every row, in the plain view and in `settings.views` views of each augmentation.
 
     `device`: where they will be, and where they are computed, unless `elsewhere`.
     `streamed`: they are read from their files each time, for features that are large (activations of a cut).
@@ -87,7 +88,7 @@ def extract(
     refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
     images = hashes.images
     computing = device if elsewhere is None else elsewhere.device
-    views = cached_views(encoder, dataset, images, settings, augmentation, computing)
+    views = cached_views(encoder, dataset, images, settings, augmentations, computing)
     # the main process's view of the disk for all: who skips `_fill` would miss its collective operations
     missing = from_main(accelerator, [len(store.missing()) for _, store in views])
     model = encoder
@@ -99,7 +100,7 @@ def extract(
         if count:
             extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, computing, on_bad_image)
             run = extraction.run if elsewhere is None else partial(elsewhere.run, extraction)
-            what = f"features, view {view.number}" if view.number else "features"
+            what = f"features, {view.augmentation}, view {view.number}" if view.number else "features"
             extracted += _fill(extraction, run, what, show, accelerator)
         # in all processes, also if the first lacks nothing: a network disk lists shards late, or the folder is another
         store.open(gather(accelerator, [shard.path.name for shard in store.shards]))
@@ -177,26 +178,30 @@ def cached_views(
     dataset: ImageDataset,
     images: DistinctImages,
     settings: FeatureSettings,
-    augmentation: Augmentation,
+    augmentations: Sequence[Augmentations],
     device: torch.device,
 ) -> list[tuple[View, Store]]:
-    """Returns the plain view and `settings.views` augmented ones, and the stores of their features."""
+    """Returns the plain view and `settings.views` ones of each augmentation, and the stores of their features."""
     cache, dtype = cache_folder(settings), DTYPES[settings.precision]
     parts = key_parts(encoder, dataset.decoder, settings.precision, device)
     views = []
-    for view in all_views(augmentation, settings.views):
+    for view in all_views(augmentations, settings.views):
         of_view = {**parts, **view.key_parts(encoder.preprocessing)}
         views.append((view, Store(cache, of_view, images.contents, encoder.width, dtype)))
     return views
 
 
 def cached_images(
-    encoder: Encoder, decoder: str, settings: FeatureSettings, augmentation: Augmentation, device: torch.device
+    encoder: Encoder,
+    decoder: str,
+    settings: FeatureSettings,
+    augmentations: Sequence[Augmentations],
+    device: torch.device,
 ) -> list[int]:
     """Returns for each view how many images the cache holds under the key of these settings, of whatever data set."""
     folder, parts = cache_path(settings), key_parts(encoder, decoder, settings.precision, device)
     keys = [
-        key_of({**parts, **view.key_parts(encoder.preprocessing)}) for view in all_views(augmentation, settings.views)
+        key_of({**parts, **view.key_parts(encoder.preprocessing)}) for view in all_views(augmentations, settings.views)
     ]
     return [len(Lookup(folder / key, key, encoder.width, DTYPES[settings.precision])) for key in keys]
 

@@ -8,7 +8,7 @@ only: features computed with other values of these are reused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -18,16 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from xdm_ft.augmentations import NO_AUGMENTATION, Augmentations, TrainingTransform
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
-from xdm_ft.images import Augmentation
-from xdm_ft.images.transforms import (
-    Preprocessing,
-    augmenting_transform,
-    drawing_from,
-    resizing_transform,
-    training_transform,
-)
+from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.storage import digest
 from xdm_ft.version import __version__
@@ -93,22 +87,19 @@ class View:
     """One pass over all images. View v does not depend on the number of views, so that views can be added later."""
 
     number: int = 0  # 0: the plain one; 1, 2, …: augmented
-    augmentation: Augmentation = "none"
+    augmentation: Augmentations = NO_AUGMENTATION
 
     def transform(self, preprocessing: Preprocessing) -> Callable[[Image.Image, np.ndarray], Image.Image]:
         """Returns a transform: RGB image, hash of its content (uint8 [16]) → RGB image of size × size.
 
         Its random draws depend on view and hash alone.
         """
-        resize, augment = resizing_transform(preprocessing), augmenting_transform(preprocessing, self.augmentation)
+        augment = TrainingTransform(preprocessing, self.augmentation)
 
         def transform(image: Image.Image, content: np.ndarray) -> Image.Image:
-            if self.number == 0:
-                return resize(image)
             # signed, as `bits` takes int64
             index = int.from_bytes(content[:8].tobytes(), "little", signed=True)
-            with drawing_from(int(bits(SEED, self.number, Stream.VIEW_IMAGE, index))):
-                return augment(image)
+            return augment(image, int(bits(SEED, self.number, Stream.VIEW_IMAGE, index)))
 
         return transform
 
@@ -116,10 +107,12 @@ class View:
         """The parts of the cache key that an augmented view adds to those of the plain view."""
         if self.number == 0:
             return {}
-        steps = repr(training_transform(preprocessing, self.augmentation))  # every transform with its parameters
-        return {"view": {"number": self.number, "augmentation": self.augmentation, "transform": steps, "seed": SEED}}
+        steps = repr(TrainingTransform(preprocessing, self.augmentation).steps())  # every transform with its parameters
+        return {
+            "view": {"number": self.number, "augmentation": str(self.augmentation), "transform": steps, "seed": SEED}
+        }
 
 
-def all_views(augmentation: Augmentation, count: int) -> list[View]:
-    """The plain view and `count` augmented ones."""
-    return [View(), *(View(number, augmentation) for number in range(1, 1 + count))]
+def all_views(augmentations: Sequence[Augmentations], count: int) -> list[View]:
+    """The plain view, then `count` views of each augmentation."""
+    return [View(), *(View(number, of) for of in augmentations for number in range(1, 1 + count))]

@@ -13,8 +13,6 @@ from pydantic import BeforeValidator, model_validator
 
 from xdm_ft.runtime.settings import Block
 
-Augmentation = Literal["none", "domainbed"]
-"""Random changes of training images, see `xdm_ft.images.transforms.training_transform`."""
 NOT_ORDERED = "low and high must be finite, and low below high"
 
 
@@ -105,7 +103,7 @@ class ImageDataset(ABC):
     """int64 [N], the groups of `worst_domain_accuracy` if they are not the domains; −1: in no group."""
     folder_order: bool = False
     """Whether the rows of a domain are in the order of class and file names, on which DomainBed's split depends."""
-    train_augmentation: ClassVar[Augmentation] = "none"
+    train_augmentation: ClassVar[str] = "none"
     """The default augmentation of end-to-end training and of `features.views`."""
     has_images: ClassVar[bool] = True
     """Whether there are images; else rows have `features` that were computed elsewhere."""

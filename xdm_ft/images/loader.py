@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import FaultInLoader, UnreadableImage, memory_of, unreadable_message
-from xdm_ft.images.transforms import drawing_from
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import end_with_parent, stop_requested
 from xdm_ft.runtime.machine import own_cores
@@ -42,9 +41,7 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
     too.
     """
 
-    def __init__(
-        self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor], least_side: int | None = None
-    ) -> None:
+    def __init__(self, dataset: ImageDataset, transform: Callable[..., Tensor], least_side: int | None = None) -> None:
         """`least_side`: as for `ImageDataset.draft`."""
         self.dataset, self.transform, self.least_side = dataset, transform, least_side
 
@@ -52,31 +49,24 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
         return len(self.dataset)
 
     def __getitem__(self, row: int) -> tuple[Tensor, int]:
-        row = int(row)
+        return self.read(int(row))
+
+    def read(self, row: int, *seed: int) -> tuple[Tensor, int]:
         try:
             with memory_of(self.dataset.name(row)):
-                return self.transform(self.dataset.draft(row, self.least_side)), row
+                return self.transform(self.dataset.draft(row, self.least_side), *seed), row
         except UnreadableImage as error:
             raise FaultInLoader(unreadable_message({row: error.reason}, self.dataset)) from error
 
 
-class DrawnRows(Dataset[tuple[Tensor, int]]):
-    """Item (row, seed) is item `row` of `images`, whose transform draws from torch's generator seeded with `seed`.
+class DrawnRows(ImageRows):
+    """Item (row, seed) is item `row` of the images, with a transform that takes (image, seed).
 
-    An image thus depends on its key alone: neither on the worker that reads it nor on the images read before. torch's
-    global generator keeps its state.
+    An image thus depends on its key alone: neither on the worker that reads it nor on the images read before.
     """
 
-    def __init__(self, images: ImageRows) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        row, seed = key
-        with drawing_from(seed):
-            return self.images[row]
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:  # type: ignore[override]
+        return self.read(*key)
 
 
 def decoding_workers(device: torch.device, most: int) -> int:

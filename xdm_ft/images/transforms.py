@@ -1,4 +1,4 @@
-"""The encoder's preprocessing, PIL image → normalised float tensor, and random augmentation for training."""
+"""The encoder's preprocessing: PIL image → normalised float tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.images import Augmentation
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.runtime.settings import Block
 
@@ -164,49 +163,12 @@ def resizing_transform(preprocessing: Preprocessing) -> Compose:
     return transforms.Compose([NotAStrip(preprocessing), *geometry[preprocessing.resize]])
 
 
-def training_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
-    """Returns a transform, RGB image of any size → float32 [3, size, size], that draws from torch's global generator.
-
-    none: `evaluation_transform`, as in WILDS' examples when they train on Camelyon17 and FMoW (`image_base` without
-    `additional_train_transform`).
-
-    domainbed: `augment_transform` of DomainBed's datasets.py (Gulrajani & Lopez-Paz 2021). A random crop of 70% to 100%
-    of the area is resized to the square and flipped left to right with probability 1/2; brightness, contrast,
-    saturation and hue change by up to 0.3; the image becomes grey with probability 0.1. Size, interpolation, mean and
-    std are the encoder's (DomainBed's: 224, bilinear, ImageNet's). `crop` and `resize` are not used.
-    """
-    from torchvision import transforms
-
-    if augmentation == "none":
-        return evaluation_transform(preprocessing)
-    # one flat list: its text is part of the keys of features
-    steps = [augmenting_transform(preprocessing, augmentation), normalizing_transform(preprocessing)]
-    return transforms.Compose([transform for step in steps for transform in step.transforms])
-
-
-def augmenting_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Compose:
-    """Returns `training_transform` without its normalisation: an RGB image of size × size pixels."""
-    from torchvision import transforms
-
-    if augmentation == "none":
-        return resizing_transform(preprocessing)
-    filter_ = transforms.InterpolationMode(preprocessing.interpolation)
-    return transforms.Compose(
-        [
-            transforms.RandomResizedCrop(preprocessing.size, scale=(0.7, 1.0), interpolation=filter_),
-            transforms.RandomHorizontalFlip(),
-            transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
-            transforms.RandomGrayscale(),  # its default probability is DomainBed's 0.1
-        ]
-    )
-
-
 _DRAWING = threading.Lock()
 
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Context in which a `training_transform` draws from `seed`. torch's generator gets its earlier state back.
+    """Context in which torch draws from `seed`. Its generator gets its earlier state back.
 
     One thread at a time is in it: all of them share the generator.
     """

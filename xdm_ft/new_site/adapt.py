@@ -400,10 +400,8 @@ def with_one_more_domain(run: Run, parts: ModelParts, site: Site, random: Site |
         unreadable = [row for row in prepared.unreadable if row < len(dataset)]
         picked = pick_trials([r for r in run.records if r.method == label], run.rule, run.metric)
         fit, both = fit_of_runs(plan, picked, unreadable), with_site(dataset)
-        plan, features = replace(plan, dataset=both), prepared.for_method(fit.model.item).features
-        assert features is not None, "the encoder is frozen"
-        if fit.model.item.reads_normalized:
-            features = features.normalized()
+        features = prepared.for_method(fit.model.item).features_of(fit.job(plan, prepared, seed))
+        plan = replace(plan, dataset=both)
         of_run = np.flatnonzero(usable(dataset, unreadable))
         of_site, at_random = np.split(np.arange(len(dataset), len(both)), [len(site.items)])
         labels, fold = torch.from_numpy(every.labels), folds_of(of_site if site.groups is None else site.groups)

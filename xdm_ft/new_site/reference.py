@@ -158,9 +158,7 @@ class _Study:
     @property
     def features(self) -> Features:
         """As the model's head reads them."""
-        encoder = self.prepared.for_method(self.item)
-        assert encoder.features is not None, "the encoder is frozen"
-        return encoder.features.normalized() if self.item.reads_normalized else encoder.features
+        return self.prepared.for_method(self.item).features_of(self.fit.job(self.plan, self.prepared, self.seed))
 
     def stored(self, gains: Mapping[int, float]) -> Stored:
         # what is held out as one is one site: heads that saw its other half would know it

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
+from xdm_ft.augmentations import NO_AUGMENTATION
 from xdm_ft.blocks import outside_text_space
 from xdm_ft.core import ORACLE, Task
 from xdm_ft.encoders import TextEncoder
@@ -82,7 +83,8 @@ def check(text: RecipeText) -> Recipe:
     _check_together(faults, recipe)
     faults.raise_if_any()
     if recipe.data_common.train_augmentation is None:
-        defaults = {recipe.augmentation_of(item) for item in recipe.methods if not item.is_solver} or {"none"}
+        unset = (item for item in recipe.methods if not item.is_solver and item.block.train_augmentation is None)
+        defaults = {*map(recipe.augmentation_of, unset)} or {NO_AUGMENTATION}
         # resolved here, so that recipe.yaml and results.json contain it; null where the methods differ
         recipe = recipe.with_augmentation(defaults.pop() if len(defaults) == 1 else None)
     return recipe
@@ -418,7 +420,7 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
             faults.add((*encoder_key, "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), "training.steps")
     _check_label_curve(faults, recipe)
     if recipe.has_images:
-        _check_views(faults, recipe)
+        _check_augmentation(faults, recipe)
     _check_space(faults, recipe)
     _check_draws(faults, recipe)
     for item in recipe.own_methods:
@@ -433,7 +435,7 @@ def _check_without_images(faults: Faults, recipe: Recipe) -> None:
     needing = {
         "data.on_bad_image": data.on_bad_image != "error",
         "data.intensity": data.intensity != "type",
-        "data.train_augmentation": data.train_augmentation not in (None, "none"),
+        "data.train_augmentation": bool(data.train_augmentation),
         "features.views": features.views > 0,
         "features.cut": features.cut != "auto",
         "features.precision": features.precision != "fp32",
@@ -458,6 +460,8 @@ def _check_without_images(faults: Faults, recipe: Recipe) -> None:
         if item.block.prompts is not None:
             problem = f"{NO_IMAGES}, and no text encoder; leave it out"
             faults.add((*key_of_item, "prompts"), problem, "data.name")
+        if item.block.train_augmentation:
+            faults.add((*key_of_item, "train_augmentation"), f"{NO_IMAGES}; leave it out", "data.name")
 
 
 def _check_compared_rows(faults: Faults, recipe: Recipe) -> None:
@@ -497,27 +501,38 @@ def _check_label_curve(faults: Faults, recipe: Recipe) -> None:
         faults.add("label_curve", problem, "protocol.selection")
 
 
-def _check_views(faults: Faults, recipe: Recipe) -> None:
-    """Adds the faults of `features.views`, which needs an augmentation and a method that trains on cached features."""
+def _check_augmentation(faults: Faults, recipe: Recipe) -> None:
+    """Adds the faults of augmentations that no method can have, and of `features.views` without one."""
     given, views = recipe.data_common.train_augmentation, recipe.features.views
     trained = [item for item in recipe.methods if not item.is_solver]
     on_images = [item for item in trained if recipe.trains_on_images(item)]
-    if not on_images and not views and given not in (None, "none"):
-        has_cut = any(item.is_cut for item in trained)
-        inputs = "cached activations" if has_cut else "a frozen encoder"
-        remedy = "leave it out, or set features.views, or trainable: true" + ", or features.cut: compute" * has_cut
-        problem = f"has no effect with {inputs}: each image is computed only once; {remedy}"
-        faults.add("data.train_augmentation", problem, "encoder.trainable", "features.views")
-    if views and trained and len(on_images) == len(trained):
+    has_cut = any(item.is_cut for item in trained)
+    inputs = "cached activations" if has_cut else "a frozen encoder"
+    remedy = "leave it out, or set features.views, or trainable: true" + ", or features.cut: compute" * has_cut
+    no_effect = f"has no effect with {inputs}: each image is computed only once; {remedy}"
+    for item in recipe.own_methods:
+        key: Key = ("methods", item.index, "train_augmentation")
+        if item.is_solver and item.block.train_augmentation is not None:
+            faults.add(key, f"{item.label} computes its head from the plain images; leave it out")
+        elif item.block.train_augmentation and not views and not any(i.index == item.index for i in on_images):
+            faults.add(key, no_effect, "encoder.trainable", "features.views")
+    if given and not views and not any(item.block.train_augmentation is None for item in on_images):
+        if any(item.block.train_augmentation is None for item in trained):
+            faults.add("data.train_augmentation", no_effect, "encoder.trainable", "features.views")
+        else:
+            faults.add("data.train_augmentation", "every method has its own; leave it out", "methods")
+    if not views:
+        return
+    if trained and len(on_images) == len(trained):
         problem = "has no effect with encoder.trainable: true, which augments at every step; leave it out"
         faults.add("features.views", problem, "encoder.trainable")
-    elif views and not trained:
+    elif not trained:
         problem = "has no effect on methods without gradient steps, which read the plain images; leave it out"
         faults.add("features.views", problem, "methods")
-    elif views and recipe.train_augmentation == "none":
-        source = "" if given else ", the default of this data set,"
-        problem = f"none{source} gives no views to cache; set domainbed, or leave features.views out"
-        faults.add("data.train_augmentation", problem, "features.views")
+    elif not recipe.cached_augmentations(recipe.methods):
+        source = ", the default of this data set," if given is None else ""
+        problem = f"none{source} gives no views to cache; set an augmentation, or leave features.views out"
+        faults.add("data.train_augmentation", problem, "features.views", "methods")
 
 
 def _check_space(faults: Faults, recipe: Recipe) -> None:
@@ -582,7 +597,7 @@ def _parts_reason(algorithm: Algorithm, item: MethodItem, recipe: Recipe) -> str
     training, processes = recipe.training, int(os.environ.get("WORLD_SIZE", "1"))
     if item.trainable is False or processes * training.accumulation == 1:
         return ""
-    adds_up = training.class_weights == "none" and algorithm.parts_add_up(training.sampler == "pooled")
+    adds_up = recipe.class_weights_of(item) == "none" and algorithm.parts_add_up(training.sampler == "pooled")
     if algorithm.loss_over == "part" and not adds_up:
         return (
             "partners: local averages the loss over parts of a batch, which class_weights and (in pooled "

@@ -25,6 +25,7 @@ FOLDERS = {
     "averaging": "averaging",
     "data": "data",
     "encoders": "encoders",
+    "augmentations": "augmentations",
 }
 ADD_ONS = ("sharpness", "averaging")  # folders of the components that a method's name may add: erm+sam, erm+swad
 
@@ -61,8 +62,11 @@ def find(folder: str, name: str) -> type[Any]:
 def settings_model(cls: type[Any], common: type[Block] = Block, prefix: str = "") -> type[Block]:
     """Returns a strict block with the fields of `common` and the keyword-only arguments of `cls`'s constructor.
 
-    `prefix`, such as `sam.`, is put before the names of the arguments, as `common` may have fields of the same names.
+    A component that is a block has its own. `prefix`, such as `sam.`, is put before the names of the arguments, as
+    `common` may have fields of the same names.
     """
+    if issubclass(cls, Block):
+        return cls
     hints = get_type_hints(cls.__init__, include_extras=True)  # extras: the Field(…) inside Annotated
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(cls.__init__).parameters.items():

@@ -14,12 +14,13 @@ from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.model_sources.prompts import Prompts
 from xdm_ft.recipe import components
+from xdm_ft.recipe.augmentation import TrainAugmentation
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.search import METHOD_KEYS, TRAINING_KEYS, Value, settings_of
 from xdm_ft.recipe.text import Faults, Key
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block, Name
-from xdm_ft.training import Training
+from xdm_ft.training import ClassWeights, Training
 
 B = TypeVar("B", bound=Block)
 
@@ -101,6 +102,12 @@ class MethodCommon(Block):
         default=None,
         gt=0,
         description="training.encoder_lr of this method alone (lora: usually 1e-4 to 1e-3); null: training.encoder_lr",
+    )
+    class_weights: ClassWeights | None = Field(
+        default=None, description="training.class_weights of this method alone; null: training.class_weights"
+    )
+    train_augmentation: TrainAugmentation = Field(
+        default=None, description="data.train_augmentation of this method alone; null: data.train_augmentation"
     )
 
 
@@ -320,13 +327,13 @@ def change_item(item: MethodItem, changes: Mapping[str, Value]) -> MethodItem:
 
 
 def draw_training(training: Training, item: MethodItem, drawn: Mapping[str, Value]) -> Training:
-    """Returns the block for an item: with its drawn keys, and with the item's own `encoder_lr`, which is not drawn.
+    """Returns the block for an item: with its drawn keys, and with those that the item has itself, which are not drawn.
 
     Raises pydantic's `ValidationError` as `draw_item` does.
     """
     changes = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
-    if item.block.encoder_lr is not None:
-        changes["encoder_lr"] = item.block.encoder_lr
+    of_item = {"encoder_lr": item.block.encoder_lr, "class_weights": item.block.class_weights}
+    changes |= {key: value for key, value in of_item.items() if value is not None}
     return _change(training, changes) if changes else training
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from xdm_ft.augmentations import NO_AUGMENTATION, Augmentations
 from xdm_ft.cut import LowRank
 from xdm_ft.features import FeatureSettings
-from xdm_ft.images import Augmentation, Intensity
+from xdm_ft.images import Intensity
 from xdm_ft.protocol.splits import Protocol
+from xdm_ft.recipe.augmentation import TrainAugmentation, augmentations_of
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import ListedEncoder, MethodItem, with_encoder
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import as_text
 from xdm_ft.runtime.settings import Block, Name, OneOrMany
-from xdm_ft.training import Training
+from xdm_ft.training import ClassWeights, Training
 
 
 class DataCommon(Block):
@@ -34,11 +37,11 @@ class DataCommon(Block):
     class_names: dict[Name, Name] = Field(
         default={}, description="class folder or label → name of the class in prompts and reports"
     )
-    train_augmentation: Augmentation | None = Field(
+    train_augmentation: TrainAugmentation = Field(
         default=None,
-        description="augmentation of training images: none, or domainbed (crop, flip, colours, grey). null: domainbed "
-        "for DomainBed's five data sets, if a method trains on images or features.views caches views; else "
-        "none",
+        description="augmentation of training images: none, a name of `xdm-ft ls augmentations`, {name: settings}, or "
+        "a list of them. null: domainbed for DomainBed's five data sets, if a method trains on images or "
+        "features.views caches views; else none",
     )
 
 
@@ -161,21 +164,34 @@ class Recipe:
         """Whether a method reads images at every step: neither cached features nor the cached activations of a cut."""
         if not item.is_cut:
             return item.trainable is True
-        augmented = self.data_common.train_augmentation not in (None, "none") and not self.features.views
+        augmented = bool(self.written_augmentation(item)) and not self.features.views
         return self.features.cut == "compute" or (self.features.cut == "auto" and augmented)
 
-    @property
-    def train_augmentation(self) -> Augmentation:
-        """The augmentation of the methods that have one: the recipe's, or the data set's own if it sets none."""
-        default: Augmentation = self.data.cls.train_augmentation
-        return self.data_common.train_augmentation or default
+    def written_augmentation(self, item: MethodItem) -> Augmentations | None:
+        """Returns the augmentation that the recipe sets for a method; None: it sets none."""
+        of_item = item.block.train_augmentation
+        return self.data_common.train_augmentation if of_item is None else of_item
 
-    def augmentation_of(self, item: MethodItem) -> Augmentation:
-        """Returns the augmentation that a method trains with. What is cached has one in `features.views` alone."""
-        augmented = self.trains_on_images(item) or (self.features.views > 0 and not item.is_solver)
-        return self.train_augmentation if augmented else "none"
+    def augmentation_of(self, item: MethodItem) -> Augmentations:
+        """Returns the augmentation that a method trains with: of the recipe, or the data set's own.
 
-    def with_augmentation(self, augmentation: Augmentation | None) -> Recipe:
+        What is cached has one in `features.views` alone.
+        """
+        if not self.trains_on_images(item) and (item.is_solver or not self.features.views):
+            return NO_AUGMENTATION
+        written = self.written_augmentation(item)
+        default = augmentations_of(self.data.cls.train_augmentation)
+        return written if written is not None else default or NO_AUGMENTATION
+
+    def class_weights_of(self, item: MethodItem) -> ClassWeights:
+        return item.block.class_weights or self.training.class_weights
+
+    def cached_augmentations(self, items: Iterable[MethodItem]) -> tuple[Augmentations, ...]:
+        """Returns the augmentations whose views of images are cached for these methods, each once."""
+        kinds = dict.fromkeys(self.augmentation_of(item) for item in items if not self.trains_on_images(item))
+        return tuple(kind for kind in kinds if kind)
+
+    def with_augmentation(self, augmentation: Augmentations | None) -> Recipe:
         block = self.data.block.model_copy(update={"train_augmentation": augmentation})
         return replace(self, data=replace(self.data, block=block))
 

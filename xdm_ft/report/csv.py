@@ -28,8 +28,8 @@ COMPARED = (
     "equal_within", "note", "look",
 )  # fmt: skip
 COLUMNS = (
-    "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
-    "metric", "mean", "std", "stderr", "low", "high",
+    "run", "encoder", "encoder_trained", "augmentation", "class_weights", "method", "selection", "of", "held_out",
+    "seeds", "images", "metric", "mean", "std", "stderr", "low", "high",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
     *NUMBERS, *COMPARED, "draws", "gradient_evaluations_low", "gradient_evaluations_high", *TrainingCost._fields,
     "failed", "skipped", "reason", "flags", "protocol",
@@ -100,6 +100,7 @@ def properties(run: Run, method: str) -> CsvRow:
         "encoder": f"{model} ({Path(weights).name})" if isinstance(weights, str) else str(model),
         "encoder_trained": trained_words(item.record_fields["trainable"]),
         "augmentation": next(row.augmentation for row in run.rows if row.method == method),
+        "class_weights": run.recipe.class_weights_of(item),
     }
 
 

@@ -127,6 +127,7 @@ def summarise(
     encoders: Sequence[str] = (),
     deterministic: Collection[str] = (),
     augmentations: Mapping[str, str] | None = None,
+    class_weights: Mapping[str, str] | None = None,
     convention: Convention | None = None,
     look: tuple[int, float] = (1, ALPHA),
     before: Sequence[InterimLook] = (),
@@ -152,6 +153,7 @@ def summarise(
         encoders: labels of several encoders, which each method is compared between; none for one encoder.
         deterministic: the methods of which all seeds would give the same model.
         augmentations: {method: augmentation of the images that it trains on}; missing: none.
+        class_weights: {method: weights of its class losses}; missing: none.
         convention: how the data set's benchmark measures spread; None if it has no convention.
         look: number and significance level of this look.
         before: the looks before it, whose verdicts stay.
@@ -182,6 +184,7 @@ def summarise(
                 encoder=of.records[0].encoder,
                 trainable=of.records[0].trainable,
                 augmentation=(augmentations or {}).get(method, "none"),
+                class_weights=(class_weights or {}).get(method),
                 selection=rule,
                 metric=metric,
                 split=SPLIT,
@@ -313,6 +316,7 @@ class Compared(NamedTuple):
     head: tuple[Hashable, ...]  # kind of class head, then its settings
     cut: object  # how much of the encoder trains: equal ones are the same cut; False: nothing
     augmentation: str = "none"  # of the images that it trains on
+    class_weights: str = "none"  # of its class losses
     from_text: bool = False  # whether its head starts at, or is computed from, class embeddings
 
 
@@ -323,16 +327,20 @@ def erm_of_each(rows: Sequence[Compared]) -> dict[str, str]:
     """Returns {label of a row: label of the ERM that it is compared with}, all under the same encoder.
 
     Among the plain ERMs of its class head they are those of its cut, of these those of its augmentation, then of its
-    start, then the first; a step that would leave none is skipped. ERM itself is compared with the first plain ERM that
-    has a linear head on the frozen encoder, without augmentation, which says what more training gains; if there is
-    none, with the first of a linear head. A row is left out if the recipe has no such ERM.
+    class weights, then of its start, then the first; a step that would leave none is skipped. ERM itself is compared
+    with the first plain ERM that has a linear head on the frozen encoder, without augmentation and class weights, which
+    says what more training gains; if there is none, with the first of a linear head. A row is left out if the recipe
+    has no such ERM.
     """
     references = {}
     for row in rows:
         # of ERM, any start: the first one
-        wanted = row if not row.is_plain_erm else row._replace(head=LINEAR, cut=False, augmentation="none")
+        wanted = row
+        if row.is_plain_erm:
+            wanted = row._replace(head=LINEAR, cut=False, augmentation="none", class_weights="none")
         erms = [erm for erm in rows if erm.is_plain_erm and (erm.encoder, erm.head) == (wanted.encoder, wanted.head)]
-        for name in ("cut", "augmentation") if row.is_plain_erm else ("cut", "augmentation", "from_text"):
+        steps = "cut", "augmentation", "class_weights", "from_text"
+        for name in steps[:3] if row.is_plain_erm else steps:
             erms = [erm for erm in erms if getattr(erm, name) == getattr(wanted, name)] or erms
         if erms and erms[0].label != row.label:
             references[row.label] = erms[0].label

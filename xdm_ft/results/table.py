@@ -27,7 +27,7 @@ class SummaryRow:
     """
 
     # not written if None
-    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags"}
+    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "class_weights", "flags"}
 
     method: str
     selection: str
@@ -45,6 +45,7 @@ class SummaryRow:
     failed: int | None = None  # number of failed models
     skipped: int | None = None  # number of skipped models
     reason: str | None = None  # why models failed, were skipped or are missing
+    class_weights: str | None = None  # of its class losses, if it has some
     flags: list[str] | None = None  # what to know of its picks, and reasons to doubt them
     augmentation: str = field(kw_only=True)  # of the images that its models train on
     encoder: str = field(kw_only=True)  # its label, else its model

@@ -45,6 +45,7 @@ class Stream(IntEnum):
     VIEW = 41
     TEMPERATURE = 42
     TRAINING_FEATURES = 43
+    IMAGE_CHANGE = 44
     ANALYSIS = 50
     HALVES = 51
     MMD_SAMPLES = 52

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
+from xdm_ft.augmentations import NO_AUGMENTATION, Augmentations
 from xdm_ft.averaging import Averaging
 from xdm_ft.core import ModelKey, OfModel
 from xdm_ft.protocol.samplers import MAX_STEPS, BatchSampler, SamplerName, sampler
@@ -25,6 +26,7 @@ from xdm_ft.sharpness import Sharpness
 P = ParamSpec("P")
 R = TypeVar("R")
 MixedPrecision = Literal["no", "bf16", "fp16"]
+ClassWeights = Literal["none", "balanced"]
 """The precision of a trainable encoder's computation; no: float32."""
 MAX_GRAPHS = 256  # of one compiled function: kinds of heads, their numbers, phases
 
@@ -145,7 +147,7 @@ class Training(Block):
         LossAverage, Field(description="domain: mean per domain, then over domains (as the paper); sample: batch mean")
     ] = "domain"
     class_weights: Annotated[
-        Literal["none", "balanced"],
+        ClassWeights,
         Field(
             description="weights of the class losses; balanced: w = n / (classes · n_c) for a class with n_c of n "
             "training images, and means are Σ w ℓ / Σ w"
@@ -241,6 +243,7 @@ class Job(OfModel):
     training: Training  # with the values that a search drew for it
     averaging: Averaging | None = None
     normalized: bool = False  # whether cached features are L2-normalised before training
+    augmentations: Augmentations = NO_AUGMENTATION  # of its training images
     external_values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """`RuleValues` of rules that use other models' values: nothing is measured on this model's images."""
 

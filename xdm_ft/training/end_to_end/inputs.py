@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.distributed import all_gather
 from torch.utils.data import Sampler
 
+from xdm_ft.augmentations import Augmentations, TrainingTransform
 from xdm_ft.core import Annotations, Batch, InputPartners, Samples
 from xdm_ft.features.cache import Features
-from xdm_ft.images import Augmentation, ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DrawnRows, ImageRows, image_loader, iterate_batches
-from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
+from xdm_ft.images.transforms import Preprocessing, evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits, integers
 from xdm_ft.training import Job
@@ -92,18 +93,22 @@ class Inputs(ABC):
 
 
 class ImageInputs(Inputs):
-    """Images [n,3,H,W] in the encoder's own preprocessing, in training with the augmentation."""
+    """Images [n,3,H,W] in the encoder's own preprocessing, in training with the augmentations."""
 
     def __init__(
-        self, dataset: ImageDataset, preprocessing: Preprocessing, augmentation: Augmentation, accelerator: Accelerator
+        self,
+        dataset: ImageDataset,
+        preprocessing: Preprocessing,
+        augmentations: Augmentations,
+        accelerator: Accelerator,
     ) -> None:
         least_side = preprocessing.least_side
         self.plain = ImageRows(dataset, evaluation_transform(preprocessing), least_side)
-        self.augmented = ImageRows(dataset, training_transform(preprocessing, augmentation), least_side)
+        self.augmented = DrawnRows(dataset, TrainingTransform(preprocessing, augmentations).tensor, least_side)
         self.device, self.workers = accelerator.device, worker_count(accelerator)
 
     def of_steps(self, steps: StepRows) -> Iterator[Tensor]:
-        loader = image_loader(DrawnRows(self.augmented), self.workers, self.device, batch_sampler=steps)
+        loader = image_loader(self.augmented, self.workers, self.device, batch_sampler=steps)
         for x, _ in iterate_batches(loader, *WORKERS_DIED):
             yield x.to(self.device, non_blocking=True)
 

@@ -153,7 +153,7 @@ class EndToEndPredictor:
         model = EndToEnd(encoder, algorithm, "frozen", self.part.trainable, merged=True, normalized=self.job.normalized)
         model = model.placed(accelerator.device).eval()
         model.load_weights(state)
-        images = ImageInputs(self.dataset, self.encoder.preprocessing, "none", accelerator)
+        images = ImageInputs(self.dataset, self.encoder.preprocessing, NO_AUGMENTATION, accelerator)
         inputs = inputs_of(model, self.part, images, accelerator)
         return EvaluationImages(inputs, rows, self.batch_size, accelerator).outputs(model, kind)
 

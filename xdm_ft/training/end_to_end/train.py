@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from xdm_ft.core import Annotations, Criteria
 from xdm_ft.encoders import Encoder
-from xdm_ft.images import Augmentation, ImageDataset
+from xdm_ft.images import ImageDataset
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted, deferred, stop_requested
 from xdm_ft.runtime.machine import PeakMemory, retain_freed_memory
@@ -64,7 +64,6 @@ def train_model(
     record: ScalarSink,
     bar: Progress | None = None,
     unfreeze_at: int = 0,
-    augmentation: Augmentation = "none",
     checkpoint: Checkpoint | None = None,
     part: EncoderPart = FULL_ENCODER,
 ) -> Trained:
@@ -72,7 +71,7 @@ def train_model(
 
     `part` says how much of the encoder trains: all, what lies above a cut, or low-rank updates there.
 
-    Images have the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main
+    Images have the encoder's own preprocessing, in training with the job's augmentations. At each evaluation the main
     process calls `record(number of steps taken, [(job, values)])` with the means since the last evaluation of `loss`,
     `auxiliary_loss` and the algorithm's logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each selection
     rule.
@@ -100,7 +99,8 @@ def train_model(
     inner = synchronise(inner, accelerator.num_processes, training.accumulation, accelerator.device)
     if training.compile:
         inner.compile_encoding()
-    inputs = inputs_of(inner, part, ImageInputs(dataset, encoder.preprocessing, augmentation, accelerator), accelerator)
+    images = ImageInputs(dataset, encoder.preprocessing, job.augmentations, accelerator)
+    inputs = inputs_of(inner, part, images, accelerator)
     loop = _Loop(job, inner, inputs, annotations, criteria, accelerator, unfreeze_at, checkpoint, started)
     loop.resume()
     failure = loop.take_steps(record, bar or unseen())

@@ -1,0 +1,35 @@
+"""Random Gaussian blur."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from PIL import Image
+from pydantic import Field
+
+from xdm_ft.augmentations import ORDERED, Augmentation, Draw, between
+from xdm_ft.images.transforms import Preprocessing
+
+Deviation = Annotated[float, Field(gt=0, le=100)]
+DEVIATIONS = 3  # that the kernel reaches at each side
+
+
+class Blur(Augmentation):
+    """Blurs every image: torchvision's `gaussian_blur`, as a scanner or camera out of focus does."""
+
+    sigma: Annotated[
+        tuple[Deviation, Deviation],
+        ORDERED,
+        Field(description="standard deviation of the blur, px, at least and at most"),
+    ] = (0.1, 2.0)
+
+    def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:
+        from torchvision.transforms.v2 import functional
+
+        [u] = draw.uniform(1)
+        sigma = between(self.sigma, u)
+        # the blur reflects pixels at the border, of which there must be enough
+        reach = min(math.ceil(DEVIATIONS * sigma), min(image.size) - 1)
+        blurred: Image.Image = functional.gaussian_blur(image, [2 * reach + 1] * 2, [sigma] * 2)
+        return blurred

@@ -1,0 +1,38 @@
+"""Random brightness, contrast, saturation and hue."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from PIL import Image
+from pydantic import Field
+
+from xdm_ft.augmentations import Augmentation, Draw, between
+from xdm_ft.images.transforms import Preprocessing
+
+Change = Annotated[float, Field(ge=0, le=10)]
+
+
+class Colour(Augmentation):
+    """Changes brightness, contrast, saturation and hue, in random order: torchvision's `ColorJitter`."""
+
+    brightness: Annotated[Change, Field(description="b: factor in 1 ± b, at least 0")] = 0.3
+    contrast: Annotated[Change, Field(description="as brightness")] = 0.3
+    saturation: Annotated[Change, Field(description="as brightness")] = 0.3
+    hue: Annotated[float, Field(ge=0, le=0.5, description="h: shift in ±h of the colour circle")] = 0.3
+
+    def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:
+        from torchvision.transforms.v2 import functional
+
+        changes = {
+            functional.adjust_brightness: self.brightness,
+            functional.adjust_contrast: self.contrast,
+            functional.adjust_saturation: self.saturation,
+        }
+        factors = {change: (max(0.0, 1 - most), 1 + most) for change, most in changes.items()}
+        ranges = {**factors, functional.adjust_hue: (-self.hue, self.hue)}
+        u = draw.uniform(2 * len(ranges))
+        in_order = sorted(zip(u, u[len(ranges) :], ranges.items(), strict=False), key=lambda drawn: drawn[1])
+        for amount, _, (change, ends) in in_order:
+            image = change(image, between(ends, amount))
+        return image

@@ -1,0 +1,29 @@
+"""Random JPEG compression."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from PIL import Image
+from pydantic import Field
+
+from xdm_ft.augmentations import ORDERED, Augmentation, Draw, between
+from xdm_ft.images.transforms import Preprocessing
+
+Quality = Annotated[int, Field(ge=1, le=100)]
+
+
+class Jpeg(Augmentation):
+    """Compresses every image as JPEG and decodes it: torchvision's `jpeg`, as sites store images differently."""
+
+    quality: Annotated[
+        tuple[Quality, Quality], ORDERED, Field(description="quality of the JPEG, 1 to 100, at least and at most")
+    ] = (50, 95)
+
+    def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:
+        from torchvision.transforms.v2 import functional
+
+        [u] = draw.uniform(1)
+        pixels = functional.jpeg(functional.pil_to_tensor(image), round(between(self.quality, u)))
+        decoded: Image.Image = functional.to_pil_image(pixels)
+        return decoded
