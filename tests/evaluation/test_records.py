@@ -23,7 +23,7 @@ WHOLE = Record(
 ROW = SummaryRow(
     "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, Interval(0.4, 0.6), {"kind": "k", "value": None},
     {"a": {"mean": 0.5, "std": None}},
-    "a line", {"draws": 2, "gradient_evaluations": None}, 1, 2, "why", ["late in 1 of 3 picks"],
+    "a line", {"draws": 2, "gradient_evaluations": None}, 1, 2, "why", ["late in 1 of 3 picks"], "balanced",
     augmentation="none", encoder="vit", trainable=False,
 )  # fmt: skip
 RECORDS = {
@@ -69,7 +69,7 @@ def test_the_order_of_keys() -> None:
     assert list(PICK.to_json()) == picked
     start = ["method", "encoder", "trainable", "selection", "metric", "split", "mean", "std", "stderr", "n", "interval"]
     end = ["spread_as_published", "per_test_domain", "protocol", "budget", "failed", "skipped"]
-    assert list(ROW.to_json()) == [*start, *end, "reason", "flags", "augmentation"]
+    assert list(ROW.to_json()) == [*start, *end, "reason", "flags", "class_weights", "augmentation"]
 
 
 def test_a_flat_row_holds_plain_values_alone() -> None:

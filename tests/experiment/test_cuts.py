@@ -71,7 +71,7 @@ def test_auto_takes_half_of_the_free_disk(monkeypatch):
 
 def test_auto_computes_draws_that_no_view_caches_and_writes_only_where_it_may(monkeypatch):
     (cut,) = cuts(ONE_CUT, DRAWN)
-    assert not cut.is_cached and "data.train_augmentation: domainbed draws anew" in cut.why_computed
+    assert not cut.is_cached and "train_augmentation: domainbed draws anew" in cut.why_computed
     assert cuts(ONE_CUT, DRAWN, "features.views=1")[0].is_cached
     Path("cache").mkdir()
     monkeypatch.setattr("xdm_ft.experiment.prepare.is_writable", lambda folder: False)

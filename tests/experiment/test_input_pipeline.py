@@ -82,8 +82,8 @@ def test_every_data_set_has_the_augmentation_that_is_usual_with_it():
 )
 def test_null_is_resolved_and_shown(overrides, expected):
     made = recipe(*overrides)
-    assert [made.augmentation_of(item) for item in made.methods] == [expected]
-    assert made.train_augmentation == made.resolved()["data"]["train_augmentation"] == expected
+    assert [str(made.augmentation_of(item)) for item in made.methods] == [expected]
+    assert made.resolved()["data"]["train_augmentation"] == expected
     assert f"  train_augmentation: {expected} " in annotate(made)
 
 
@@ -107,7 +107,7 @@ def test_null_is_resolved_and_shown(overrides, expected):
 def test_the_default_follows_each_row(overrides, expected, line):
     made = recipe(*overrides)
     for one in (made, check(parse(made.as_yaml(), "written.yaml"))):
-        assert {item.label: one.augmentation_of(item) for item in one.methods} == expected
+        assert {item.label: str(one.augmentation_of(item)) for item in one.methods} == expected
         assert f"augmentation: {line}" in describe(make_plan(one, read_data(one))).splitlines()
 
 

@@ -16,6 +16,8 @@ import xxhash
 from PIL import Image
 from torch import Tensor, nn
 
+from xdm_ft.augmentations import Augmentations
+from xdm_ft.augmentations.domainbed import DomainBed
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features import extract as extraction
@@ -114,7 +116,7 @@ class Tiny(Encoder):
 def features_of(dataset: ImageDataset, cache: Path, encoder: Encoder | None = None, **settings: object) -> Features:
     """`extract` with defaults for the tests. `settings` are keys of `FeatureSettings`, or arguments of `extract`."""
     arguments = {"on_bad_image": settings.pop("on_bad_image", "error"), "device": "cpu", "show": False}
-    arguments["augmentation"] = settings.pop("augmentation", "none")
+    arguments["augmentations"] = [Augmentations([DomainBed()])] if settings.get("views") else []
     arguments["elsewhere"] = settings.pop("elsewhere", None)
     block = FeatureSettings.model_validate({"dir": cache, "batch_size": 16, "workers": 0, **settings})
     hashes = hash_files(dataset, cache_folder(block), show=False)
@@ -129,8 +131,7 @@ def digest(features: Features) -> str:
 def main(cache: Path, images: Path, seconds_per_batch: float, views: int) -> None:
     torch.set_num_threads(1)
     extraction.IMAGES_PER_SHARD = SHARD
-    own = {"views": views, "augmentation": "domainbed" if views else "none"}
-    features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1, **own)
+    features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1, views=views)
     print(features.extracted, digest(features), flush=True)
 
 

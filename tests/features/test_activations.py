@@ -23,7 +23,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.end_to_end.inputs import CachedActivations
 
 IMAGES = 70
-VIEWS = {"views": 2, "augmentation": "domainbed"}
+VIEWS = {"views": 2}
 
 
 class Deep(Encoder):

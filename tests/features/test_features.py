@@ -16,10 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import xxhash
-from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
+from cache_scenario import SHARD, SIZE, WIDTH, Files, Pixels, Tiny, features_of, write_images
 from safetensors.torch import load_file
 from torch import Tensor
+from torchvision.transforms import RandomResizedCrop
 
+from xdm_ft.augmentations import Augmentations, TrainingTransform
+from xdm_ft.augmentations.domainbed import DomainBed
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings, cache
@@ -29,10 +32,11 @@ from xdm_ft.features.key import View
 from xdm_ft.image_files.tables import ImageTable
 from xdm_ft.images.decode import decoder_of
 from xdm_ft.images.loader import DTYPES
-from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform, training_transform
+from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits
 
+DOMAINBED = Augmentations([DomainBed()])
 N = 70  # images: three shards of each view
 ROWS = torch.arange(N)
 CPU = torch.device("cpu")
@@ -47,7 +51,7 @@ def view(features: Features, number: int) -> Tensor:
 
 
 def with_views(path: Path, count: int, encoder: Tiny | None = None, **settings: object) -> Features:
-    return features_of(Pixels(N), path, encoder, views=count, augmentation="domainbed", **settings)
+    return features_of(Pixels(N), path, encoder, views=count, **settings)
 
 
 def by_hand(dataset: Pixels, encoder: Tiny, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -223,7 +227,7 @@ def test_keys_stay_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     for library in ("xdm_ft", "torch", "PIL"):
         with_version(monkeypatch, library, "1.0")
     monkeypatch.setattr(key_module, "version", lambda name: "1.0")
-    monkeypatch.setattr(key_module, "training_transform", lambda preprocessing, augmentation: "crop")
+    monkeypatch.setattr(TrainingTransform, "steps", lambda transform: "crop")
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.fill_(0.5)
@@ -232,7 +236,7 @@ def test_keys_stay_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     if "versions" in parts["encoder"]:
         parts["encoder"] = {**parts["encoder"], "versions": "1.0"}
     if number:
-        parts |= View(int(number), "domainbed").key_parts(encoder.preprocessing)
+        parts |= View(int(number), DOMAINBED).key_parts(encoder.preprocessing)
     assert key_module.key_of(parts) == RECORDED[name]
     assert Folder.image is ImageTable.image, "folders and tables share features"
 
@@ -286,14 +290,14 @@ def test_features_are_stored_as_computed_and_read_alike_wherever_they_fit(
 def test_a_view_is_the_encoder_on_the_seeded_transform_of_each_image(tmp_path: Path) -> None:
     features, dataset, encoder = with_views(tmp_path, 2), Pixels(N), Tiny()
     assert (features.views, len(features), features.extracted) == (2, N, 3 * N)
-    transform = training_transform(encoder.preprocessing, "domainbed")
+    transform = TrainingTransform(encoder.preprocessing, DOMAINBED)
     for number in (1, 2):
         expected = []
         for row in range(N):
             content = xxhash.xxh3_128_digest(dataset.content(row))
             index = int.from_bytes(content[:8], "little", signed=True)
-            torch.manual_seed(int(bits(key_module.SEED, number, Stream.VIEW_IMAGE, index)))
-            expected.append(transform(dataset.image(row)))
+            seed = int(bits(key_module.SEED, number, Stream.VIEW_IMAGE, index))
+            expected.append(transform.tensor(dataset.image(row), seed))
         with torch.inference_mode():
             torch.testing.assert_close(view(features, number), encoder(torch.stack(expected)))
     plain = features_of(Pixels(N), tmp_path)
@@ -307,7 +311,7 @@ def test_a_view_depends_neither_on_the_others_nor_on_how_it_is_computed(tmp_path
     two = with_views(tmp_path, 2)
     four = with_views(tmp_path, 4)
     assert four.extracted == 2 * N and with_views(tmp_path, 1).extracted == 0
-    transform, state = View(1, "domainbed").transform(Tiny().preprocessing), torch.get_rng_state()
+    transform, state = View(1, DOMAINBED).transform(Tiny().preprocessing), torch.get_rng_state()
     first, second = (transform(Pixels(1).image(0), np.full(16, content, np.uint8)) for content in (0, 1))
     assert torch.equal(torch.get_rng_state(), state) and first.tobytes() != second.tobytes()
     torch.manual_seed(5)
@@ -319,19 +323,19 @@ def test_a_view_depends_neither_on_the_others_nor_on_how_it_is_computed(tmp_path
 
 def test_the_key_of_a_view_depends_on_all_that_determines_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_views(tmp_path, 1)
-    original = key_module.training_transform
+    original = TrainingTransform.steps
 
-    def weaker(*arguments: object) -> object:
-        transform = original(*arguments)
-        transform.transforms[0].scale = (0.9, 1.0)
-        return transform
+    def weaker(transform: TrainingTransform) -> object:
+        steps = original(transform)
+        steps.transforms[0] = RandomResizedCrop(SIZE, scale=(0.9, 1.0))
+        return steps
 
-    for name, value in (("training_transform", weaker), ("SEED", 1)):
+    for changed, name, value in ((TrainingTransform, "steps", weaker), (key_module, "SEED", 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(key_module, name, value)
+            patch.setattr(changed, name, value)
             assert with_views(tmp_path, 1).extracted == N, "of the view; the plain one stays"
     assert with_views(tmp_path, 1, precision="bf16").extracted == 2 * N
-    assert features_of(Pixels(N, 1), tmp_path, views=1, augmentation="domainbed").extracted == 2, "one image is new"
+    assert features_of(Pixels(N, 1), tmp_path, views=1).extracted == 2, "one image is new"
     assert with_views(tmp_path, 1).extracted == 0
 
 

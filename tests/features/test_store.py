@@ -147,7 +147,7 @@ def test_a_damaged_manifest_costs_no_shard(damage: str, tmp_path: Path, good: Fe
 
 
 def test_only_damaged_shards_of_views_are_named_and_computed_again(tmp_path: Path, caplog) -> None:
-    views = {"views": 2, "augmentation": "domainbed"}
+    views = {"views": 2}
     good = features_of(Pixels(120), tmp_path, **views)
     [second] = [store for store in stores(tmp_path) if store.manifest.get("view", {}).get("number") == 2]
     flipped, empty, gone, _ = sorted(second.folder.glob("shard-*"))
@@ -177,7 +177,7 @@ def test_a_disk_that_is_too_small_is_reported_before_any_work(
     views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed, encoder = (1 + views) * 70 * WIDTH * 4, Tiny()
-    settings = {"views": views, "augmentation": "domainbed" if views else "none"}
+    settings = {"views": views}
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(UserError, match=r"the disk is full: features need 0\.0 MB more, and 0\.0 MB are free"):
         features_of(Pixels(70), tmp_path, encoder, **settings)
@@ -221,7 +221,7 @@ def test_bad_images_are_refused_by_name_and_cost_nothing_else(workers: int, tmp_
     os.mkfifo(images / "pipe.png")
     with pytest.raises(UserError, match=r"2 images do not decode: .*gone\.png \(No such file"):
         features_of(Files(images), cached, workers=workers)
-    skip = {"on_bad_image": "skip", "workers": workers, "views": 1, "augmentation": "domainbed"}
+    skip = {"on_bad_image": "skip", "workers": workers, "views": 1}
     features = features_of(Files(images), cached, **skip)
     assert features.extracted == 70 - SHARD + 70, "the first shard was complete"
     assert list(features.unreadable) == [40, 41, 70, 71] and features.unreadable[71] == "not a regular file"
@@ -291,7 +291,7 @@ def test_stores_last_used_first(tmp_path: Path, keys: dict[int, str]) -> None:
     assert cached[2].bytes == sum(path.stat().st_size for path in (tmp_path / keys[70]).glob("shard-*"))
     assert cached[2].bytes > 70 * (WIDTH * 4 + 16)
     assert computed_again(tmp_path, 70) == 0 and stores(tmp_path)[0].key == keys[70], "use is recorded"
-    features_of(Pixels(70), tmp_path / "views", views=2, augmentation="domainbed")
+    features_of(Pixels(70), tmp_path / "views", views=2)
     lines = listed(tmp_path / "views")
     assert sum("70 images, fp32, view 1 of domainbed" in line for line in lines) == 1 and len(lines) == 3
     assert sum(line.endswith("70 images, fp32") for line in lines) == 1
@@ -309,7 +309,7 @@ def test_prune_by_age_and_size(tmp_path: Path, keys: dict[int, str]) -> None:
 
 
 def test_prune_keeps_what_a_run_refers_to_with_its_views(tmp_path: Path) -> None:
-    views = {"views": 2, "augmentation": "domainbed"}
+    views = {"views": 2}
     kept, other = (features_of(Pixels(10), tmp_path, named(number), **views).key for number in (1, 2))
     removed = {file.path.parent.name for file in prune(tmp_path, referenced={kept})}
     assert len(removed) == 3 and other in removed

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from xdm_ft.augmentations import Augmentations, TrainingTransform
+from xdm_ft.augmentations.domainbed import DomainBed
 from xdm_ft.data.folder import Folder
 from xdm_ft.images.loader import DrawnRows, ImageRows
-from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
+from xdm_ft.images.transforms import Preprocessing, evaluation_transform
 from xdm_ft.protocol.samplers import (
     ClassBalancedSampler,
     PerDomainSampler,
@@ -140,8 +142,9 @@ def test_image_rows_in_a_loader(tmp_path, workers):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_drawn_rows_depend_on_their_key_alone_and_leave_the_generator(tmp_path, workers):
-    transform = training_transform(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8), "domainbed")
-    images = DrawnRows(ImageRows(make_folder(tmp_path), transform))
+    preprocessing = Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8)
+    transform = TrainingTransform(preprocessing, Augmentations([DomainBed()]))
+    images = DrawnRows(make_folder(tmp_path), transform.tensor)
     assert len(images) == 4
     keys = [[(2, 5), (0, -5), (2, 7)], [(2, 5), (1, 1 << 62)]]
     state = torch.get_rng_state()

@@ -24,7 +24,7 @@ def small(tmp_path):
 def test_it_is_read_back_as_it_is_written(small, tmp_path):
     made = small()
     assert not made.has_images and not made.trains_encoders and "encoder" not in made.resolved()
-    assert made.features.precision == "fp32" and made.data_common.train_augmentation == "none"
+    assert made.features.precision == "fp32" and made.data_common.train_augmentation == ()
     (tmp_path / "again.yaml").write_text(made.as_yaml())
     assert load(str(tmp_path / "again.yaml"), []).resolved() == made.resolved()
     assert [item.record_fields["encoder"] for item in made.methods] == ["features"] * 3

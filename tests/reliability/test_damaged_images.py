@@ -10,6 +10,7 @@ import struct
 import time
 import warnings
 import zlib
+from functools import partial
 from pathlib import Path
 
 import miniature
@@ -20,12 +21,14 @@ from made_up import MadeUp
 from PIL import Image
 from real_runs import TEST_VIT, one_line
 
+from xdm_ft.augmentations import Augmentations, TrainingTransform
+from xdm_ft.augmentations.domainbed import DomainBed
 from xdm_ft.cli.parser import main
 from xdm_ft.data.folder import Folder
 from xdm_ft.experiment import pieces
 from xdm_ft.images.decode import UnreadableImage, _pillow_warnings, decode, scan
 from xdm_ft.images.loader import ImageRows
-from xdm_ft.images.transforms import NotAStrip, Preprocessing, evaluation_transform, training_transform
+from xdm_ft.images.transforms import NotAStrip, Preprocessing, evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import out_of_memory_as_user_error
 from xdm_ft.training.end_to_end.gradients import StepGradients
@@ -186,7 +189,8 @@ def test_wrong_extensions_and_odd_modes_have_their_pixels(root):
 @pytest.mark.parametrize(("resize", "limit"), [("native", 2192), ("pad", 202)])
 def test_the_longest_strip_that_is_accepted_fits(resize, limit):
     preprocessing = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, size=200, crop=0.99, resize=resize)
-    transforms = [evaluation_transform(preprocessing), training_transform(preprocessing, "domainbed")]
+    augmented = TrainingTransform(preprocessing, Augmentations([DomainBed()])).tensor
+    transforms = [evaluation_transform(preprocessing), partial(augmented, seed=1)]
     for size in ((limit, 1), (1, limit)):
         assert all(transform(Image.new("RGB", size)).shape == (3, 200, 200) for transform in transforms)
     for size in ((limit + 1, 1), (2, 2 * limit + 2)):

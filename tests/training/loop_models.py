@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.augmentations import NO_AUGMENTATION, Augmentations
+from xdm_ft.augmentations.domainbed import DomainBed
 from xdm_ft.core import Annotations, Batch, Criteria, ModelKey, Task
 from xdm_ft.cut import LastBlocks, Lora, LowRank
 from xdm_ft.cut.cut import Below
@@ -129,6 +132,9 @@ def blocks(number: int) -> LastBlocks:
     return LastBlocks(blocks=number)
 
 
+DOMAINBED = Augmentations([DomainBed()])
+
+
 def lora(**settings: Any) -> LowRank:
     return LowRank(lora=Lora(**{"rank": 2, **settings}))
 
@@ -139,7 +145,7 @@ def cached(encoder: Encoder, trainable: LastBlocks | LowRank, folder: Path, **se
     hashes = hash_files(digits(), cache_folder(block), show=False)
     activations = extract(
         Below(cut_of(encoder, trainable)), digits(), hashes, block, on_bad_image="error", device="cpu", show=False,
-        augmentation="domainbed" if block.views else "none", streamed=True,
+        augmentations=[DOMAINBED] if block.views else [], streamed=True,
     )  # fmt: skip
     return EncoderPart(trainable, activations)
 
@@ -212,7 +218,7 @@ def batch_of(job: Job, training: Training, step: int, encoder: Encoder | None = 
 
 def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int) -> StepBatch:
     """The batch of `step`, cut as `training.accumulation` says, in the small encoder's preprocessing."""
-    images = ImageInputs(digits(), PREPROCESSING, "none", accelerator)
+    images = ImageInputs(digits(), PREPROCESSING, NO_AUGMENTATION, accelerator)
     images.workers = 0
     batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
     return next(batches.begin(step))[1]
@@ -221,6 +227,7 @@ def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int
 def train(job: Job, encoder: Encoder, training: Training, accelerator: Accelerator, **changes: Any) -> Trained:
     """Trains with one rule; without `evaluate_every` the selected step is the last."""
     arguments = {"rules": ("train_val",), "metric": "accuracy", "batch_norm": "train", **changes}
+    job = replace(job, augmentations=arguments.pop("augmentations", NO_AUGMENTATION))
     arguments.setdefault("record", lambda step, models: None)
     criteria = Criteria(*(arguments.pop(name) for name in ("rules", "metric")))
     training = training.model_copy(update={"evaluate_every": training.evaluate_every or job.setup.steps})

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
 from loop_models import (
+    DOMAINBED,
     SmallCNN,
     WithDomainHead,
     blocks,
@@ -61,7 +62,7 @@ CASES = {
     ),
     "augmented, class balanced": Case(
         job_of(head=Cosine), BASE | {"sampler": "class_balanced"}, (1, 1),
-        {"batch_norm": "frozen", "augmentation": "domainbed"},
+        {"batch_norm": "frozen", "augmentations": DOMAINBED},
     ),
     "partners": Case(job_of(MIXING, sharpness=SHARP, head=MLP), SGD),
     "local partners": Case(job_of(partial(MIXING, partners="local"))),

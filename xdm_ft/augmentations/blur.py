@@ -11,7 +11,7 @@ from pydantic import Field
 from xdm_ft.augmentations import ORDERED, Augmentation, Draw, between
 from xdm_ft.images.transforms import Preprocessing
 
-Deviation = Annotated[float, Field(gt=0, le=100)]
+_Deviation = Annotated[float, Field(gt=0, le=100)]
 DEVIATIONS = 3  # that the kernel reaches at each side
 
 
@@ -19,7 +19,7 @@ class Blur(Augmentation):
     """Blurs every image: torchvision's `gaussian_blur`, as a scanner or camera out of focus does."""
 
     sigma: Annotated[
-        tuple[Deviation, Deviation],
+        tuple[_Deviation, _Deviation],
         ORDERED,
         Field(description="standard deviation of the blur, px, at least and at most"),
     ] = (0.1, 2.0)

@@ -10,15 +10,15 @@ from pydantic import Field
 from xdm_ft.augmentations import Augmentation, Draw, between
 from xdm_ft.images.transforms import Preprocessing
 
-Change = Annotated[float, Field(ge=0, le=10)]
+_Change = Annotated[float, Field(ge=0, le=10)]
 
 
 class Colour(Augmentation):
     """Changes brightness, contrast, saturation and hue, in random order: torchvision's `ColorJitter`."""
 
-    brightness: Annotated[Change, Field(description="b: factor in 1 ± b, at least 0")] = 0.3
-    contrast: Annotated[Change, Field(description="as brightness")] = 0.3
-    saturation: Annotated[Change, Field(description="as brightness")] = 0.3
+    brightness: Annotated[_Change, Field(description="b: factor in 1 ± b, at least 0")] = 0.3
+    contrast: Annotated[_Change, Field(description="as brightness")] = 0.3
+    saturation: Annotated[_Change, Field(description="as brightness")] = 0.3
     hue: Annotated[float, Field(ge=0, le=0.5, description="h: shift in ±h of the colour circle")] = 0.3
 
     def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:

@@ -11,7 +11,7 @@ from pydantic import Field
 from xdm_ft.augmentations import ORDERED, Augmentation, Draw, between
 from xdm_ft.images.transforms import Preprocessing
 
-Share = Annotated[float, Field(gt=0, le=1)]
+_Share = Annotated[float, Field(gt=0, le=1)]
 ASPECT = 4 / 3  # of the sides, at most, as torchvision's RandomResizedCrop has it
 
 
@@ -25,7 +25,7 @@ class Crop(Augmentation):
     replaces_resizing: ClassVar[bool] = True
 
     scale: Annotated[
-        tuple[Share, Share], ORDERED, Field(description="share of the area that is kept, at least and at most")
+        tuple[_Share, _Share], ORDERED, Field(description="share of the area that is kept, at least and at most")
     ] = (0.7, 1.0)
 
     def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:

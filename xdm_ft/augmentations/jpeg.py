@@ -10,14 +10,14 @@ from pydantic import Field
 from xdm_ft.augmentations import ORDERED, Augmentation, Draw, between
 from xdm_ft.images.transforms import Preprocessing
 
-Quality = Annotated[int, Field(ge=1, le=100)]
+_Quality = Annotated[int, Field(ge=1, le=100)]
 
 
 class Jpeg(Augmentation):
     """Compresses every image as JPEG and decodes it: torchvision's `jpeg`, as sites store images differently."""
 
     quality: Annotated[
-        tuple[Quality, Quality], ORDERED, Field(description="quality of the JPEG, 1 to 100, at least and at most")
+        tuple[_Quality, _Quality], ORDERED, Field(description="quality of the JPEG, 1 to 100, at least and at most")
     ] = (50, 95)
 
     def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:

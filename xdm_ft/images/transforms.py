@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Resize = Literal["native", "squash", "pad"]
 Channel = Annotated[float, Field(ge=-1000, le=1000)]  # for pixels in 0…1; whatever a model has, and no infinity
-Colour = tuple[Channel, Channel, Channel]
+PerChannel = tuple[Channel, Channel, Channel]
 MAX_SIDE = 4096  # pixels of an image that an encoder reads
 Deviation = Annotated[float, Field(ge=1e-6)]  # pixels are divided by it
 
@@ -30,8 +30,8 @@ Deviation = Annotated[float, Field(ge=1e-6)]  # pixels are divided by it
 class Preprocessing(Block):
     """The preprocessing of an encoder's images."""
 
-    mean: Colour
-    std: Colour
+    mean: PerChannel
+    std: PerChannel
     size: int  # px, side of the square input
     crop: float = 1.0  # fraction of the resized side that the centre crop keeps
     interpolation: Interpolation = "bicubic"
@@ -47,7 +47,7 @@ class Preprocessing(Block):
 class PreprocessingOverrides(Block):
     """`encoder.preprocessing`: replaces single values of the encoder's preprocessing. null: the encoder's value."""
 
-    mean: Annotated[Colour | None, Field(description="mean of each RGB channel, for pixels in 0…1")] = None
+    mean: Annotated[PerChannel | None, Field(description="mean of each RGB channel, for pixels in 0…1")] = None
     std: Annotated[
         tuple[Deviation, Deviation, Deviation] | None, Field(description="standard deviation of each RGB channel")
     ] = None

@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, PlainSerializer, ValidationError
 
 from xdm_ft.algorithms import HeadInit, Solver
+from xdm_ft.augmentations import Augmentation, Augmentations
 from xdm_ft.cut import LastBlocks, LowRank, Trainable
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.model_sources.prompts import Prompts
 from xdm_ft.recipe import components
-from xdm_ft.recipe.augmentation import TrainAugmentation
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.search import METHOD_KEYS, TRAINING_KEYS, Value, settings_of
 from xdm_ft.recipe.text import Faults, Key
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block, Name
 from xdm_ft.training import ClassWeights, Training
 
@@ -38,6 +38,69 @@ def _strength(value: object) -> object:
     return value
 
 
+def augmentations_of(value: Any) -> Augmentations | None:
+    """Returns what a recipe's value says; None: the value is null. Raises `ValueError`."""
+    if value is None or isinstance(value, Augmentations):
+        return value
+    if value in ("none", ["none"]):
+        return Augmentations()
+    entries = value if isinstance(value, list | tuple) else [value]
+    named = [pair for entry in entries for pair in _named_augmentations(entry)]
+    if not named:
+        raise ValueError("must name an augmentation; write none for none")
+    if repeated := [name for i, (name, _) in enumerate(named) if name in dict(named[:i])]:
+        raise ValueError(f"names {repeated[0]} twice; keep one")
+    made = [_augmentation(name, settings) for name, settings in named]
+    resizing = [augmentation for augmentation in made if augmentation.replaces_resizing]
+    if len(resizing) > 1:
+        names = " and ".join(augmentation.name for augmentation in resizing)
+        raise ValueError(f"{names} both replace the encoder's resizing; keep one")
+    # it gets the image before it is resized
+    return Augmentations(sorted(made, key=lambda augmentation: not augmentation.replaces_resizing))
+
+
+def _named_augmentations(entry: Any) -> list[tuple[str, Any]]:
+    """Returns (name, settings) of each augmentation of an entry of the list."""
+    if isinstance(entry, str):
+        return [(entry, {})]
+    if isinstance(entry, Mapping) and all(isinstance(name, str) for name in entry):
+        return [(name, {} if settings is None else settings) for name, settings in entry.items()]
+    raise ValueError("must be a name, a mapping {name: settings}, or a list of them")
+
+
+def _augmentation(name: str, settings: Any) -> Augmentation:
+    if name == "none":
+        raise ValueError("none stands alone; leave it out of the list")
+    try:
+        cls = components.find("augmentations", name)
+    except UserError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{name}: must be a mapping of settings ({', '.join(cls.model_fields) or 'it has none'})")
+    try:
+        made: Augmentation = cls.model_validate(dict(settings))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        if fault["type"] == "extra_forbidden":
+            raise ValueError(f"{name}: unknown key {key}{did_you_mean(key, list(cls.model_fields))}") from error
+        message = fault["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{name}.{key}: {message[0].lower()}{message[1:]}") from error
+    return made
+
+
+def _as_written(augmentations: Augmentations | None) -> Any:
+    """Returns the recipe's value with every default."""
+    if augmentations is None:
+        return None
+    entries = [{of.name: of.model_dump(mode="json")} if type(of).model_fields else of.name for of in augmentations]
+    return entries[0] if len(entries) == 1 and isinstance(entries[0], str) else entries or "none"
+
+
+TrainAugmentation = Annotated[
+    InstanceOf[Augmentations] | None, BeforeValidator(augmentations_of), PlainSerializer(_as_written)
+]
+"""Type of the keys `train_augmentation`: `Augmentations`, or None."""
 Label = Annotated[Name, Field(min_length=1), AfterValidator(_one_line)]
 
 

@@ -13,9 +13,8 @@ from xdm_ft.cut import LowRank
 from xdm_ft.features import FeatureSettings
 from xdm_ft.images import Intensity
 from xdm_ft.protocol.splits import Protocol
-from xdm_ft.recipe.augmentation import TrainAugmentation, augmentations_of
 from xdm_ft.recipe.components import Component
-from xdm_ft.recipe.method import ListedEncoder, MethodItem, with_encoder
+from xdm_ft.recipe.method import ListedEncoder, MethodItem, TrainAugmentation, augmentations_of, with_encoder
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import as_text
 from xdm_ft.runtime.settings import Block, Name, OneOrMany

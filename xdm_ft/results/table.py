@@ -45,8 +45,8 @@ class SummaryRow:
     failed: int | None = None  # number of failed models
     skipped: int | None = None  # number of skipped models
     reason: str | None = None  # why models failed, were skipped or are missing
-    class_weights: str | None = None  # of its class losses, if it has some
     flags: list[str] | None = None  # what to know of its picks, and reasons to doubt them
+    class_weights: str | None = None  # of its class losses, if it has some
     augmentation: str = field(kw_only=True)  # of the images that its models train on
     encoder: str = field(kw_only=True)  # its label, else its model
     trainable: bool | dict[str, Any] = field(kw_only=True)  # how much of the encoder trains, as in a recipe

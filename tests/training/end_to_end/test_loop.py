@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from bank_problems import under
 from loop_models import (
+    DOMAINBED,
     SmallCNN,
     Staged,
     WithDomainHead,
@@ -34,11 +35,12 @@ from xdm_ft.algorithms.dsu import DSU
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
+from xdm_ft.augmentations import NO_AUGMENTATION, TrainingTransform
 from xdm_ft.core import Batch, Losses
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.images.decode import UnreadableImage
-from xdm_ft.images.transforms import evaluation_transform, training_transform
+from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.sharpness.sam import SAM
@@ -231,8 +233,8 @@ def test_synchronised_layers_keep_the_activation_inside_them() -> None:
 # --- batches
 
 
-def batches_of(job: Job, training: Training, accelerator: Accelerator, augmentation: Any = "domainbed") -> Any:
-    images = ImageInputs(digits(), SmallCNN.preprocessing, augmentation, accelerator)
+def batches_of(job: Job, training: Training, accelerator: Accelerator, augmentations: Any = DOMAINBED) -> Any:
+    images = ImageInputs(digits(), SmallCNN.preprocessing, augmentations, accelerator)
     return TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
 
 
@@ -271,9 +273,8 @@ def test_augmentation_is_a_function_of_seed_step_and_position(
     other_seed = batches_of(make_job(steps=3, seed=4), SMALL, accelerator)
     assert not torch.equal(augmented(other_seed), images[0])
 
-    transform, image = training_transform(SmallCNN.preprocessing, "domainbed"), digits().image(int(batches.rows(2)[5]))
-    torch.manual_seed(int(bits(3, 2, Stream.AUGMENTATION, 5)))
-    assert torch.equal(images[0][2, 5], transform(image))
+    transform, image = TrainingTransform(SmallCNN.preprocessing, DOMAINBED), digits().image(int(batches.rows(2)[5]))
+    assert torch.equal(images[0][2, 5], transform.tensor(image, int(bits(3, 2, Stream.AUGMENTATION, 5))))
     assert not torch.equal(images[0][2, 5], evaluation_transform(SmallCNN.preprocessing)(image))
 
 
@@ -286,7 +287,7 @@ def test_images_to_train_on_are_augmented_and_those_to_select_by_are_not(acceler
             seen[self.training].append(images)
             return super().forward(images)
 
-    train(make_job(steps=3), Watched(), SMALL, accelerator, augmentation="domainbed")
+    train(make_job(steps=3), Watched(), SMALL, accelerator, augmentations=DOMAINBED)
     assert torch.equal(torch.stack(seen[True][-3:]), augmented(batches_of(make_job(steps=3), SMALL, accelerator)))
     assert torch.equal(torch.cat(seen[False][-10:]), images_of(split().evaluation["train_val"]))
 
@@ -324,7 +325,7 @@ def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: A
     """x_j is a training image of the same class and another domain."""
     job, training = make_job(partial(LISA, partners="all"), steps=4), Training(batch_size=4, accumulation=2)
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
-    batches, outside = batches_of(job, training, accelerator, "none"), 0
+    batches, outside = batches_of(job, training, accelerator, NO_AUGMENTATION), 0
     pool, images = torch.cat(job.split.train).tolist(), batches.inputs.plain
     for step, batch in batches.begin():
         for part in batch.parts:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from xdm_ft.augmentations import NO_AUGMENTATION
 from xdm_ft.core import Annotations, Criteria
 from xdm_ft.encoders import Encoder
 from xdm_ft.images import ImageDataset
