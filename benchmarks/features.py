@@ -259,7 +259,7 @@ def made_up_tree(root: Path, rows: int) -> None:
 def made_up_features(dataset: ImageDataset, settings: FeatureSettings) -> None:
     """Fills the cache."""
     images = hash_files(dataset, cache_folder(settings), show=False).images
-    ((_, store),) = cached_views(Nothing(), dataset, images, settings, "none", torch.device("cpu"))
+    ((_, store),) = cached_views(Nothing(), dataset, images, settings, (), torch.device("cpu"))
     features = torch.randn(SHARD, WIDTH)
     with store.filling():
         missing = store.missing()

@@ -383,6 +383,7 @@ class Solver(Method):
     candidates: int = 1  # number of candidates that `solve` yields
     keeps_curve: bool = False  # whether results.json has the metric of every candidate on every split
     class_means: bool = False  # whether its head holds means over the training images of a class
+    weighs_images: bool = False  # whether it reads `image_weight`
     pick: PickRule = "protocol"  # a setting of solvers that offer several candidates
     threads: int = 1  # that `solve` may use on a CPU, each torch operation on one; results do not depend on it
 

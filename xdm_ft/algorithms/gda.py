@@ -35,6 +35,7 @@ class GDA(Solver):
     takes_text = True
     normalized = True
     class_means = True
+    weighs_images = True
     keeps_curve = True
     two_domains_if = {"pick": "cross_domain"}
     inverses = 1

@@ -55,6 +55,7 @@ class LinearProbe(Solver):
     """
 
     two_domains_if = {"pick": "cross_domain"}
+    weighs_images = True
     inverses = 3  # as long as a Cholesky factor for each of the default strengths takes
     keeps_curve = True
     source = "multinomial logistic regression by L-BFGS, as CLIP's linear probe (Radford et al. 2021, appendix A.3)"

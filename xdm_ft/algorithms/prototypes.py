@@ -69,6 +69,7 @@ class Prototypes(Solver):
     source = "Mensink et al. 2013 (nearest class mean); Snell et al. 2017, Prototypical Networks, eq. (1) and (2)"
     normalized = True
     class_means = True
+    weighs_images = True
 
     def __init__(
         self,

@@ -24,15 +24,14 @@ class Colour(Augmentation):
     def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:
         from torchvision.transforms.v2 import functional
 
-        changes = {
+        factors = {
             functional.adjust_brightness: self.brightness,
             functional.adjust_contrast: self.contrast,
             functional.adjust_saturation: self.saturation,
         }
-        factors = {change: (max(0.0, 1 - most), 1 + most) for change, most in changes.items()}
-        ranges = {**factors, functional.adjust_hue: (-self.hue, self.hue)}
-        u = draw.uniform(2 * len(ranges))
-        in_order = sorted(zip(u, u[len(ranges) :], ranges.items(), strict=False), key=lambda drawn: drawn[1])
-        for amount, _, (change, ends) in in_order:
+        ranges = {change: (max(0.0, 1 - most), 1 + most) for change, most in factors.items() if most}
+        ranges |= {functional.adjust_hue: (-self.hue, self.hue)} if self.hue else {}
+        amounts, order = (draw.uniform(8)[first : first + len(ranges)] for first in (0, 4))
+        for _, amount, (change, ends) in sorted(zip(order, amounts, ranges.items(), strict=True), key=lambda of: of[0]):
             image = change(image, between(ends, amount))
         return image

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Annotated
 
 from PIL import Image
@@ -14,16 +15,14 @@ _Quality = Annotated[int, Field(ge=1, le=100)]
 
 
 class Jpeg(Augmentation):
-    """Compresses every image as JPEG and decodes it: torchvision's `jpeg`, as sites store images differently."""
+    """Compresses every image as JPEG and decodes it, as sites store images differently."""
 
     quality: Annotated[
         tuple[_Quality, _Quality], ORDERED, Field(description="quality of the JPEG, 1 to 100, at least and at most")
     ] = (50, 95)
 
     def apply(self, image: Image.Image, draw: Draw, preprocessing: Preprocessing) -> Image.Image:
-        from torchvision.transforms.v2 import functional
-
         [u] = draw.uniform(1)
-        pixels = functional.jpeg(functional.pil_to_tensor(image), round(between(self.quality, u)))
-        decoded: Image.Image = functional.to_pil_image(pixels)
-        return decoded
+        file = io.BytesIO()  # torchvision's own encoder is to be removed
+        image.save(file, "JPEG", quality=round(between(self.quality, u)))
+        return Image.open(file).convert("RGB")

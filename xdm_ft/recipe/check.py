@@ -615,6 +615,8 @@ def _check_entry(faults: Faults, item: MethodItem, recipe: Recipe) -> None:
     if item.is_solver and item.block.trainable not in (None, False):
         problem = f"{item.label} computes a head from features of the frozen encoder; leave it out"
         faults.add((*key, "trainable"), problem)
+    if item.is_solver and item.block.class_weights and not item.algorithm.cls.weighs_images:
+        faults.add((*key, "class_weights"), f"{item.label} weighs no images; leave it out")
     under_each = [other for other in recipe.methods if other.index == item.index]
     if item.block.prompts is not None and not any(other.may_read_text for other in under_each):
         problem = f"{item.label} uses no class embeddings; leave it out"

@@ -83,7 +83,8 @@ def _augmentation(name: str, settings: Any) -> Augmentation:
         fault = error.errors()[0]
         key = ".".join(map(str, fault["loc"]))
         if fault["type"] == "extra_forbidden":
-            raise ValueError(f"{name}: unknown key {key}{did_you_mean(key, list(cls.model_fields))}") from error
+            meant = did_you_mean(key, list(cls.model_fields)) if cls.model_fields else "; it has none"
+            raise ValueError(f"{name}: unknown key {key}{meant}") from error
         message = fault["msg"].removeprefix("Value error, ")
         raise ValueError(f"{name}.{key}: {message[0].lower()}{message[1:]}") from error
     return made

@@ -183,6 +183,9 @@ class Recipe:
         return written if written is not None else default or NO_AUGMENTATION
 
     def class_weights_of(self, item: MethodItem) -> ClassWeights:
+        """Returns the weights of a method's class losses; none for a solver on which they have no effect."""
+        if item.is_solver and not item.algorithm.cls.weighs_images:
+            return "none"
         return item.block.class_weights or self.training.class_weights
 
     def cached_augmentations(self, items: Iterable[MethodItem]) -> tuple[Augmentations, ...]:
