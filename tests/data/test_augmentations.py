@@ -192,9 +192,12 @@ def test_the_stains_are_those_of_scikit_image() -> None:
 
 def test_stain_draws_uniformly_and_independently_within_its_strength(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr(
-        "xdm_ft.augmentations.stain.jitter_stains", lambda pixels, *factors: drawn.append(np.concatenate(factors)) or pixels
-    )  # fmt: skip
+
+    def noted(pixels: np.ndarray, *factors: np.ndarray) -> np.ndarray:
+        drawn.append(np.concatenate(factors))
+        return pixels
+
+    monkeypatch.setattr("xdm_ft.augmentations.stain.jitter_stains", noted)
     for seed in range(2000):
         changed({"stain": {"strength": 0.2}}, seed)
     values = np.array(drawn) - [1, 1, 1, 0, 0, 0]

@@ -48,7 +48,7 @@ def test_all_recipes_are_found():
     assert {*PAPER, *(f"clip_{name}" for name in PAPER), "clip_camelyon_histology"} - {"clip_camelyon17"} <= {*RECIPES}
     own, others = listing("recipes"), listing("benchmarks")
     shown = [line.split("  ")[0] for line in own.text().splitlines()]
-    assert shown[:9] == ["Your own images", *OWN_IMAGES] and shown[9] == ""
+    assert shown[:10] == ["Your own images", *OWN_IMAGES] and shown[10] == ""
     named = [*OWN_IMAGES, *(line.split()[0] for line in others.text().splitlines())]
     assert sorted(named) == list(RECIPES) and named == [entry.name for entry in own.document]
     assert [entry.group for entry in own.document[7:9]] == ["own images", "benchmarks"]

@@ -516,11 +516,10 @@ def _check_augmentation(faults: Faults, recipe: Recipe) -> None:
             faults.add(key, f"{item.label} computes its head from the plain images; leave it out")
         elif item.block.train_augmentation and not views and not any(i.index == item.index for i in on_images):
             faults.add(key, no_effect, "encoder.trainable", "features.views")
-    if given and not views and not any(item.block.train_augmentation is None for item in on_images):
-        if any(item.block.train_augmentation is None for item in trained):
-            faults.add("data.train_augmentation", no_effect, "encoder.trainable", "features.views")
-        else:
-            faults.add("data.train_augmentation", "every method has its own; leave it out", "methods")
+    if given and trained and all(item.block.train_augmentation is not None for item in trained):
+        faults.add("data.train_augmentation", "every method has its own; leave it out", "methods")
+    elif given and not views and not any(item.block.train_augmentation is None for item in on_images):
+        faults.add("data.train_augmentation", no_effect, "encoder.trainable", "features.views")
     if not views:
         return
     if trained and len(on_images) == len(trained):
