@@ -38,9 +38,8 @@ class DataCommon(Block):
     )
     train_augmentation: TrainAugmentation = Field(
         default=None,
-        description="augmentation of training images: none, a name of `xdm-ft ls augmentations`, {name: settings}, or "
-        "a list of them. null: domainbed for DomainBed's five data sets, if a method trains on images or "
-        "features.views caches views; else none",
+        description="of training images: none, a name of `xdm-ft ls augmentations`, {name: settings}, or a list of "
+        "them. null: domainbed for DomainBed's five data sets on images or cached views, else none",
     )
 
 
