@@ -335,6 +335,18 @@ class Algorithm(Method):
         """
         return self.class_weight is None and not (pooled and self.loss_average == "domain")
 
+    def class_target(self, batch: Batch) -> Tensor:
+        """Returns the target of the class loss's cross-entropy: `batch.y` [B], or with soft labels t [B,C]
+        w_c t_c / Σ_c w_c t_c, w the class weights; 0 where the sum is 0.
+
+        `average` multiplies each sample's loss by the sum, so the product is the loss with class weights.
+        """
+        if batch.targets is None or self.class_weight is None:
+            return batch.y if batch.targets is None else batch.targets
+        weighted = batch.targets.to(self.class_weight.dtype) * self.class_weight
+        total = weighted.sum(1, keepdim=True)
+        return weighted / torch.where(total > 0, total, 1)
+
     def sample_weight(self, batch: Batch) -> Tensor | None:
         """Returns each sample's class weight, [B]; for soft labels t it is Σ_c w_c t_c. None: no class weights."""
         if self.class_weight is None:
