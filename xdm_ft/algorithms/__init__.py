@@ -140,6 +140,7 @@ class Method(nn.Module, ABC):
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     two_domains_if: Mapping[str, object] = {}  # constructor keyword → value with which it needs two training domains
     needs_text: bool = False  # whether it needs the text side of the encoder
+    reads_soft_labels: bool = False  # whether its class loss reads the data's, by `Algorithm.class_target`
     has_kernels: bool = False  # whether a bank is faster by kernels of its own than `torch.compile` makes it
 
     def __init__(self, setup: Setup) -> None:

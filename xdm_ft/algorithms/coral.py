@@ -28,6 +28,7 @@ class CORAL(Algorithm):
     # DomainBed's range (hparams_registry.py)
     search_ranges = {"gamma": {"log_uniform": (1e-1, 1e1)}}
     min_domains = 2
+    reads_soft_labels = True
     frozen_reason = (
         "its penalty changes only the encoder, so it equals erm on a frozen one; set encoder.trainable: true, "
         "or use erm"

@@ -27,6 +27,7 @@ class DomainShift(Algorithm):
 
     source = "ablation of Liu et al. 2024 (IJCAI), eq. (8), with features moved between the domains' means"
     min_domains = 2
+    reads_soft_labels = True
 
     def __init__(
         self,

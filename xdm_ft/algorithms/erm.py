@@ -19,6 +19,7 @@ class ERM(Algorithm):
 
     source = "Vapnik 1999; XDomainMix paper, L_erm"
     loss_over = "sample"
+    reads_soft_labels = True
 
     def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         per_sample = F.cross_entropy(self.logits(z), self.class_target(batch), reduction="none")  # [B]

@@ -81,6 +81,7 @@ class XDomainMix(Algorithm):
     # the values that the authors' own code draws from
     search_ranges = {"p_discard": {"choice": (0.2, 0.3, 0.4)}}
     min_domains = 2
+    reads_soft_labels = True
     has_kernels = True
     auxiliary = ("domain_head",)
 
