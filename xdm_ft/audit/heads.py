@@ -130,7 +130,7 @@ class Study:
         return [predicted[number] for number in range(len(wanted))]
 
     def _trained(self, chunk: list[Job], rule: str, labels: Tensor | None) -> Iterator[tuple[Trained, CachedPredictor]]:
-        annotations = replace(self.plan.annotations, soft_labels=None)  # an audit asks of the labels
+        annotations = replace(self.plan.annotations, soft_labels=None)  # an audit measures the labels
         annotations = annotations if labels is None else replace(annotations, labels=labels)
         annotations, criteria = annotations.to(self.features.device), Criteria((rule,), self.plan.criteria.metric)
         predictor = CachedPredictor(chunk[0], self.features)

@@ -78,8 +78,8 @@ class TableDataset(ImageFiles):
         def fault(i: int, column: str, problem: str, more: int = 0) -> UserError:
             """Returns the error of image i. `more` is the number of other rows with the same fault."""
             others = f" (and {more} more rows like it)" if more else ""
-            name = called.get(column, column)
-            return UserError(f"{printable(file)}: row {numbers[i]}, column {name}: {problem}{others}")
+            row = f"row {numbers[i]}, column {called.get(column, column)}"
+            return UserError(f"{printable(file)}: {row}: {problem}{others}")
 
         def texts(column: str) -> list[str]:
             text_in = {"path": path_in, "split": _split_in}.get(column, name_in)
@@ -169,17 +169,14 @@ def soft_labels_of(
     empty = np.isnan(p).all(1)
     p[empty] = np.eye(len(classes))[labels[empty]]
     if (wrong := np.argwhere(~(p >= 0))).size:
-        row, number = wrong[0].tolist()
-        raise fault(
-            row, columns[number], f"must be a number from 0 to 1, unless all {CLASS_PREFIX} of the row are empty"
-        )
-    total, of_label = p.sum(1), p[np.arange(len(p)), labels]
+        problem = f"must be a number from 0 to 1, unless all {CLASS_PREFIX} of the row are empty"
+        raise fault(int(wrong[0, 0]), columns[wrong[0, 1]], problem)
+    total, of_label, largest = p.sum(1), p[np.arange(len(p)), labels], p.max(1)
     for row in np.flatnonzero(np.abs(total - 1) > ROUNDING)[:1].tolist():
-        raise fault(
-            row, columns[0], f"the columns {CLASS_PREFIX} of the row sum to {total[row]:.6g}, and must sum to 1"
-        )
-    for row in np.flatnonzero(of_label < p.max(1) - ROUNDING)[:1].tolist():
-        likely = f"{columns[p[row].argmax()]} is {p[row].max():.6g}"
+        problem = f"the columns {CLASS_PREFIX} of the row sum to {total[row]:.6g}; they must sum to 1"
+        raise fault(row, columns[0], problem)
+    for row in np.flatnonzero(of_label < largest - ROUNDING)[:1].tolist():
+        likely = f"{columns[p[row].argmax()]} is {largest[row]:.6g}"
         problem = f"is {of_label[row]:.6g}, and {likely}; the label must be among the most probable"
         raise fault(row, columns[labels[row]], problem)
     return (p / total[:, None]).astype(np.float32)
