@@ -16,7 +16,9 @@ def partnered(algorithm: Algorithm, batch: Batch, step: int) -> Batch:
         return batch
     place = partners.position[0]
     assert place.max() < len(place)
-    return batch._replace(partner=batch.x[place], partner_y=batch.y[place], has_partner=partners.exists[0])
+    soft_labels = None if batch.targets is None else batch.targets[place]
+    batch = batch._replace(partner=batch.x[place], partner_y=batch.y[place], has_partner=partners.exists[0])
+    return batch._replace(partner_targets=soft_labels)
 
 
 def mixed(algorithm: Algorithm, batch: Batch, step: int) -> Batch:

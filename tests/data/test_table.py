@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pyarrow
 import pyarrow.parquet
@@ -117,6 +118,13 @@ def fault(file: Path) -> str:
 
 CELLS = "but the header has 3; quote cells that contain commas"
 EMPTY = "the cell is empty; fill it in"
+NO_NUMBER = "must be a number from 0 to 1, unless all p: of the row are empty"
+
+
+def votes(cells: str, columns: str = "p:cat,p:dog") -> str:
+    """A table of a cat and a dog with these columns too."""
+    cat, dog = cells.split("\n")
+    return f"path,label,domain,{columns}\na.png,cat,d,{cat}\nb.png,dog,d,{dog}\n"
 
 
 @pytest.mark.parametrize(
@@ -144,12 +152,41 @@ EMPTY = "the cell is empty; fill it in"
         (CSV, "path,label,domain\n", "the table has no rows; add one per image"),
         (CSV, "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n",
          'row 3, column split: "tests" is not a split; did you mean "test"?'),
+        (CSV, votes("1,0\n,1"), f"row 3, column p:cat: {NO_NUMBER}"),
+        (CSV, votes("1,0\n1.2,-0.2"), f"row 3, column p:dog: {NO_NUMBER}"),
+        (CSV, votes("1,0\ntwo,1"), f"row 3, column p:cat: {NO_NUMBER}"),
+        (CSV, votes("1,0\n0.6,0.3"), "row 3, column p:cat: the columns p: of the row sum to 0.9; they must sum to 1"),
+        (CSV, votes("1,0\ninf,1"), "row 3, column p:cat: the columns p: of the row sum to inf; they must sum to 1"),
+        (CSV, votes("0.9,0.1\n0.6,0.4"),
+         "row 3, column p:dog: is 0.4, and p:cat is 0.6; the label must be among the most probable"),
+        (CSV, votes("1,0\n0,1", "p:cat,p:dig"), 'column p:dig: no label has this name; did you mean "p:dog"?'),
+        (CSV, votes("1,0\n0,1", "p:cat,age"), "there is no column p:dog; add it, or leave out all columns p:CLASS"),
+        (CSV, votes("1,0\n0,1", "p:cat,p:cat"), "two columns have the name p:cat; rename one"),
+        (CSV, votes("1,0,cat,1\n0,1,dog,1", "p:cat,p:dog,predicted,probability"),
+         "the column probability shows that p:cat holds predictions; leave out the columns p:CLASS, or write the votes "
+         "into them and leave out probability"),
     ],
 )  # fmt: skip
 def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) -> None:
     assert old in CSV
     file = write(folder, CSV.replace(old, new, 1), encoding="latin-1")
     assert fault(file) == f"{file}: {message}"
+
+
+def test_soft_labels_are_in_the_order_of_the_classes(folder: Path) -> None:
+    """Sums off by rounding are corrected, ties keep the label, and a row of empty cells is its label."""
+    rows = "b.png,dog,d,1,0.0\na.png,cat,d,0.3334,0.6669\nc d.png,dog,d,,\nsub/e.png,cat,d,0.5,0.5\n"
+    file = write(folder, f"path,label,domain,p:dog, p:cat\n{rows}")
+    dataset = TableDataset(file=file)
+    assert dataset.soft_labels is not None and dataset.soft_labels.dtype == np.float32
+    expected = [[0, 1], [0.6669 / 1.0003, 0.3334 / 1.0003], [0, 1], [0.5, 0.5]]
+    np.testing.assert_array_equal(dataset.soft_labels, np.array(expected, np.float32))
+    assert dataset.columns == (["path", "label", "domain", "p:dog", "p:cat"], [])
+    pandas.read_csv(file, skipinitialspace=True).to_parquet(folder / "v.parquet")
+    np.testing.assert_array_equal(TableDataset(file=folder / "v.parquet").soft_labels, dataset.soft_labels)
+    assert TableDataset(file=write(folder, CSV)).soft_labels is None
+    numbered = write(folder, "path,label,domain,p:0,p:1\na.png,1,d,0.2,0.8\nb.png,0,d,1,0\n")
+    np.testing.assert_array_equal(TableDataset(file=numbered).soft_labels, np.array([[0.2, 0.8], [1, 0]], np.float32))
 
 
 def test_the_recipe_names_the_columns(folder: Path) -> None:

@@ -115,6 +115,13 @@ def test_other_protocols_are_refused(first: Run, key: str, value: Any, said: str
     assert text.count("; ") == 1 and text.isprintable(), "one thing differs, and one line says so"
 
 
+def test_runs_that_differ_in_soft_labels_alone_are_compared(first: Run) -> None:
+    results = results_of(two_sets(), name="other")
+    data = results["environment"]["data"]
+    data |= {"annotations": "with votes", "without_soft_labels": data["annotations"]}
+    check_same_protocol([first, run_of(results, Path("out/other"))])
+
+
 def test_other_held_out_domains_and_rules_are_refused(first: Run) -> None:
     runs = [
         run | {"test_domains": ["c" if held == "b" else held for held in run["test_domains"]]} for run in two_sets()

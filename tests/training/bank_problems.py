@@ -41,6 +41,12 @@ def digits() -> CachedData:
     return CachedData(Features([z.relu()]), Annotations(torch.tensor(labels), domains, domains))
 
 
+def soften(labels: Tensor, classes: int) -> Tensor:
+    """Soft labels, float32 [N,C]: the label has 0.6 or more."""
+    votes = torch.rand(len(labels), classes, generator=torch.Generator().manual_seed(5))
+    return 0.6 * F.one_hot(labels, classes) + 0.4 * votes / votes.sum(1, keepdim=True)
+
+
 def spoiled(row: int, value: float = float("nan")) -> CachedData:
     """Digits with one image whose features are not numbers."""
     z = digits().features[torch.arange(len(digits().annotations.labels))].clone()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from bank_problems import WithDomainHead, under
+from bank_problems import WithDomainHead, soften, under
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
@@ -167,9 +167,9 @@ def digits() -> Digits:
     return Digits()
 
 
-def digit_annotations() -> Annotations:
+def digit_annotations(soft: bool = False) -> Annotations:
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
-    return Annotations(labels, domains, domains)
+    return Annotations(labels, domains, domains, soft_labels=soften(labels, 10) if soft else None)
 
 
 def images_of(rows: Tensor, encoder: Encoder | None = None) -> Tensor:
@@ -209,18 +209,20 @@ def make_job(
     return Job(key, split(), Setup(task, width, steps, seed, head=head, **setup), make, sharpness, training)
 
 
-def batch_of(job: Job, training: Training, step: int, encoder: Encoder | None = None) -> Batch:
+def batch_of(job: Job, training: Training, step: int, encoder: Encoder | None = None, soft: bool = False) -> Batch:
     """The full batch of `step`, with images."""
     rows = under(training, job).sampler(digit_annotations().labels).indices(step, step + 1)[0]
     labels, domains = torch.from_numpy(digits().labels)[rows], torch.from_numpy(digits().domains)[rows]
-    return Batch(images_of(rows, encoder), labels, domains, rows, torch.arange(len(rows)))
+    targets = digit_annotations(soft).soft_labels
+    targets = None if targets is None else targets[rows]
+    return Batch(images_of(rows, encoder), labels, domains, rows, torch.arange(len(rows)), targets)
 
 
-def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int) -> StepBatch:
+def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int, soft: bool = False) -> StepBatch:
     """The batch of `step`, cut as `training.accumulation` says, in the small encoder's preprocessing."""
     images = ImageInputs(digits(), PREPROCESSING, NO_AUGMENTATION, accelerator)
     images.workers = 0
-    batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
+    batches = TrainingBatches(under(training, job), images, digit_annotations(soft), accelerator)
     return next(batches.begin(step))[1]
 
 

@@ -93,7 +93,8 @@ def naive(
             group["lr"] = lrs[name] * training.schedule.factor(step, job.setup.steps)
         for domain in algorithm.update(parameters, dict(algorithm.named_buffers()), step):
             batch = batch_of(step)
-            part = batch if domain is None else Batch(*(field[batch.domain == domain] for field in batch[:5]))
+            chosen = slice(None) if domain is None else batch.domain == domain
+            part = Batch(**{name: value[chosen] for name, value in batch.fields().items()})
             part = mixed(algorithm, part, step)
             losses = losses_at(part, step)
             found = gradients(losses.total, trained)

@@ -58,6 +58,7 @@ from xdm_ft.recipe.components import find, names
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training
+from xdm_ft.training.bank.data import CachedData
 from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
 from xdm_ft.training.end_to_end.train import shut_down, take_step
@@ -162,6 +163,27 @@ def test_class_weights_and_buffers_of_a_bank(kind: str) -> None:
             assert method is ERM or trained.selected["train_val"].state["taken"] == STEPS
 
 
+@pytest.mark.parametrize("name", CACHED)
+def test_soft_labels_in_a_bank(name: str) -> None:
+    """Methods that read them train on them, weighted too; all others train as without them."""
+    training = Training(batch_size=8, optimizer="sgd", evaluate_every=STEPS)
+    hard, weight = bank_problems.digits(), torch.linspace(0.5, 2, 10)
+    soft = dataclasses.replace(hard.annotations, soft_labels=bank_problems.soften(hard.annotations.labels, 10))
+    jobs = [job_of(ALGORITHMS[name], h, h, steps=STEPS, setup={"class_weight": weight}, **EARLY.get(name, {}))
+            for h in range(2)]  # fmt: skip
+    data = CachedData(hard.features, soft)
+
+    def batch_of_step(job: Job, step: int) -> Batch:
+        batch = cached_batch(job, training, step)
+        return batch._replace(targets=soft.soft_labels[batch.row]) if ALGORITHMS[name].reads_soft_labels else batch
+
+    for job, trained in zip(jobs, bank_problems.train(jobs, training, data=data), strict=True):
+        expected = naive(job, training, partial(batch_of_step, job))
+        assert_close(trained.selected["train_val"].state, expected[-1], atol=1e-5)
+        first = job.make(job.setup).first_selectable_step
+        assert not torch.equal(expected[first - 1]["head.weight"], expected[-1]["head.weight"])
+
+
 # --- end to end, in one process
 
 
@@ -258,6 +280,7 @@ class Parts(NamedTuple):
     sharpness: Sharpness | None
     setup: dict[str, Any]
     clip_norm: float | None = None
+    soft: bool = False  # with soft labels
 
     @property
     def job(self) -> Job:
@@ -279,6 +302,8 @@ def parts_cases() -> dict[str, Parts]:
         if not cls.pooled_reason:
             cases[f"{name} sam, clip weighted"] = Parts(cls, "pooled", sam, weighted, 0.5)
             cases[f"{name} by sample"] = Parts(cls, "pooled", None, {"loss_average": "sample"})
+        if cls.reads_soft_labels:
+            cases[f"{name} soft"] = Parts(cls, "per_domain", sam, weighted, soft=True)
         if name in ("erm", "xdomainmix", "groupdro"):
             cases[f"{name} anchored"] = Parts(cls, "per_domain", sam, {"anchor": torch.linspace(0.5, 2, 10)})
     heads: list[tuple[type[Head], SAM | None]] = [(MLP, SAM(rho=0.1)), (Cosine, None), (Linear, None)]
@@ -299,7 +324,7 @@ def walked(case: Parts, accelerator: Accelerator, accumulation: int) -> State:
     model, optimizer = accelerator.prepare(inner, optimizer_of(inner, under(training, job).training))
     gradients = StepGradients(model, inner, accelerator, job.sharpness, job.seed, by_parts)
     for step in range(FIRST, LAST):
-        batch = step_batch(job, training, accelerator, step)
+        batch = step_batch(job, training, accelerator, step, case.soft)
         batch.parts[:] = [double(part) for part in batch.parts]
         losses = take_step(gradients, optimizer, batch, step, 1.0, training.clip_norm)
     return inner.weights() | {"loss": losses.total}
@@ -347,7 +372,7 @@ def walked_naively(name: str) -> State:
     with float64():
         case = parts_cases()[name]
         job, training = case.job, case.training(1)
-        batches = lambda step: double(batch_of(job, training, step))  # noqa: E731
+        batches = lambda step: double(batch_of(job, training, step, soft=case.soft))  # noqa: E731
         return naive(job, training, batches, double_cnn(), first=FIRST, double=True)[-1]
 
 

@@ -140,6 +140,7 @@ class Method(nn.Module, ABC):
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     two_domains_if: Mapping[str, object] = {}  # constructor keyword → value with which it needs two training domains
     needs_text: bool = False  # whether it needs the text side of the encoder
+    reads_soft_labels: bool = False  # whether its class loss reads the data's, by `Algorithm.class_target`
     has_kernels: bool = False  # whether a bank is faster by kernels of its own than `torch.compile` makes it
 
     def __init__(self, setup: Setup) -> None:
@@ -334,6 +335,18 @@ class Algorithm(Method):
         over domains divides by the number of samples per domain, which differs between the parts of a `pooled` batch.
         """
         return self.class_weight is None and not (pooled and self.loss_average == "domain")
+
+    def class_target(self, batch: Batch) -> Tensor:
+        """Returns the target of the class loss's cross-entropy: `batch.y` [B], or with soft labels t [B,C]
+        w_c t_c / Σ_c w_c t_c, w the class weights; 0 where the sum is 0.
+
+        `average` multiplies each sample's loss by the sum, so the product is the loss with class weights.
+        """
+        if batch.targets is None or self.class_weight is None:
+            return batch.y if batch.targets is None else batch.targets
+        weighted = batch.targets.to(self.class_weight.dtype) * self.class_weight
+        total = weighted.sum(1, keepdim=True)
+        return weighted / torch.where(total > 0, total, 1)
 
     def sample_weight(self, batch: Batch) -> Tensor | None:
         """Returns each sample's class weight, [B]; for soft labels t it is Σ_c w_c t_c. None: no class weights."""

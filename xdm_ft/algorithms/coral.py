@@ -28,6 +28,7 @@ class CORAL(Algorithm):
     # DomainBed's range (hparams_registry.py)
     search_ranges = {"gamma": {"log_uniform": (1e-1, 1e1)}}
     min_domains = 2
+    reads_soft_labels = True
     frozen_reason = (
         "its penalty changes only the encoder, so it equals erm on a frozen one; set encoder.trainable: true, "
         "or use erm"
@@ -44,7 +45,7 @@ class CORAL(Algorithm):
         self.register_buffer("gamma", torch.tensor(gamma, dtype=torch.float32))
 
     def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
-        risk = self.average(F.cross_entropy(self.logits(z), batch.y, reduction="none"), batch)
+        risk = self.average(F.cross_entropy(self.logits(z), self.class_target(batch), reduction="none"), batch)
         distance = mean_distance(z, batch.domain, self.task.num_domains)
         total = risk + self.gamma * distance
         return Losses(total, auxiliary=total.new_zeros(()), logs={"risk": risk, "penalty": distance})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,21 +19,10 @@ class ERM(Algorithm):
 
     source = "Vapnik 1999; XDomainMix paper, L_erm"
     loss_over = "sample"
+    reads_soft_labels = True
 
     def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
-        target = batch.y if batch.targets is None else self.weighted_labels(batch.targets)
-        per_sample = F.cross_entropy(self.logits(z), target, reduction="none")  # [B]
+        per_sample = F.cross_entropy(self.logits(z), self.class_target(batch), reduction="none")  # [B]
         total = self.average(per_sample, batch)
         logs = {} if batch.has_partner is None else {"without_partner": 1 - batch.has_partner.float().mean()}
         return Losses(total, auxiliary=total.new_zeros(()), logs=logs)
-
-    def weighted_labels(self, targets: Tensor) -> Tensor:
-        """Returns w_c t_c / Σ_c w_c t_c for soft labels t [B,C], 0 where the sum is 0.
-
-        `average` multiplies each sample's loss by the sum, so the product is the loss with class weights.
-        """
-        if self.class_weight is None:
-            return targets
-        weighted = targets.to(self.class_weight.dtype) * self.class_weight
-        total = weighted.sum(1, keepdim=True)
-        return weighted / torch.where(total > 0, total, 1)

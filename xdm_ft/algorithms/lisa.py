@@ -91,7 +91,7 @@ def cut_mix(batch: Batch, lam: Tensor, centre: Tensor, num_classes: int) -> Batc
 
     `lam` float [B]; `centre` float [B,2] in [0, 1): the boxes' centres, relative to the image's size.
     """
-    partner, partner_y, _ = partners_of(batch)
+    partner = partners_of(batch)[0]
     height, width = batch.x.shape[-2:]
     size = torch.tensor([height, width], device=lam.device)
     first, last = box(lam, (centre * size).long(), size)  # [B,2]
@@ -100,10 +100,7 @@ def cut_mix(batch: Batch, lam: Tensor, centre: Tensor, num_classes: int) -> Batc
     in_columns = (column >= first[:, 1:]) & (column < last[:, 1:])  # [B,W]
     inside = in_rows[:, None, :, None] & in_columns[:, None, None, :]  # [B,1,H,W]
     left = 1 - (last - first).prod(1) / (height * width)  # λ: the visible share of x
-    return batch._replace(
-        x=torch.where(inside, partner, batch.x),
-        targets=mix_labels(batch.y, partner_y, left, num_classes),
-    )
+    return batch._replace(x=torch.where(inside, partner, batch.x), targets=mix_labels(batch, left, num_classes))
 
 
 def box(lam: Tensor, centre: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ Annotation = Literal["y", "domain"]
 
 
 class Mixup(ERM):
-    """ERM on x̃ = λ x + (1−λ) x_j and ỹ = λ y + (1−λ) y_j (one-hot y), λ ~ Beta(α, α) for every sample.
+    """ERM on x̃ = λ x + (1−λ) x_j and ỹ = λ y + (1−λ) y_j (one-hot or soft y), λ ~ Beta(α, α) for every sample.
 
     x are images, or cached features. x_j is another sample of the batch: any, by a random permutation of the batch
     (Zhang et al. 2018, whose code draws one λ per batch), or one of another domain, as in DomainBed's Mixup. A sample
@@ -74,17 +74,18 @@ def partners_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mix_up(batch: Batch, lam: Tensor, num_classes: int) -> Batch:
-    """Returns λ times each sample and its one-hot label, plus 1−λ times those of its partner. `lam` float [B]."""
-    partner, partner_y, _ = partners_of(batch)
+    """Returns λ times each sample and its label, plus 1−λ times those of its partner. `lam` float [B]."""
+    partner = partners_of(batch)[0]
     of_x = lam.view(-1, *(1 for _ in batch.x.shape[1:])).to(batch.x.dtype)  # [B,1,…]
-    return batch._replace(
-        x=of_x * batch.x + (1 - of_x) * partner, targets=mix_labels(batch.y, partner_y, lam, num_classes)
-    )
+    return batch._replace(x=of_x * batch.x + (1 - of_x) * partner, targets=mix_labels(batch, lam, num_classes))
 
 
-def mix_labels(y: Tensor, partner_y: Tensor, lam: Tensor, num_classes: int) -> Tensor:
-    """Returns λ y + (1−λ) y_j of one-hot labels, [B,C]."""
-    of_y, of_partner = (F.one_hot(labels, num_classes).to(lam.dtype) for labels in (y, partner_y))
+def mix_labels(batch: Batch, lam: Tensor, num_classes: int) -> Tensor:
+    """Returns λ y + (1−λ) y_j of soft labels, or of one-hot ones if the batch has none, [B,C]."""
+    of_y, of_partner = batch.targets, batch.partner_targets
+    if of_y is None or of_partner is None:
+        labels = batch.y, partners_of(batch)[1]
+        of_y, of_partner = (F.one_hot(classes, num_classes).to(lam.dtype) for classes in labels)
     return lam[:, None] * of_y + (1 - lam[:, None]) * of_partner
 
 

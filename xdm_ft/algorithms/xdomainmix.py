@@ -81,6 +81,7 @@ class XDomainMix(Algorithm):
     # the values that the authors' own code draws from
     search_ranges = {"p_discard": {"choice": (0.2, 0.3, 0.4)}}
     min_domains = 2
+    reads_soft_labels = True
     has_kernels = True
     auxiliary = ("domain_head",)
 
@@ -156,7 +157,7 @@ class XDomainMix(Algorithm):
 
     def warmup_loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         """Returns the losses of plain ERM, with that of the domain head."""
-        of_class = F.cross_entropy(self.logits(z), batch.y, reduction="none")  # [B]
+        of_class = F.cross_entropy(self.logits(z), self.class_target(batch), reduction="none")  # [B]
         of_domain = self.domain_loss(self.domain_head(z.detach()), batch)  # [B]
         return Losses(*self.averages(of_class, of_domain, batch))
 
@@ -225,7 +226,8 @@ class XDomainMix(Algorithm):
     def mixed_loss(self, z: Tensor, batch: Batch, augmented: Augmented) -> Losses:
         """Returns the losses of z and z̃. (8)"""
         logits = torch.cat([self.logits(z), self.logits(augmented.z)])  # [2B,C]
-        of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
+        target = self.class_target(batch)
+        of_class = F.cross_entropy(logits, torch.cat([target, target]), reduction="none").view(2, -1).mean(0)  # [B]
         of_domain = self.domain_loss(self.domain_head(z.detach()), batch)
         if self.domain_head_augmented:
             logits_of_mixed = self.domain_head(augmented.z.detach())

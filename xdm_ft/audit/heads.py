@@ -130,7 +130,8 @@ class Study:
         return [predicted[number] for number in range(len(wanted))]
 
     def _trained(self, chunk: list[Job], rule: str, labels: Tensor | None) -> Iterator[tuple[Trained, CachedPredictor]]:
-        annotations = self.plan.annotations if labels is None else replace(self.plan.annotations, labels=labels)
+        annotations = replace(self.plan.annotations, soft_labels=None)  # an audit measures the labels
+        annotations = annotations if labels is None else replace(annotations, labels=labels)
         annotations, criteria = annotations.to(self.features.device), Criteria((rule,), self.plan.criteria.metric)
         predictor = CachedPredictor(chunk[0], self.features)
         for trained in train_chunk(chunk, self.features, annotations, criteria, record=_no_curve):

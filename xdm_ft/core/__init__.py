@@ -39,11 +39,13 @@ class Annotations:
     domains: Tensor  # int64 [N], numbered as in the data set, held-out domains included
     worst_of: Tensor  # int64 [N]: worst_domain_accuracy is the minimum over these groups; −1: in no group
     groups: Tensor | None = None  # int64 [N]: patient, slide or sequence; None: images are independent
+    soft_labels: Tensor | None = None  # float32 [N,C], rows with sum 1; None: the labels
 
     def to(self, device: torch.device) -> Annotations:
         """Returns the same annotations on a device."""
-        groups = None if self.groups is None else self.groups.to(device)
-        return Annotations(self.labels.to(device), self.domains.to(device), self.worst_of.to(device), groups)
+        needed = self.labels.to(device), self.domains.to(device), self.worst_of.to(device)
+        optional = (None if values is None else values.to(device) for values in (self.groups, self.soft_labels))
+        return Annotations(*needed, *optional)
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,11 @@ class Batch(NamedTuple):
     row: Tensor  # int64 [B], of the sample in the data set
     position: Tensor  # int64 [B], of the sample in the full batch of the step: the key of every random draw
     targets: Tensor | None = None  # float [B,C], soft labels
-    # set if the method mixes inputs (`Algorithm.input_partners`): x_j, its class, whether the sample has a partner
+    # set if the method mixes inputs (`Algorithm.input_partners`): x_j, its class and soft label, whether there is one
     partner: Tensor | None = None  # like x; a sample without a partner is its own
     partner_y: Tensor | None = None  # int64 [B]
     has_partner: Tensor | None = None  # bool [B]
+    partner_targets: Tensor | None = None  # float [B,C], if there are targets
 
     def fields(self) -> dict[str, Tensor]:
         """Returns the fields that are not None, by name, as `torch.func.vmap` cannot map None."""

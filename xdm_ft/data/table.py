@@ -1,7 +1,8 @@
-"""Your own images in a table: a CSV or Parquet file with the columns path, label, domain; optional: group, split."""
+"""Your own images in a table: CSV or Parquet with the columns path, label, domain; optional: group, split, p:CLASS."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,14 +12,24 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.image_files.files import GroupPattern, ImageFiles, groups_of, index_names
-from xdm_ft.image_files.tables import PATH_COLUMNS, TableColumns, column_meant, csv_rows, name_in, on_disk
+from xdm_ft.image_files.tables import (
+    CLASS_PREFIX,
+    PATH_COLUMNS,
+    TableColumns,
+    column_meant,
+    csv_rows,
+    name_in,
+    on_disk,
+)
 from xdm_ft.images.decode import NAMED_AT_MOST
-from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, printable
 from xdm_ft.storage.names import expand_user
 
 NEEDED = ("path", "label", "domain")
 COLUMNS = (*NEEDED, "group", "split")
 PARTS = ["train", "val", "test"]
+ROUNDING = 1e-3  # of probabilities in a table
+Fault = Callable[[int, str, str], UserError]
 
 
 class TableDataset(ImageFiles):
@@ -26,16 +37,24 @@ class TableDataset(ImageFiles):
 
     Messages number the rows of a CSV file as a spreadsheet does: the header is row 1, and blank lines count. The first
     row of a Parquet file is row 1.
+
+    Columns p:CLASS, one for every class as the labels name it, are soft labels: the shares of experts' votes, for
+    example. A row in which they are all empty has its label alone.
     """
 
     needed: ClassVar[Sequence[str]] = NEEDED  # columns that the table must have
     optional: ClassVar[Sequence[str]] = COLUMNS  # columns that are read, if there are any
+    reads_soft_labels: ClassVar[bool] = True  # whether columns p:CLASS are read
 
     def __init__(
         self,
         *,
         file: Annotated[
-            Path, Field(description="CSV or Parquet file with columns path, label, domain; optional: group, split")
+            Path,
+            Field(
+                description="CSV or Parquet file with columns path, label, domain; optional: group, split, and "
+                "p:CLASS of every class (probabilities)"
+            ),
         ],
         root: Annotated[
             Path | None, Field(description="folder at which relative paths start; null: the folder of the table")
@@ -47,11 +66,11 @@ class TableDataset(ImageFiles):
         called = {column: getattr(columns, column, column) for column in self.optional}
         # a column that the recipe names must be there
         needed = dict.fromkeys((*self.needed, *(key for key in columns.model_fields_set if called[key] != key)))
-        cells, numbers, ignored = _read_cells(file, [*needed], called)
+        cells, numbers, ignored = _read_cells(file, [*needed], called, self.reads_soft_labels)
         if group is not None and "group" in cells:  # the recipe overrides the table
             del cells["group"]
             ignored = [*ignored, called["group"]]
-        self.columns = [called[column] for column in cells], ignored
+        self.columns = [called.get(column, column) for column in cells], ignored
         rows = self.wanted(file, cells, numbers)
         cells = {column: [values[row] for row in rows] for column, values in cells.items()}
         numbers = [numbers[row] for row in rows]
@@ -59,7 +78,8 @@ class TableDataset(ImageFiles):
         def fault(i: int, column: str, problem: str, more: int = 0) -> UserError:
             """Returns the error of image i. `more` is the number of other rows with the same fault."""
             others = f" (and {more} more rows like it)" if more else ""
-            return UserError(f"{printable(file)}: row {numbers[i]}, column {called[column]}: {problem}{others}")
+            row = f"row {numbers[i]}, column {called.get(column, column)}"
+            return UserError(f"{printable(file)}: {row}: {problem}{others}")
 
         def texts(column: str) -> list[str]:
             text_in = {"path": path_in, "split": _split_in}.get(column, name_in)
@@ -74,6 +94,7 @@ class TableDataset(ImageFiles):
                 raise fault(first, column, problem, sum(other == problem for _, other in others))
             return values
 
+        of_classes = {column: cells.pop(column) for column in [*cells] if column.startswith(CLASS_PREFIX)}
         values = {column: texts(column) for column in cells}
         paths, folder = values["path"], file.parent if root is None else expand_user(root, "data.root")
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
@@ -96,6 +117,8 @@ class TableDataset(ImageFiles):
             raise fault(missing[0], "path", problem)
 
         self.class_names, self.labels = index_names(values["label"])
+        if of_classes:
+            self.soft_labels = soft_labels_of(file, of_classes, self.class_names, self.labels, fault)
         self.domain_names, self.domains = index_names(values.get("domain", [file.stem] * len(paths)))
         if group is not None:
             self.group_names, self.groups = groups_of(paths, group)
@@ -125,12 +148,54 @@ def _split_in(cell: object) -> str:
     return part
 
 
+def soft_labels_of(
+    file: Path, cells: Mapping[str, Sequence[object]], classes: Sequence[str], labels: np.ndarray, fault: Fault
+) -> np.ndarray:
+    """Returns soft labels, float32 [N,C] with rows of sum 1, from {column p:CLASS: N cells} and labels int64 [N].
+
+    A row of empty cells is one-hot. Raises `UserError` if there is not one column for each of the `classes`, and
+    `fault(row, column, problem)` for the first row that is no distribution, or whose label is not among the most
+    probable, both up to `ROUNDING`.
+    """
+    columns = [f"{CLASS_PREFIX}{name}" for name in classes]
+    named = {CLASS_PREFIX + printable(one_form(name.removeprefix(CLASS_PREFIX).strip())): name for name in cells}
+    for name in named:
+        if name not in columns:
+            raise UserError(f"{file}: column {name}: no label has this name{did_you_mean(name, columns)}")
+    for name in columns:
+        if name not in named:
+            raise UserError(f"{file}: there is no column {name}; add it, or leave out all columns {CLASS_PREFIX}CLASS")
+    p = np.array([[_probability(cell) for cell in cells[named[name]]] for name in columns]).T  # float64 [N,C]
+    empty = np.isnan(p).all(1)
+    p[empty] = np.eye(len(classes))[labels[empty]]
+    if (wrong := np.argwhere(~(p >= 0))).size:
+        problem = f"must be a number from 0 to 1, unless all {CLASS_PREFIX} of the row are empty"
+        raise fault(int(wrong[0, 0]), columns[wrong[0, 1]], problem)
+    total, of_label, largest = p.sum(1), p[np.arange(len(p)), labels], p.max(1)
+    for row in np.flatnonzero(np.abs(total - 1) > ROUNDING)[:1].tolist():
+        problem = f"the columns {CLASS_PREFIX} of the row sum to {total[row]:.6g}; they must sum to 1"
+        raise fault(row, columns[0], problem)
+    for row in np.flatnonzero(of_label < largest - ROUNDING)[:1].tolist():
+        likely = f"{columns[p[row].argmax()]} is {largest[row]:.6g}"
+        problem = f"is {of_label[row]:.6g}, and {likely}; the label must be among the most probable"
+        raise fault(row, columns[labels[row]], problem)
+    return (p / total[:, None]).astype(np.float32)
+
+
+def _probability(cell: object) -> float:
+    """Returns the number in a cell; NaN for an empty one, −1 for text that is no number."""
+    try:
+        return math.nan if cell is None or not str(cell).strip() else float(str(cell))
+    except ValueError:
+        return -1.0
+
+
 def _read_cells(
-    file: Path, needed: Sequence[str], called: Mapping[str, str]
+    file: Path, needed: Sequence[str], called: Mapping[str, str], reads_soft_labels: bool
 ) -> tuple[dict[str, list[object]], list[int], list[str]]:
     """Returns {column: cells} of our columns, the number of every row, and the other columns.
 
-    `called`: {our name of a column that is read, if there is one: its name in the table}.
+    `called`: {our name of a column that is read, if there is one: its name in the table}. Columns p:CLASS keep theirs.
     """
     kind = file.suffix.lower()
     if kind not in (".csv", ".parquet"):
@@ -152,6 +217,13 @@ def _read_cells(
             f"{file}: the column {probability} shows that {label} holds predictions; rename {label} to predicted, and "
             "write the true classes into a new column label"
         )
+    of_classes = [str(name) for name in header if str(name).startswith(CLASS_PREFIX)] if reads_soft_labels else []
+    if of_classes and "probability" in folded:
+        raise UserError(
+            f"{file}: the column probability shows that {of_classes[0]} holds predictions; leave out the columns "
+            f"{CLASS_PREFIX}CLASS, or write the votes into them and leave out probability"
+        )
+    called = {**called, **{name: name for name in of_classes}}
     missing = [column for column in needed if called[column] not in header]
     if missing:
         free = [name for name in header if name not in called.values()]

@@ -58,7 +58,7 @@ class Plan:
     models: tuple[PlannedModel, ...]
     extra: tuple[PlannedModel, ...]
     rules: tuple[str, ...]  # selection rules, the recipe's own first
-    notes: tuple[str, ...]  # remarks on the splits, for the protocol line
+    notes: tuple[str, ...]  # remarks on splits and labels, for the protocol line
 
     @cached_property
     def by_key(self) -> dict[ModelKey, PlannedModel]:
@@ -113,18 +113,21 @@ class Plan:
 def annotations_of(dataset: ImageDataset) -> Annotations:
     """Returns the annotations as tensors. The worst group is taken over domains, unless the data set defines groups."""
     worst_of = dataset.domains if dataset.worst_of is None else dataset.worst_of
-    groups = None if dataset.groups is None else torch.as_tensor(dataset.groups)
-    return Annotations(
-        torch.as_tensor(dataset.labels), torch.as_tensor(dataset.domains), torch.as_tensor(worst_of), groups
-    )
+    needed = map(torch.as_tensor, (dataset.labels, dataset.domains, worst_of))
+    optional = (dataset.groups, dataset.soft_labels)
+    return Annotations(*needed, *(None if values is None else torch.as_tensor(values) for values in optional))
 
 
-def annotations_digest(dataset: ImageDataset) -> str:
-    """Returns the checksum of the names, labels, domains, groups and splits of all images."""
+def annotations_digest(dataset: ImageDataset, with_soft_labels: bool = True) -> str:
+    """Returns the checksum of the names, labels, domains, groups and splits of all images, and of soft labels if there
+    are any.
+    """
     names = json.dumps([dataset.class_names, dataset.domain_names])
     annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
     return digest(
-        names, *("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
+        names,
+        *("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations),
+        *([dataset.soft_labels] if with_soft_labels and dataset.soft_labels is not None else []),
     )
 
 
@@ -183,6 +186,11 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     for domain, count in sorted(undefined.items()):
         where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
         notes.append(f"{BY_DOMAIN} leaves out {where}")
+    if dataset.soft_labels is not None:
+        notes.append("soft labels of the columns p:")
+        trained = [item for item in recipe.methods if not item.is_text]
+        if alone := [item.label for item in trained if not item.algorithm.cls.reads_soft_labels]:
+            notes.append(f"reads the label alone, not p: columns: {' / '.join(alone)}")
     if recipe.search.trials > 1:
         draws = "the same hyper-parameter draws for every held-out domain and seed"
         notes.append(f"{draws} (DomainBed draws anew for each seed)")

@@ -361,6 +361,8 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     """Returns the identity of all that models are trained on: annotations, images, weights, and the cached features."""
     data = {"images": len(dataset), "annotations": annotations_digest(dataset), "content": prepared.content}
+    if dataset.soft_labels is not None:
+        data["without_soft_labels"] = annotations_digest(dataset, with_soft_labels=False)
     if dataset.intensity is not None:
         data["intensity"] = dataset.intensity.model_dump(mode="json")
     identity: dict[str, Any] = {"data": data}

@@ -25,6 +25,7 @@ from torch import Tensor
 from xdm_ft.export import probabilities
 from xdm_ft.export.predictor import ImageBatch, Model
 from xdm_ft.export.sources import Item
+from xdm_ft.image_files.tables import CLASS_PREFIX
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
@@ -35,7 +36,6 @@ PredictionRow = list[str | float | bool | int | None]
 Format = Literal["csv", "jsonl", "parquet"]
 IsUnknown = Callable[[Tensor], np.ndarray]
 """Features [n,K], as the head reads them → which of the images belong to no class, bool [n]."""
-CLASS_PREFIX = "p:"  # of the columns of probabilities: a class may have the name of another column
 ROWS_AT_ONCE = 4096  # that are in memory
 SECONDS = 1.0  # between two writes: what a kill loses
 LOCK_SECONDS = 3.0  # a killed command, and the processes that decode its images, end a moment later

@@ -278,6 +278,7 @@ class _SiteTable(TableDataset):
 
     needed = ("path", "label")
     optional: ClassVar[Sequence[str]] = (*COLUMNS, FOR)
+    reads_soft_labels: ClassVar[bool] = False
 
     def __init__(self, file: Path, group: str | None, purpose: Purpose) -> None:
         self.purpose, self.unlabelled, self.others = purpose, 0, 0

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 # the names of splits that data sets on the hub use → ours
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
+CLASS_PREFIX = "p:"  # of columns of probabilities of a class, which may have the name of another column
 MISSING = frozenset(
     ["#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA", "NULL",
      "NaN", "NaT", "None", "n/a", "nan", "null"]

@@ -95,6 +95,7 @@ class ImageDataset(ABC):
     groups: np.ndarray | None = None  # int64 [N]: patient, slide or sequence; None if unknown
     group_names: tuple[str, ...] | None = None  # of the numbers in `groups`; None: they have no other name
     columns: tuple[Sequence[str], Sequence[str]] | None = None  # of a table of images: those that are read, and others
+    soft_labels: np.ndarray | None = None  # float32 [N,C], rows with sum 1; `labels` is among each row's largest
     splits: np.ndarray | None = None
     """str [N], None if the data set has no split of its own: train | val | test; "" for an image in no part. The
     official protocol takes val as train_val if its domain also trains, else as val_domain; a data set may also name

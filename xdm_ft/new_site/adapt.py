@@ -348,6 +348,9 @@ class WithSite(ImageDataset):
         self.class_names, self.domain_names = dataset.class_names, (*dataset.domain_names, name)
         self.labels = np.concatenate([dataset.labels, site.labels])
         self.domains = np.concatenate([dataset.domains, np.full(len(site.items), len(dataset.domain_names))])
+        if dataset.soft_labels is not None:
+            of_site = np.eye(len(dataset.class_names), dtype=np.float32)[site.labels]
+            self.soft_labels = np.concatenate([dataset.soft_labels, of_site])
 
     @property
     def decoder(self) -> str:

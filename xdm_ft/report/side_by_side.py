@@ -39,7 +39,8 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
         protocol, data = run.recipe.protocol, run.results["environment"]["data"]
         of_run = {
             "data: images": data["images"],
-            DATA: [data["annotations"], data["content"]],
+            # runs may differ in soft labels, which train and do not test
+            DATA: [data.get("without_soft_labels", data["annotations"]), data["content"]],
             "split": [protocol.name, protocol.split_rule, protocol.val_fraction],
             "protocol.together": protocol.together,  # cross_domain leaves these sets out of training, too
             "held-out domains": sorted({set_name(record.test_domains) for record in run.every}),

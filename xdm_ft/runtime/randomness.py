@@ -30,6 +30,7 @@ class Stream(IntEnum):
     BLOCKS = 8
     STYLE = 9
     ENCODER = 10
+    TARGET_DOMAIN = 11
     STYLE_PARTNERS = 20
     STYLE_LAMBDA = 21
     STYLE_NOISE = 22

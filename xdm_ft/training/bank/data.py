@@ -42,7 +42,8 @@ class CachedData:
 def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[Batch]:
     """Yields the batches of all steps from `begin` on: x [H,B,K]; y, domain, row, position [H,B].
 
-    Each head has its own rows. If the method mixes inputs, the batches have `partner`, `partner_y` and `has_partner`.
+    Each head has its own rows. If the method reads soft labels and the data have some, the batches have `targets`. If
+    it mixes inputs, they have `partner`, `partner_y` and `has_partner`.
     If all heads have the same rows, x is a view of one [B,K]: a step reads it from the cache, not from memory.
     """
     annotations, features, steps = data.annotations, data.features, jobs[0].setup.steps
@@ -54,7 +55,9 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
     sampler_of = torch.tensor([numbers[key] for key in keys], device=device)  # [H]
     domain_of = torch.stack([job.split.domain_of for job in jobs]).to(device)  # [H, domains of the data]
     head = torch.arange(len(jobs), device=device)[:, None]  # [H,1]
-    mixes_inputs = type(jobs[0].new_algorithm()).input_partners is not Algorithm.input_partners
+    method = type(jobs[0].new_algorithm())
+    mixes_inputs = method.input_partners is not Algorithm.input_partners
+    soft_labels = annotations.soft_labels if method.reads_soft_labels else None
     algorithms = [job.new_algorithm().to(device) for job in jobs] if mixes_inputs else []
     pools = [torch.cat(list(job.split.train)).to(device) for job in jobs] if mixes_inputs else []
     for first in range(begin, steps, BLOCK_STEPS):
@@ -81,12 +84,15 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
             views = 1 + integers(seed, step, Stream.VIEW, read_position, features.views)  # [S,H,B]
         for number, x in enumerate(_read_steps(features, read, views)):
             x = x.expand(len(jobs), -1, -1)
-            batch = Batch(x[:, :size], labels[number], domains[number], rows[number], position[number])
+            targets = None if soft_labels is None else soft_labels[rows[number]]  # [H,B,C]
+            batch = Batch(x[:, :size], labels[number], domains[number], rows[number], position[number], targets)
             if partners is not None:
                 at = partners.position[number][..., None]
                 partner = x[:, size:] if x.shape[1] > size else x.take_along_dim(at, 1)
                 partner_y = annotations.labels[partners.row[number]]
                 batch = batch._replace(partner=partner, partner_y=partner_y, has_partner=partners.exists[number])
+                if soft_labels is not None:
+                    batch = batch._replace(partner_targets=soft_labels[partners.row[number]])
             yield batch
 
 

@@ -268,6 +268,8 @@ class TrainingBatches:
         self.sampler = job.sampler(self.labels)
         self.training = self._samples(torch.cat(list(pools)))
         self.algorithm = job.new_algorithm()  # on the CPU, where batches are drawn; the trained one is on the device
+        soft_labels = annotations.soft_labels if self.algorithm.reads_soft_labels else None
+        self.soft_labels = None if soft_labels is None else soft_labels.cpu()
         self.blocks = 1 if training.sampler == "pooled" else len(pools)
         self.process, self.processes = accelerator.process_index, accelerator.num_processes
         self.accumulation = training.accumulation
@@ -334,6 +336,10 @@ class TrainingBatches:
         annotations = {"y": samples.y, "domain": samples.domain, "row": samples.row, "position": position}
         if partners is not None:
             annotations |= {"partner_y": self.labels[partners.row], "has_partner": partners.exists}
+        if self.soft_labels is not None:
+            annotations["targets"] = self.soft_labels[samples.row]
+            if partners is not None:
+                annotations["partner_targets"] = self.soft_labels[partners.row]
 
         def to_device(value: Tensor) -> Tensor:
             return value.to(self.device, non_blocking=True)  # queued: the host does not wait for the device
