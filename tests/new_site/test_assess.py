@@ -207,7 +207,7 @@ def found(**changes):
         prevalence=None, images=60, groups=None, copies=0, training_images=0, unreadable={}, distance=2.0, is_far=False,
         budgets=(BOUGHT,), risks={},
     )  # fmt: skip
-    return "\n".join(lines(replace(plain, **changes)))
+    return "\n".join(lines(replace(plain, **changes), "accuracy"))
 
 
 def test_each_verdict_has_its_words():
