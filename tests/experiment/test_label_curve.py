@@ -104,8 +104,10 @@ def test_points_are_means_over_seeds_then_over_domains() -> None:
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def naive(made: Recipe, domain: str, number: int) -> tuple[float, float]:
-    """The accuracy of ERM's model of seed 0 on half of a domain, before and after random labels of the other half."""
+def naive(made: Recipe, domain: str, number: int, by_class: bool = False) -> tuple[float, float]:
+    """The accuracy, or mean recall, of ERM's model of seed 0 on half of a domain, without and with random labels of
+    the other half.
+    """
     dataset = read_data(made)
     features = prepare(made, dataset, build_encoders(made)[1], start(made)).encoders[None].features
     assert features is not None
@@ -122,9 +124,27 @@ def naive(made: Recipe, domain: str, number: int) -> tuple[float, float]:
     after = adapt_head(*before, z[chosen], y[chosen], mean, deviation)
 
     def right(weight: torch.Tensor, bias: torch.Tensor) -> float:
-        return float(((z[tested] @ weight.T + bias).argmax(1) == y[tested]).double().mean())
+        is_right, of = ((z[tested] @ weight.T + bias).argmax(1) == y[tested]).double(), y[tested]
+        return float(np.mean([is_right[of == c].mean() for c in of.unique()]) if by_class else is_right.mean())
 
     return right(*before), right(*after)
+
+
+def test_a_metric_of_classes_is_the_metric_of_the_curve(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(curve, "LABELS", (20,))
+    made = recipe("protocol.test_domains=[ink]", "methods=[erm]", "protocol.metric=macro_f1")
+    run(made)
+    points = {(point["chosen"], point["labels"]): point for point in of_run()["points"]}
+    assert of_run()["metric"] == "balanced_accuracy"
+    before, after = naive(made, "ink", 20, by_class=True)
+    assert points[None, 0]["values"]["ink"] == pytest.approx(before) and before != naive(made, "ink", 20)[0]
+    assert points["random", 20]["gain"] == pytest.approx(after - before)
+    assert "| images chosen | labels | balanced accuracy | gain |" in (RUN / "results.md").read_text()
+    capsys.readouterr()
+    assert main(["run", "tiny.yaml", "protocol.test_domains=[ink]", "methods=[erm]", "protocol.metric=macro_f1"]) == 0
+    assert " points of balanced accuracy (by domain: " in capsys.readouterr().out
 
 
 def killed(*_: object) -> NoReturn:
