@@ -202,6 +202,13 @@ def test_intervals_of_what_two_heads_differ_by() -> None:
     low, high = paired_interval(np.zeros(25, int))
     assert -high == pytest.approx(low) and low < -0.05, "nothing changed is not nothing can change"
     assert paired_interval(np.repeat(change, 2), np.repeat(np.arange(10), 2)).low < low + half
+    classes = np.repeat([0, 1], [8, 2])
+    of_classes = [np.append(part, [1, -1]) for part in (change[:8], change[8:])]
+    means = [part.mean() for part in of_classes]
+    squares = sum(np.square((p - p.mean()) / len(p) / 2).sum() for p in of_classes)
+    half = t.ppf(0.975, 13) * (squares * 14 / 13) ** 0.5
+    assert paired_interval(change, None, classes) == pytest.approx((np.mean(means) - half, np.mean(means) + half))
+    assert paired_interval(change, None, 0 * classes) == pytest.approx(paired_interval(change))
     rng, covered = np.random.default_rng(0), 0
     for _ in range(400):
         low, high = paired_interval(rng.choice([1, 0, -1], 25, p=[0.2, 0.72, 0.08]))

@@ -19,6 +19,7 @@ from xdm_ft.experiment.data_checks import check_data, roles
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.results import data_facts
 from xdm_ft.features import hashes as hashing
+from xdm_ft.protocol.site_class import hidden_imbalance
 from xdm_ft.recipe.check import load
 from xdm_ft.report.sections.about import data as section_about
 from xdm_ft.results.run import read_run
@@ -322,6 +323,31 @@ def test_groups_that_a_given_split_divides_are_a_fault(reported, monkeypatch, ca
     assert main(["doctor", "small.yaml", *OFFICIAL]) == 0
     shown = capsys.readouterr().out
     assert f"ok     {note.line}" in shown and "no image occurs twice\n" in shown
+
+
+def test_a_rare_class_is_one_line_where_accuracy_hides_it(capsys):
+    """6 cats beside 12 dogs are not rare, 3 are."""
+    for domain in "bc":
+        for i in range(3):
+            Path(f"images/{domain}/cat/{i}.png").unlink()
+    sentence = (
+        'classes: "cat" has 25% of the images that other classes have on average, and accuracy hides it: '
+        "set protocol.metric: balanced_accuracy and training.class_weights: balanced"
+    )
+    assert lines() == []
+    for i in range(3):
+        Path(f"images/a/cat/{i}.png").unlink()
+    assert lines() == [sentence]
+    assert lines("protocol.metric=balanced_accuracy") == lines("training.class_weights=balanced") == []
+    capsys.readouterr()
+    assert main(["validate", "small.yaml", "--json"]) == 0
+    [finding] = json.loads(capsys.readouterr().out)["findings"]
+    assert (f"classes: {finding['found']}", finding["remedy"]) == (sentence, None)
+    assert main(["doctor", "small.yaml"]) == 0, "it is no fault"
+    assert main(["run", "small.yaml"]) == 0 and document(RUN)["findings"] == []
+    assert section_about(read_run(RUN)).notes == [sentence.removeprefix("classes: ")]
+    long_tail = hidden_imbalance(np.array([0, 1, 1, *[200] * 300]), [*map(str, range(303))], "accuracy", "none")
+    assert long_tail.startswith('"1" has 0.5% of the images that other classes have on average')
 
 
 def test_a_group_that_selects_and_tests_is_divided_too():

@@ -88,10 +88,10 @@ def test_points_are_means_over_seeds_then_over_domains() -> None:
     by = {(point["chosen"], point["labels"]): point for point in points}
     assert [*by] == [(None, 0), ("label", 10), ("label", 20), ("random", 10), ("random", 20)]
     first = by[None, 0]
-    assert (first["gain"], first["interval"], first["accuracy"]) == (0, None, pytest.approx((0.6 + 0.3 + 0.9) / 3))
+    assert (first["gain"], first["interval"], first["value"]) == (0, None, pytest.approx((0.6 + 0.3 + 0.9) / 3))
     ten = by["label", 10]
     assert ten["past_gains"] == pytest.approx({"a": 0.01, "b": 0.09, "c": 0.02})
-    assert ten["accuracies"] == pytest.approx({"a": 0.61, "b": 0.39, "c": 0.92})
+    assert ten["values"] == pytest.approx({"a": 0.61, "b": 0.39, "c": 0.92})
     half = t.ppf(0.975, 2) * np.std([0.01, 0.09, 0.02], ddof=1) / 3**0.5
     assert ten["interval"] == pytest.approx({"low": 0.04 - half, "high": 0.04 + half})
     assert ten["gain"] == pytest.approx(0.04)
@@ -104,8 +104,10 @@ def test_points_are_means_over_seeds_then_over_domains() -> None:
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def naive(made: Recipe, domain: str, number: int) -> tuple[float, float]:
-    """The accuracy of ERM's model of seed 0 on half of a domain, before and after random labels of the other half."""
+def naive(made: Recipe, domain: str, number: int, by_class: bool = False) -> tuple[float, float]:
+    """The accuracy, or mean recall, of ERM's model of seed 0 on half of a domain, without and with random labels of
+    the other half.
+    """
     dataset = read_data(made)
     features = prepare(made, dataset, build_encoders(made)[1], start(made)).encoders[None].features
     assert features is not None
@@ -122,9 +124,27 @@ def naive(made: Recipe, domain: str, number: int) -> tuple[float, float]:
     after = adapt_head(*before, z[chosen], y[chosen], mean, deviation)
 
     def right(weight: torch.Tensor, bias: torch.Tensor) -> float:
-        return float(((z[tested] @ weight.T + bias).argmax(1) == y[tested]).double().mean())
+        is_right, of = ((z[tested] @ weight.T + bias).argmax(1) == y[tested]).double(), y[tested]
+        return float(np.mean([is_right[of == c].mean() for c in of.unique()]) if by_class else is_right.mean())
 
     return right(*before), right(*after)
+
+
+def test_a_metric_of_classes_is_the_metric_of_the_curve(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(curve, "LABELS", (20,))
+    made = recipe("protocol.test_domains=[ink]", "methods=[erm]", "protocol.metric=macro_f1")
+    run(made)
+    points = {(point["chosen"], point["labels"]): point for point in of_run()["points"]}
+    assert of_run()["metric"] == "balanced_accuracy"
+    before, after = naive(made, "ink", 20, by_class=True)
+    assert points[None, 0]["values"]["ink"] == pytest.approx(before) and before != naive(made, "ink", 20)[0]
+    assert points["random", 20]["gain"] == pytest.approx(after - before)
+    assert "| images chosen | labels | balanced accuracy | gain |" in (RUN / "results.md").read_text()
+    capsys.readouterr()
+    assert main(["run", "tiny.yaml", "protocol.test_domains=[ink]", "methods=[erm]", "protocol.metric=macro_f1"]) == 0
+    assert " points of balanced accuracy (by domain: " in capsys.readouterr().out
 
 
 def killed(*_: object) -> NoReturn:
@@ -146,14 +166,14 @@ def test_a_run_measures_it_once_and_again_when_it_was_killed_or_has_grown(
     assert len(points) == 1 + 2 * 2 and first["method"] == "erm", "knn has no linear head"
     assert all(point["interval"] for (how, _), point in points.items() if how)
     before, after = naive(made, "ink", 20)
-    assert points[None, 0]["accuracies"]["ink"] == before and points["random", 20]["accuracies"]["ink"] == after
+    assert points[None, 0]["values"]["ink"] == before and points["random", 20]["values"]["ink"] == after
     assert points["label", 60]["gain"] > 0.02
     text = (RUN / "results.md").read_text()
     assert "## What labels of a new site bring" in text and "as xdm-ft label does | 60 |" in text
 
     written = (RUN / "results.json").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(curve, "adapted_accuracies", killed)
+        patch.setattr(curve, "adapted_values", killed)
         run(made)  # nothing is computed again
     assert (RUN / "results.json").read_bytes() == written
     capsys.readouterr()

@@ -1,5 +1,6 @@
 """A run on miniature PACS with photo held out, and an exported model of it, that the tests of this folder share."""
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ import small_runs
 
 from xdm_ft.cli.export import export_model
 from xdm_ft.export.choose import Choice
+from xdm_ft.export.directory import CONFIG
+from xdm_ft.storage import json_digest
 
 METHODS = (
     "methods=[erm, {name: xdomainmix, warmup_steps: 2}, {name: erm, head: cosine, label: cosine}, linear_probe, "
@@ -42,3 +45,17 @@ def inside(made, monkeypatch):
 def model(made, tmp_path):
     """A copy of the model directory."""
     return Path(shutil.copytree(made.model, tmp_path / "model"))
+
+
+@pytest.fixture
+def by_metric(model):
+    """Makes the copy a model of a run with another metric: `by_metric(name)` → its folder."""
+
+    def changed(metric):
+        document = json.loads((model / CONFIG).read_text())
+        del document["checksum"]
+        document["protocol"]["metric"] = metric
+        (model / CONFIG).write_text(json.dumps({**document, "checksum": json_digest(document)}))
+        return model
+
+    return changed

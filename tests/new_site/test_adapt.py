@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def kept(monkeypatch):
     """Cross-validation that finds every head better: whether it does is another test's matter."""
 
     def better(*arguments):
-        return do_no_harm(*arguments)._replace(after=999, better=99)
+        return do_no_harm(*arguments)._replace(p=0.0)
 
     monkeypatch.setattr(driver, "do_no_harm", better)
 
@@ -169,6 +170,41 @@ def test_rows_for_evaluation_and_rows_without_labels_adapt_nothing(inside, capsy
     text = after.config.adapted.at_random.to_text()
     assert f"points ({100 * low:+z.1f} to " in text and f"on {len(random)} images chosen at random" in text
     assert text in (tmp_path / "new/README.md").read_text().replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("metric", "decides", "why"),
+    [("accuracy", "accuracy", ""), ("balanced_accuracy", "balanced_accuracy", ""),
+     ("macro_f1", "balanced_accuracy", "macro F1, the run's metric, is no share of correct images"),
+     ("auroc", "accuracy", "AUROC, the run's metric, is no share of correct images"),
+     ("worst_domain_accuracy", "accuracy", "worst-domain accuracy, the run's metric, is the same at one site")],
+)  # fmt: skip
+def test_the_metric_of_the_run_decides(inside, by_metric, capsys, tmp_path, kept, metric, decides, why):
+    """Of one class two images, of the others eight; without random images the card has cross-validation alone."""
+    model = by_metric(metric)
+    rare = [file for file in sorted(inside.site.glob("*/*")) if file.parent.name != "dog" or file.stem < "002"]
+    for name in ("adapt", "both"):
+        random = [(file, "evaluate", file.parent.name) for file in rare[::4] if name == "both"]
+        rows = [
+            *((file, "adapt", file.parent.name) for file in rare if (file, "evaluate", file.parent.name) not in random)
+        ]
+        with (tmp_path / f"{name}.csv").open("w") as file:
+            csv.writer(file).writerows([("path", "for", "label"), *rows, *random])
+    status, out, _ = answer(capsys, model, tmp_path / "adapt.csv", "--out", tmp_path / "new")
+    found = json.loads(answer(capsys, model, tmp_path / "both.csv", "--out", tmp_path / "both", "--json")[1])
+    assert (found["metric"], found["protocol_metric"], found["at_random"]["metric"]) == (decides, metric, decides)
+    share = found["before"] / found["labels"]
+    assert (found["metric_before"] == pytest.approx(share)) == (decides == "accuracy")
+    page = " ".join((tmp_path / "new/README.md").read_text().split())
+    named = decides.replace("_", " ")
+    assert status == 0 and ("in cross-validation balanced accuracy " in page) == (decides != "accuracy")
+    assert "(p 0 against no gain)" in page and ((f"{named} decides: {why}" in out) if why else "decides" not in out)
+    assert re.search(
+        rf"decision alone: {'' if decides == 'accuracy' else named} ?[\d.]+(%| of 50 correct), [\d.]+%? by", out
+    )
+    told = load(tmp_path / "both").config.adapted
+    assert ("points of balanced accuracy (" in told.at_random.to_text()) == (decides != "accuracy")
+    assert (told.metric, told.metric_after, told.p) == (decides, found["metric_after"], 0)
 
 
 def test_wrong_labels_are_warned_of(inside, capsys, tmp_path, monkeypatch):
@@ -305,8 +341,8 @@ def test_a_method_is_trained_again_with_the_site(inside, capsys, tmp_path, monke
     sizes = [sum(map(len, job.split.train)) for job, _ in heads]
     assert sizes == [4 * 56, *[5 * 56 - 14] * 4, 5 * 56]  # the baseline, four folds, all
     assert heads[-1][0].split.train_domains == ("art_painting", "cartoon", "photo", "sketch", "site")
-    assert found["kept"] == out.exists() == (found["after"] > found["before"] and found["p"] <= 0.3)
-    monkeypatch.setattr(driver, "compare_heads", lambda *of: compare_heads(*of)._replace(after=999, better=99))
+    assert found["kept"] == out.exists() == (found["p"] <= 0.3)
+    monkeypatch.setattr(driver, "compare_heads", lambda *of: compare_heads(*of)._replace(p=0.0))
     if not out.exists():
         answer(capsys, *argv)
     model = load(out)

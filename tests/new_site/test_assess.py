@@ -199,7 +199,7 @@ def test_a_model_picked_by_test_labels_gets_no_number(inside):
 BOUGHT = Bought(budget=100, images=25, half_width=0.16, threshold=0.62, gain=0.031)
 
 
-def found(**changes):
+def found(metric="accuracy", **changes):
     at = AtDomain(accuracy=0.8, images=100, parts=(0.7, 0.8, 0.9), error=0.0, distance=3.0, risks={})
     plain = Assessment(
         model="m", estimate=0.7, low=0.6, high=0.8, estimate_all=0.7, unknown_share=None, verdict="unknown",
@@ -207,7 +207,7 @@ def found(**changes):
         prevalence=None, images=60, groups=None, copies=0, training_images=0, unreadable={}, distance=2.0, is_far=False,
         budgets=(BOUGHT,), risks={},
     )  # fmt: skip
-    return "\n".join(lines(replace(plain, **changes)))
+    return "\n".join(lines(replace(plain, **changes), metric))
 
 
 def test_each_verdict_has_its_words():
@@ -222,6 +222,10 @@ def test_each_verdict_has_its_words():
     assert "Assumes" not in found(prevalence={"a": 0.5, "b": 0.5})
     assert "farther from the training images than any held-out domain" in found(is_far=True)
     assert "\nWarning: they differ.\n" in found(warnings=("they differ",))
+    assert "not of AUROC: without labels no image's class is known" in found("auroc") and "not of" not in text
+    assert "not of" not in found("worst_domain_accuracy"), "of one site it is the accuracy"
+    in_recall = BOUGHT.model_copy(update={"metric": "balanced_accuracy"})
+    assert "gain of adapt in balanced accuracy" in found(budgets=(in_recall,)) and "gain of adapt in accuracy" in text
     assert "No expected accuracy: because" in found(estimate=None, low=None, high=None, refused="because")
 
 

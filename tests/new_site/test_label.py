@@ -105,10 +105,12 @@ def test_a_quarter_is_drawn_and_evaluate_reads_the_table(site, label):
 def test_a_budget_for_five_points_is_named_where_the_site_has_the_images():
     made = Labelling("m", [], 1552, 25, 75, 0, 0.2045, None, None, 0, 0, 0, {})
     line = "From 25 images the accuracy is then known to ±20 points or better; ±5 takes 388 images"
-    assert f"{line} (--budget 1552)" in lines(made, Path("t.csv"), None, ["cat"])
-    assert line in lines(dataclasses.replace(made, images=1551), Path("t.csv"), None, ["cat"])
+    assert f"{line} (--budget 1552)" in lines(made, Path("t.csv"), None, ["cat"], "accuracy")
+    assert line in lines(dataclasses.replace(made, images=1551), Path("t.csv"), None, ["cat"], "accuracy")
+    told = lines(made, Path("t.csv"), None, ["cat"], "balanced_accuracy")
+    assert "How well balanced accuracy is known then depends on the labels: evaluate says it" in told
     bought = Bought(budget=100, images=25, half_width=0.16, threshold=0.62, gain=None)
-    told = "\n".join(lines(dataclasses.replace(made, bought=bought), Path("t.csv"), None, ["cat"]))
+    told = "\n".join(lines(dataclasses.replace(made, bought=bought), Path("t.csv"), None, ["cat"], "accuracy"))
     assert re.search(r"\n100 +25 +±16 points +62% of draws +–\n", told)
 
 

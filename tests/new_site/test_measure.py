@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -109,6 +110,21 @@ def test_few_labels_have_an_exact_interval(inside, capsys):
     assert found["metrics"]["accuracy"]["interval"] == pytest.approx(clopper_pearson(right, 56))
 
 
+def test_what_stays_accuracy_is_said(inside, by_metric, capsys, monkeypatch):
+    """The domains, and which is the worst, are by the metric of the run."""
+    model = by_metric("balanced_accuracy")
+    monkeypatch.setattr(measure, "fewest_answered", lambda risk: 5)
+    monkeypatch.setattr("xdm_ft.cli.evaluate.at_risk", lambda images, risk: AtRisk(0.1, 0.5, 28, 0, 56, None))
+    out = answer(capsys, "evaluate", model, PHOTO, "--risk", "10%", "--images", PHOTO)[1]
+    assert "A risk is a share of all answers, not balanced accuracy: in a rare class more of them may be wrong" in out
+    assert "--images helps accuracy alone, not balanced accuracy: without labels no image's class is known" in out
+    assert "A risk is a share" not in answer(capsys, "evaluate", inside.model, PHOTO, "--risk", "10%")[1]
+    out = answer(capsys, "evaluate", by_metric("ece"), "data/PACS")[1]
+    assert re.search(r"domain +images +expected calibration error \(ECE\) +95%", out)
+    found = json.loads(answer(capsys, "evaluate", model, "data/PACS", "--json")[1])
+    assert found["metric"] == "ece"
+
+
 @pytest.fixture
 def stored(inside, model, capsys, monkeypatch, tmp_path):
     """A copy of the model with a threshold, its file, and the smallest probability of a photo that is above it."""
@@ -147,7 +163,7 @@ def test_a_model_that_is_exported_again_meanwhile_gets_nothing_of_the_earlier_on
     def no_harm(*arguments):
         shown = do_no_harm(*arguments)
         exported_again()
-        return shown._replace(after=999, better=99)
+        return shown._replace(p=0.0)
 
     monkeypatch.setattr("xdm_ft.new_site.adapt.do_no_harm", no_harm)
     status, _, err = answer(capsys, "adapt", model, PHOTO, "--out", tmp_path / "new")

@@ -234,6 +234,7 @@ def test_a_budget_buys_what_draws_of_the_held_out_domains_show():
     )
     # Clopper and Pearson's of 25 right answers of 25 is 1 − 0.025^(1/25) wide, of 12 of 25 about 41 points
     assert rows[0].half_width == pytest.approx((0.0686 + 0.204) / 2, abs=0.005)
+    assert {of.metric for of in budgets_of(seen, {50: 0.02}, "balanced_accuracy")} == {"balanced_accuracy"}
     assert budgets_of([], {}) == () and budgets_of(seen, {})[0].gain is None
 
 

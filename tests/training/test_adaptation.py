@@ -1,14 +1,27 @@
 """A head that a few labelled images adapt: against a naive loop, its invariances, and when it is kept."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 from torch import nn
 
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.training import adaptation
-from xdm_ft.training.adaptation import adapt_head, compare_heads, correct, do_no_harm, folds_of, ridge_strength
+from xdm_ft.training.adaptation import (
+    adapt_head,
+    compare_heads,
+    correct,
+    deciding_metric,
+    do_no_harm,
+    folds_of,
+    ridge_strength,
+    sign_flip_p,
+)
 
 
 def site(n=60, width=6, classes=3, shift=0.0, seed=0):
@@ -75,16 +88,68 @@ def test_a_class_without_labels_keeps_its_images():
 
 @pytest.mark.parametrize(
     "before, after, groups, shown",
-    [([0, 0, 0, 1], [1, 1, 1, 1], None, (3, 0, 0.125, True)), ([0, 0, 1], [1, 1, 0], None, (2, 1, 0.5, False)),
-     ([1, 1], [1, 1], None, (0, 0, 1.0, False)), ([0, 0, 0, 1], [1, 1, 1, 1], [5, 5, 5, 7], (1, 0, 0.5, False)),
-     ([0, 1, 0, 0], [1, 0, 1, 1], [0, 0, 1, 2], (2, 0, 0.25, True))],
+    [([0, 0, 0, 1], [1, 1, 1, 1], None, (0.125, True)), ([0, 0, 1], [1, 1, 0], None, (0.5, False)),
+     ([1, 1], [1, 1], None, (1.0, False)), ([0, 0, 0, 1], [1, 1, 1, 1], [5, 5, 5, 7], (0.5, False)),
+     ([0, 1, 0, 0], [1, 0, 1, 1], [0, 0, 1, 2], (0.25, True)),
+     ([0, 0, 0, 1, 1], [1, 1, 1, 0, 1], [0, 0, 1, 2, 2], (0.375, False))],
 )  # fmt: skip
 def test_signs_of_images_and_groups(before, after, groups, shown):
-    """One-sided sign test, by hand: 3 of 3 is ⅛, 2 of 3 ½, 1 of 1 ½, 2 of 2 ¼; a group with sum 0 does not count."""
-    of = compare_heads(
-        *(torch.tensor(right, dtype=torch.bool) for right in (before, after)), groups and np.array(groups)
+    """By hand: images of 3 of 3 better is ⅛, 2 of 3 ½; groups of sums 3: ½; 0, 1, 1: ¼; 2, 1, −1: 3 of 8 are ≥ 2."""
+    pair = (torch.tensor(right, dtype=torch.bool) for right in (before, after))
+    of = compare_heads(*pair, torch.arange(len(before)) % 2, groups and np.array(groups))
+    assert (of.p, of.kept) == shown and of.metric_after == np.mean(after)
+
+
+def test_balanced_accuracy_weighs_an_image_by_its_class():
+    """Of 8 and 2 images: 4 more of the frequent class are a gain in accuracy; 1 less of the rare one undoes it."""
+    labels = torch.tensor([0] * 8 + [1] * 2)
+    before, after = torch.tensor([0] * 4 + [1] * 6).bool(), torch.tensor([1] * 9 + [0]).bool()
+    accuracy, balanced = (
+        compare_heads(before, after, labels, None, metric) for metric in ("accuracy", "balanced_accuracy")
     )
-    assert (of.better, of.worse, of.p, of.kept) == shown
+    assert (accuracy.p, accuracy.kept) == (6 / 32, True)  # 4 of 5 better
+    assert (balanced.metric_before, balanced.metric_after) == (0.75, 0.75)
+    # ±⅛ ±⅛ ±⅛ ±⅛ ±½: the sums of at least 0 are all with +½, and −½ with four +⅛
+    assert (balanced.p, balanced.kept) == (17 / 32, False)
+    grouped = compare_heads(before, after, labels, np.array([0] * 4 + [1] * 6), "balanced_accuracy")
+    assert grouped.p == 0.75, "sums ½ and −½: of four signs only −½ −½ is below 0"
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from([1, 3, 7, 30])), max_size=9))
+def test_the_sign_flip_test_counts_all_signs(of):
+    changes = np.array([change / size for change, size in of])
+    sums = [np.dot(signs, changes) for signs in product((-1, 1), repeat=len(of))]
+    assert sign_flip_p(changes) == np.mean(np.array(sums) >= changes.sum() - 1e-9)
+
+
+def test_many_sums_are_drawn_and_changes_of_one_size_are_the_sign_test(monkeypatch):
+    assert sign_flip_p(np.repeat([0.1, -0.1], [40, 30])) == pytest.approx(binom.sf(39, 70, 0.5), rel=1e-12)
+    changes = np.random.default_rng(0).normal(0.2, 1, 12)
+    exact = sign_flip_p(changes)
+    monkeypatch.setattr(adaptation, "MAX_SUMS", 100)
+    drawn = sign_flip_p(changes)
+    assert drawn == pytest.approx(exact, abs=0.02) and drawn != exact and drawn == sign_flip_p(changes)
+
+
+def test_labels_at_random_keep_the_shipped_head_whatever_they_teach_of_the_classes():
+    """A tenth of the labels are of the rare class: accuracy grows by never answering it, balanced accuracy does not."""
+    kept = {"accuracy": 0, "balanced_accuracy": 0}
+    for seed in range(40):
+        draw = torch.Generator().manual_seed(seed)
+        z, weight = torch.randn(40, 4, generator=draw), 0.3 * torch.randn(2, 4, generator=draw)
+        labels = (torch.rand(40, generator=draw) < 0.15).long()
+        labels[0] = 1
+        for metric in kept:
+            about = weight, torch.zeros(2), z, labels, torch.zeros(4), torch.ones(4)
+            kept[metric] += do_no_harm(*about, metric=metric).kept
+    assert kept["balanced_accuracy"] <= 15 < kept["accuracy"]
+
+
+def test_metrics_that_decide():
+    decides = {name: deciding_metric(name) for name in HIGHER_IS_BETTER}
+    by_class = {name for name, metric in decides.items() if metric == "balanced_accuracy"}
+    assert by_class == {"balanced_accuracy", "macro_f1"} and {*decides.values()} == {"accuracy", "balanced_accuracy"}
 
 
 def test_a_class_without_labels_and_a_feature_that_never_varied():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from xdm_ft.cli import CommandResult, left_out_lines
 from xdm_ft.cli.predict import check_batch_size, load_model
+from xdm_ft.evaluation.metrics import at_one_site
+from xdm_ft.export.card import WORDS, shown
 from xdm_ft.export.directory import refuse_taken
 from xdm_ft.new_site.adapt import ADVISED, Adaptation, adapt, adapt_run
 from xdm_ft.new_site.images import prevalence_of
@@ -52,9 +54,17 @@ def lines(found: Adaptation) -> Iterator[str]:
     yield f"{plural(found.labels, 'labelled image')}, {groups}"
     if found.at_random is not None:
         yield f"gain at this site, on images that adapted nothing: {found.at_random.to_text()}"
-    gain = found.after - found.before
-    counts = f"{found.after} of {found.labels} correct, {found.before} by the shipped model"
-    yield f"cross-validation, for this decision alone: {counts}: {signed(gain, 0)}, p {found.p:.2g} (at most {DOUBT:g})"
+    gain = signed(found.after - found.before, 0)
+    values = f"{found.after} of {found.labels} correct, {found.before} by the shipped model: {gain}"
+    if found.metric != "accuracy":
+        before, after = (shown(found.metric, value) for value in (found.metric_before, found.metric_after))
+        gain = signed(100 * (found.metric_after - found.metric_before))
+        values = f"{WORDS[found.metric]} {after}, {before} by the shipped model: {gain} points"
+    yield f"cross-validation, for this decision alone: {values}, p {found.p:.2g} (at most {DOUBT:g})"
+    if found.metric != found.protocol_metric:
+        same = at_one_site(found.protocol_metric) == found.metric
+        reason = "is the same at one site" if same else "is no share of correct images, which the test needs"
+        yield f"{WORDS[found.metric]} decides: {WORDS[found.protocol_metric]}, the run's metric, {reason}"
     if found.kept:
         yield f"wrote {found.out}: a model for this site alone"
         if found.at_random is None:

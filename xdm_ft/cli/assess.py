@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from xdm_ft.cli import CommandResult, columns, left_out_lines
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.expected_site import BELOW, NEARLY
-from xdm_ft.export.card import shown
+from xdm_ft.evaluation.metrics import at_one_site
+from xdm_ft.export.card import WORDS, shown
 from xdm_ft.new_site.assess import Assessment, assess
 from xdm_ft.new_site.images import prevalence_of
 from xdm_ft.new_site.stored import Bought, refuse_run
@@ -29,11 +30,11 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     model = load_model(arguments)
     shares = None if arguments.prevalence is None else prevalence_of(arguments.prevalence, model.class_names)
     assessment = assess(model, arguments.model, arguments.images, shares, arguments.group, arguments.batch_size)
-    return CommandResult(assessment, list(lines(assessment)))
+    return CommandResult(assessment, list(lines(assessment, model.config.metric)))
 
 
-def lines(found: Assessment) -> Iterator[str]:
-    """Yields the text of an assessment."""
+def lines(found: Assessment, metric: str) -> Iterator[str]:
+    """Yields the text of an assessment. `metric`: of the run's protocol."""
     groups = "images assumed independent" if found.groups is None else plural(found.groups, "group")
     yield from (f"{plural(found.images, 'image')}, {groups}", "")
     if found.estimate is None:
@@ -64,6 +65,8 @@ def lines(found: Assessment) -> Iterator[str]:
     if found.verdict != "as_promised":
         yield from budget_table(found.budgets)
     yield from (f"Warning: {warning}." for warning in found.warnings)
+    if at_one_site(metric) != "accuracy":
+        yield f"Estimate and verdict are of accuracy, not of {WORDS[metric]}: without labels no image's class is known."
     yield from _reservations(found)
 
 
@@ -85,7 +88,8 @@ def budget_table(budgets: Sequence[Bought]) -> Iterator[str]:
     """Yields what budgets of `xdm-ft label` buy."""
     if budgets:
         yield "At the held-out domains, --budget of xdm-ft label bought (independent images):"
-        rows = [("--budget", "random images", "accuracy to", "threshold for 10% risk", "gain of adapt")]
+        unit = WORDS[budgets[0].metric]
+        rows = [("--budget", "random images", "accuracy to", "threshold for 10% risk", f"gain of adapt in {unit}")]
         for of in budgets:
             gain = "–" if of.gain is None else f"{signed(100 * of.gain)} points"
             found = f"{100 * of.threshold:.0f}% of draws"

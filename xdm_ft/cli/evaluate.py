@@ -15,6 +15,7 @@ from xdm_ft.cli import UNKNOWN_TRAINING, CommandResult, columns, copies_left_out
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.core import ORACLE
 from xdm_ft.evaluation.expected_site import WITHIN, AtSite
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, at_one_site
 from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.directory import THRESHOLD
 from xdm_ft.export.predictor import Model, cache_of
@@ -39,6 +40,7 @@ class Evaluation:
     model: str
     site: str
     method: str
+    metric: str  # of the run's protocol
     temperature: float  # by which the model's logits are divided
     unlabelled: int  # rows of the table without a label: left out
     unreadable: dict[str, str]  # {image: why it was left out}
@@ -64,11 +66,13 @@ class Evaluation:
             table.append((WORDS[name], shown(name, measured.value), interval(name, measured.interval)))
         yield from (*columns(table), "")
         if self.domains:
-            rows = [("domain", "images", "accuracy", "95%")]
+            metric = at_one_site(self.metric)
+            rows = [("domain", "images", WORDS[metric], "95%")]
             for name, site in self.domains.items():
-                accuracy = site.metrics["accuracy"]
-                ends = interval("accuracy", accuracy.interval)
-                rows.append((name, str(site.images), shown("accuracy", accuracy.value), ends))
+                value, ends = "–", "–"
+                if (of_domain := site.metrics.get(metric)) is not None:
+                    value, ends = shown(metric, of_domain.value), interval(metric, of_domain.interval)
+                rows.append((name, str(site.images), value, ends))
             yield from (*columns(rows), "")
         table = [("class", "images", "recall")]
         for name, of_class in whole.classes.items():
@@ -94,6 +98,7 @@ class Evaluation:
             yield self._of_all_images(self.with_images)
         if self.at_risk is not None:
             yield from self._threshold(self.at_risk)
+        yield from self._by_accuracy()
         yield from self._reservations()
 
     def _of_all_images(self, found: WithImages) -> str:
@@ -114,6 +119,15 @@ class Evaluation:
         yield f"For {wanted}: --abstain-below {found.shown or found.threshold}; {answered}"
         if self.saved is not None:
             yield f"wrote {self.saved}: xdm-ft predict --abstain-below stored uses it"
+
+    def _by_accuracy(self) -> Iterator[str]:
+        """Yields why a number is not of the run's metric."""
+        if (metric := at_one_site(self.metric)) == "accuracy":
+            return
+        if self.with_images is not None and self.with_images.value is not None:
+            yield f"--images helps accuracy alone, not {WORDS[metric]}: without labels no image's class is known"
+        if self.at_risk is not None and self.at_risk.threshold is not None:
+            yield f"A risk is a share of all answers, not {WORDS[metric]}: in a rare class more of them may be wrong"
 
     def _reservations(self) -> Iterator[str]:
         """Yields which images do not count, or may not, as images of a new site."""
@@ -183,6 +197,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         model=arguments.model,
         site=path,
         method=config.method["label"],
+        metric=config.metric,
         temperature=config.temperature,
         unlabelled=site.unlabelled,
         unreadable=unreadable,
@@ -217,7 +232,10 @@ def _next(found: Evaluation, arguments: argparse.Namespace, adaptable: bool) -> 
     if found.training_images:
         return f"xdm-ft label {model} IMAGES --budget 100 --out to_label.csv{weights}"  # images that are new to it
     if found.domains:
-        worst = min(found.domains, key=lambda name: found.domains[name].metrics["accuracy"].value)
+        metric = at_one_site(found.metric)
+        values = {name: of.metrics[metric].value for name, of in found.domains.items() if metric in of.metrics}
+        worst_of = min if HIGHER_IS_BETTER[metric] else max
+        worst = worst_of(values, key=values.__getitem__, default=next(iter(found.domains)))
         return f"xdm-ft evaluate {model} {site} --domain {shlex.quote(worst)} --risk 10%{weights}"
     if adaptable and (found.whole.versus is None or found.whole.versus.verdict not in (WITHIN, "above")):
         group = f" --group {shlex.quote(arguments.group)}" if arguments.group else ""

@@ -13,6 +13,8 @@ from xdm_ft.cli import CommandResult, left_out_lines
 from xdm_ft.cli.assess import budget_table
 from xdm_ft.cli.predict import check_batch_size, load_model
 from xdm_ft.evaluation.few_labels import enough_for
+from xdm_ft.evaluation.metrics import at_one_site
+from xdm_ft.export.card import WORDS
 from xdm_ft.export.sources import FOR, Item
 from xdm_ft.images import Range
 from xdm_ft.images.decode import UnreadableImage, decode
@@ -49,11 +51,11 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     write(made.rows, out, html, model.config.intensity)
     facts = {name: value for name, value in vars(made).items() if name != "rows"}
     document = {"model": made.model, "out": out, "sheet": html} | facts
-    return CommandResult(document, list(lines(made, out, html, model.class_names)))
+    return CommandResult(document, list(lines(made, out, html, model.class_names, model.config.metric)))
 
 
-def lines(made: Labelling, out: Path, html: Path | None, class_names: Sequence[str]) -> Iterator[str]:
-    """Yields the text of what was chosen."""
+def lines(made: Labelling, out: Path, html: Path | None, class_names: Sequence[str], metric: str) -> Iterator[str]:
+    """Yields the text of what was chosen. `metric`: of the run's protocol."""
     number = made.evaluate + made.adapt
     groups = "" if made.groups is None else f" in {plural(made.groups, 'group')}"
     yield f"wrote {out}: {number} of {plural(made.images, 'image')} to label{groups}"
@@ -64,6 +66,8 @@ def lines(made: Labelling, out: Path, html: Path | None, class_names: Sequence[s
         takes += f" (--budget {4 * enough})"
     known = f"the accuracy is then known to ±{100 * made.half_width:.0f} points or better"
     yield f"From {plural(made.evaluate, 'image')} {known}; ±{100 * WANTED:.0f} takes {takes}"
+    if at_one_site(metric) != "accuracy":
+        yield f"How well {WORDS[metric]} is known then depends on the labels: evaluate says it"
     yield from budget_table([] if made.bought is None else [made.bought])
     if html is not None:
         yield f"wrote {html}: the images of its rows"

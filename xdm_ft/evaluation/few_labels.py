@@ -250,14 +250,24 @@ def difference_estimate(
     return Estimate(float(confidence.mean() + errors.value), float(variance) ** 0.5, errors.freedom)
 
 
-def paired_interval(change: np.ndarray, groups: np.ndarray | None = None) -> Interval:
+def paired_interval(
+    change: np.ndarray, groups: np.ndarray | None = None, classes: np.ndarray | None = None
+) -> Interval:
     """Returns the 95% interval of the mean of values −1, 0 and 1, [n]: what two classifiers differ by on random images.
 
     Bonett & Price 2012 (Adjusted Wald Confidence Interval for a Difference of Binomial Proportions Based on Paired
     Data): as with one more image that becomes right, and one that becomes wrong. `groups` as `mean_estimate`.
+    `classes`, int64 [n]: of the mean of the classes' means instead, with two more images in each class.
     """
     groups = np.arange(len(change)) if groups is None else np.unique(groups, return_inverse=True)[1]
-    more = mean_estimate(np.append(change, [1, -1]), np.append(groups, groups.max() + np.array([1, 2])))
+    stratum = np.zeros(len(change), int) if classes is None else np.unique(classes, return_inverse=True)[1]
+    strata = np.arange(stratum.max() + 1)
+    change, stratum = np.append(change, np.tile([1, -1], len(strata))), np.append(stratum, np.repeat(strata, 2))
+    size = np.bincount(stratum)
+    means = np.bincount(stratum, change) / size
+    # the mean of the means, and each image's influence on it
+    values = means.mean() + (change - means[stratum]) * len(change) / (len(strata) * size[stratum])
+    more = mean_estimate(values, np.append(groups, groups.max() + 1 + np.arange(2 * len(strata))))
     assert more is not None, "two groups at least"
     low, high = more.interval()
     return Interval(max(-1.0, low), min(1.0, high))

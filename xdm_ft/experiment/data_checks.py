@@ -18,7 +18,7 @@ from xdm_ft.image_files.tables import alike, whole_number
 from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.images.facts import BRIGHT_SHARE, DARK, PixelCounts, PixelUse, range_of, sample_of_domains
-from xdm_ft.protocol.site_class import site_class_of
+from xdm_ft.protocol.site_class import hidden_imbalance, images_per_class, site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural, printable
@@ -180,8 +180,12 @@ def _darkness(of: PixelUse, intensity: Range | None, share: float, fits_auto: bo
 
 def plan_faults(plan: Plan) -> Iterator[Finding]:
     """Yields the faults that depend on data and recipe: groups that a split divides, which is a note if the data set is
-    published so, and methods that cannot be trained, one finding per reason.
+    published so, and methods that cannot be trained, one finding per reason; and a note on a class that is rare.
     """
+    counts, recipe = images_per_class(plan.dataset).sum(0), plan.recipe
+    of_recipe = recipe.protocol.metric, recipe.training.class_weights
+    if rare := hidden_imbalance(counts, plan.dataset.class_names, *of_recipe):
+        yield Finding("classes", rare)
     for parts, (number, pairs) in divided_groups(plan.dataset, plan.splits).items():
         found = f"{number} {'is' if number == 1 else 'are'} in {parts}"
         if plan.dataset.as_published:

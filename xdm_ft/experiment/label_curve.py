@@ -1,7 +1,8 @@
 """`label_curve: true`: what few labelled images of a new site bring, each held-out domain once as the site.
 
 The models of the run that never saw a domain are adapted with labelled images of one half of it, and tested on the
-other half. It takes seconds, on cached features: an interrupted run computes it again.
+other half by the metric that decides in `xdm-ft adapt`. It takes seconds, on cached features: an interrupted run
+computes it again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from xdm_ft.core import DomainSet, set_name
 from xdm_ft.evaluation.estimates import FEWEST_SETS, over_sets
 from xdm_ft.evaluation.few_labels import choose_images
+from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.experiment.analyse import read_weights
 from xdm_ft.experiment.pieces import RunContext
 from xdm_ft.experiment.prepare import make_job
@@ -28,7 +30,7 @@ from xdm_ft.results.trials import choose_method, pick_trials
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import from_main
 from xdm_ft.storage import json_digest
-from xdm_ft.training.adaptation import adapt_head
+from xdm_ft.training.adaptation import adapt_head, deciding_metric
 from xdm_ft.version import __version__
 
 logger = logging.getLogger("xdm_ft")
@@ -55,17 +57,18 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
     of_method = [record for record in records if record.method == choice.method]
     picked = pick_trials(of_method, protocol.selection, protocol.metric)
     models = [[record.key, record.selected[protocol.selection].to_json()] for record in picked]
-    identity = json_digest([__version__, inputs(plan.dataset, context.prepared), models])
+    metric = deciding_metric(protocol.metric)
+    identity = json_digest([__version__, inputs(plan.dataset, context.prepared), models, metric])
     before = results.label_curve
     if before is not None and before["of"] == identity:
         return before
-    accuracies: dict[DomainSet, list[Mapping[Adapted, float]]] = {}  # of each held-out set, by seed
+    values: dict[DomainSet, list[Mapping[Adapted, float]]] = {}  # of each held-out set, by seed
     if context.accelerator.is_main_process:
         with one_thread(), progress("label curve", len(picked), "models") as bar:  # its products are small
             for record in picked:
-                accuracies.setdefault(record.test_domains, []).append(adapted_accuracies(context, record))
+                values.setdefault(record.test_domains, []).append(adapted_values(context, record, metric))
                 bar.advance()
-    points = from_main(context.accelerator, points_of(accuracies))
+    points = from_main(context.accelerator, points_of(values))
     if not points:
         fewest = 2 * LABELS[0]
         logger.warning(
@@ -73,11 +76,17 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
             fewest,
         )
         return None
-    return {"of": identity, "method": choice.method, "selection": protocol.selection, "points": points}
+    return {
+        "of": identity,
+        "method": choice.method,
+        "selection": protocol.selection,
+        "metric": metric,
+        "points": points,
+    }
 
 
-def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, float]:
-    """Returns the accuracy of a model on one half of its held-out images, after labels of the other half adapted it.
+def adapted_values(context: RunContext, record: Record, metric: str) -> dict[Adapted, float]:
+    """Returns the metric of a model on one half of its held-out images, after labels of the other half adapted it.
 
     Numbers of labels that this half cannot give are left out.
     """
@@ -91,9 +100,9 @@ def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, flo
     z, labels = features[torch.from_numpy(rows).to(features.device)].cpu(), plan.annotations.labels[rows]
     offered, tested = np.flatnonzero(is_offered), torch.from_numpy(~is_offered)
 
-    def accuracy(weight: torch.Tensor, bias: torch.Tensor) -> float:
-        predicted = torch.addmm(bias, z[tested], weight.T).argmax(1)
-        return float((predicted == labels[tested]).double().mean())
+    def value(weight: torch.Tensor, bias: torch.Tensor) -> float:
+        y = labels[tested]
+        return metric_of(metric, torch.addmm(bias, z[tested], weight.T), y, torch.zeros_like(y))
 
     temperature = record.selected[plan.recipe.protocol.selection].temperature or 1.0
     p = (torch.addmm(bias, z, weight.T).double() / temperature).softmax(1).numpy()
@@ -101,24 +110,24 @@ def adapted_accuracies(context: RunContext, record: Record) -> dict[Adapted, flo
     groups = None
     if plan.dataset.groups is not None:
         groups = np.unique(plan.dataset.groups[rows][offered], return_inverse=True)[1]
-    accuracies: dict[Adapted, float] = {(None, 0): accuracy(weight, bias)}
+    values: dict[Adapted, float] = {(None, 0): value(weight, bias)}
     for number in (number for number in LABELS if number <= len(offered)):
         # the other half measures
         as_label = choose_images(of_offered, p[offered], number, np.random.default_rng([seed, number]), groups, 0)
         for choice, chosen in ((AS_LABEL, offered[as_label.adapt]), (AT_RANDOM, offered[every[:number]])):
             adapted = adapt_head(weight, bias, z[chosen], labels[chosen], mean, deviation)
-            accuracies[choice, number] = accuracy(*adapted)
-    return accuracies
+            values[choice, number] = value(*adapted)
+    return values
 
 
-def points_of(accuracies: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]]) -> list[dict[str, Any]]:
+def points_of(values: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]]) -> list[dict[str, Any]]:
     """Returns the points of the curve: means over held-out sets of the means over seeds.
 
     Domains vary more than seeds do, so the interval of a gain is that over domains, for new ones: from three on. A
     point without enough images in some domain is of the others.
     """
     points = []
-    usable = {held: seeds for held, seeds in accuracies.items() if all(len(of_seed) > 1 for of_seed in seeds)}
+    usable = {held: seeds for held, seeds in values.items() if all(len(of_seed) > 1 for of_seed in seeds)}
     for chosen in [(None, 0), *((choice, number) for choice in (AS_LABEL, AT_RANDOM) for number in LABELS)]:
         by_set, gains = dict[str, float](), dict[str, float]()
         for held, seeds in usable.items():
@@ -131,10 +140,10 @@ def points_of(accuracies: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]])
                 {
                     "chosen": chosen[0],
                     "labels": chosen[1],
-                    "accuracy": float(np.mean([*by_set.values()])),
+                    "value": float(np.mean([*by_set.values()])),
                     "gain": float(np.mean([*gains.values()])),
                     "interval": None if estimate is None else estimate.interval()._asdict(),
-                    "accuracies": by_set,
+                    "values": by_set,
                     "past_gains": gains,
                 }
             )

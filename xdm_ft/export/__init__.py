@@ -25,7 +25,7 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation.expected_site import Unknown
+from xdm_ft.evaluation.expected_site import Rate, Unknown
 from xdm_ft.evaluation.intervals import NewSite, Scale
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, HIGHEST, LOWEST
 from xdm_ft.evaluation.neighbours import Reference
@@ -107,6 +107,7 @@ class ProtocolConfig(TypedDict):
 
     __pydantic_config__ = _OPEN  # type: ignore[misc]
     description: str
+    metric: NotRequired[MetricName]
 
 
 class ChosenByConfig(TypedDict):
@@ -229,9 +230,10 @@ class ExpectedPerformance(Block):
 
 
 class AtRandom(Block):
-    """Accuracies on random images of a site, which neither adapted the head nor decided whether to keep it."""
+    """What random images of a site show, which neither adapted the head nor decided whether to keep it."""
 
     images: Annotated[int, Field(ge=1)]
+    metric: MetricName = "accuracy"  # that decides, see `training.adaptation`
     before: Annotated[float, Field(ge=0, le=1)]
     after: Annotated[float, Field(ge=0, le=1)]
     interval: tuple[Signed, Signed]  # 95%, of after − before
@@ -239,8 +241,9 @@ class AtRandom(Block):
     def to_text(self) -> str:
         """The gain in points, as a clause."""
         low, high = (signed(100 * end) for end in self.interval)
+        unit = "points" if self.metric == "accuracy" else f"points of {self.metric.replace('_', ' ')}"
         return (
-            f"{signed(100 * (self.after - self.before))} points ({low} to {high}) on {plural(self.images, 'image')} "
+            f"{signed(100 * (self.after - self.before))} {unit} ({low} to {high}) on {plural(self.images, 'image')} "
             f"chosen at random, from {100 * self.before:.1f} to {100 * self.after:.1f}%"
         )
 
@@ -253,6 +256,10 @@ class AdaptedConfig(Block):
     groups: Count | None  # of them; None: images assumed independent
     before: Count  # images that the model classified correctly
     after: Count  # the same in cross-validation for the adapted head
+    metric: MetricName = "accuracy"  # that decided
+    metric_before: Rate | None = None  # its values, as of `before` and `after`
+    metric_after: Rate | None = None
+    p: Rate | None = None  # against no gain
     recentred: bool  # whether features were shifted by the mean of the site's images
     at_random: AtRandom | None = None  # None: no such image had a label
 
@@ -293,6 +300,11 @@ class ModelConfig(Block):
     adapted: AdaptedConfig | None = None  # to one site; None: to none
     training_images_xxh3: str | None = None  # of the tensor of training_images.safetensors, which may be left out
     expected: ExpectedPerformance | None = None  # at a new site; None: the run has no test result of this method
+
+    @property
+    def metric(self) -> str:
+        """The metric of the run's protocol."""
+        return self.protocol.get("metric", "accuracy")
 
 
 SINGLE = "head"  # name of the head in a weights file; those of an ensemble are `members.<seed>`

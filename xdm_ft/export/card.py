@@ -112,9 +112,8 @@ Labelled images of a new site, in folders `<class>/<image>`, show whether it kee
 xdm-ft evaluate DIRECTORY SITE{" --encoder-weights FILE" if needs_file else ""}
 ```"""
     if config.site_xxh3 is not None:
-        loading += (
-            "\n\nWithout labels, `xdm-ft assess DIRECTORY IMAGES` says what to expect there, or why it cannot be said."
-        )
+        does = "says what accuracy to expect there, or why it cannot be said"
+        loading += f"\n\nWithout labels, `xdm-ft assess DIRECTORY IMAGES` {does}."
     expected = "Unknown: the run has no test result of this method."
     if config.expected is not None:
         expected = "\n".join(_expected(config, config.expected))
@@ -217,8 +216,12 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
 def _gain(adapted: AdaptedConfig) -> str:
     if adapted.at_random is not None:
         return adapted.at_random.to_text()
-    correct = f"{adapted.after} of {adapted.labels} correct, {adapted.before} before"
-    return f"in cross-validation {correct}, which is no measure of the gain at the site"
+    values = f"{adapted.after} of {adapted.labels} correct, {adapted.before} before"
+    if adapted.metric_before is not None and adapted.metric_after is not None and adapted.metric != "accuracy":
+        before, after = (shown(adapted.metric, value) for value in (adapted.metric_before, adapted.metric_after))
+        values = f"{WORDS[adapted.metric]} {after}, {before} before"
+    doubt = "" if adapted.p is None else f" (p {adapted.p:.2g} against no gain)"
+    return f"in cross-validation {values}{doubt}, which is no measure of the gain at the site"
 
 
 def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[str]:

@@ -46,7 +46,16 @@ from xdm_ft.results.trials import pick_trials
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.tensors import tensors_of
-from xdm_ft.training.adaptation import FOLDS, NoHarm, adapt_head, compare_heads, correct, do_no_harm, folds_of
+from xdm_ft.training.adaptation import (
+    FOLDS,
+    NoHarm,
+    adapt_head,
+    compare_heads,
+    correct,
+    deciding_metric,
+    do_no_harm,
+    folds_of,
+)
 from xdm_ft.training.bank.data import CachedPredictor
 
 FEWEST, ADVISED = 10, 20  # labelled images
@@ -63,7 +72,11 @@ class Adaptation:
     groups: int | None  # of them; None: images assumed independent
     before: int  # images that the model classifies correctly
     after: int  # the same in cross-validation for the adapted head
-    p: float  # of the sign test against no gain
+    metric: str  # that decides, see `deciding_metric`
+    metric_before: float  # its values, as of `before` and `after`
+    metric_after: float
+    p: float  # against no gain
+    protocol_metric: str
     at_random: AtRandom | None  # what the adapted head does on other images of the site; None: none has a label
     recentred: bool
     absent_classes: tuple[str, ...]  # without a label
@@ -91,17 +104,17 @@ class _Labelled:
     def config(self, model: str, shown: NoHarm, recentred: bool, at_random: AtRandom | None) -> AdaptedConfig:
         groups = None if self.site.groups is None else len(np.unique(self.site.groups))
         return AdaptedConfig(
-            model=model, labels=shown.labels, groups=groups, before=shown.before, after=shown.after,
-            recentred=recentred, at_random=at_random,
+            model=model, groups=groups, recentred=recentred, at_random=at_random, **shown._asdict()
         )  # fmt: skip
 
     def adaptation(
-        self, name: str, path: str, out: Path, shown: NoHarm, config: AdaptedConfig, warnings: Iterable[str] = ()
-    ) -> Adaptation:
+        self, name: str, path: str, out: Path, metric: str, shown: NoHarm, config: AdaptedConfig,
+        warnings: Iterable[str] = (),
+    ) -> Adaptation:  # fmt: skip
         return Adaptation(
-            model=name, site=path, out=out, kept=shown.kept, labels=shown.labels, groups=config.groups,
-            before=shown.before, after=shown.after, p=shown.p, at_random=config.at_random,
-            recentred=config.recentred, warnings=tuple(warnings), **self.about,
+            model=name, site=path, out=out, kept=shown.kept, groups=config.groups, at_random=config.at_random,
+            recentred=config.recentred, protocol_metric=metric, warnings=tuple(warnings), **shown._asdict(),
+            **self.about,
         )  # fmt: skip
 
 
@@ -134,11 +147,12 @@ def adapt(
         unreadable = labelled.about["unreadable"]
         shift = _shift(model, name, images, stored, labels, prevalence, unreadable, batch_size)
     about = weight, bias, z - shift, labels, stored.heads.mean, stored.heads.deviation
-    shown, (linear, moved) = do_no_harm(*about, labelled.site.groups, z), adapt_head(*about)
+    decides = deciding_metric(config.metric)
+    shown, (linear, moved) = do_no_harm(*about, labelled.site.groups, z, decides), adapt_head(*about)
     before, at_random = f"the model whose config.json has the checksum {model.checksum}", None
     if others is not None:
         was = correct(weight, bias, others.z, others.labels)
-        at_random = gain(was, correct(linear, moved, others.z - shift, others.labels), others.site.groups)
+        at_random = gain(was, correct(linear, moved, others.z - shift, others.labels), others.site, decides)
     adapted = labelled.config(before, shown, images is not None, at_random)
     if shown.kept:
         parts = ModelParts(
@@ -147,7 +161,8 @@ def adapt(
         parts = _with_head(parts, {"weight": linear, "bias": moved - linear @ shift}, adapted, labelled.content)
         with new_directory(out) as temporary:
             write_changed(model.folder, parts, temporary)
-    return labelled.adaptation(name, path, out, shown, adapted, doubts(stored, z, labelled.site.labels))
+    warnings = doubts(stored, z, labelled.site.labels)
+    return labelled.adaptation(name, path, out, config.metric, shown, adapted, warnings)
 
 
 def adapt_run(
@@ -178,7 +193,7 @@ def adapt_run(
     name, random = "site" if "site" not in domains else "new site", None if others is None else others.site
     made = with_one_more_domain(run, parts, labelled.site, random, name)
     shown, state, fit, before = made.shown, made.state, made.fit, f"{method} of the run {run.path.resolve().name}"
-    at_random = None if random is None else gain(*made.at_random, random.groups)
+    at_random = None if random is None else gain(*made.at_random, random, shown.metric)
     adapted = labelled.config(f"{before}, trained without them", shown, False, at_random)
     if shown.kept:
         model_of_fit, method_here = fit.model, {key: value for key, value in of_all.items() if key != "trial"}
@@ -197,7 +212,7 @@ def adapt_run(
         parts = _with_head(parts, with_prefix(state, "head"), adapted, labelled.content)
         with new_directory(out) as temporary:
             write_directory(parts, temporary, None)
-    return labelled.adaptation(folder, path, out, shown, adapted)
+    return labelled.adaptation(folder, path, out, run.metric, shown, adapted)
 
 
 def _read_labelled(
@@ -248,11 +263,13 @@ def _that_count(
     return _Labelled(site.rows(left.rows[read]), content, z, about)
 
 
-def gain(before: Tensor, after: Tensor, groups: np.ndarray | None) -> AtRandom:
-    """Returns what two heads do on random images. before, after: which are classified correctly, bool [n]."""
-    interval = paired_interval(after.numpy().astype(int) - before.numpy().astype(int), groups)
+def gain(before: Tensor, after: Tensor, site: Site, metric: str) -> AtRandom:
+    """Returns what two heads do on random images of a site. before, after: which are classified correctly, bool [n]."""
+    shown = compare_heads(before, after, torch.from_numpy(site.labels), site.groups, metric)
+    classes = site.labels if metric == "balanced_accuracy" else None
+    interval = paired_interval(after.numpy().astype(int) - before.numpy().astype(int), site.groups, classes)
     return AtRandom(
-        images=len(before), before=float(before.double().mean()), after=float(after.double().mean()), interval=interval
+        images=len(before), metric=metric, before=shown.metric_before, after=shown.metric_after, interval=interval
     )
 
 
@@ -429,4 +446,6 @@ def with_one_more_domain(run: Run, parts: ModelParts, site: Site, random: Site |
                 bar.advance()
             made = trained(of_site)
         both_right = right(without, at_random), right(made, at_random)
-        return WithOneMore(compare_heads(before, after, site.groups), both_right, made[1], fit)
+        decides = deciding_metric(run.metric)
+        shown = compare_heads(before, after, labels[: len(of_site)], site.groups, decides)
+        return WithOneMore(shown, both_right, made[1], fit)

@@ -21,7 +21,7 @@ from xdm_ft.evaluation.estimates import Estimate
 from xdm_ft.evaluation.expected_site import WITHIN, AtSite, Versus, judge_value, site_metrics
 from xdm_ft.evaluation.few_labels import DELTA, difference_estimate, fewest_answered, shorter, threshold_for
 from xdm_ft.evaluation.intervals import MAX_WIDTH, Bounds, within_bounds
-from xdm_ft.evaluation.metrics import IN_PERCENT
+from xdm_ft.evaluation.metrics import IN_PERCENT, at_one_site
 from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export import Count, ExpectedPerformance, ModelConfig, ModelPrecision, first_fault, probabilities
 from xdm_ft.export.directory import CONFIG, THRESHOLD, refuse_changed
@@ -66,8 +66,7 @@ def at_site(
     )
     if expected is None:
         return measured
-    # of a single domain the worst accuracy is its accuracy
-    name = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
+    name = at_one_site(expected.metric)
     if name not in estimates:  # the metric is not defined on these images
         return measured
     versus = _versus(expected, measured.metrics[name].value, estimates[name], images, temperature)

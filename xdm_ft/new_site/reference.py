@@ -56,6 +56,7 @@ from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress
 from xdm_ft.training import Job, Training
+from xdm_ft.training.adaptation import deciding_metric
 from xdm_ft.training.bank.train import chunks, solve, train_chunk
 from xdm_ft.training.selection import FINAL_FIT
 
@@ -103,7 +104,8 @@ def site_of(run: Run, config: ModelConfig) -> Stored:
         split = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, seed)
         curve = run.results.get("label_curve") or {"method": None, "points": []}
         gains = {of["labels"]: of["gain"] for of in curve["points"] if of["chosen"] == "label"}
-        return _Study(plan, prepared, fit, split, seed).stored(gains if curve["method"] == label else {})
+        fits = curve["method"] == label and curve.get("metric", "accuracy") == deciding_metric(run.metric)
+        return _Study(plan, prepared, fit, split, seed).stored(gains if fits else {})
 
 
 @contextmanager
@@ -214,7 +216,7 @@ class _Study:
             threshold=threshold,
             images=of_all.known.images,
             domains=at,
-            budgets=budgets_of([*answers.values()], gains),
+            budgets=budgets_of([*answers.values()], gains, deciding_metric(self.plan.recipe.protocol.metric)),
         )
         shares = self._shares(self._of_model)
         return Stored(
@@ -450,8 +452,8 @@ def risk_at(risk: float, name: str, seen: Mapping[str, _Answers]) -> RiskAt:
     )
 
 
-def budgets_of(seen: Sequence[_Answers], gains: Mapping[int, float]) -> tuple[Bought, ...]:
-    """Returns what budgets of `label` buy at held-out domains. `gains`: {labels: gain of adapting with so many}."""
+def budgets_of(seen: Sequence[_Answers], gains: Mapping[int, float], metric: str = "accuracy") -> tuple[Bought, ...]:
+    """Returns what budgets of `label` buy at held-out domains. `gains` in the metric: {labels that adapt: gain}."""
     rng, bought = np.random.default_rng(0), list[Bought]()
     for n in RANDOM_IMAGES if seen else ():
         draws = [(*of, rng.integers(len(of[0]), size=n)) for of in seen for _ in range(DRAWS)]
@@ -461,7 +463,7 @@ def budgets_of(seen: Sequence[_Answers], gains: Mapping[int, float]) -> tuple[Bo
         if 3 * n <= max(gains, default=0):
             gain = float(np.interp(math.log(3 * n), np.log([*gains]), [*gains.values()]))
         of_draws = {"half_width": float(np.mean(widths)), "threshold": float(np.mean(found))}
-        bought.append(Bought(budget=4 * n, images=n, gain=gain, **of_draws))
+        bought.append(Bought(budget=4 * n, images=n, gain=gain, metric=metric, **of_draws))
     return tuple(bought)
 
 

@@ -33,7 +33,7 @@ from xdm_ft.evaluation.expected_site import (
     parts_at,
 )
 from xdm_ft.evaluation.predictions import effective_number
-from xdm_ft.export import ModelConfig, first_fault
+from xdm_ft.export import MetricName, ModelConfig, first_fault
 from xdm_ft.export.choose import refuse_given_features
 from xdm_ft.export.directory import AGAIN, SITE, read_described
 from xdm_ft.export.predictor import Model
@@ -78,6 +78,7 @@ class Bought(Block):
     half_width: Share  # of the 95% interval of the accuracy
     threshold: Share  # share of draws in which a threshold for at most 10% wrong answers is found
     gain: Annotated[float, Field(ge=-1, le=1)] | None  # of adapting with the other images; None: no label curve says
+    metric: MetricName = "accuracy"  # of the gain
 
 
 class About(Block):

@@ -16,6 +16,8 @@ from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 
+RARE = 1 / 3  # of the mean number of images of the other classes: below, accuracy says little of a class
+
 
 @dataclass(frozen=True)
 class SiteClass:
@@ -76,6 +78,21 @@ def images_per_class(dataset: ImageDataset, rows: np.ndarray | None = None) -> n
     stratum = dataset.domains * num_classes + dataset.labels
     stratum = stratum if rows is None else stratum[rows]
     return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
+
+
+def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str, class_weights: str) -> str:
+    """Returns a sentence on the rarest class with images, of C with `counts` int64 [C]; "" unless accuracy hides it."""
+    present = np.flatnonzero(counts)
+    if metric != "accuracy" or class_weights != "none" or len(present) < 2:
+        return ""
+    rarest = present[counts[present].argmin()]
+    share = counts[rarest] / (counts.sum() - counts[rarest]) * (len(present) - 1)
+    if share >= RARE:
+        return ""
+    # two digits of a share below 1%
+    has = f'"{classes[rarest]}" has {100 * share:.{0 if share >= 0.01 else 1}f}% of the images that other classes have'
+    remedy = "set protocol.metric: balanced_accuracy and training.class_weights: balanced"
+    return f"{has} on average, and accuracy hides it: {remedy}"
 
 
 def site_class_of(dataset: ImageDataset, rows: np.ndarray | None = None) -> SiteClass:

@@ -480,9 +480,10 @@ def _labels(curve: Mapping[str, Any]) -> str:
     """What few labels of a new site bring: the mean gain, and those of the domains that were the site."""
     by_label = [point for point in curve["points"] if point["chosen"] == "label"]
     point = next((point for point in by_label if point["labels"] == SHOWN_LABELS), by_label[0])
-    gains = join_names([words.scale(gain, "accuracy", signed=True) for gain in point["past_gains"].values()])
-    mean = words.scale(point["gain"], "accuracy", signed=True)
-    return f"{point['labels']} of a new site bring {curve['method']} {mean} points (by domain: {gains})"
+    metric = curve.get("metric", "accuracy")  # as in runs of before curves had one
+    gains = join_names([words.scale(gain, metric, signed=True) for gain in point["past_gains"].values()])
+    points = f"{words.scale(point['gain'], metric, signed=True)} points of {words.metric_words(metric)}"
+    return f"{point['labels']} of a new site bring {curve['method']} {points} (by domain: {gains})"
 
 
 def _cut(name: str, width: int) -> str:

@@ -124,7 +124,7 @@ class MethodChoice:
         own, of = shown[self.method], "held-out results" if self.at else self.selection
         if len(shown) == 1:
             return f"{self.method} is the only method with a value of {of} ({self.method} {own})"
-        rule = f"the best {self.metric} of {of} ({self.best} {shown[self.best]})"
+        rule = f"the best {self.metric.replace('_', ' ')} of {of} ({self.best} {shown[self.best]})"
         if len(self.within_reach) > 1:
             criterion, count = self.reason.partition(" (")[0], len(self.within_reach)
             rule = f"{criterion} among the {count} within one standard error of {rule}"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from xdm_ft.core import ORACLE
+from xdm_ft.protocol.site_class import hidden_imbalance
 from xdm_ft.report import Section, Table, cells, make_section
 from xdm_ft.report.words import in_unit
 from xdm_ft.results.run import Run
@@ -109,7 +110,9 @@ def data(run: Run) -> Section | None:
     if not run.recipe.report.images:
         faults = list(map(_without_files, faults))
     tables = [Table(caption, header, rows)] if rows else []
-    return make_section("data", tables=tables, notes=faults, data=words, faults=number)
+    counted = sum(counts.values(), np.zeros(len(classes), np.int64))
+    rare = hidden_imbalance(counted, classes, run.metric, run.recipe.training.class_weights)
+    return make_section("data", tables=tables, notes=[*faults, *([rare] if rare else [])], data=words, faults=number)
 
 
 def _without_files(fault: str) -> str:

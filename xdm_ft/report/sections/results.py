@@ -299,17 +299,20 @@ def label_curve(run: Run) -> Section | None:
     if curve is None:
         return None
     measured, domains = curve["points"], list(curve["points"][0]["past_gains"])
+    metric = curve.get("metric", "accuracy")  # as in runs of before curves had one
     rows = []
     for point in measured:
         gains = [point["past_gains"].get(domain) for domain in domains]
-        shown = [Cell(EMPTY if gain is None else words.scale(gain, "accuracy", signed=True), gain) for gain in gains]
+        shown = [Cell(EMPTY if gain is None else words.scale(gain, metric, signed=True), gain) for gain in gains]
         ends = point["interval"]
-        interval = Cell(words.between("accuracy", [*ends.values()], signed=True), ends["low"]) if ends else Cell(EMPTY)
-        gain = Cell(words.scale(point["gain"], "accuracy", signed=True), point["gain"])
-        accuracy = metric_cell(point["accuracy"], "accuracy")
-        rows.append(cells(HOW[point["chosen"]], point["labels"], accuracy, gain, interval, *shown))
-    header = ["images chosen", "labels", "accuracy", "gain", "95% interval", *domains]
-    table = Table("Accuracy in %; gains in points, the mean and those of each domain.", header, rows, labels=2)
+        interval = Cell(words.between(metric, [*ends.values()], signed=True), ends["low"]) if ends else Cell(EMPTY)
+        gain = Cell(words.scale(point["gain"], metric, signed=True), point["gain"])
+        value = metric_cell(point.get("value", point.get("accuracy")), metric)
+        rows.append(cells(HOW[point["chosen"]], point["labels"], value, gain, interval, *shown))
+    header = ["images chosen", "labels", words.metric_words(metric), "gain", "95% interval", *domains]
+    table = Table(
+        f"{in_unit(metric).capitalize()}; gains in points, the mean and those of each domain.", header, rows, labels=2
+    )
 
     lines = []
     for choice, look in looks(("label", "random")).items():
@@ -325,7 +328,7 @@ def label_curve(run: Run) -> Section | None:
         lines.append(line._replace(thin=thin, band=[(0, 0, 0), *band] if band else ()) if choice == "label" else line)
     figure = curves(
         "label-curve",
-        "Gain in accuracy against the number of labelled images of a new site",
+        f"Gain in {words.metric_words(metric)} against the number of labelled images of a new site",
         "Thick: the mean over domains, with its 95% interval; thin: each domain.",
         {"": lines},
         ("labelled images of the site", "gain in points"),
