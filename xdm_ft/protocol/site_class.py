@@ -80,10 +80,10 @@ def images_per_class(dataset: ImageDataset, rows: np.ndarray | None = None) -> n
     return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
 
 
-def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str, class_weights: str) -> str:
+def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str) -> str:
     """Returns a sentence on the rarest class with images, of C with `counts` int64 [C]; "" unless accuracy hides it."""
     present = np.flatnonzero(counts)
-    if metric != "accuracy" or class_weights != "none" or len(present) < 2:
+    if metric != "accuracy" or len(present) < 2:
         return ""
     rarest = present[counts[present].argmin()]
     share = counts[rarest] / (counts.sum() - counts[rarest]) * (len(present) - 1)
