@@ -16,7 +16,7 @@ DEVIATIONS = 3  # that the kernel reaches at each side
 
 
 class Blur(Augmentation):
-    """Blurs every image: torchvision's `gaussian_blur`, as a scanner or camera out of focus does."""
+    """Blurs every image, as a camera out of focus does: torchvision's `gaussian_blur`."""
 
     sigma: Annotated[
         tuple[_Deviation, _Deviation],

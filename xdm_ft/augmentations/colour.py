@@ -14,7 +14,7 @@ _Change = Annotated[float, Field(ge=0, le=10)]
 
 
 class Colour(Augmentation):
-    """Changes brightness, contrast, saturation and hue, in random order: torchvision's `ColorJitter`."""
+    """Changes brightness, contrast, saturation and hue in random order, as `ColorJitter`."""
 
     brightness: Annotated[_Change, Field(description="b: factor in 1 ± b, at least 0")] = 0.3
     contrast: Annotated[_Change, Field(description="as brightness")] = 0.3

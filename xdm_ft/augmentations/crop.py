@@ -16,7 +16,7 @@ ASPECT = 4 / 3  # of the sides, at most, as torchvision's RandomResizedCrop has 
 
 
 class Crop(Augmentation):
-    """Crops a part of the image, resized to the encoder's size; in place of the encoder's resizing.
+    """Crops a part of the image to the encoder's size, in place of its resizing.
 
     The crop has a share of the area within `scale` and sides that differ by a factor of up to 4/3, log-uniform, as far
     as it fits the image: torchvision's `RandomResizedCrop` without its tries.

@@ -12,8 +12,10 @@ from xdm_ft.images.transforms import Preprocessing
 
 
 class Flip(Augmentation):
-    """Flips left to right, each with probability 1/2; upside down and by quarter turns too, as slides and satellites
-    have no upper side."""
+    """Flips left to right and upside down, and turns by quarters, each as likely.
+
+    Slides and satellite images have no upper side; for others, set both settings to false.
+    """
 
     vertical: Annotated[bool, Field(description="flip upside down too, with probability 1/2")] = True
     quarter_turns: Annotated[bool, Field(description="turn by 0, 90, 180 or 270 degrees, each as likely")] = True
