@@ -1,12 +1,15 @@
 """A real site: atypical mitoses of six laboratories, a frozen ViT-Ti and its last blocks, with augmentations.
 
     python benchmarks/mitosis.py IMAGES.csv WEIGHTS [colours | frozen | cut …] > tables.md
+    python benchmarks/mitosis.py IMAGES.csv WEIGHTS chain METHOD BUDGET > chain.md
 
 IMAGES.csv is a table (path, label, domain, group) of the material of AMi-Br; WEIGHTS are a file of
 `vit_tiny_patch16_224`. `colours` is a control: heads on mean, deviation and quantiles of RGB alone. `frozen` trains
 heads with and without views of each augmentation; `cut` trains the last blocks and LoRA on images, without
 augmentation and with the one that BEST names. Each domain is held out once, slides are groups. Runs are made in the
 working directory by `xdm-ft run`; balanced accuracy in %, mean over held-out domains and seeds ± its standard error.
+`chain` takes each domain once as the new site of a METHOD of the frozen run: what `assess` expects, which BUDGET of
+images `label` chooses, what `evaluate` and `adapt` make of their labels, and what all images show.
 """
 
 from __future__ import annotations
@@ -105,8 +108,76 @@ def control(table: Path, weights: Path) -> Path:
     return recipe("mitosis_colours", f"{{name: features, file: {colours(table)}}}", "", methods, training, seeds=10)
 
 
+def verb(*words: object) -> dict[str, Any]:
+    """Runs a verb and returns the document of its --json."""
+    command = [sys.executable, "-m", "xdm_ft", *map(str, words), "--json", "--quiet"]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def site_table(name: str, rows: list[dict[str, str]], labelled: bool = True) -> Path:
+    columns = ["path", "group", *(["label"] if labelled else [])]
+    with (path := Path(f"{name}.csv")).open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def chain(table: Path, weights: Path, method: str, budget: int) -> Iterator[list[str]]:
+    """Yields a row per domain: the verbs of docs/new_site.md on a model that never saw it."""
+    with table.open(newline="") as file:
+        every = [row | {"path": str(table.parent / row["path"])} for row in csv.DictReader(file)]
+    label_of = {row["path"]: row["label"] for row in every}
+    for domain in sorted({row["domain"] for row in every}):
+        model, rows = Path(f"model-{domain}"), [row for row in every if row["domain"] == domain]
+        if not model.exists():
+            verb("export", "output/mitosis_frozen", model, "--method", method, "--held-out", domain)
+        expected = verb("assess", model, site_table(f"{domain}-unlabelled", rows, labelled=False))
+        chosen, images = Path(f"{domain}-to_label.csv"), f"{domain}-unlabelled.csv"
+        chosen.unlink(missing_ok=True)
+        verb("label", model, images, "--budget", budget, "--out", chosen)
+        with chosen.open(newline="") as file:
+            to_label = [*csv.DictReader(file)]
+        with chosen.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*to_label[0]])
+            writer.writeheader()
+            writer.writerows(row | {"label": label_of[row["path"]]} for row in to_label)
+        seen = verb("evaluate", model, chosen, "--risk", "10%")
+        out = Path(f"adapted-{domain}")
+        adapted = verb("adapt", model, chosen, "--out", out)
+        rest = site_table(f"{domain}-rest", [row for row in rows if row["path"] not in {r["path"] for r in to_label}])
+        before = verb("evaluate", model, rest)["whole"]["metrics"]
+        after = verb("evaluate", out, rest)["whole"]["metrics"] if adapted["kept"] else None
+        ends = f"{percent(expected['estimate'])} ({percent(expected['low'])} to {percent(expected['high'])})"
+        risk = seen["at_risk"]
+        yield [
+            domain, str(len(rows)), ends, expected["verdict"], percent(before["accuracy"]["value"]),
+            percent(before["balanced_accuracy"]["value"]),
+            percent(seen["whole"]["metrics"]["balanced_accuracy"]["value"]),
+            "none" if risk["threshold"] is None else f"{risk['threshold']:.2f}",
+            f"{100 * (adapted['metric_after'] - adapted['metric_before']):+.1f}, p {adapted['p']:.2f}",
+            "kept the old one" if after is None else percent(after["balanced_accuracy"]["value"]),
+        ]  # fmt: skip
+
+
+CHAIN = (
+    "site", "images", "assess: accuracy", "verdict", "accuracy", "balanced accuracy", "of the labelled",
+    "threshold for 10%", "adapt, cross-validated", "adapted, on the rest",
+)  # fmt: skip
+
+
 def main() -> None:
     table, weights = (Path(path).resolve() for path in sys.argv[1:3])
+    if sys.argv[3:4] == ["chain"]:
+        print("|", " | ".join(CHAIN), "|\n" + "|---" * len(CHAIN) + "|")
+        for values in chain(table, weights, sys.argv[4], int(sys.argv[5])):
+            print("|", " | ".join(values), "|", flush=True)
+        return
     makers: dict[str, Callable[[Path, Path], Path]] = {"colours": control, "frozen": frozen, "cut": cut}
     for name in sys.argv[3:] or makers:
         rows = [*summary(makers[name](table, weights))]
