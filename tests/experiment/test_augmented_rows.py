@@ -141,10 +141,12 @@ FROZEN = r"has no effect with a frozen encoder: each image is computed only once
     ("methods", "overrides", "problem"),
     [
         ([FLIP], ["features.views=0"], rf"methods\.0\.train_augmentation: {FROZEN}"),
-        ([NONE], [], r"data\.train_augmentation: none, the default of this data set, gives no views to cache"),
+        ([NONE], [], r"features\.views: no row on cached features has an augmentation"),
         (["{name: linear_probe, train_augmentation: flip}"], ["features.views=0"],
          r"methods\.0\.train_augmentation: linear_probe computes its head from the plain images"),
-        ([NONE, FLIP], ["data.train_augmentation=stain"], r"data\.train_augmentation: every method has its own"),
+        ([NONE, NONE.replace("erm", "xdomainmix")], [],
+         r"features\.views: no row on cached features has an augmentation; set one"),
+        ([FLIP.replace("flip}", "{name: stain}}")], [], r"\.train_augmentation: must have the form \{stain: "),
         ([FLIP.replace("flip}", "stian}")], [], r"methods\.0\.train_augmentation: no \"stian\" .*mean \"stain\""),
         (["{name: knn, class_weights: balanced}", FLIP], [], r"methods\.0\.class_weights: knn weighs no images"),
         (["{name: erm, class_weights: equal}"], [], r"methods\.0\.class_weights: "),
@@ -161,3 +163,26 @@ def test_given_features_have_no_augmentation(tmp_path):
     text = f"name: f\ndata: {{name: features, file: {tmp_path / 'f.npz'}}}\nmethods: [{FLIP}]\n"
     with pytest.raises(UserError, match=r"methods\.0\.train_augmentation: data\.name: features has no images"):
         check(parse(text, "f.yaml"))
+
+
+@pytest.mark.parametrize(
+    "override", ["erm.train_augmentation={stain: {strength: 0.2}}", "erm.train_augmentation=stain"]
+)
+def test_an_override_sets_the_augmentation_of_a_method(small_pacs, override):
+    made = recipe("erm", overrides=[override])
+    [augmentation] = made.augmentation_of(made.methods[0])
+    assert augmentation.strength == (0.2 if "0.2" in override else 0.05)
+
+
+@pytest.mark.slow
+def test_rows_of_an_edited_augmentation_are_computed_and_trained_anew(small_pacs, monkeypatch):
+    """The code of an augmentation is part of the keys of its views, and of its rows."""
+    rows = [NONE, FLIP]
+    first = heads(results(*rows))
+    monkeypatch.setattr("xdm_ft.augmentations.flip.Flip.apply", lambda self, image, draw, preprocessing: image)
+    monkeypatch.setattr("xdm_ft.augmentations.code_of", lambda component: "edited")
+    monkeypatch.setattr("xdm_ft.experiment.resume.code_of", lambda component: "edited")
+    edited = heads(results(*rows, overrides=["name=edited"]))
+    assert same(first["erm", 0], edited["erm", 0]) and not same(first["flip", 0], edited["flip", 0])
+    with pytest.raises(UserError, match="the code of flip has changed"):
+        results(*rows, overrides=["protocol.seeds=3"])

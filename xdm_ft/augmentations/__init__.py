@@ -15,6 +15,7 @@ from torch import Tensor
 from xdm_ft.images.transforms import Preprocessing, normalizing_transform, resizing_transform
 from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.runtime.settings import Block
+from xdm_ft.storage import code_of, digest
 
 if TYPE_CHECKING:
     from torchvision.transforms import Compose
@@ -43,7 +44,7 @@ class Augmentation(Block, ABC):
 
     def steps(self, preprocessing: Preprocessing) -> list[Any]:
         """Returns what tells this augmentation from others: its text is part of the keys of features."""
-        return [self]
+        return [f"{self!r}, code {digest(code_of(type(self)))}"]
 
     @property
     def name(self) -> str:

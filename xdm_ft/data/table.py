@@ -14,6 +14,7 @@ from pydantic import Field
 from xdm_ft.image_files.files import GroupPattern, ImageFiles, groups_of, index_names
 from xdm_ft.image_files.tables import (
     CLASS_PREFIX,
+    MISSING,
     PATH_COLUMNS,
     TableColumns,
     column_meant,
@@ -159,6 +160,9 @@ def soft_labels_of(
     """
     columns = [f"{CLASS_PREFIX}{name}" for name in classes]
     named = {CLASS_PREFIX + printable(one_form(name.removeprefix(CLASS_PREFIX).strip())): name for name in cells}
+    if len(named) < len(cells):
+        twice = next(name for name in cells if name not in named.values())
+        raise UserError(f"{file}: column {twice}: another column is of the same class; remove one")
     for name in named:
         if name not in columns:
             raise UserError(f"{file}: column {name}: no label has this name{did_you_mean(name, columns)}")
@@ -185,7 +189,7 @@ def soft_labels_of(
 def _probability(cell: object) -> float:
     """Returns the number in a cell; NaN for an empty one, −1 for text that is no number."""
     try:
-        return math.nan if cell is None or not str(cell).strip() else float(str(cell))
+        return math.nan if cell is None or str(cell).strip() in MISSING | {""} else float(str(cell))
     except ValueError:
         return -1.0
 

@@ -182,8 +182,8 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
     """Yields the faults that depend on data and recipe: groups that a split divides, which is a note if the data set is
     published so, and methods that cannot be trained, one finding per reason; and a note on a class that is rare.
     """
-    counts = images_per_class(plan.dataset).sum(0)
-    if rare := hidden_imbalance(counts, plan.dataset.class_names, plan.recipe.protocol.metric):
+    counts, recipe = images_per_class(plan.dataset).sum(0), plan.recipe
+    if rare := hidden_imbalance(counts, plan.dataset.class_names, recipe.protocol.metric, recipe.weighs_classes):
         yield Finding("classes", rare)
     for parts, (number, pairs) in divided_groups(plan.dataset, plan.splits).items():
         found = f"{number} {'is' if number == 1 else 'are'} in {parts}"

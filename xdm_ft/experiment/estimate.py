@@ -335,7 +335,9 @@ class EncoderWorkload:
         groups = [(self.encoder, [model for model in self.models if model.item.trainable is True], False)]
         for cut in self.cuts:
             above = [model for model in self.models if model.item.trainable in cut.serves]
-            groups.append((cut.below, above, cut.is_cached))
+            on_images = [model for model in above if plan.recipe.trains_on_images(model.item)]
+            groups.append((cut.below, on_images, False))
+            groups.append((cut.below, [model for model in above if model not in on_images], cut.is_cached))
         for encoder, models, is_cached in groups:
             if models:
                 image = image_seconds(plan, encoder, accelerator)
@@ -538,7 +540,7 @@ def encoder_costs(
             "ms_per_image": round(1e3 * seconds, 3),
             "feature_bytes": None
             if inputs.features is None
-            else len(dataset) * (1 + settings.views) * encoder.width * dtype.itemsize,
+            else len(dataset) * (1 + inputs.features.views) * encoder.width * dtype.itemsize,
             "robustness_index": None if inputs.features is None else _robustness_index(inputs.features, dataset),
         }
     return {"encoders": {label: costs[label] for label in prepared.encoders}}

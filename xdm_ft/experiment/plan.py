@@ -187,9 +187,11 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
         where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
         notes.append(f"{BY_DOMAIN} leaves out {where}")
     if dataset.soft_labels is not None:
-        notes.append("soft labels of the columns p:")
         trained = [item for item in recipe.methods if not item.is_text]
-        if alone := [item.label for item in trained if not item.algorithm.cls.reads_soft_labels]:
+        alone = [item.label for item in trained if not item.algorithm.cls.reads_soft_labels]
+        if len(alone) < len(trained):
+            notes.append("soft labels of the columns p:")
+        if alone:
             notes.append(f"reads the label alone, not p: columns: {' / '.join(alone)}")
     if recipe.search.trials > 1:
         draws = "the same hyper-parameter draws for every held-out domain and seed"
@@ -399,9 +401,12 @@ def augmentations(recipe: Recipe) -> str:
 
 def augmentation_line(recipe: Recipe) -> str:
     """Returns the line of the plan on augmentation; it says why some methods have none if others have one."""
-    kinds = {recipe.augmentation_of(item) for item in recipe.methods if not item.is_solver}
-    why = "images of rows without one are encoded once, features.views caches augmented ones"
-    return f"augmentation: {augmentations(recipe)}" + (f"; {why}" if len(kinds) > 1 else "")
+    trained = [item for item in recipe.methods if not item.is_solver]
+    kinds = {recipe.augmentation_of(item) for item in trained}
+    once = any(not recipe.augmentation_of(item) and not recipe.trains_on_images(item) for item in trained)
+    why = "; images of rows without one are encoded once" * (once and len(kinds) > 1)
+    why += ", features.views caches augmented ones" * (bool(why) and not recipe.features.views)
+    return f"augmentation: {augmentations(recipe)}{why}"
 
 
 def extra_models(plan: Plan) -> str:
@@ -417,6 +422,10 @@ def hparams(item: MethodItem, training: Training) -> dict[str, Any]:
         of_method["head"] = item.head.name
     if item.block.prompts is not None:
         of_method["prompts"] = list(item.block.prompts)
+    if item.block.class_weights is not None:
+        of_method["class_weights"] = item.block.class_weights
+    if item.block.train_augmentation is not None:
+        of_method["train_augmentation"] = str(item.block.train_augmentation)
     if item.block.normalize or item.block.start:
         of_method["normalize"] = item.reads_normalized
     if item.is_solver:

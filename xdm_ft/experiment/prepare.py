@@ -341,6 +341,7 @@ class RecipeCut:
     below: Below
     serves: tuple[Trainable, ...]  # what trains above it
     augmentations: tuple[Augmentations, ...]  # whose views are cached too
+    on_images: tuple[str, ...]  # labels of rows above it that compute activations at every step
     activations: int  # one per image and view
     missing: int  # activations that the cache lacks
     dtype: torch.dtype  # of cached activations
@@ -364,7 +365,8 @@ class RecipeCut:
         if not self.is_cached:
             return f"{which}, computed at every step ({self.why_computed})"
         missing = f", {self.missing_bytes / 1e6:,.1f} MB of it to be computed" if self.missing else ""
-        return f"{which}, cached: {self.activations} of them take {self.bytes / 1e6:,.1f} MB{missing}"
+        cached = f"{which}, cached: {self.activations} of them take {self.bytes / 1e6:,.1f} MB{missing}"
+        return cached + (f"; {join_names(self.on_images)}: computed at every step" if self.on_images else "")
 
 
 def cuts_of(
@@ -397,9 +399,11 @@ def cuts_of(
         else:
             cached = cached_images(below, dataset.decoder, settings, augmentations, device)
             count, missing = len(cached) * len(dataset), sum(max(0, len(dataset) - images) for images in cached)
-        of_recipe = RecipeCut(below, tuple(serves), augmentations, count, missing, DTYPES[settings.precision])
+        on_images = tuple(item.label for item in above if recipe.trains_on_images(item))
+        about = augmentations, on_images, count, missing, DTYPES[settings.precision]
+        of_recipe = RecipeCut(below, tuple(serves), *about)
         kinds = dict.fromkeys(str(recipe.augmentation_of(item)) for item in above)
-        drawn = [*kinds] if all(map(recipe.trains_on_images, above)) else []
+        drawn = [*kinds] if len(on_images) == len(above) else []
         before = (was_cached or {}).get(cut.name)
         of_recipe = replace(of_recipe, why_computed=_why_computed(recipe, of_recipe, drawn, planned, before))
         cuts.append(of_recipe)
@@ -453,7 +457,7 @@ ExternalValues = Mapping[str, Mapping[int, float]]
 def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_values: ExternalValues) -> Job:
     recipe, item, split, inputs = plan.recipe, model.item, model.split, prepared.for_method(model.item)
     class_weight = None
-    if model.training.class_weights == "balanced":
+    if recipe.class_weights_of(item) == "balanced":
         labels = plan.annotations.labels[torch.cat(split.train)]
         class_weight = balanced_class_weight(labels, len(plan.dataset.class_names))
     anchor, classes = None, len(plan.dataset.class_names)

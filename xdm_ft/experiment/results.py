@@ -75,7 +75,7 @@ RECORDS = "records"  # kind of the lines that hold records of models
 INPUT_WORDS = {
     "data.content": "images",
     "data.images": "the number of images",
-    "data.annotations": "labels, domains or splits of the data",
+    "data.annotations": "labels, soft labels, domains or splits of the data",
     "encoder": "the encoder's weights",
     "features": "weights, libraries or settings that determine features",
 }

@@ -20,7 +20,7 @@ from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.results.run import recipe_of
 from xdm_ft.runtime.errors import UserError, join_names, plural
 from xdm_ft.runtime.watchdog import wait_for_everyone
-from xdm_ft.storage import digest, json_digest
+from xdm_ft.storage import code_of, digest, json_digest
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import unverified_facts
@@ -164,11 +164,17 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
 
 
 def code_of_rows(recipe: Recipe, known: Mapping[str, str], trained: Collection[str] = ()) -> dict[str, str]:
-    """Returns {label: checksum of the code of the row's components}; of `trained` rows that in `known`, if it is there.
+    """Returns {label: checksum of the code of the row's components and augmentations}; of `trained` rows that in
+    `known`, if it is there.
 
     `known`: `environment.code` of results.json.
     """
-    code = {item.label: digest(*(part.code() for part in item.parts)) for item in recipe.methods}
+    code = {
+        item.label: digest(
+            *(part.code() for part in item.parts), *(code_of(type(of)) for of in recipe.augmentation_of(item))
+        )
+        for item in recipe.methods
+    }
     return code | {label: known[label] for label in code if label in trained and label in known}
 
 

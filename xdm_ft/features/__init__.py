@@ -56,8 +56,8 @@ class FeatureSettings(Block):
         int,
         Field(
             ge=0,
-            description="augmented views of every image to cache. Each training draw picks one of them uniformly, and "
-            "the plain features are for evaluation only; 0: train on the plain features",
+            description="views of every image to cache for each augmentation. Each training draw of a row with one "
+            "picks a view uniformly; other rows train on the plain features, as all do with 0",
         ),
     ] = 0
     cut: Annotated[

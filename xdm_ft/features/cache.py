@@ -455,7 +455,7 @@ class Features:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled is where the features are. They are left in their files there, until `to` is called."""
-        assert self._files is not None and not self._normalized and self._standard is None, (
+        assert self._files is not None and not (self._normalized or self._standard or self._before), (
             "features as `extract` returns them"
         )
         return self._files.open, (self._places, self.key, self.unreadable)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
@@ -157,7 +158,7 @@ class _Study:
     def item(self) -> MethodItem:
         return self.fit.model.item
 
-    @property
+    @cached_property
     def features(self) -> Features:
         """As the model's head reads them."""
         return self.prepared.for_method(self.item).features_of(self.fit.job(self.plan, self.prepared, self.seed))

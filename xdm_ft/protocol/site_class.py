@@ -80,7 +80,7 @@ def images_per_class(dataset: ImageDataset, rows: np.ndarray | None = None) -> n
     return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
 
 
-def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str) -> str:
+def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str, weighted: bool) -> str:
     """Returns a sentence on the rarest class with images, of C with `counts` int64 [C]; "" unless accuracy hides it."""
     present = np.flatnonzero(counts)
     if metric != "accuracy" or len(present) < 2:
@@ -89,9 +89,8 @@ def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str) ->
     share = counts[rarest] / (counts.sum() - counts[rarest]) * (len(present) - 1)
     if share >= RARE:
         return ""
-    # two digits of a share below 1%
     has = f'"{classes[rarest]}" has {100 * share:.{0 if share >= 0.01 else 1}f}% of the images that other classes have'
-    remedy = "set protocol.metric: balanced_accuracy and training.class_weights: balanced"
+    remedy = "set protocol.metric: balanced_accuracy" + " and training.class_weights: balanced" * (not weighted)
     return f"{has} on average, and accuracy hides it: {remedy}"
 
 

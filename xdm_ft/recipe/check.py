@@ -516,22 +516,24 @@ def _check_augmentation(faults: Faults, recipe: Recipe) -> None:
             faults.add(key, f"{item.label} computes its head from the plain images; leave it out")
         elif item.block.train_augmentation and not views and not any(i.index == item.index for i in on_images):
             faults.add(key, no_effect, "encoder.trainable", "features.views")
-    if given and trained and all(item.block.train_augmentation is not None for item in trained):
-        faults.add("data.train_augmentation", "every method has its own; leave it out", "methods")
-    elif given and not views and not any(item.block.train_augmentation is None for item in on_images):
+    inherit = [item for item in trained if item.block.train_augmentation is None]
+    if given and not views and not [item for item in inherit if item in on_images] and (inherit or not trained):
         faults.add("data.train_augmentation", no_effect, "encoder.trainable", "features.views")
-    if not views:
+    if not views or recipe.cached_augmentations(recipe.methods):
         return
-    if trained and len(on_images) == len(trained):
-        problem = "has no effect with encoder.trainable: true, which augments at every step; leave it out"
-        faults.add("features.views", problem, "encoder.trainable")
-    elif not trained:
+    if not trained:
         problem = "has no effect on methods without gradient steps, which read the plain images; leave it out"
         faults.add("features.views", problem, "methods")
-    elif not recipe.cached_augmentations(recipe.methods):
+    elif len(on_images) == len(trained) and all(item.trainable is True for item in trained):
+        problem = "has no effect with encoder.trainable: true, which augments at every step; leave it out"
+        faults.add("features.views", problem, "encoder.trainable")
+    elif len(inherit) == len(trained) > len(on_images):
         source = ", the default of this data set," if given is None else ""
         problem = f"none{source} gives no views to cache; set an augmentation, or leave features.views out"
-        faults.add("data.train_augmentation", problem, "features.views", "methods")
+        faults.add("data.train_augmentation", problem, "features.views")
+    else:
+        problem = "no row on cached features has an augmentation; set one, or leave it out"
+        faults.add("features.views", problem, "methods")
 
 
 def _check_space(faults: Faults, recipe: Recipe) -> None:

@@ -6,7 +6,6 @@ Every module in a folder of `FOLDERS` holds one public class, the component. Bas
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import pkgutil
@@ -17,6 +16,7 @@ from pydantic import create_model
 
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
+from xdm_ft.storage import code_of
 
 FOLDERS = {
     "methods": "algorithms",
@@ -95,14 +95,7 @@ class Component:
         return {f"{self.prefix}{key}": value for key, value in self.kwargs().items()}
 
     def code(self) -> str:
-        """Returns what its module computes: the syntax tree without docstrings and the descriptions of settings."""
-        tree = ast.parse(inspect.getsource(importlib.import_module(self.cls.__module__)))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                node.keywords = [keyword for keyword in node.keywords if keyword.arg != "description"]
-            elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-                del node.body[0]
-        return ast.dump(tree)
+        return code_of(self.cls)
 
     def build(self, *args: Any) -> Any:
         return self.cls(*args, **self.kwargs())

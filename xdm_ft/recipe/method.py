@@ -63,6 +63,8 @@ def _named_augmentations(entry: Any) -> list[tuple[str, Any]]:
     """Returns (name, settings) of each augmentation of an entry of the list."""
     if isinstance(entry, str):
         return [(entry, {})]
+    if isinstance(entry, Mapping) and "name" in entry:
+        raise ValueError(f"must have the form {{{entry['name']}: {{KEY: VALUE}}}}, without name")
     if isinstance(entry, Mapping) and all(isinstance(name, str) for name in entry):
         return [(name, {} if settings is None else settings) for name, settings in entry.items()]
     raise ValueError("must be a name, a mapping {name: settings}, or a list of them")
@@ -391,13 +393,13 @@ def change_item(item: MethodItem, changes: Mapping[str, Value]) -> MethodItem:
 
 
 def draw_training(training: Training, item: MethodItem, drawn: Mapping[str, Value]) -> Training:
-    """Returns the block for an item: with its drawn keys, and with those that the item has itself, which are not drawn.
+    """Returns the block for an item: with its drawn keys, and with the item's own `encoder_lr`, which is not drawn.
 
     Raises pydantic's `ValidationError` as `draw_item` does.
     """
     changes = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
-    of_item = {"encoder_lr": item.block.encoder_lr, "class_weights": item.block.class_weights}
-    changes |= {key: value for key, value in of_item.items() if value is not None}
+    if item.block.encoder_lr is not None:
+        changes["encoder_lr"] = item.block.encoder_lr
     return _change(training, changes) if changes else training
 
 

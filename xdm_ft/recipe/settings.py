@@ -187,6 +187,12 @@ class Recipe:
             return "none"
         return item.block.class_weights or self.training.class_weights
 
+    @property
+    def weighs_classes(self) -> bool:
+        """Whether every method that can weighs the classes."""
+        able = [item for item in self.methods if not item.is_solver or item.algorithm.cls.weighs_images]
+        return all(self.class_weights_of(item) == "balanced" for item in able)
+
     def cached_augmentations(self, items: Iterable[MethodItem]) -> tuple[Augmentations, ...]:
         """Returns the augmentations whose views of images are cached for these methods, each once."""
         kinds = dict.fromkeys(self.augmentation_of(item) for item in items if not self.trains_on_images(item))

@@ -195,8 +195,8 @@ def recipe_of(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Map
 
 
 def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the dotted key and value of every leaf of nested dicts."""
-    if isinstance(value, dict) and value:
+    """Yields the dotted key and value of every leaf of nested dicts. An augmentation is a leaf."""
+    if isinstance(value, dict) and value and name.rpartition(".")[2] != "train_augmentation":
         for key, inner in value.items():
             yield from leaves(f"{name}.{key}", inner)
     else:

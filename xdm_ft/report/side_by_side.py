@@ -101,16 +101,19 @@ def _table(runs: Sequence[Run], caption: str) -> Table:
     references = [comparisons.reference_name(row, run) for run in runs for row in _beside(run)]
     versus = comparisons.versus_columns(beside, references, metric)
     tested_header, tested = comparisons.verdict_cells(beside, metric)
-    rows = []
+    rows, keys = [], ["encoder", "encoder_trained", "augmentation"]
     of_runs = [(run, row) for run in runs for row in run.recipe_rows]
+    if any(row.class_weights for _, row in of_runs):
+        keys.append("class_weights")
     for i, (run, row) in enumerate(of_runs):
         of_method, shown = properties(run, row.method), row.to_json()
-        encoder = (of_method[key] for key in ("encoder", "encoder_trained", "augmentation"))
+        encoder = (of_method[key] for key in keys)
         means = (metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains)
         numbers = cells(with_spread(shown, row.stderr), row.n, budget_text(shown))
         compared = (texts[i] for texts in versus.values())
         rows.append(cells(names[run.path], row.method, *encoder, *means, *numbers, *compared, *tested[i]))
-    start = "run", f"method{mark}", "encoder", "encoder is", "augmentation"
+    names_of = {"encoder_trained": "encoder is", "class_weights": "class weights"}
+    start = "run", f"method{mark}", *(names_of.get(key, key) for key in keys)
     of_its_run = [f"{head} of its run" for head in versus]
     header = [*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *of_its_run, *tested_header]
     return Table(caption, header, rows, labels=2)

@@ -25,8 +25,8 @@ from xdm_ft.sharpness import Sharpness
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MixedPrecision = Literal["no", "bf16", "fp16"]
 ClassWeights = Literal["none", "balanced"]
+MixedPrecision = Literal["no", "bf16", "fp16"]
 """The precision of a trainable encoder's computation; no: float32."""
 MAX_GRAPHS = 256  # of one compiled function: kinds of heads, their numbers, phases
 

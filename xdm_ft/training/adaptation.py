@@ -9,7 +9,6 @@ that is classified correctly by one of both heads alone may as well be so by the
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ STEPS, LR, AVERAGED = 80, 3e-3, 40  # of Adam on all images; the last 40 weights
 STRONG, WEAK = (50, 1.0), (100, 0.1)  # number of labels, λ: up to the first, and from the second on
 FOLDS = 4
 DOUBT = 0.3  # largest p-value of a gain
-MAX_SUMS, DRAWS = 1 << 14, 9_999  # sums of signed changes that are all counted; of more, draws
+MAX_SUMS, DRAWS = 1 << 22, 9_999  # combinations of signs that are all counted; of more, draws
 RESOLUTION = 1e9  # of the largest change in a sum
 
 
@@ -69,24 +68,31 @@ def compare_heads(
 def sign_flip_p(changes: np.ndarray) -> float:
     """Returns the share of all signs of the changes [n] with which their sum is at least the one seen.
 
-    All sums are counted while they have at most `MAX_SUMS` values, as those of images of two classes do; else the share
-    is (b + 1)/(m + 1), b of m fixed draws of signs (Phipson & Smyth 2010). Changes of one size make it the sign test.
+    It is exact while numbers of positive signs, one per size of change, can be combined in at most `MAX_SUMS` ways, as
+    for images of two classes; else (b + 1)/(m + 1), b of m fixed draws of signs (Phipson & Smyth 2010). Changes of one
+    size make it the sign test.
     """
+    from scipy.stats import binom
+
     changes = changes[changes != 0]
     if not len(changes):
         return 1.0
     # whole numbers, so that equal sums are equal; each is off by ½ at most
     units = np.rint(changes * (RESOLUTION / np.abs(changes).max())).astype(np.int64)
-    least, ways = int(units.sum()) - len(units), Counter({0: 1})
-    for unit in units.tolist():
-        flipped = Counter[int]()
-        for total, number in ways.items():
-            flipped[total + unit] += number
-            flipped[total - unit] += number
-        if len(ways := flipped) > MAX_SUMS:
-            signs = np.random.default_rng(0).integers(0, 2, (DRAWS, len(units))) * 2 - 1
-            return float((signs @ units >= least).sum() + 1) / (DRAWS + 1)
-    return sum(number for total, number in ways.items() if total >= least) / 2 ** len(units)
+    least = int(units.sum()) - len(units)
+    sizes, counts = np.unique(np.abs(units), return_counts=True)
+    if np.prod(counts + 1.0) <= MAX_SUMS:
+        totals, shares = np.zeros(1, np.int64), np.ones(1)
+        for size, count in zip(sizes, counts, strict=True):
+            ups = np.arange(count + 1)  # changes of this size with a positive sign
+            totals = (totals[:, None] + size * (2 * ups - count)).ravel()
+            shares = (shares[:, None] * binom.pmf(ups, count, 0.5)).ravel()
+        return float(shares[totals >= least].sum())
+    generator, reached = np.random.default_rng(0), 0
+    for drawn in np.array_split(np.arange(DRAWS), 1 + DRAWS * len(units) // MAX_SUMS):
+        signs = generator.integers(0, 2, (len(drawn), len(units)), np.int8) * 2 - 1
+        reached += int((signs @ units >= least).sum())
+    return (reached + 1) / (DRAWS + 1)
 
 
 def ridge_strength(labels: int) -> float:

@@ -111,7 +111,7 @@ def data(run: Run) -> Section | None:
         faults = list(map(_without_files, faults))
     tables = [Table(caption, header, rows)] if rows else []
     counted = sum(counts.values(), np.zeros(len(classes), np.int64))
-    rare = hidden_imbalance(counted, classes, run.metric)
+    rare = hidden_imbalance(counted, classes, run.metric, run.recipe.weighs_classes)
     return make_section("data", tables=tables, notes=[*faults, *([rare] if rare else [])], data=words, faults=number)
 
 
