@@ -247,9 +247,9 @@ def shrink(values, folder, clip):
             method["anneal_steps"] = 1
     if "search" in values:
         values["search"]["trials"] = 2
-    values["features"] = {"dir": str(folder / "features")} | (
-        {"workers": 0} if values["data"]["name"] != "features" else {}
-    )
+    views = {"views": 1} if values.get("features", {}).get("views") else {}
+    workers = {"workers": 0} if values["data"]["name"] != "features" else {}
+    values["features"] = {"dir": str(folder / "features"), **workers, **views}
     values["report"] = {"page": False}
     values["output"] = {"dir": str(folder / "output")}
 

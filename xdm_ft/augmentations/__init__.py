@@ -15,7 +15,8 @@ from torch import Tensor
 from xdm_ft.images.transforms import Preprocessing, normalizing_transform, resizing_transform
 from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.runtime.settings import Block
-from xdm_ft.storage import code_of, digest
+from xdm_ft.storage import digest
+from xdm_ft.version import code_of
 
 if TYPE_CHECKING:
     from torchvision.transforms import Compose

@@ -20,11 +20,12 @@ from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.results.run import recipe_of
 from xdm_ft.runtime.errors import UserError, join_names, plural
 from xdm_ft.runtime.watchdog import wait_for_everyone
-from xdm_ft.storage import code_of, digest, json_digest
+from xdm_ft.storage import digest, json_digest
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import unverified_facts
 from xdm_ft.storage.run_directory import RESULTS, RunDirectory
+from xdm_ft.version import code_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -16,7 +16,7 @@ from pydantic import create_model
 
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
-from xdm_ft.storage import code_of
+from xdm_ft.version import code_of
 
 FOLDERS = {
     "methods": "algorithms",

@@ -5,9 +5,6 @@ Here: checksums, xxh3 of texts, of tensors and of JSON values.
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -33,17 +30,6 @@ def digest(*parts: str | np.ndarray | Tensor, bits: Literal[64, 128] = 64) -> st
             # viewed as bytes, because numpy has no bfloat16
             hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(hasher.hexdigest())
-
-
-def code_of(component: type[Any]) -> str:
-    """Returns what its module computes: the syntax tree without docstrings and the descriptions of settings."""
-    tree = ast.parse(inspect.getsource(importlib.import_module(component.__module__)))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            node.keywords = [keyword for keyword in node.keywords if keyword.arg != "description"]
-        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            del node.body[0]
-    return ast.dump(tree)
 
 
 Json = dict[str, Any]
