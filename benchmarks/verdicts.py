@@ -4,6 +4,7 @@
     python benchmarks/verdicts.py simulate                   normal models; 5 minutes on one core
     python benchmarks/verdicts.py looks                      a run that grows and is judged each time; 2 minutes
     python benchmarks/verdicts.py margins                    "equal within" the margin; 4 minutes
+    python benchmarks/verdicts.py folds                      many sites in few folds; 1 minute
 
 A table has a reference and 13 methods, as `recipes/all_methods.yaml` has; its first 6 methods and its first one are
 smaller tables. Verdicts come from `xdm_ft.evaluation.verdicts`, whose functions the summary of results.json calls.
@@ -41,6 +42,9 @@ looks     The run has 5, 10 and 20 seeds of the same models. *naive*: α = 0.05 
           False if any look says anything; 5 and 7.5% are allowed.
 margins   Domains as above. *false*: all methods are worse by exactly the margin, and the table says of any that it is
           equal within it. *true*: all are equal, and the table says so of the first one.
+folds     Differences at the sites are normal with an SD of 1, correlated by 0, 0.1 or 0.3 within folds, whose sites
+          share models. Verdicts elsewhere of one comparison: *false* with a mean difference of 0, *found* with 0.6.
+          *alone*: t over the sites, whose degrees of freedom the folds do not have. *one by one*: each site alone.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ import numpy as np
 from scipy import stats
 
 from xdm_ft.core import ALPHA
-from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate, Term, over_images
+from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate, Term, over_images, over_sets, over_sites
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, effective_number, jackknife_variance
 from xdm_ft.results import verdicts
 from xdm_ft.results.model import Record
@@ -89,7 +93,7 @@ def compared(first: np.ndarray, second: np.ndarray, images: Term, fixed: bool = 
         of_seeds = verdicts.over_seeds(first, second[:, :0] if fixed else second)
     by_set = first.mean(1) - second.mean(1)  # [D]
     on_these = verdicts.estimate_here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
-    on_others = verdicts.over_sets(by_set)
+    on_others = over_sets(by_set)
     p, elsewhere = p_values(sets, on_these, on_others)
     return Comparison(
         selection="", first="", second="", sets=sets, domains=sets, seeds=seeds, paired=paired,
@@ -422,11 +426,31 @@ def margins(arguments: argparse.Namespace) -> None:
             print(line(name, kind, accuracy.shape[3], f"{100 * margin:g}", *cells), flush=True)
 
 
+def folds(arguments: argparse.Namespace) -> None:
+    generator = np.random.default_rng(0)
+    print(head("sites", "folds", "correlation", "false", "false, alone", "found", "found, one by one"))
+    for sites, of_sites in ((6, (3,)), (12, (3, 5)), (30, (3, 5, 10))):
+        for count in of_sites:
+            fold_of = np.arange(sites) % count
+            parts = [np.flatnonzero(fold_of == fold).tolist() for fold in range(count)]
+            for correlation in (0.0, 0.1, 0.3):
+                shared = generator.normal(size=(arguments.tables, count))[:, fold_of] * correlation**0.5
+                own = generator.normal(size=(arguments.tables, sites))
+                equal = shared + own * (1 - correlation) ** 0.5
+                cases = (equal, parts), (equal, None), (equal + 0.6, parts), (own + 0.6, None)
+                found = [sum((over_sites(of, by).p() or 0) < ALPHA for of in values) for values, by in cases]  # type: ignore[union-attr]
+                cells = [
+                    share(n, arguments.tables, limit)
+                    for n, limit in zip(found, (ALPHA, ALPHA, None, None), strict=True)
+                ]
+                print(line(sites, count, f"{correlation:g}", *cells), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(required=True)
     seeds = {pool: [3, 5, 10], simulate: [3, 5, 8, 9, 10, 11, 20], margins: [3, 5, 10, 20]}
-    for do in (pool, simulate, looks, margins):
+    for do in (pool, simulate, looks, margins, folds):
         part = parts.add_parser(do.__name__)
         part.set_defaults(do=do)
         if do is pool:

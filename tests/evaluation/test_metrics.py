@@ -108,7 +108,8 @@ def test_one_class_only() -> None:
     result = full_score(logits, torch.full((10,), 2), domains)
     assert result.auroc is None
     assert math.isnan(metric("auroc", logits, torch.full((10,), 2), domains))
-    assert result.balanced_accuracy == result.accuracy
+    assert result.balanced_accuracy is None, "the recall of one class is an accuracy"
+    assert math.isnan(metric("balanced_accuracy", logits, torch.full((10,), 2), domains))
     assert [name for name, recall in result.per_class_recall.items() if recall is not None] == ["class 2"]
 
 

@@ -279,7 +279,7 @@ def fault(dataset, protocol, unreadable=()):
 
 GROUPED_ANEW = MadeUp(np.arange(40) % 2, np.arange(40) // 20, groups=np.arange(40) % 20)
 FEW_GROUPS = MadeUp(np.arange(40) % 2, np.arange(40) // 20, groups=np.arange(40) // 10)
-ONE_CLASS = MadeUp([0, 1, 0, 1, 0, 0], [0, 0, 1, 1, 2, 2])
+ONE_CLASS = MadeUp([0, 1, 0, 0], [0, 0, 1, 1])
 THREE = MadeUp([0, 1, 0, 1, 0, 0, 1], [0, 0, 1, 1, 2, 2, 2])
 
 
@@ -306,7 +306,7 @@ THREE = MadeUp([0, 1, 0, 1, 0, 0, 1], [0, 0, 1, 1, 2, 2, 2])
         ),
         (GROUPED_ANEW, {}, (), "no image left for training with d0 held out; if groups are numbered anew"),
         (FEW_GROUPS, {}, (), "a group may be too large for val_fraction 0.2"),
-        (ONE_CLASS, {}, (), 'the domain "d2" has images of one class only ("c0")'),
+        (ONE_CLASS, {}, (), 'images of one class only ("c0") left for training with d0 held out'),
         (THREE, {}, (4, 5, 6), 'the domain "d2" has no image'),
     ],
 )

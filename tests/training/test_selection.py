@@ -164,7 +164,7 @@ def test_the_mean_over_domains_by_hand(name: str) -> None:
     logits, labels = torch.randn(60, 3, generator=generator), torch.arange(60) % 3
     domains, rows = torch.tensor([5] * 9 + [2] * 40 + [0] * 11), torch.randperm(60, generator=generator)
     mean, pooled = (
-        RuleImages(split, rows, Annotations(labels, domains, domains), name, 3).value(logits[rows])
+        RuleImages(split, rows, Annotations(labels, domains, domains), name).value(logits[rows])
         for split in (VAL, "val_domain")
     )
     assert mean == pytest.approx(naive(name, logits, labels, domains), abs=1e-12)
@@ -175,7 +175,7 @@ def test_the_mean_over_domains_by_hand(name: str) -> None:
 def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
     """1/10, 2/10, 3/10 and their permutations: float sums differ by their order, the value must not."""
     domains = torch.arange(30) // 10
-    images = RuleImages(VAL, torch.arange(30), Annotations(torch.zeros(30).long(), domains, domains), "accuracy", 2)
+    images = RuleImages(VAL, torch.arange(30), Annotations(torch.zeros(30).long(), domains, domains), "accuracy")
     values = set()
     for right in ((1, 2, 3), (3, 2, 1), (2, 3, 1), (3, 1, 2)):
         wrong = torch.cat([torch.arange(10) >= n for n in right])
@@ -186,13 +186,13 @@ def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
 def test_domains_where_the_metric_is_not_defined_are_left_out_at_every_step() -> None:
     labels, domains = torch.tensor([0, 1, 0, 1, 1, 1, 0, 1]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     rows, annotations, kept = torch.arange(8), Annotations(labels, domains, domains), domains != 1
-    assert defined_domains(rows, annotations, "auroc", 2)[1] == [1]
-    assert defined_domains(rows, annotations, "accuracy", 2)[1] == []
-    images = RuleImages(VAL, rows, annotations, "auroc", 2)
+    assert defined_domains(rows, annotations, "auroc")[1] == [1]
+    assert defined_domains(rows, annotations, "accuracy")[1] == []
+    images = RuleImages(VAL, rows, annotations, "auroc")
     for seed in range(3):
         logits = torch.randn(8, 2, generator=torch.Generator().manual_seed(seed))
         assert images.value(logits) == pytest.approx(naive("auroc", logits[kept], labels[kept], domains[kept]))
-    assert math.isnan(RuleImages(VAL, rows[4:6], annotations, "auroc", 2).value(torch.randn(2, 2)))
+    assert math.isnan(RuleImages(VAL, rows[4:6], annotations, "auroc").value(torch.randn(2, 2)))
 
 
 def with_rows(job: Job, rows: Tensor) -> Job:

@@ -65,7 +65,8 @@ def read_study(recipe: Recipe, accelerator: Accelerator, run: Run | None = None)
     try:
         plan, problem = make_plan(recipe, dataset).without(prepared.unreadable), ""
     except UserError as error:
-        if str(error).startswith(("protocol.test_domains", "protocol.together")):  # of the recipe, not of the data
+        # of the recipe, not of the data
+        if str(error).startswith(("protocol.test_domains", "protocol.together", "protocol.folds")):
             raise
         plan, problem = Plan(recipe, dataset, (), (), (), ()), str(error)
     return Study(plan, prepared.to(accelerator.device), hashes.duplicates(), problem)
@@ -130,6 +131,7 @@ def audit(study: Study, notes: Sequence[str] = (), of: str | None = None) -> Aud
         "content": study.prepared.content,
         "heads": study.description,
         "held_out": [set_name(held) for held in splits],
+        "folds": study.plan.recipe.protocol.folds,
         "copies": _copies(study, pairs, straddles, splits),
         "twins": twins.twins,
         "domain_pairs": {key: value for key, value in asdict(twins).items() if key != "twins"},

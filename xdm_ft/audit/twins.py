@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from xdm_ft.audit.costs import Answered, difference, judge_costs, prediction
 from xdm_ft.audit.heads import HeadRequest, Study
@@ -55,9 +56,9 @@ class DomainPairs:
 
 
 def units_of(study: Study) -> list[tuple[str, ...]]:
-    """Returns the domains that are held out together, and every other domain alone."""
-    sets = [split.test_domains for _, split in study.heads if not set(split.test_domains) & set(split.train_domains)]
-    units = list(dict.fromkeys(sets))
+    """Returns the domains that are measured as one, and every other domain alone."""
+    held_out = [split for _, split in study.heads if not set(split.test_domains) & set(split.train_domains)]
+    units = list(dict.fromkeys(held for split in held_out for held in split.sites(study.dataset)))
     in_set = {name for unit in units for name in unit}
     present = np.unique(study.dataset.domains[study.readable])
     names = [study.dataset.domain_names[number] for number in present.tolist()]
@@ -86,11 +87,11 @@ def domain_pairs(
     np.fill_diagonal(near, False)
     cells = list[_Cell]()
     for seed, split in study.heads:
-        if split.test_domains in units:
-            i = list(units).index(split.test_domains)
-            for j, unit in enumerate(units):
+        for held, test in split.sites(study.dataset).items():
+            i = list(units).index(held) if held in units else -1
+            for j, unit in enumerate(units if i >= 0 else ()):
                 if j != i and set(unit) <= set(split.train_domains) and (near[i, j] or len(units) <= ALL_PAIRS):
-                    cells += _cells(study, split, seed, i, j, unit)
+                    cells += _cells(study, split, seed, i, j, unit, test)
     predicted = study.predictions([head for cell in cells for head in cell.heads], "two domains left out")
     answers: dict[tuple[int, int], tuple[list[Prediction], list[Prediction], list[Prediction]]] = {}
     for number, cell in enumerate(cells):
@@ -138,9 +139,9 @@ class _Cell(NamedTuple):
     ]  # with all images; without the other unit; without as many random ones
 
 
-def _cells(study: Study, split: Split, seed: int, i: int, j: int, unit: Sequence[str]) -> list[_Cell]:
+def _cells(study: Study, split: Split, seed: int, i: int, j: int, unit: Sequence[str], test: Tensor) -> list[_Cell]:
     """Returns the heads of a cell under one seed; none if too few images are left to train on."""
-    dataset, test = study.dataset, split.evaluation["test"]
+    dataset = study.dataset
     left_out = with_groups(dataset, in_domains(dataset, unit))
     rows = np.flatnonzero(left_out)
     without, matched = study.without(split, rows), study.matched(split, rows, [seed, i, j])

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xdm_ft.cli import CommandResult
 from xdm_ft.cli.run import load_recipe
 from xdm_ft.cut.cut import describe_chain
@@ -28,8 +30,11 @@ from xdm_ft.experiment.resume import inherit_choices, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.experiment.work import as_launched, launched
 from xdm_ft.features.given import zero_shot_accuracies
+from xdm_ft.images import ImageDataset
 from xdm_ft.model_sources.prompts import warn_of_class_names
+from xdm_ft.protocol.folds import recommend_folds
 from xdm_ft.protocol.site_class import site_class_of
+from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
 from xdm_ft.report.comparisons import forecast
@@ -96,6 +101,9 @@ def validate(recipe: Recipe) -> CommandResult:
         findings = check_data(plan, show=True)
         power = _power(recipe)
 
+    folds, protocol = [split for split in plan.splits if split.fold is not None], recipe.protocol
+    in_turn = protocol.name != "official" and protocol.test_domains is None and not protocol.together
+    recommended = recommend_folds(len(dataset.domain_names), protocol.folds) if in_turn else []
     document = {
         "recipe": recipe.resolved(),
         "classes": dataset.class_names,
@@ -106,6 +114,7 @@ def validate(recipe: Recipe) -> CommandResult:
         "cuts": [cost.document for cost in cuts],
         "blocks": [{"encoder": label, "lines": lines} for label, lines in blocks.items()],
         "notes": plan.notes,
+        "folds": [{"domains": list(split.test_domains), "images": images_of(dataset, split)} for split in folds],
         "site_class": site_class_of(dataset).to_json(),
         "findings": findings,
         "power": power,
@@ -120,6 +129,11 @@ def validate(recipe: Recipe) -> CommandResult:
         columns = [f"columns of the table: {read} are read; {f'ignored: {others}' if others else 'no other'}"]
     parts: dict[str, Sequence[str]] = {"plan": [*columns, *describe(plan).splitlines(), time_line, *plan.notes]}
     parts["classes"] = _in_lines(dataset.class_names)
+    parts["folds of domains that are held out together"] = [
+        f"{split.fold}: {', '.join(split.test_domains)}; images: "
+        + ", ".join(f"{name} {images}" for name, images in images_of(dataset, split).items())
+        for split in folds
+    ] + recommended
     text_scores = None
     if isinstance(dataset, FeatureTable) and dataset.class_embeddings is not None:
         text_scores = zero_shot_accuracies(dataset)
@@ -142,6 +156,12 @@ def validate(recipe: Recipe) -> CommandResult:
     for heading, lines in parts.items():
         text += [f"# {heading}", *(f"#   {line}" for line in lines)] if lines else []
     return CommandResult(document, text, fault, text_despite_error=True)
+
+
+def images_of(dataset: ImageDataset, split: Split) -> dict[str, int]:
+    """Returns {class: number of test images} of a split."""
+    counts = np.bincount(dataset.labels[split.evaluation["test"].numpy()], minlength=len(dataset.class_names))
+    return dict(zip(dataset.class_names, counts.tolist(), strict=True))
 
 
 def _in_lines(names: Sequence[str]) -> list[str]:

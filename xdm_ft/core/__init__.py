@@ -116,7 +116,7 @@ class Score:
     """The metrics of one split, as `metrics` in results.json holds them. Accuracies and rates are fractions."""
 
     accuracy: float
-    balanced_accuracy: float
+    balanced_accuracy: float | None  # None: fewer than two classes are present
     macro_f1: float
     auroc: float | None  # None: fewer than two classes are present
     worst_domain_accuracy: float | None  # None: no image is in a group of `Annotations.worst_of`
@@ -124,7 +124,7 @@ class Score:
     ece: float
     n: int
     per_class_recall: dict[str, float | None] = field(repr=False)  # None for a class without images
-    per_domain: dict[str, dict[str, Any]] = field(repr=False)  # name → {"accuracy", "n"}
+    per_domain: dict[str, dict[str, Any]] = field(repr=False)  # name → {"accuracy", "n", …}
 
     @property
     def worst_class_recall(self) -> float | None:

@@ -71,22 +71,27 @@ def _variance(values: np.ndarray) -> np.ndarray:
     return (values - values[..., :1]).var(-1, ddof=1)
 
 
-def over_seeds(first: np.ndarray, second: np.ndarray) -> Term:
+def over_seeds(first: np.ndarray, second: np.ndarray, folds: Sequence[Sequence[int]] | None = None) -> Term:
     """Returns V_S of the difference of two methods that are not paired by seed.
 
     V_S = max(Σ_d (a_md + a_rd), b_m + b_r), a_md = s²_md/(S_m D²), b_m = s²(means over sets)_m/S_m. Were seeds
     independent between sets, Σ a would be right, with more degrees of freedom; what they have in common on all sets
-    makes b larger, and the part that exceeds Σ a has the degrees of freedom of b.
+    makes b larger, and the part that exceeds Σ a has the degrees of freedom of b. The N_f sets of a fold share models:
+    a_mf = s²_mf (N_f/D)²/S_m with the means over the fold takes the place of its a_md.
 
     Args:
         first: the metric by held-out set and seed, float64 [D,S_m] with S_m ≥ 2; [D,0] for a deterministic method.
         second: the same of the reference, [D,S_r].
+        folds: positions of the sets that share models; None: each set has models of its own.
     """
     within, between = list[Term](), list[Term]()
     for values in (first, second):
         sets, seeds = values.shape
         if seeds:
-            within += [Term(v / (seeds * sets**2), seeds - 1) for v in _variance(values).tolist()]
+            of_models = values if folds is None else np.array([values[fold].mean(0) for fold in folds])
+            sizes = [1] * sets if folds is None else [len(fold) for fold in folds]
+            variances = zip(_variance(of_models).tolist(), sizes, strict=True)
+            within += [Term(v * size**2 / (seeds * sets**2), seeds - 1) for v, size in variances]
             between.append(Term(float(_variance(values.mean(0))) / seeds, seeds - 1))
     a, b = welch(within), welch(between)
     return harmonic([a, Term(b.variance - a.variance, b.freedom)])
@@ -126,6 +131,20 @@ def over_sets(differences: Sequence[float] | np.ndarray) -> Estimate | None:
     spread = float(np.std(differences, ddof=1))
     equal = spread <= 1e-9 * float(np.abs(differences).max())
     return Estimate(float(np.mean(differences)), 0.0 if equal else spread / n**0.5, n - 1)
+
+
+def over_sites(differences: np.ndarray, folds: Sequence[Sequence[int]] | None) -> Estimate | None:
+    """Returns `over_sets` of the differences at D sites, or of their means over folds, whichever has the larger p.
+
+    Sites of a fold share models, so what these have in common counts once per fold: with 30 sites in 3 folds and a
+    correlation of 0.3 within folds, D − 1 degrees of freedom alone find a difference in 32% of tables without one.
+    `folds`: positions of the sites of each; None: each site has models of its own.
+    """
+    of_sites = over_sets(differences)
+    of_folds = None if folds is None else over_sets([differences[fold].mean() for fold in folds])
+    if of_sites is None or of_folds is None:
+        return of_sites
+    return max(of_sites, of_folds, key=lambda estimate: estimate.p() or 0.0)
 
 
 def holm(p: Sequence[float]) -> list[float]:

@@ -27,7 +27,7 @@ from scipy.special import expit, stdtrit
 from scipy.stats import binomtest
 
 from xdm_ft.core import ALPHA, DomainSet, Interval
-from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate, Term, welch
+from xdm_ft.evaluation.estimates import FEWEST_SETS, Estimate, Term, over_sets, welch
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.runtime.errors import signed
 
@@ -71,16 +71,22 @@ def smooth_share(share: Shares, images: float) -> Shares:
     return (share * images + 0.5) / (images + 1)
 
 
-def new_site(by_set: Sequence[np.ndarray], scale: Scale = "plain") -> NewSite | None:
+def new_site(
+    by_set: Sequence[np.ndarray], scale: Scale = "plain", folds: Sequence[Sequence[int]] | None = None
+) -> NewSite | None:
     """Returns the distribution at a new site from the values [S] of each held-out set, which are on `scale`.
 
+    `folds`: positions of sets that share models; m then varies by 1/D s² or by what its folds show, whichever is more.
     Returns None for fewer than three sets.
     """
     if (sets := len(by_set)) < FEWEST_SETS:
         return None
     means = np.array([values.mean() for values in by_set])
     of_seeds = [values.var(ddof=1) * (1 - 1 / len(values)) for values in by_set if len(values) > 1]
-    variance = means.var(ddof=1) * (1 + 1 / sets) + sum(of_seeds) / sets
+    of_mean = means.var(ddof=1) / sets
+    if folds is not None and (of_folds := over_sets([means[fold].mean() for fold in folds])) is not None:
+        of_mean = max(of_mean, of_folds.error**2)
+    variance = means.var(ddof=1) + of_mean + sum(of_seeds) / sets
     return NewSite(float(means.mean()), float(variance**0.5), sets - 1, scale)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,8 +55,9 @@ def recalls(counts: np.ndarray) -> np.ndarray:
 
 
 def balanced_accuracy(counts: np.ndarray) -> float:
-    """Mean recall over the classes that have images."""
-    return float(np.nanmean(recalls(counts)))
+    """Mean recall over the classes that have images; nan for fewer than two, whose recall is an accuracy."""
+    recall = recalls(counts)
+    return float(np.nanmean(recall)) if np.isfinite(recall).sum() > 1 else math.nan
 
 
 def macro_f1(counts: np.ndarray) -> float:
@@ -200,9 +202,12 @@ def at_one_site(name: str) -> str:
     return "accuracy" if name == "worst_domain_accuracy" else name
 
 
-def is_defined(name: str, labels: Tensor, num_classes: int) -> bool:
-    """Whether a metric is defined on images with these labels [n]: it needs an image, and an AUROC two classes."""
-    return len(labels) > 0 and (name != "auroc" or len(_scored_classes(labels.cpu().numpy(), num_classes)) > 0)
+OF_TWO_CLASSES = ("balanced_accuracy", "auroc")  # metrics that are not defined on images of a single class
+
+
+def is_defined(name: str, labels: Tensor) -> bool:
+    """Whether a metric is defined on images with these labels [n]."""
+    return len(labels.unique()) > (1 if name in OF_TWO_CLASSES else 0)
 
 
 def metric(name: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float:
@@ -234,10 +239,13 @@ def score(
     class_names: Sequence[str],
     domain_names: Sequence[str],
     worst_of: Tensor | None = None,
+    by_domain: Sequence[str] = (),
 ) -> Score:
     """Returns all metrics of one split, as results.json has them. `domains` are indices into `domain_names`.
 
-    `worst_of` int64 [n]: the group of each image (−1: in no group), for data sets whose worst group is not a domain.
+    Args:
+        worst_of: int64 [n], the group of each image (−1: in no group), for data sets whose worst group is not a domain.
+        by_domain: fields of `Score` that each domain has beside its accuracy and number of images.
 
     Raises `ValueError` for a split without images and `FloatingPointError` for logits that are not finite.
     """
@@ -250,12 +258,21 @@ def score(
         )
     predicted, normalizer = logits.argmax(1), log_normalizer(logits)
     counts = confusion(predicted, labels, logits.shape[1])
-    per_domain = domain_accuracies(predicted, labels, domains)
+    worst_of = domains if worst_of is None else worst_of
+    per_domain: dict[str, dict[str, Any]] = {}
+    for domain, (share, images) in domain_accuracies(predicted, labels, domains).items():
+        of_domain: dict[str, Any] = {"accuracy": share, "n": images}
+        if by_domain:
+            inside = domains == domain
+            of = logits[inside], labels[inside], domains[inside]
+            alone = score(of[0], of[1], of[2], class_names, domain_names, worst_of[inside])
+            of_domain |= {name: getattr(alone, name) for name in by_domain}
+        per_domain[domain_names[domain]] = of_domain
     recall = recalls(counts)
-    worst = worst_accuracy(predicted, labels, domains if worst_of is None else worst_of)
+    worst, balanced = worst_accuracy(predicted, labels, worst_of), balanced_accuracy(counts)
     return Score(
         accuracy=float(np.trace(counts) / n),
-        balanced_accuracy=balanced_accuracy(counts),
+        balanced_accuracy=None if math.isnan(balanced) else balanced,
         macro_f1=macro_f1(counts),
         auroc=auroc(logits, labels),
         worst_domain_accuracy=None if math.isnan(worst) else worst,
@@ -263,7 +280,7 @@ def score(
         ece=expected_calibration_error(confidences(logits, normalizer), (predicted == labels).cpu().numpy()),
         n=n,
         per_class_recall={c: None if np.isnan(r) else float(r) for c, r in zip(class_names, recall, strict=True)},
-        per_domain={domain_names[d]: {"accuracy": a, "n": k} for d, (a, k) in per_domain.items()},
+        per_domain=per_domain,
     )
 
 

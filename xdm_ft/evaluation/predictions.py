@@ -9,12 +9,13 @@ group g of G, and θ_(·) the mean of all θ_(g). The variance of the metric is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from xdm_ft.core import ModelKey
+from xdm_ft.core import DomainSet, ModelKey
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.images import ImageDataset
 from xdm_ft.runtime.randomness import Stream, permutation
@@ -35,6 +36,8 @@ class HeldOutImages:
     labels: np.ndarray  # int [n]
     worst_of: np.ndarray  # int [n]: the domain or other group whose worst accuracy is reported; −1: in no group
     groups: np.ndarray | None = None  # int [n]: patient, slide, sequence; None where unknown
+    domains: np.ndarray | None = None  # int [n]: position of its domain among the test domains
+    positions: np.ndarray | None = None  # int [n], of one domain: where its images are among those of all
 
     @classmethod
     def of(cls, dataset: ImageDataset, rows: np.ndarray) -> HeldOutImages:
@@ -45,13 +48,24 @@ class HeldOutImages:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> HeldOutImages:
         """Returns them without the data set, from the arrays that `test_images` made."""
-        groups = arrays.get("groups")
+        groups, domains = arrays.get("groups"), arrays.get("domains")
         return cls(
             rows=arrays["rows"],
             labels=arrays["labels"].astype(np.int64),
             worst_of=arrays["worst_of"].astype(np.int64),
             groups=None if groups is None else groups.astype(np.int64),
+            domains=domains,
         )
+
+    def by_site(self, held: DomainSet) -> dict[DomainSet, HeldOutImages]:
+        """Returns the images of each of these test domains."""
+        assert self.domains is not None, "of a fold"
+        sites = dict[DomainSet, HeldOutImages]()
+        for number, name in enumerate(held):
+            of = np.flatnonzero(self.domains == number)
+            groups = None if self.groups is None else self.groups[of]
+            sites[(name,)] = HeldOutImages(self.rows[of], self.labels[of], self.worst_of[of], groups, positions=of)
+        return sites
 
     @cached_property
     def members(self) -> np.ndarray | None:
@@ -85,6 +99,21 @@ class Prediction:
     per_image: np.ndarray | None = None  # float64 [n], from `metrics.per_image`; None for metrics without
     probabilities: np.ndarray | None = None
     """float32 [n,C], or [n] of the predicted classes; only written. None for rules that are not the recipe's own."""
+    fold: DomainSet | None = None  # the test domains of the model, if these are one of its fold
+
+    @property
+    def models_of(self) -> DomainSet:
+        """The test domains of the model."""
+        return self.fold or self.test_domains
+
+    def at(self, held: DomainSet, images: HeldOutImages) -> Prediction:
+        """Returns the predictions on one domain of the fold. `images`: those of `HeldOutImages.by_site`."""
+        of = images.positions
+        arrays = {name: getattr(self, name) for name in ("predicted", "per_image", "probabilities")}
+        chosen: dict[str, Any] = {name: None if array is None else array[of] for name, array in arrays.items()}
+        if chosen["per_image"] is not None and np.isnan(chosen["per_image"]).any():  # an AUROC that is not defined
+            chosen["per_image"] = None
+        return replace(self, test_domains=held, images=images, fold=self.test_domains, **chosen)
 
     @classmethod
     def from_arrays(
@@ -113,18 +142,19 @@ def arrays_of(predictions: Iterable[Prediction]) -> dict[str, np.ndarray]:
     return arrays
 
 
-def test_images(dataset: ImageDataset, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the arrays to store of the test images `rows`.
+def test_images(dataset: ImageDataset, rows: np.ndarray, is_fold: bool = False) -> dict[str, np.ndarray]:
+    """Returns the arrays to store of the test images `rows`, of which the domains of a fold are measured one by one.
 
-    `rows` int64 [n]; `labels` and `worst_of` int32 [n]; `groups` int32 [n] if the data set knows them; and `names`,
-    uint8: the UTF-8 text of one name per line.
+    `rows` int64 [n]; `labels` and `worst_of` int32 [n]; `groups` int32 [n] if the data set knows them; `domains` int32
+    [n] of a fold, numbered from 0 in the order of the data; and `names`, uint8: the UTF-8 text of one name per line.
     """
     images = HeldOutImages.of(dataset, rows)
+    domains = np.unique(dataset.domains[rows], return_inverse=True)[1].astype(np.int32)
     arrays = {"rows": rows, "labels": images.labels.astype(np.int32), "worst_of": images.worst_of.astype(np.int32)}
     if images.groups is not None:
         arrays["groups"] = images.groups.astype(np.int32)
     names = "\n".join(dataset.name_in_data(int(row)) for row in rows)
-    return arrays | {"names": np.frombuffer(names.encode(), np.uint8)}
+    return arrays | {"names": np.frombuffer(names.encode(), np.uint8)} | ({"domains": domains} if is_fold else {})
 
 
 def without_each_group(metric: str, prediction: Prediction) -> np.ndarray:

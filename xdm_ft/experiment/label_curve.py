@@ -8,14 +8,16 @@ computes it again.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from xdm_ft.core import DomainSet, set_name
-from xdm_ft.evaluation.estimates import FEWEST_SETS, over_sets
+from xdm_ft.evaluation.estimates import FEWEST_SETS, over_sites
 from xdm_ft.evaluation.few_labels import choose_images
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.experiment.analyse import read_weights
@@ -63,12 +65,15 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
     if before is not None and before["of"] == identity:
         return before
     values: dict[DomainSet, list[Mapping[Adapted, float]]] = {}  # of each held-out set, by seed
+    fold_of = dict[DomainSet, int | None]()
     if context.accelerator.is_main_process:
         with one_thread(), progress("label curve", len(picked), "models") as bar:  # its products are small
             for record in picked:
-                values.setdefault(record.test_domains, []).append(adapted_values(context, record, metric))
+                for held, rows in plan.by_key[record.key].split.sites(plan.dataset).items():
+                    values.setdefault(held, []).append(adapted_values(context, record, rows, metric))
+                    fold_of[held] = record.fold
                 bar.advance()
-    points = from_main(context.accelerator, points_of(values))
+    points = from_main(context.accelerator, points_of(values, fold_of))
     if not points:
         fewest = 2 * LABELS[0]
         logger.warning(
@@ -85,8 +90,9 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
     }
 
 
-def adapted_values(context: RunContext, record: Record, metric: str) -> dict[Adapted, float]:
-    """Returns the metric of a model on one half of its held-out images, after labels of the other half adapted it.
+def adapted_values(context: RunContext, record: Record, tested: Tensor, metric: str) -> dict[Adapted, float]:
+    """Returns the metric of a model on one half of the held-out rows `tested`, after labels of the other half adapted
+    it.
 
     Numbers of labels that this half cannot give are left out.
     """
@@ -95,14 +101,14 @@ def adapted_values(context: RunContext, record: Record, metric: str) -> dict[Ada
     state = read_weights(context, record)
     weight, bias = state["head.weight"].float(), state["head.bias"].float()  # [C,K], [C]
     mean, deviation = standard(features, torch.cat(planned.split.train).sort().values)
-    rows = planned.split.evaluation["test"].sort().values.numpy()
+    rows = tested.sort().values.numpy()
     is_offered = np.isin(rows, stratified_part(plan.dataset, rows, 0.5, seed))
     z, labels = features[torch.from_numpy(rows).to(features.device)].cpu(), plan.annotations.labels[rows]
-    offered, tested = np.flatnonzero(is_offered), torch.from_numpy(~is_offered)
+    offered, measured = np.flatnonzero(is_offered), torch.from_numpy(~is_offered)
 
     def value(weight: torch.Tensor, bias: torch.Tensor) -> float:
-        y = labels[tested]
-        return metric_of(metric, torch.addmm(bias, z[tested], weight.T), y, torch.zeros_like(y))
+        y = labels[measured]
+        return metric_of(metric, torch.addmm(bias, z[measured], weight.T), y, torch.zeros_like(y))
 
     temperature = record.selected[plan.recipe.protocol.selection].temperature or 1.0
     p = (torch.addmm(bias, z, weight.T).double() / temperature).softmax(1).numpy()
@@ -120,22 +126,33 @@ def adapted_values(context: RunContext, record: Record, metric: str) -> dict[Ada
     return values
 
 
-def points_of(values: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]]) -> list[dict[str, Any]]:
+def _is_usable(values: Mapping[Adapted, float]) -> bool:
+    """Returns whether there is a point, and the metric is defined on the half that measures."""
+    return len(values) > 1 and not any(map(math.isnan, values.values()))
+
+
+def points_of(
+    values: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]], fold_of: Mapping[DomainSet, int | None]
+) -> list[dict[str, Any]]:
     """Returns the points of the curve: means over held-out sets of the means over seeds.
 
     Domains vary more than seeds do, so the interval of a gain is that over domains, for new ones: from three on. A
-    point without enough images in some domain is of the others.
+    point without enough images in some domain is of the others. `fold_of`: {held-out set: its fold, which shares
+    models}.
     """
     points = []
-    usable = {held: seeds for held, seeds in values.items() if all(len(of_seed) > 1 for of_seed in seeds)}
+    usable = {held: seeds for held, seeds in values.items() if all(_is_usable(of_seed) for of_seed in seeds)}
     for chosen in [(None, 0), *((choice, number) for choice in (AS_LABEL, AT_RANDOM) for number in LABELS)]:
-        by_set, gains = dict[str, float](), dict[str, float]()
+        by_set, gains, folds = dict[str, float](), dict[str, float](), dict[int | None, list[int]]()
         for held, seeds in usable.items():
             if all(chosen in of_seed for of_seed in seeds):
+                folds.setdefault(fold_of[held], []).append(len(by_set))
                 by_set[set_name(held)] = float(np.mean([of_seed[chosen] for of_seed in seeds]))
                 gains[set_name(held)] = float(np.mean([of_seed[chosen] - of_seed[None, 0] for of_seed in seeds]))
         if gains:
-            estimate = over_sets([*gains.values()]) if len(gains) >= FEWEST_SETS and chosen[1] else None
+            shared, estimate = None if None in folds else [*folds.values()], None
+            if len(gains) >= FEWEST_SETS and chosen[1]:
+                estimate = over_sites(np.array([*gains.values()]), shared)
             points.append(
                 {
                     "chosen": chosen[0],

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method, Solver
-from xdm_ft.core import Criteria, DomainSet, ModelKey
-from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_nll
+from xdm_ft.core import Criteria, DomainSet, ModelKey, Score
+from xdm_ft.evaluation.metrics import is_defined, per_image, score, temperature, validation_nll
 from xdm_ft.evaluation.neighbours import fit
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
@@ -57,6 +57,7 @@ FEW = 10  # images: the mean of fewer says much about each of them
 ROWS_AT_ONCE = 4096
 MAX_TRAINING, MAX_VALIDATION = 5000, 1000  # images whose features one more pass of a trained encoder computes
 Files = dict[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # as `Outcome.files`
+SITE_METRICS = [field.name for field in dataclasses.fields(Score) if field.name not in ("accuracy", "n", "per_domain")]
 MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
 
 
@@ -103,7 +104,14 @@ def keep_common_files(context: RunContext, results: RunResults) -> None:
     plan, common = context.plan, dict[DomainSet, dict[str, str]]()
     if context.accelerator.is_main_process:
         skipped = [
-            Record(model.key, hparams(model.item, model.training), "skipped", model.skipped, **model.item.record_fields)
+            Record(
+                model.key,
+                hparams(model.item, model.training),
+                "skipped",
+                model.skipped,
+                fold=model.split.fold,
+                **model.item.record_fields,
+            )
             for model in plan.models
             if model.skipped
         ]
@@ -118,7 +126,7 @@ def keep_common_files(context: RunContext, results: RunResults) -> None:
 def keep_test_images(context: RunContext, split: Split) -> dict[str, str]:
     """Writes the test images that predictions refer to, and returns {file: checksum}."""
     dataset, directory, file = context.plan.dataset, context.directory, images_file(split.test_domains)
-    tensors = tensors_of(test_images(dataset, split.evaluation["test"].numpy()))
+    tensors = tensors_of(test_images(dataset, split.evaluation["test"].numpy(), split.fold is not None))
     metadata = {"class_names": json.dumps(dataset.class_names)}
     files = {file: tensors_checksum(tensors, {**metadata, FILE_KEY: file})}
     if not directory.verify_or_warn(file, files, "it will be written again"):
@@ -137,6 +145,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         key,
         hparams=hparams(item, planned.training),
         status="ok",
+        fold=planned.split.fold,
         mixed_steps=trained.mixed_steps,
         gradient_evaluations=item.gradient_evaluations(steps, len(planned.split.train)),
         stopped_at=trained.stopped_at,
@@ -181,7 +190,7 @@ def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Pred
         if rule == recipe_rule:  # those of others would only multiply the size of the file
             softmax = logits["test"].double().softmax(-1).float()
             probabilities = (softmax if softmax.nbytes <= LARGEST else softmax.amax(-1)).numpy()
-        values = per_image(plan.recipe.protocol.metric, logits["test"], plan.annotations.labels[test])
+        values = _per_image(plan, planned, logits["test"])
         predicted = logits["test"].argmax(-1).numpy().astype(np.int64)
         images = HeldOutImages.of(plan.dataset, test.numpy())
         predictions.append(Prediction(*key[:3], rule, images, predicted, values, probabilities))
@@ -225,6 +234,19 @@ def _finish(plan: Plan, trained: Trained, method: Method, predictor: Predictor) 
     return dataclasses.replace(trained, selected=picked)
 
 
+def _per_image(plan: Plan, planned: PlannedModel, logits: Tensor) -> np.ndarray | None:
+    """Returns `metrics.per_image` of the test images; of a fold those of each domain, nan where it has none."""
+    metric, labels, test = plan.recipe.protocol.metric, plan.annotations.labels, planned.split.evaluation["test"]
+    if metric != "auroc" or planned.split.fold is None:
+        return per_image(metric, logits, labels[test])
+    values = np.full(len(test), np.nan)
+    for rows in planned.split.sites(plan.dataset).values():
+        inside = torch.isin(test, rows)
+        of_site = per_image(metric, logits[inside], labels[test[inside]])
+        values[inside.numpy()] = np.nan if of_site is None else of_site
+    return values
+
+
 def trained_parameters(trained: Trained, method: Method) -> int:
     """Returns the number of values that training changes: none of a head that the text encoder gives."""
     if trained.parameters is not None:
@@ -248,10 +270,12 @@ def _pick(
     """
     evaluation, dataset, annotations = planned.split.evaluation, plan.dataset, plan.annotations
     labels, names = annotations.labels, (dataset.class_names, dataset.domain_names)
-    metrics = {
-        name: score(logits[name], labels[rows], annotations.domains[rows], *names, worst_of=annotations.worst_of[rows])
-        for name, rows in evaluation.items()
-    }
+    metric, metrics = plan.recipe.protocol.metric, dict[str, Score]()
+    for name, rows in evaluation.items():
+        at, worst_of = annotations.domains[rows], annotations.worst_of[rows]
+        by_domain = [metric] if metric != "accuracy" else []
+        by_domain = SITE_METRICS if name == "test" and planned.split.fold is not None else by_domain
+        metrics[name] = score(logits[name], labels[rows], at, *names, worst_of=worst_of, by_domain=by_domain)
     divisor = nll = None
     if is_own and BY_DOMAIN in evaluation:
         divisor = temperature(logits[BY_DOMAIN], labels[evaluation[BY_DOMAIN]])
@@ -282,8 +306,7 @@ def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
 
 def _rule_images(plan: Plan, split: str, rows: Tensor) -> RuleImages:
     """Returns the images of a split, on which selection measures the protocol's metric."""
-    metric, classes = plan.recipe.protocol.metric, len(plan.dataset.class_names)
-    return RuleImages(split, rows, plan.annotations, metric, classes)
+    return RuleImages(split, rows, plan.annotations, plan.recipe.protocol.metric)
 
 
 def weights_metadata(
@@ -457,10 +480,11 @@ def cross_domain_values(
     if pieces:
         logger.info("%s; %d are missing", extra_models(plan), len(missing))
         do_pieces(context, pieces, _measure_extra, results, activity="extra models")
-    measured, courses = read_values(), dict[ModelKey, list[Mapping[int, float]]]()
+    measured, courses = read_values(), {key: list[Mapping[int, float]]() for model in extra for key in model.needed_by}
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.needed_by, strict=False):  # a model serves one planned model, or two
-            courses.setdefault(key, []).append(measured[_extra_name(job)][part])
+            if is_defined(plan.recipe.protocol.metric, plan.annotations.labels[model.split.evaluation[part]]):
+                courses[key].append(measured[_extra_name(job)][part])
     return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
 
 

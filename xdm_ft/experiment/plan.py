@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,18 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from xdm_ft.core import Annotations, Criteria, ModelKey, Task
+from xdm_ft.core import Annotations, Criteria, ModelKey, Task, set_name
+from xdm_ft.evaluation.metrics import is_defined
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.hashes import extremes_of, hash_files
 from xdm_ft.images import ImageDataset, Range
+from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.images.facts import automatic
 from xdm_ft.protocol.samplers import steps_of
+from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.protocol.splits import LEFT_OUT, Split, all_domains, also_measuring, rules_of, splits, without
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem, draw_item, draw_training, unfreeze_problem
 from xdm_ft.recipe.search import TRAINING_KEYS, Distribution
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.runtime.errors import UserError, did_you_mean, plural
+from xdm_ft.runtime.errors import UserError, did_you_mean, join_names, plural
 from xdm_ft.storage import digest
 from xdm_ft.training import Training
 from xdm_ft.training.selection import BY_DOMAIN, LOSS_SPLIT, defined_domains
@@ -168,6 +171,8 @@ def index_folder(recipe: Recipe) -> Path | None:
 
 def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()) -> Plan:
     """Plans every model, in the order of the recipe's methods. Raises `UserError` if data and recipe do not fit."""
+    if recipe.protocol.folds is not None:
+        recipe = dataclasses.replace(recipe, protocol=recipe.protocol.with_folds(dataset))
     by_seed = {seed: splits(dataset, recipe.protocol, seed, unreadable) for seed in recipe.protocol.seeds}
     models = []
     for item in recipe.methods:
@@ -178,14 +183,16 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
                 models += _plan_models(recipe, item, by_seed[seed][number], seed, dataset)
     every = [split for of_seed in by_seed.values() for split in of_seed]
     notes = list(dict.fromkeys(note for split in every for note in split.notes))
-    # a note per training domain on whose validation images the metric is undefined
+    notes += note_sites(recipe, dataset, by_seed[recipe.protocol.seeds[0]])
+    # which training domains have validation images on which the metric is undefined
     metric, annotations, undefined = recipe.protocol.metric, annotations_of(dataset), Counter[int]()
     validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
     for rows in validated:
-        undefined.update(defined_domains(rows, annotations, metric, len(dataset.class_names))[1])
-    for domain, count in sorted(undefined.items()):
-        where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
-        notes.append(f"{BY_DOMAIN} leaves out {where}")
+        undefined.update(defined_domains(rows, annotations, metric)[1])
+    if undefined:
+        names = [f"{dataset.domain_names[domain]} (in {count})" for domain, count in sorted(undefined.items())]
+        where = f"{join_names(names, NAMED_AT_MOST)}, where {metric} is not defined"
+        notes.append(f"{BY_DOMAIN} leaves out, of {len(validated)} splits, {where}")
     if dataset.soft_labels is not None:
         trained = [item for item in recipe.methods if not item.is_text]
         alone = [item.label for item in trained if not item.algorithm.cls.reads_soft_labels]
@@ -200,6 +207,28 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     if recipe.protocol.final_fit:
         all_domains(dataset, unreadable)  # raises its faults before any training
     return Plan(recipe, dataset, tuple(models), extra, rules_of(recipe.protocol, every), tuple(notes))
+
+
+def note_sites(recipe: Recipe, dataset: ImageDataset, planned: Sequence[Split]) -> list[str]:
+    """Returns notes on domains of one class, and on held-out sets of domains where the metric is not defined.
+
+    Raises `UserError` if it is defined on none of them.
+    """
+    metric, notes, labels = recipe.protocol.metric, list[str](), torch.as_tensor(dataset.labels)
+    one_class = np.flatnonzero((images_per_class(dataset) > 0).sum(1) == 1)
+    if names := [dataset.domain_names[domain] for domain in one_class]:
+        notes.append(f"images of one class only in {join_names(names, NAMED_AT_MOST)}")
+    tested = {set_name(held): rows for split in planned for held, rows in split.sites(dataset).items()}
+    undefined = [name for name, rows in tested.items() if not is_defined(metric, labels[rows])]
+    if len(undefined) == len(tested):
+        raise UserError(
+            f"protocol.metric: {metric} is not defined where all test images are of one class, as everywhere here; "
+            "use accuracy"
+        )
+    if undefined:
+        where = f"{len(undefined)} of {len(tested)} held-out sets ({join_names(undefined, NAMED_AT_MOST)})"
+        notes.append(f"{metric} is not defined on {where}, which means leave out")
+    return notes
 
 
 def _extra_models(recipe: Recipe, dataset: ImageDataset, models: list[PlannedModel]) -> tuple[PlannedModel, ...]:

@@ -113,7 +113,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
     With `held_out` it is a model of the estimate; else the final fit of the method, and on an official split without
     one the method's first seed. Raises `UserError` if the run has no such model.
     """
-    sets = dict.fromkeys(",".join(record.test_domains) for record in run.records)
+    sets = dict.fromkeys(",".join(held) for held in run.held_out_sets)
     held_out_options = " or ".join(f"--held-out {shlex.quote(name)}" for name in sets)
     if choice.held_out is None and (choice.seed is not None or choice.trial is not None):
         option = "--seed" if choice.seed is not None else "--trial"
@@ -137,7 +137,10 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
         raise UserError(f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}{options}")
 
     def options_of(record: Record) -> dict[str, Any]:
-        return {"--held-out": one_form(",".join(record.test_domains)), "--seed": record.seed, "--trial": record.trial}
+        names = one_form(",".join(record.test_domains))
+        if record.fold is not None and choice.held_out is not None and {*choice.held_out} <= {*record.test_domains}:
+            names = one_form(",".join(choice.held_out))  # a domain of a fold names its models
+        return {"--held-out": names, "--seed": record.seed, "--trial": record.trial}
 
     held_out = (
         None if choice.held_out is None else one_form(",".join(choice.held_out))

@@ -13,16 +13,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from xdm_ft.core import DomainSet, sets_noun
+from xdm_ft.core import DomainSet, set_name, sets_noun
 from xdm_ft.evaluation.estimates import FEWEST_SETS
 from xdm_ft.evaluation.metrics import (
     HIGHER_IS_BETTER,
 )
 from xdm_ft.export import AtHeldOut, ExpectedPerformance
+from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.results import Runs, new_site_of, one_more_domain, seeds_by_set, values_by_set
 from xdm_ft.results.measured import interval, means_of
+from xdm_ft.results.model import held_out_of
 from xdm_ft.results.run import Run
 from xdm_ft.results.verdicts import OverImages
+from xdm_ft.runtime.errors import join_names
 
 
 def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str]) -> ExpectedPerformance | None:
@@ -33,10 +36,11 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
         runs: `Run.quoted`, or the models of a method that was named.
         chosen_at: {held-out set: the method that the other sets choose, of which its models are}.
     """
-    metric, planned = runs.metric, tuple(dict.fromkeys(record.test_domains for record in run.every))
+    metric, planned = runs.metric, held_out_of(run.every)
     tested = {held for held, _ in runs.values}
     if not tested:
         return None
+    undefined = {*run.held_out_sets} - {*runs.held_out}
     runs = replace(runs, held_out=tuple(held for held in planned if held in tested))
     seeds, values, by_set = runs.complete_seeds, runs.values, values_by_set(runs)
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
@@ -55,7 +59,10 @@ def expected_performance(run: Run, runs: Runs, chosen_at: Mapping[DomainSet, str
         worst = min(((", ".join(site.domains), site.value) for site in at), key=lambda item: sign * item[1])
 
     notes = list[str]()  # what limits the numbers
-    if lacking := [", ".join(held) for held in planned if held not in tested]:
+    if undefined:
+        sites = join_names([set_name(held) for held in planned if held in undefined], NAMED_AT_MOST)
+        notes.append(f"{metric} is not defined on images of one class: without {sites}")
+    if lacking := [", ".join(held) for held in planned if held not in tested | undefined]:
         notes.append(f"no result with {'; '.join(lacking)} held out")
     if not all(over.values()):
         notes.append("stored predictions are missing, damaged or of another run, so that some intervals are unknown")

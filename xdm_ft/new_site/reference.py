@@ -164,15 +164,21 @@ class _Study:
         return self.prepared.for_method(self.item).features_of(self.fit.job(self.plan, self.prepared, self.seed))
 
     def stored(self, gains: Mapping[int, float]) -> Stored:
-        # what is held out as one is one site: heads that saw its other half would know it
-        sets = {set_name(held): held for held in self.plan.recipe.protocol.sets_of(self.split.train_domains)}
+        # what is held out as one is one site: heads that saw its other half would know it; sites of a fold leave
+        # training together and are measured one by one
+        protocol = self.plan.recipe.protocol
+        sets = {set_name(held): held for held in protocol.sets_of(self.split.train_domains)}
+        sites = {name: [(of,) for of in held] if protocol.folds else [held] for name, held in sets.items()}
         names = list(sets)
         pairs = pairs_of(len(names), self.seed) if len(names) >= MIN_DOMAINS else []
         singles = range(len(names)) if pairs else range(0)
         if not len(self.split.evaluation["train_val"]):
             raise UserError("there are no validation images of its training domains")
-        rows_of = {name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in sets.items()}
-        left_out = self._drawn(rows_of) if pairs else {}
+        every = {**sets, **{set_name(site): site for of in sites.values() for site in of}}
+        rows_of = {
+            name: np.flatnonzero(self._of_model & in_domains(self.dataset, held)) for name, held in every.items()
+        }
+        left_out = self._drawn({name: rows_of[name] for name in names}) if pairs else {}
         unvalidated = replace(self.split, evaluation={})
         groups = [
             ([self._reference(unvalidated).model], 1 + len(singles) + len(pairs)),
@@ -196,9 +202,10 @@ class _Study:
             for name in (names[i] for i in singles):
                 with self._skipped():
                     heads = self._heads(sets[name])
-                    seen = self._seen(heads, rows_of[name])
-                    at[name] = self._at(sets[name], heads, seen, by_others[name], rows_of[name])
-                    answers[name] = self._answers(seen, rows_of[name])
+                    for site in (of for of in map(set_name, sites[name]) if len(rows_of[of])):
+                        seen = self._seen(heads, rows_of[site])
+                        at[site] = self._at(sets[name], heads, seen, by_others[name], rows_of[site])
+                        answers[site] = self._answers(seen, rows_of[site])
                 bar.advance()
             scores = dict[str, list[tuple[np.ndarray, np.ndarray]]]()
             for name, classes in left_out.items():

@@ -10,13 +10,15 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor
 
+from xdm_ft.core import DomainSet
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
+from xdm_ft.protocol.folds import balanced_folds
 from xdm_ft.protocol.site_class import images_per_class
-from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.errors import UserError, did_you_mean, join_names, plural
 from xdm_ft.runtime.randomness import validation_part
 from xdm_ft.runtime.settings import Block, Name, OneOrMany, Problem
 
@@ -50,6 +52,14 @@ class Protocol(Block):
             "[[dslr, webcam]]. In test_domains, one of them means the set (leave_one_domain_out only)",
         ),
     ] = ()
+    folds: Annotated[
+        int | None,
+        Field(
+            ge=2,
+            description="number k of sets of whole domains that are held out together, for many small sites: k "
+            "trainings instead of one per site, and each site is measured alone (leave_one_domain_out only)",
+        ),
+    ] = None
     split_rule: Annotated[
         Literal["stratified", "domainbed"],
         Field(
@@ -87,6 +97,8 @@ class Protocol(Block):
         ),
     ] = False
 
+    _fold_sets: tuple[tuple[str, ...], ...] = PrivateAttr(())  # once the data are known (`with_folds`)
+
     @field_validator("seeds", mode="before")
     @classmethod
     def _count_to_list(cls, value: object) -> object:
@@ -115,8 +127,32 @@ class Protocol(Block):
 
     def held_out_with(self, name: str, domains: Sequence[str]) -> tuple[str, ...]:
         """Returns those of `domains` that are held out together with the domain `name`, which is one of them."""
-        names = next((names for names in self.together if name in names), (name,))
+        names = next((names for names in (*self.together, *self._fold_sets) if name in names), (name,))
         return tuple(other for other in domains if other in names)
+
+    def with_folds(self, dataset: ImageDataset) -> Protocol:
+        """Returns the protocol whose `sets_of` knows the folds of the data, if it has any. Raises `UserError`."""
+        if self.folds is None or self._fold_sets:
+            return self
+        sites = dataset.domain_names
+        if self.folds > len(sites):
+            problem = f"{self.folds} folds of {plural(len(sites), 'domain')}; at most one per domain is possible"
+            raise UserError(f"protocol.folds: {problem}")
+        fold_of = balanced_folds(images_per_class(dataset), self.folds)
+        folded = self.model_copy()
+        folded._fold_sets = tuple(
+            tuple(name for name, of in zip(sites, fold_of, strict=True) if of == fold) for fold in range(self.folds)
+        )
+        return folded
+
+    def fold_of(self, domains: Sequence[str]) -> int | None:
+        """Returns the number of the fold, from 1 on, that a model of these test domains holds out; None without."""
+        return self._fold_sets.index(tuple(domains)) + 1 if tuple(domains) in self._fold_sets else None
+
+    def words_of(self, domains: Sequence[str]) -> str:
+        """Returns what a set of held-out domains is called in a sentence."""
+        fold = self.fold_of(domains)
+        return ", ".join(domains) if fold is None else f"fold {fold}"
 
     def sets_of(self, domains: Sequence[str]) -> list[tuple[str, ...]]:
         """Returns `domains` as the sets that are held out as one; most domains are alone in theirs."""
@@ -125,10 +161,15 @@ class Protocol(Block):
     def problems(self) -> Iterator[Problem]:
         """Yields the settings that do not go together."""
         official = self.name == "official"
-        for key, value in (("test_domains", self.test_domains), ("together", self.together or None)):
+        for key, value in (
+            ("test_domains", self.test_domains), ("together", self.together or None), ("folds", self.folds),
+        ):  # fmt: skip
             if official and value is not None:
                 problem = "is only for leave_one_domain_out; leave it out"
                 yield Problem(f"protocol.{key}", problem, ("protocol.name",))
+            elif self.folds is not None and value is not None and key != "folds":
+                problem = "does not go together with protocol.folds, which hold out every domain; leave one out"
+                yield Problem(f"protocol.{key}", problem, ("protocol.folds",))
         if official and self.split_rule != "stratified":
             problem = "the official split defines the validation images; leave it out"
             yield Problem("protocol.split_rule", problem, ("protocol.name",))
@@ -147,6 +188,16 @@ class Split:
     evaluation: dict[str, Tensor]  # split name (train_val | val_domain | test | test_val) → int64 rows
     domain_of: Tensor  # int64 [number of domains of the data set] → 0…D−1 of `train_domains`, −1 for the others
     notes: tuple[str, ...] = field(default=())  # notes on this split for the protocol line
+    fold: int | None = None  # its number, from 1 on, if each of the test domains is measured alone
+
+    def sites(self, dataset: ImageDataset) -> dict[DomainSet, Tensor]:
+        """Returns {held-out set: its test rows}: each domain of a fold, else all test domains as one."""
+        rows = self.evaluation["test"]
+        if self.fold is None:
+            return {self.test_domains: rows}
+        numbers = {name: dataset.domain_names.index(name) for name in self.test_domains}
+        domains = torch.as_tensor(dataset.domains)[rows]
+        return {(name,): rows[domains == number] for name, number in numbers.items()}
 
     @property
     def tested_on(self) -> str:
@@ -167,6 +218,7 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
     """
     if protocol.name == "official":
         return [official(dataset, protocol, seed, unreadable)]
+    protocol = protocol.with_folds(dataset)
     held_out = protocol.test_domains or dataset.domain_names
     if len(set(held_out)) < len(held_out):
         raise UserError(f"protocol.test_domains: {', '.join(held_out)}: a domain appears twice; remove one of the two")
@@ -230,7 +282,8 @@ def leave_one_domain_out(
         shared = is_source & np.isin(dataset.groups, dataset.groups[is_test])
         if shared.any():
             is_source &= ~shared
-            notes.append(f"{shared.sum()} training images left out whose group is also in {', '.join(test_domains)}")
+            where = protocol.words_of(test_domains)
+            notes.append(f"{shared.sum()} training images left out whose group is also in {where}")
     is_val, how = _draw_validation(dataset, protocol, is_source, is_test, seed, drawn)
     evaluation = {
         "train_val": np.flatnonzero(is_val & is_source),
@@ -335,18 +388,15 @@ def usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
     return usable
 
 
-def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], context: str = "") -> None:
-    """Raises `UserError` if one of `domains` has, among `rows`, no image or images of one class only."""
-    # with one class in a domain, the domain alone predicts the class
-    count = images_per_class(dataset, rows)
-    for domain in domains:
-        present = np.flatnonzero(count[domain])
-        if len(present) < 2:
-            only = f'images of one class only ("{dataset.class_names[present[0]]}")' if len(present) else "no image"
-            raise UserError(
-                f'data: the domain "{dataset.domain_names[domain]}" has {only}{context}; add images of at least two '
-                "classes, or remove the domain"
-            )
+def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Sequence[int], context: str = "") -> None:
+    """Raises `UserError` if one of `domains` has no image among `rows`, or all of them together one class only."""
+    count = images_per_class(dataset, rows)[[*domains]]
+    for domain in (domain for domain, images in zip(domains, count.sum(1), strict=True) if not images):
+        problem = f'the domain "{dataset.domain_names[domain]}" has no image{context}'
+        raise UserError(f"data: {problem}; add images, or remove the domain")
+    if len(present := np.flatnonzero(count.sum(0))) == 1:
+        problem = f'there are images of one class only ("{dataset.class_names[present[0]]}"){context}'
+        raise UserError(f"data: {problem}; add images of another class")
 
 
 def _split(
@@ -360,7 +410,7 @@ def _split(
 ) -> Split:
     """Returns the split of these rows, with its notes. Raises `UserError` if the protocol cannot use it."""
     evaluation = {name: rows for name, rows in evaluation.items() if len(rows)}
-    held_out = ", ".join(test_domains)
+    held_out = protocol.words_of(test_domains)
     grouped = dataset.groups is not None
     numbers = [dataset.domain_names.index(name) for name in train_domains]
     remedy = "put the domain into their names (data.group, or the column group)"
@@ -368,7 +418,7 @@ def _split(
     check_classes(dataset, train, numbers, f" left for training with {held_out} held out{hint}")
     crossed = protocol.selection == "cross_domain"
     if crossed and len(protocol.sets_of(train_domains)) < 2:
-        only = f"{' and '.join(train_domains)}{', held out together' if len(train_domains) > 1 else ''}"
+        only = f"{protocol.words_of(train_domains)}{', held out together' if len(train_domains) > 1 else ''}"
         raise UserError(
             f"protocol.selection: cross_domain needs two training domains; with {held_out} held out there is only "
             f"{only}; use train_val"
@@ -384,8 +434,13 @@ def _split(
     split = split_of_rows(dataset, test_domains, numbers, train, evaluation)
     sets = [names for names in protocol.sets_of(dataset.domain_names) if crossed or names == test_domains]
     together = [f"{' and '.join(names)} held out together" for names in sets if len(names) > 1]
+    if protocol.folds is not None:
+        together = [f"{protocol.folds} folds of whole domains held out together, each domain measured alone"]
+        lacks = [dataset.class_names[c] for c in np.setdiff1d(dataset.labels, dataset.labels[evaluation["test"]])]
+        together += [f"{held_out} has no image of {join_names(lacks, NAMED_AT_MOST)}"] if lacks else []
     notes = [f"tested on {split.tested_on}", *together, note_groups(dataset, train, evaluation), *notes]
-    return replace(split, notes=(*notes, *note_gaps(dataset, train, evaluation, numbers)))
+    notes += note_gaps(dataset, train, evaluation, numbers)
+    return replace(split, notes=tuple(notes), fold=protocol.fold_of(test_domains))
 
 
 def split_of_rows(
@@ -431,7 +486,7 @@ def without(dataset: ImageDataset, split: Split, *domains: str) -> Split:
 
     Images whose group is also in these domains are removed. DomainBed's third selection rule leaves out one training
     domain at a time in this way (Gulrajani & Lopez-Paz 2021, section 3). Raises `UserError` if a remaining domain has
-    fewer than two classes.
+    no image, or all of them have one class.
     """
     by_name = dict(zip(split.train_domains, split.train, strict=True))
     left_out = torch.cat([by_name.pop(name) for name in domains]).numpy()
@@ -452,7 +507,7 @@ def also_measuring(split: Split, rows: Tensor) -> Split:
 def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Split:
     """Returns the split in which all labelled images of all domains train, and none validates or tests.
 
-    Raises `UserError` if a domain has images of one class only.
+    Raises `UserError` if a domain has no image, or all of them have one class.
     """
     train = np.setdiff1d(np.arange(len(dataset)), list(unreadable))
     numbers = np.unique(dataset.domains[train]).tolist()
@@ -474,9 +529,9 @@ def with_validation(dataset: ImageDataset, split: Split, fraction: float, seed: 
 
 def mean_course(courses: Iterable[Mapping[int, float]]) -> dict[int, float]:
     """Returns {step: mean over the left-out domains} for the steps at which all of them were measured."""
-    first, *others = list(courses)
-    steps = [step for step in first if all(step in course for course in others)]
-    return {step: float(np.mean([course[step] for course in (first, *others)])) for step in steps}
+    every = list(courses)
+    steps = [step for step in (every[0] if every else ()) if all(step in course for course in every)]
+    return {step: float(np.mean([course[step] for course in every])) for step in steps}
 
 
 def note_groups(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
@@ -498,9 +553,11 @@ def note_gaps(
     dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]
 ) -> list[str]:
     """Returns a note for every class and every validation part that a training domain (of `numbers`) lacks."""
+    counts = images_per_class(dataset, train)[numbers]
+    several = (counts > 0).sum(1, keepdims=True) > 1  # domains of one class have a note of their own
     lacking = [
         f"no training image of {dataset.class_names[c]} in {dataset.domain_names[numbers[d]]}"
-        for d, c in np.argwhere(images_per_class(dataset, train)[numbers] == 0).tolist()
+        for d, c in np.argwhere((counts == 0) & several).tolist()
     ]
     notes = lacking[:NAMED_AT_MOST]
     if len(lacking) > NAMED_AT_MOST:
@@ -508,7 +565,8 @@ def note_gaps(
     if "train_val" in evaluation:
         validated = set(dataset.domains[evaluation["train_val"]].tolist())
         without = [dataset.domain_names[d] for d in numbers if d not in validated]
-        notes += [f"no validation image of {name}, which train_val ignores" for name in without]
+        if without:
+            notes.append(f"no validation image of {join_names(without, NAMED_AT_MOST)}, which train_val ignores")
     return notes
 
 

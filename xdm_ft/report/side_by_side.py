@@ -13,8 +13,9 @@ from xdm_ft.report import Section, Table, cells, comparisons, make_section, metr
 from xdm_ft.report.csv import properties
 from xdm_ft.report.sections.results import metric_table, results
 from xdm_ft.report.words import budget_text, each_once, in_unit, oracle_mark, unit_of_difference, with_spread
-from xdm_ft.results import Runs, group_by
+from xdm_ft.results import Runs, defined_sets
 from xdm_ft.results.measured import Picked
+from xdm_ft.results.model import group_by
 from xdm_ft.results.run import ORACLE, Run
 from xdm_ft.results.table import Comparison
 from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
@@ -43,7 +44,8 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
             DATA: [data.get("without_soft_labels", data["annotations"]), data["content"]],
             "split": [protocol.name, protocol.split_rule, protocol.val_fraction],
             "protocol.together": protocol.together,  # cross_domain leaves these sets out of training, too
-            "held-out domains": sorted({set_name(record.test_domains) for record in run.every}),
+            "protocol.folds": protocol.folds,
+            "held-out domains": sorted(set_name(held) for held in run.held_out_sets),
             "protocol.selection": run.recipe_rule,
             "protocol.metric": run.metric,
             "tested on": run.results["tested_on"],
@@ -133,9 +135,11 @@ def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Compari
     rule, metric, first = runs[0].recipe_rule, runs[0].metric, runs[0]
     if rule == ORACLE:
         return []
-    held_out = tuple(dict.fromkeys(record.test_domains for record in first.picked))
+    held_out = defined_sets(first.measured_records, rule, metric)
     rows: dict[tuple[Path, str], Runs] = {}
-    for path, method, picked in ((run.path, row.method, run.picked) for run in runs for row in run.recipe_rows):
+    for path, method, picked in (
+        (run.path, row.method, run.measured_records) for run in runs for row in run.recipe_rows
+    ):
         records = tuple(record for record in picked if record.method == method)
         fixed = any(record.deterministic for record in records)
         rows[path, method] = Runs(f"{names[path]}: {method}", rule, metric, held_out, records, fixed)
@@ -152,7 +156,7 @@ def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Compari
         dataclasses.replace(run.prediction(record), method=label)
         for run in runs
         # `WithoutGroups` sums in this order, which decides the rounding
-        for record in sorted(run.picked, key=lambda record: record.seed)
+        for record in sorted(run.measured_records, key=lambda record: record.seed)
         if (label := f"{names[run.path]}: {record.method}") in sides
         # a copy of results.json alone has no predictions: then there is no verdict
         and RunDirectory(run.path).predictions_size(record.folder)

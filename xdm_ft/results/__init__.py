@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from scipy.special import logit
 
 from xdm_ft.core import DomainSet, Score
 from xdm_ft.evaluation.intervals import NewSite, new_site, smooth_share
-from xdm_ft.results.model import Record
+from xdm_ft.results.model import TEST, Record, group_by, held_out_of
 from xdm_ft.results.trials import selection_value
-
-SPLIT = "test"
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Runs:
     method: str
     rule: str
     metric: str
-    held_out: tuple[DomainSet, ...]  # all held-out sets of the experiment, in order
+    held_out: tuple[DomainSet, ...]  # all held-out sets of the experiment where the metric is defined, in order
     records: tuple[Record, ...]
     deterministic: bool = False  # whether all seeds would give the same model
 
@@ -35,7 +32,7 @@ class Runs:
     def score(self, record: Record) -> Score | None:
         """The picked weights' metrics on the test images; None if the rule picked none."""
         pick = record.selected.get(self.rule)
-        return pick.metrics[SPLIT] if record.status == "ok" and pick is not None else None
+        return pick.metrics[TEST] if record.status == "ok" and pick is not None else None
 
     @property
     def planned_seeds(self) -> list[int]:
@@ -51,25 +48,47 @@ class Runs:
         """The seeds that have a value for every held-out set; only they enter means."""
         values = self.values
         # a mean over the sets that are there would gain from a model that failed on the hardest one
-        return [seed for seed in self.planned_seeds if all((held, seed) in values for held in self.held_out)]
+        seeds = self.planned_seeds if self.held_out else []
+        return [seed for seed in seeds if all((held, seed) in values for held in self.held_out)]
+
+    @property
+    def folds(self) -> list[list[int]] | None:
+        """The positions in `held_out` of the domains of each fold; None if every set has models of its own."""
+        fold_of = {record.test_domains: record.fold for record in self.records if record.fold is not None}
+        positions = group_by(range(len(self.held_out)), lambda i: fold_of.get(self.held_out[i]))
+        return [*positions.values()] if fold_of else None
 
 
 def runs_by_method(
     records: Sequence[Record], methods: Sequence[str], rule: str, metric: str, deterministic: Collection[str] = ()
 ) -> dict[str, Runs]:
-    """Returns {method: its records}, in the order of `methods`; methods without a record are left out."""
-    held_out = tuple(dict.fromkeys(record.test_domains for record in records))
+    """Returns {method: its records}, in the order of `methods`; methods without a record are left out.
+
+    `records`: as `by_site` returns them.
+    """
+    held_out = defined_sets(records, rule, metric)
     by_method = {method: tuple(record for record in records if record.method == method) for method in methods}
     return {m: Runs(m, rule, metric, held_out, of_m, m in deterministic) for m, of_m in by_method.items() if of_m}
 
 
+def defined_sets(records: Sequence[Record], rule: str, metric: str) -> tuple[DomainSet, ...]:
+    """Returns the held-out sets on which the metric is defined, which the labels of their images alone decide."""
+    undefined = set[DomainSet]()
+    for record in records:
+        pick = record.selected.get(rule) if record.status == "ok" else None
+        if pick is not None and getattr(pick.metrics[TEST], metric) is None:
+            undefined.add(record.test_domains)
+    return tuple(held for held in held_out_of(records) if held not in undefined)
+
+
 def new_site_of(runs: Runs) -> NewSite | None:
     """Returns the distribution of a method's metric at a new site; None for fewer than three held-out sets."""
-    by_set = values_by_set(runs)
+    by_set, folds = values_by_set(runs), runs.folds
     if runs.metric != "accuracy":
-        return new_site([*by_set.values()])
+        return new_site([*by_set.values()], folds=folds)
     images = {record.test_domains: score.n for record in runs.records if (score := runs.score(record)) is not None}
-    return new_site([logit(smooth_share(values, images[held])) for held, values in by_set.items()], "logit")
+    logits = [logit(smooth_share(values, images[held])) for held, values in by_set.items()]
+    return new_site(logits, "logit", folds)
 
 
 def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
@@ -80,7 +99,7 @@ def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
     once, every domain counts the same in both means. A selection value is the best of the steps, so the difference is
     rather too small.
     """
-    if runs.rule != "cross_domain" or {*runs.held_out} != {(name,) for name in domains}:
+    if runs.rule != "cross_domain" or runs.folds is not None or {*runs.held_out} != {(name,) for name in domains}:
         return None
     selected = {r.key[1:3]: value for r in runs.records if (value := selection_value(r, runs.rule)) is not None}
     values = runs.values
@@ -100,15 +119,3 @@ def seeds_by_set(runs: Runs) -> dict[DomainSet, list[int]]:
     """{held-out set: the seeds whose values count}: those that have every set; if there is none, all that it has."""
     seeds, values = runs.complete_seeds, runs.values
     return {held: [s for s in seeds or runs.planned_seeds if (held, s) in values] for held in runs.held_out}
-
-
-_Item = TypeVar("_Item")
-_Key = TypeVar("_Key", bound=Hashable)
-
-
-def group_by(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Returns {key: the items with it}; keys and items keep their order."""
-    groups: dict[_Key, list[_Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups

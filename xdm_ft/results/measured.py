@@ -28,8 +28,8 @@ from xdm_ft.evaluation.metrics import (
     per_image_nll,
 )
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.results import SPLIT, Runs, group_by, runs_by_method, seeds_by_set, values_by_set
-from xdm_ft.results.model import Record
+from xdm_ft.results import Runs, runs_by_method, seeds_by_set, values_by_set
+from xdm_ft.results.model import TEST, Record, by_site, group_by, held_out_of
 from xdm_ft.results.table import Comparison
 from xdm_ft.results.trials import pick_trials
 from xdm_ft.results.verdicts import OverImages, Pair, WithoutGroups, compared
@@ -64,17 +64,22 @@ class Picked:
     """
 
     def __init__(self, records: Sequence[Record], rule: str, metric: str) -> None:
-        self.records = pick_trials(records, rule, metric)
-        self.held_out = tuple(dict.fromkeys(record.test_domains for record in self.records))
+        self.records = by_site(pick_trials(records, rule, metric))
+        self.held_out = held_out_of(self.records)
         self._scores: dict[tuple[str, DomainSet], dict[int, Score]] = {}  # by seed; of the test images
         for record in self.records:
             if record.status == "ok" and rule in record.selected:
                 of_seeds = self._scores.setdefault((record.method, record.test_domains), {})
-                of_seeds[record.seed] = record.selected[rule].metrics[SPLIT]
+                of_seeds[record.seed] = record.selected[rule].metrics[TEST]
 
     def mean(self, method: str, measure: Measure) -> Spread:
         """Returns the measure over all held-out sets: mean and spread over the seeds that have a value for each."""
-        by_set = [self._values(method, held, measure) for held in self.held_out]
+        # a set with models and without a value is one where the measure is not defined
+        by_set = [
+            values
+            for held in self.held_out
+            if (values := self._values(method, held, measure)) or not self._scores.get((method, held))
+        ]
         seeds = sorted(set(by_set[0]).intersection(*by_set[1:])) if by_set else []
         by_seed = [[values[seed] for values in by_set] for seed in seeds]
         return Spread.of([min(values) if measure.worst else float(np.mean(values)) for values in by_seed])
@@ -322,7 +327,8 @@ def pick_by_rule(
 ) -> dict[str, dict[str, Runs]]:
     """Returns {selection rule: {method: the records that it picks}}."""
     return {
-        rule: runs_by_method(pick_trials(records, rule, metric), methods, rule, metric, deterministic) for rule in rules
+        rule: runs_by_method(by_site(pick_trials(records, rule, metric)), methods, rule, metric, deterministic)
+        for rule in rules
     }
 
 
@@ -335,8 +341,8 @@ def measure(
 ) -> tuple[RunMeasures, WithoutGroups]:
     """Returns what predictions come to, and what the comparisons of `pairs` need of them.
 
-    `runs`: of all methods and rules. `predictions`: of each method on a held-out set in a row, in the order of the
-    seeds; those with probabilities are counted. `average`: see `Counter`.
+    `runs`: of all methods and rules. `predictions`: of each method on a held-out set, or a fold of them, in a row, in
+    the order of the seeds; those with probabilities are counted. `average`: see `Counter`.
     """
     count = {(of.rule, of.method, held): seeds for of in runs for held, seeds in seeds_by_set(of).items()}
     temperatures = {
@@ -348,14 +354,15 @@ def measure(
     beside = against_zero_shot(runs)
     without = WithoutGroups(metric, [*pairs, *beside.values()], alone=runs)
     pools = dict[tuple[str, DomainSet], Pool]()
-    for key, in_a_row in groupby(predictions, lambda prediction: (prediction.method, prediction.test_domains)):
-        counter = Counter(metric, average)
-        for prediction in in_a_row:
+    for _, of_models in groupby(predictions, lambda prediction: (prediction.method, prediction.models_of)):
+        counters = dict[tuple[str, DomainSet], Counter]()
+        for prediction in of_models:
             without.add(prediction)
+            key = prediction.method, prediction.test_domains
             if prediction.probabilities is not None and prediction.seed in count.get((prediction.rule, *key), ()):
+                counter = counters.setdefault(key, Counter(metric, average))
                 counter.add(prediction, temperatures[prediction.rule, *key, prediction.seed])
-        if counter.pool.models:
-            pools[key] = counter.end(prediction.images)
+        pools |= {key: counter.end(without.images[key[1]]) for key, counter in counters.items()}
     over = {
         (of.rule, of.method, held): over_set
         for of in runs
@@ -389,19 +396,25 @@ def predictions_of(directory: RunDirectory, runs: Sequence[Runs]) -> Iterator[Pr
 
     Raises `UserError` if one is damaged.
     """
-    records, picked_by, images = dict[ModelKey, Record](), dict[ModelKey, list[str]](), dict[DomainSet, HeldOutImages]()
+    records, picked_by = dict[ModelKey, Record](), dict[ModelKey, dict[str, None]]()
+    images = dict[DomainSet, tuple[HeldOutImages, dict[DomainSet, HeldOutImages]]]()
     for of in runs:
         for record in of.records:
             if of.score(record) is not None:
-                records[record.key] = record
-                picked_by.setdefault(record.key, []).append(of.rule)
-    for (_, held), of_set in group_by(records.values(), lambda record: record.key[:2]).items():
+                key = record.model or record.key
+                records[key] = record
+                picked_by.setdefault(key, {})[of.rule] = None
+    for (_, held), keys in group_by(records, lambda key: key[:2]).items():
+        fold = records[keys[0]].fold
         if held not in images:
-            images[held] = HeldOutImages.from_arrays(directory.test_images(held, of_set[0].files))
-        for record in sorted(of_set, key=lambda record: record.key):
-            arrays = directory.predictions(record.folder, record.files)
-            for rule in picked_by[record.key]:
-                yield Prediction.from_arrays(arrays, images[held], record.key, rule)
+            every = HeldOutImages.from_arrays(directory.test_images(held, records[keys[0]].files))
+            images[held] = every, {} if fold is None else every.by_site(held)
+        every, sites = images[held]
+        for key in sorted(keys):
+            arrays = directory.predictions(records[key].folder, records[key].files)
+            for rule in picked_by[key]:
+                prediction = Prediction.from_arrays(arrays, every, key, rule)
+                yield from [prediction] if fold is None else (prediction.at(*site) for site in sites.items())
 
 
 def models_digest(runs: Sequence[Runs], average: bool) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from xdm_ft.core import ModelKey, OfModel, Score
+from xdm_ft.core import DomainSet, ModelKey, OfModel, Score, set_name
 from xdm_ft.storage.names import parts_of
 
 Status = Literal["ok", "failed", "skipped"]
+TEST = "test"  # the split of the held-out images
 
 
 Point = dict[str, float | None]
@@ -74,13 +75,35 @@ class Record(OfModel):
     trainable: bool | dict[str, Any] = field(kw_only=True)  # how much of the encoder trains, as in a recipe
     deterministic: bool | None = None  # True: the head is class embeddings alone, the same for all seeds
     files: dict[str, str] = field(default_factory=dict)  # {address of its tensors in the run directory: their checksum}
+    fold: int | None = None  # number of its fold (`protocol.folds`), whose domains are measured one by one
+    model: ModelKey | None = None  # of what `by_site` returns: the key of the model, whose fold has more domains
 
     @property
     def folder(self) -> str:
         """The folder of the model in the run directory, or what stands for it."""
         weights = [pick.weights for pick in self.selected.values()]
         shared = (address.rpartition("/")[0] for address in weights if parts_of(address)[1] is not None)
-        return next(shared, self.key.folder)
+        return next(shared, (self.model or self.key).folder)
+
+    @property
+    def held_out(self) -> list[DomainSet]:
+        """The held-out sets on which it is measured: each domain of a fold, else its test domains as one."""
+        return [self.test_domains] if self.fold is None else [(name,) for name in self.test_domains]
+
+    @property
+    def held_out_name(self) -> str:
+        """What its test domains are called in tables and figures of models."""
+        return set_name(self.test_domains) if self.fold is None or self.model else f"fold {self.fold}"
+
+    def at(self, held: DomainSet) -> Record:
+        """Returns the record of one domain of its fold, with the metrics there."""
+        picks = dict[str, Pick]()
+        for rule, pick in self.selected.items():
+            of_domain = pick.metrics[TEST].per_domain[held[0]]
+            site = Score(**of_domain, per_domain={held[0]: of_domain})
+            picks[rule] = dataclasses.replace(pick, metrics=pick.metrics | {TEST: site})
+        key = self.key._replace(test_domains=held)
+        return dataclasses.replace(self, key=key, model=self.key, selected=picks)
 
     def to_json(self) -> dict[str, Any]:
         entry = {
@@ -92,6 +115,7 @@ class Record(OfModel):
             "trial": self.trial,
             "hparams": self.hparams,
             "status": self.status,
+            **_present(self, ("fold",)),
         }
         selected: dict[str, Any] = {"selected": {rule: pick.to_json() for rule, pick in self.selected.items()}}
         selected |= {"files": self.files} if self.files else {}
@@ -115,6 +139,17 @@ class Record(OfModel):
         values = {name: value for name, value in entry.items() if name not in ModelKey._fields}
         key = ModelKey(entry["method"], tuple(entry["test_domains"]), entry["seed"], entry["trial"])
         return cls(key, **values | {"selected": selected})
+
+
+def by_site(records: Iterable[Record]) -> list[Record]:
+    """Returns a record for each held-out set on which a model is measured: several for a fold of whole domains."""
+    return [record if record.fold is None else record.at(held) for record in records for held in record.held_out]
+
+
+def held_out_of(records: Iterable[Record]) -> tuple[DomainSet, ...]:
+    """Returns the held-out sets of a run, in its order; domains of folds by name."""
+    found = {held: record.fold for record in records for held in record.held_out}
+    return tuple(sorted(found) if any(fold is not None for fold in found.values()) else found)
 
 
 class Entries(Sequence[dict[str, Any]]):
@@ -143,3 +178,15 @@ def _score(values: Mapping[str, Any]) -> Score:
 
 def _present(entry: object, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(entry, name)) is not None}
+
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def group_by(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Returns {key: the items with it}; keys and items keep their order."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

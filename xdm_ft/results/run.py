@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -18,9 +18,9 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.recipe.check import read_written
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText
-from xdm_ft.results import Runs
+from xdm_ft.results import Runs, defined_sets
 from xdm_ft.results.measured import RunMeasures, measure, models_digest, pick_by_rule, predictions_of
-from xdm_ft.results.model import Entries, Record
+from xdm_ft.results.model import Entries, Record, by_site, held_out_of
 from xdm_ft.results.table import Comparison, InterimLook, SummaryRow
 from xdm_ft.results.trials import MethodChoice, choose_method, pick_trials, selection_values
 from xdm_ft.results.verdicts import judge
@@ -63,8 +63,8 @@ class Run:
 
     @property
     def held_out_sets(self) -> list[DomainSet]:
-        """The sets of domains that were held out together, in the order of the run."""
-        return list(dict.fromkeys(record.test_domains for record in self.records))
+        """The sets of domains that are measured as one, in the order of the run."""
+        return [*held_out_of(self.records)]
 
     @property
     def recipe_rule(self) -> str:
@@ -93,6 +93,11 @@ class Run:
         return [record for record in picked if self.recipe_rule in record.selected]
 
     @cached_property
+    def measured_records(self) -> list[Record]:
+        """`picked`, one for each held-out set: the domains of a fold are measured one by one."""
+        return by_site(self.picked)
+
+    @cached_property
     def recipe_rows(self) -> list[SummaryRow]:
         """The summary under the recipe's own rule, in the recipe's order of methods."""
         return [row for row in self.rows if row.selection == self.recipe_rule]
@@ -116,9 +121,9 @@ class Run:
     def runs_of(self, method: str, at: Mapping[DomainSet, str] | None = None) -> Runs:
         """Returns the models of a method that `rule` picked. `at`: {held-out set: another method there}."""
         of = dict.fromkeys(self.held_out_sets, method) | {**(at or {})}
-        picked = pick_trials(self.records, self.rule, self.metric)
+        picked = by_site(pick_trials(self.records, self.rule, self.metric))
         records = tuple(record for record in picked if record.method == of[record.test_domains])
-        return Runs(method, self.rule, self.metric, tuple(self.held_out_sets), records)
+        return Runs(method, self.rule, self.metric, defined_sets(picked, self.rule, self.metric), records)
 
     @cached_property
     def quoted(self) -> Runs:
@@ -249,21 +254,26 @@ class Run:
         return list(json.loads(metadata["class_names"]))
 
     def prediction(self, record: Record) -> Prediction:
-        """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
-        arrays = RunDirectory(self.path).predictions(record.folder, record.files)
-        return Prediction.from_arrays(arrays, self.images(record), record.key, self.recipe_rule)
+        """The predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
+        arrays, key = RunDirectory(self.path).predictions(record.folder, record.files), record.model or record.key
+        images = self.images(record if record.model is None else replace(record, key=key, model=None))
+        of_model = Prediction.from_arrays(arrays, images, key, self.recipe_rule)
+        return of_model if record.model is None else of_model.at(record.test_domains, self.images(record))
 
     def images(self, record: Record) -> HeldOutImages:
-        """A model's test images."""
+        """The test images of a model, or of one domain of its fold."""
         if record.test_domains not in self._images:
-            arrays = RunDirectory(self.path).test_images(record.test_domains, record.files)
-            self._images[record.test_domains] = HeldOutImages.from_arrays(arrays)
+            held = (record.model or record.key).test_domains
+            self._images[held] = HeldOutImages.from_arrays(RunDirectory(self.path).test_images(held, record.files))
+            if record.fold is not None:
+                self._images.update(self._images[held].by_site(held))
         return self._images[record.test_domains]
 
     def image_names(self, record: Record) -> list[str]:
-        """The names of a model's test images in the data."""
-        names = RunDirectory(self.path).test_images(record.test_domains, record.files)["names"]
-        return names.tobytes().decode().split("\n")
+        """The names of these images in the data."""
+        held, positions = (record.model or record.key).test_domains, self.images(record).positions
+        names = RunDirectory(self.path).test_images(held, record.files)["names"].tobytes().decode().split("\n")
+        return names if positions is None else [names[position] for position in positions]
 
     @cached_property
     def _images(self) -> dict[DomainSet, HeldOutImages]:

@@ -20,9 +20,9 @@ from xdm_ft.evaluation.estimates import Spread
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import split_label, with_encoder
-from xdm_ft.results import SPLIT, Runs, group_by
+from xdm_ft.results import Runs
 from xdm_ft.results.measured import RunMeasures, measure, pick_by_rule
-from xdm_ft.results.model import Point, Record, Status
+from xdm_ft.results.model import TEST, Point, Record, Status, group_by
 from xdm_ft.results.table import NO_VERDICT, UNKNOWN, Comparison, InterimLook, SummaryRow
 from xdm_ft.results.verdicts import Pair, compared, judge
 
@@ -187,7 +187,7 @@ def summarise(
                 class_weights=(class_weights or {}).get(method),
                 selection=rule,
                 metric=metric,
-                split=SPLIT,
+                split=TEST,
                 **Spread.of(means)._asdict(),
                 interval=measured.interval(of),
                 spread_as_published=convention and {"kind": convention.kind, "value": convention.value(means)},
@@ -243,7 +243,9 @@ def _per_test_domain(runs: Runs, measured: RunMeasures) -> dict[str, Point]:
     for all test images together. Of several sets the mean is that of the columns, so each set has one.
     """
     by_domain: dict[str, list[float]] = {}
-    for record in sorted(runs.records, key=lambda record: runs.held_out.index(record.test_domains)):
+    order = {held: position for position, held in enumerate(runs.held_out)}
+    defined = (record for record in runs.records if record.test_domains in order)
+    for record in sorted(defined, key=lambda record: order[record.test_domains]):
         score, value, held = runs.score(record), runs.value(record), record.test_domains
         if score is None or value is None:
             continue
@@ -262,25 +264,27 @@ def _per_test_domain(runs: Runs, measured: RunMeasures) -> dict[str, Point]:
 
 
 def _count(runs: Runs, status: Status) -> int:
-    return sum(record.status == status for record in runs.records)
+    """Returns the number of models with a status."""
+    return len({record.model or record.key for record in runs.records if record.status == status})
 
 
 def _gaps(runs: Runs) -> Iterator[str]:
     """Yields the reasons for missing values; nothing if none is missing."""
-    planned, done = len(runs.held_out) * len(runs.planned_seeds), len(runs.values)
+    models = {record.model or record.key: record for record in runs.records if record.test_domains in runs.held_out}
+    planned = len(runs.folds or runs.held_out) * len(runs.planned_seeds)
+    done = sum(runs.value(record) is not None for record in models.values())
     failed, skipped = _count(runs, "failed"), _count(runs, "skipped")
-    undefined = sum(runs.value(r) is None and runs.score(r) is not None for r in runs.records)
-    unpicked = sum(r.status == "ok" and runs.rule not in r.selected for r in runs.records)
+    unpicked = sum(record.status == "ok" and runs.rule not in record.selected for record in models.values())
+    if not runs.held_out and any(runs.score(record) for record in runs.records):
+        yield f"{runs.metric} is not defined on the images of any held-out set"
     for status, count in (("failed", failed), ("skipped", skipped)):
         if count:
             why = dict.fromkeys(str(record.reason) for record in runs.records if record.status == status)
             yield f"{count} of {planned} runs {status}: {'; '.join(why)}"
-    if undefined:
-        yield f"{runs.metric} is not defined on the test images of {undefined} of {planned} runs"
     if unpicked:
         yield f"{runs.rule} could pick no step of {unpicked} of {planned} runs: {runs.metric} is not defined"
     # the rest has no record: runs of an interrupted experiment
-    if missing := planned - done - failed - skipped - undefined - unpicked:
+    if missing := planned - done - failed - skipped - unpicked:
         yield f"{missing} of {planned} runs are missing"
     if done and done < planned:
         seeds = f"{len(runs.complete_seeds)} of {len(runs.planned_seeds)} seeds"
@@ -406,6 +410,6 @@ def images_tested(records: Iterable[Record]) -> set[tuple[str, int]]:
         (domain, score["n"])
         for record in records
         for pick in record.selected.values()
-        for domain, score in pick.metrics[SPLIT].per_domain.items()
+        for domain, score in pick.metrics[TEST].per_domain.items()
         if isinstance(score, dict) and "n" in score  # not checked as the file is read: there may be thousands
     }

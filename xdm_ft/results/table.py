@@ -99,7 +99,8 @@ class Comparison:
     freedom_images: float | None = None  # of V_I; None: V_I is 0
     other_error: float | None = None  # √V in the other regime (paired or not); None unless there are 9 or 10 seeds
     other_freedom: float | None = None
-    error_elsewhere: float | None = None  # s_D / √D, with D − 1 degrees of freedom; None: one set
+    error_elsewhere: float | None = None  # s_D / √D, or that over folds; None: one set
+    freedom_elsewhere: float | None = None  # its degrees of freedom; None: D − 1
     p_here: PValue | None = None  # None: no verdict, and `note` says why
     p_elsewhere: PValue | None = None  # `holm`: the larger of both Holm values
     note: str
@@ -117,8 +118,10 @@ class Comparison:
     @property
     def on_others(self) -> Estimate | None:
         """The difference with its error on new domains."""
-        error = self.error_elsewhere
-        return None if error is None else Estimate(self.difference, error, self.sets - 1)
+        error, freedom = self.error_elsewhere, self.freedom_elsewhere
+        return (
+            None if error is None else Estimate(self.difference, error, self.sets - 1 if freedom is None else freedom)
+        )
 
     @property
     def where(self) -> str:

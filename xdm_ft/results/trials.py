@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from xdm_ft.core import ORACLE, DomainSet, Score, honest_rule
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.results.model import Record
+from xdm_ft.results.model import TEST, Record, by_site, group_by
 from xdm_ft.results.table import SummaryRow
 
 
@@ -71,14 +71,15 @@ class MethodCandidate(NamedTuple):
     settings: int  # how many were compared on the validation images of one held-out set and seed
     parameters: int  # that were trained
     holds_training_features: bool  # such a head hands features of every training image to all who get the model
+    fold_of: Mapping[Any, int | None] = {}  # {held-out set: its fold, whose sets share models}
 
     @property
     def value(self) -> float:
         return math.fsum(self.values.values()) / len(self.values)  # exact in any order of the records
 
-    def without(self, key: Any) -> MethodCandidate:
-        values = {other: value for other, value in self.values.items() if other != key}
-        return self._replace(values=values, nll={other: nll for other, nll in self.nll.items() if other != key})
+    def without(self, keys: Collection[Any]) -> MethodCandidate:
+        values = {other: value for other, value in self.values.items() if other not in keys}
+        return self._replace(values=values, nll={other: nll for other, nll in self.nll.items() if other not in keys})
 
 
 class Preferred(NamedTuple):
@@ -142,28 +143,35 @@ def choose_method(records: Sequence[Record], rows: Sequence[SummaryRow], rule: s
     """Returns the method to use; None if no method can be chosen.
 
     Candidates are the methods within one standard error of the best value: s/√n of the differences to the best method
-    (s with ddof 1; 0 for n = 1). Of these it is the one with the lowest mean NLL (skipped if a candidate has none),
-    then the fewest tuned settings, then the fewest trained parameters, then the first in the recipe. Methods whose
-    heads hold training features are left out, unless there are no others. `rows`: the summary under this rule.
+    (s with ddof 1; 0 for n = 1), with folds of sites that of the folds' means if it is larger. Of these it is the one
+    with the lowest mean NLL (skipped if a candidate has none), then the fewest tuned settings, then the fewest trained
+    parameters, then the first in the recipe. Methods whose heads hold training features are left out, unless there are
+    no others. `rows`: the summary under this rule.
 
     Values and NLL are those of the n ≥ 2 held-out sets, seeds averaged: validation images of known domains prefer what
     fits these. With one set, official splits among them, and for oracle, they are those of validation, paired by
     held-out set and seed.
     """
     picked = _picked_of_methods(records, rows, rule, metric)
-    sets = list(dict.fromkeys(record.test_domains for picks in picked.values() for record in picks))
+    results = {method: _held_out_results(picks, rule, metric) for method, picks in picked.items()}
+    # a set without a value of any method is one where the metric is not defined
+    sets = set[DomainSet]().union(*results.values())
+    fold_of = {held: record.fold for picks in picked.values() for record in picks for held in record.held_out}
     if len(sets) < 2 or rule == ORACLE:
         return choose_by_validation(records, rows, rule, metric)
     candidates = {
-        method: candidate
+        method: _candidate(records, picks, results[method], fold_of)
         for method, picks in picked.items()
-        if len((candidate := _candidate(records, picks, _held_out_results(picks, rule, metric))).values) == len(sets)
+        if len(results[method]) == len(sets)
     }
-    if not candidates:  # the metric is not defined on the test images
+    if not candidates:
         return choose_by_validation(records, rows, rule, metric)
-    of_others = {held: {method: of.without(held) for method, of in candidates.items()} for held in sets}
-    at = {held: prefer(others, metric, "held-out").method for held, others in of_others.items()}
-    return _choice(candidates, rule, metric, at)
+    units = group_by(sorted(sets), lambda held: held if fold_of[held] is None else fold_of[held])
+    at = dict[DomainSet, str]()
+    for unit in units.values() if len(units) > 1 else ():
+        others = {method: of.without(unit) for method, of in candidates.items()}
+        at |= dict.fromkeys(unit, prefer(others, metric, "held-out").method)
+    return _choice(candidates, rule, metric, {held: at[held] for held in fold_of if held in at})
 
 
 def choose_by_validation(
@@ -202,9 +210,9 @@ _Results = dict[Any, tuple[float, float | None]]  # {held-out set, or held-out s
 def _held_out_results(picks: Sequence[Record], rule: str, metric: str) -> _Results:
     """Returns the results on each held-out set of which every seed has a value, the means over the seeds."""
     by_set: dict[DomainSet, list[Score | None]] = {}
-    for record in picks:
+    for record in by_site(picks):
         pick = record.selected.get(rule) if record.status == "ok" else None
-        by_set.setdefault(record.test_domains, []).append(None if pick is None else pick.metrics.get("test"))
+        by_set.setdefault(record.test_domains, []).append(None if pick is None else pick.metrics.get(TEST))
     means: _Results = {}
     for held, scores in by_set.items():
         values = [None if score is None else getattr(score, metric) for score in scores]
@@ -223,7 +231,9 @@ def _validation_results(picks: Sequence[Record], rule: str) -> _Results:
     return results
 
 
-def _candidate(records: Sequence[Record], picks: Sequence[Record], results: _Results) -> MethodCandidate:
+def _candidate(
+    records: Sequence[Record], picks: Sequence[Record], results: _Results, fold_of: Mapping[Any, int | None] = {}
+) -> MethodCandidate:
     """Returns the candidate of one method. `records`: of all methods and trials; `picks`: the picked ones of this."""
     tuned = Counter[tuple[Any, ...]]()
     for record in records:
@@ -235,6 +245,7 @@ def _candidate(records: Sequence[Record], picks: Sequence[Record], results: _Res
         max(tuned.values()),
         max(record.trained_parameters or 0 for record in picks),
         any(record.training_features for record in picks),
+        fold_of,
     )
 
 
@@ -245,15 +256,22 @@ def prefer(candidates: Mapping[str, MethodCandidate], metric: str, images: str) 
     eligible = {method: candidate for method, candidate in candidates.items() if method not in by_name_only}
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     best = max(eligible, key=lambda method: sign * eligible[method].value)
-    within = dict[str, MethodCandidate]()
+    within, fold_of = dict[str, MethodCandidate](), eligible[best].fold_of
     for method, candidate in eligible.items():
         of_best = eligible[best].values
-        differences = [of_best[key] - value for key, value in candidate.values.items() if key in of_best]
-        error = stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+        differences = {key: of_best[key] - value for key, value in candidate.values.items() if key in of_best}
+        by_fold = group_by(differences.items(), lambda item: fold_of.get(item[0]))
+        means = [fmean(value for _, value in of) for fold, of in by_fold.items() if fold is not None]
+        error = max(_standard_error([*differences.values()]), _standard_error(means))
         if sign * (eligible[best].value - candidate.value) <= error:
             within[method] = candidate
     method, reason = _among(within, images)
     return Preferred(method, best, tuple(within), reason, by_name_only)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Returns s/√n (ddof 1), 0 for fewer than two values."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _among(within: Mapping[str, MethodCandidate], images: str) -> tuple[str, str]:

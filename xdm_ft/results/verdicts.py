@@ -30,7 +30,7 @@ from xdm_ft.evaluation.estimates import (
     over_images,
     over_paired_seeds,
     over_seeds,
-    over_sets,
+    over_sites,
 )
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import (
@@ -201,7 +201,9 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
     held_out, seeds, common = pair.first.held_out, pair.seeds, pair.common
     if not all(seeds):
         return None
-    sets, paired = len(held_out), len(common) >= PAIRED_SEEDS
+    sets, paired, folds = len(held_out), len(common) >= PAIRED_SEEDS, pair.first.folds
+    if not sets:
+        return None
     values = [
         np.array([[runs.values[held, seed] for seed in side] for held in held_out])  # [D,S]
         for runs, side in zip(pair, seeds, strict=True)
@@ -214,7 +216,7 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
         if paired:
             return over_paired_seeds(values[0] - values[1])
         first, second = (v[:, :0] if runs.deterministic else v for runs, v in zip(pair, values, strict=True))
-        return over_seeds(first, second)
+        return over_seeds(first, second, folds)
 
     images, lacking = _over_images(pair, seeds, without)
     of_seeds = None if fewest == 1 else v_seeds(paired)
@@ -233,7 +235,7 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
     at_the_border = fewest in (PAIRED_SEEDS - 1, PAIRED_SEEDS)
     if images is not None and at_the_border and len(common) == len(seeds[0]) == len(seeds[1]):
         on_these_otherwise = estimate_here(difference, v_seeds(not paired), images, sets=sets, paired=not paired)
-    on_others = over_sets(by_set)
+    on_others = over_sites(by_set, folds)
     p_here = on_these.p() if on_these and not reasons else None
     if on_these and p_here is None and not reasons:
         reasons.append("nothing varies, so there is no error to compare with")
@@ -263,6 +265,7 @@ def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Compar
         other_error=on_these_otherwise and on_these_otherwise.error,
         other_freedom=_finite_freedom(on_these_otherwise),
         error_elsewhere=on_others and on_others.error,
+        freedom_elsewhere=on_others and on_others.freedom if folds else None,
         p_here=None if p_here is None else PValue(p_here, None),
         p_elsewhere=None if p_elsewhere is None else PValue(p_elsewhere, None),
         note="; ".join(notes),
@@ -384,8 +387,9 @@ class Family:
         """
         if self.sets < FEWEST_SETS:
             return None
-        error = median(row.error_elsewhere or 0.0 for row in self.rows)
-        return smallest(self.alpha, comparisons or self.count, self.sets - 1, error)
+        others = [row.on_others for row in self.rows if row.on_others is not None]
+        error, freedom = median(of.error for of in others), median(of.freedom for of in others)
+        return smallest(self.alpha, comparisons or self.count, freedom, error)
 
     def _smallest(self, terms: Sequence[Term]) -> float:
         freedom, variance = median(f for _, f in terms), median(v for v, _ in terms)

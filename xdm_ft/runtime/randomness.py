@@ -47,6 +47,7 @@ class Stream(IntEnum):
     TEMPERATURE = 42
     TRAINING_FEATURES = 43
     IMAGE_CHANGE = 44
+    FOLDS = 45
     ANALYSIS = 50
     HALVES = 51
     MMD_SAMPLES = 52

@@ -78,14 +78,14 @@ class RuleImages:
     Its tensors are on the device of the annotations, which is that of the logits to measure.
     """
 
-    def __init__(self, split: str, rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> None:
+    def __init__(self, split: str, rows: Tensor, annotations: Annotations, metric: str) -> None:
         rows = rows.to(annotations.labels.device)
         self.metric, self.labels, self.worst_of = metric, annotations.labels[rows], annotations.worst_of[rows]
         self.parts: tuple[Tensor, ...] | None = None  # positions of each domain's images; None: all images together
         self.part_of = torch.zeros_like(rows)  # int64 [n]: the number of an image's part; len(parts): in no part
         # the worst domain is a minimum over the domains already
         if split == BY_DOMAIN and metric != "worst_domain_accuracy":
-            self.parts = tuple(defined_domains(rows, annotations, metric, num_classes)[0].values())
+            self.parts = tuple(defined_domains(rows, annotations, metric)[0].values())
             self.part_of += len(self.parts)
             for number, part in enumerate(self.parts):
                 self.part_of[part] = number
@@ -130,9 +130,7 @@ class RuleImages:
         return math.fsum(n / size for n, size in zip(right, sizes, strict=True)) / len(sizes) if sizes else math.nan
 
 
-def defined_domains(
-    rows: Tensor, annotations: Annotations, metric: str, num_classes: int
-) -> tuple[dict[int, Tensor], list[int]]:
+def defined_domains(rows: Tensor, annotations: Annotations, metric: str) -> tuple[dict[int, Tensor], list[int]]:
     """Returns {domain: positions of its images in `rows`} where the metric is defined on them, and the other domains.
 
     The labels alone decide which domains count, so they are the same at every step and in every trial.
@@ -140,7 +138,7 @@ def defined_domains(
     domains, defined, undefined = annotations.domains[rows], dict[int, Tensor](), list[int]()
     for domain in domains.unique().tolist():
         positions = (domains == domain).nonzero()[:, 0]
-        if is_defined(metric, annotations.labels[rows[positions]], num_classes):
+        if is_defined(metric, annotations.labels[rows[positions]]):
             defined[domain] = positions
         else:
             undefined.append(domain)

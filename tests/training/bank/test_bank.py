@@ -182,7 +182,7 @@ def test_values_are_those_of_each_head_alone(metric: str, at_once: int | None, m
     for head, (job, values) in enumerate(zip(JOBS, values_of, strict=True)):
         state = {name: weights[head].detach() for name, weights in bank.main.items()}
         for rule, rows in rows_of_rules(job, RULES).items():
-            images = RuleImages(split_of_rule(rule), rows, data.annotations, metric, 10)
+            images = RuleImages(split_of_rule(rule), rows, data.annotations, metric)
             logits = head_logits(data.features, rows, state)
             assert values is None or values[rule] == pytest.approx(images.value(logits), abs=1e-5)
 
@@ -193,7 +193,7 @@ def test_heads_together_are_measured_bit_for_bit_as_alone() -> None:
     logits = 3 * torch.randn(len(rows), 7, 10, generator=torch.Generator().manual_seed(0))
     for metric in HIGHER_IS_BETTER:
         for split in ("train_val", "test"):
-            images = RuleImages(split, rows, digits().annotations, metric, 10)
+            images = RuleImages(split, rows, digits().annotations, metric)
             assert images.values(logits) == [images.value(logits[:, head]) for head in range(7)]
 
 
@@ -284,7 +284,7 @@ def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
             selected, equal = trained.selected[rule], [step for step, value in course if value == best]
             assert selected.step in equal and (selected.step == equal[0] or rule == "oracle")
             rows = job.split.evaluation[split]
-            images = RuleImages(split, rows, data.annotations, name, CLASSES)
+            images = RuleImages(split, rows, data.annotations, name)
             logits = head_logits(data.features, rows, selected.state)
             assert selected.value == best and images.value(logits) == pytest.approx(best, abs=1e-6)
 

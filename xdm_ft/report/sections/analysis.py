@@ -25,7 +25,7 @@ from xdm_ft.report.charts import (
 )
 from xdm_ft.report.published import paper_table
 from xdm_ft.report.words import EMPTY, range_text, short, significant
-from xdm_ft.results import group_by
+from xdm_ft.results.model import group_by
 from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import plural
 

@@ -113,12 +113,8 @@ def _twins(audit: Json) -> AuditFinding:
             f". With {worst['without']} left out of training too, {worst['domain']} falls from {before} to {after}; "
             f"with as many other images left out, it has {matched}"
         )
-    return AuditFinding(
-        "domain_pairs",
-        PROMISE,
-        line,
-        f"if they show the same objects, patients or scanner, hold them out together: {_together(twins)}",
-    )
+    remedy = "give them one domain" if audit.get("folds") else f"hold them out together: {_together(twins)}"
+    return AuditFinding("domain_pairs", PROMISE, line, f"if they show the same objects, patients or scanner, {remedy}")
 
 
 def _percent(value: float | None) -> str:

@@ -248,7 +248,7 @@ def mistakes(run: Run) -> Section | None:
 
 
 def _worst_mistakes(run: Run, method: str, held: DomainSet, most: int) -> list[Shown]:
-    record = next(record for record in run.picked if record.key[:2] == (method, held))
+    record = next(record for record in run.measured_records if record.key[:2] == (method, held))
     names, rows = run.image_names(record), run.images(record).rows
     return [
         Shown(held, names[mistake.position], int(rows[mistake.position]), mistake)

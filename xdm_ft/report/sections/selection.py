@@ -19,9 +19,8 @@ from xdm_ft.report.charts import INK, Figure, Line, SeriesStyle, curves, looks, 
 from xdm_ft.report.comparisons import from_zero_shot_table, from_zero_shot_words
 from xdm_ft.report.sections.results import domain_interval
 from xdm_ft.report.words import EMPTY, axis_value, each_once, in_unit, number, oracle_mark, setting_text
-from xdm_ft.results import group_by
 from xdm_ft.results.measured import Picked
-from xdm_ft.results.model import Record
+from xdm_ft.results.model import Record, group_by
 from xdm_ft.results.run import ORACLE, Run
 from xdm_ft.results.table import NO_VERDICT
 from xdm_ft.results.trials import selection_value
@@ -73,7 +72,7 @@ def search(run: Run) -> Section | None:
             settings: list[Any] = [record.hparams.get(key) for key in keys_of]
             shown = [Cell(setting_text(s), float(s) if _is_number(s) else None) for s in settings]
             values = metric_cell(value, run.metric), metric_cell(test, run.metric)
-            rows.append(cells(set_name(record.test_domains), record.seed, record.trial, *shown, *values))
+            rows.append(cells(record.held_out_name, record.seed, record.trial, *shown, *values))
         caption = f"{method}: the values that {run.recipe_rule} selected. Trial 0 has the recipe's own values."
         tables.append(
             long_table(caption, ["held out", "seed", "trial", *keys_of, "selection value", "test value"], rows)
@@ -125,7 +124,7 @@ def _trial_text(run: Run, keys: Sequence[str], trial: Trial) -> str:
     record = trial.record
     values = [f"{key} {setting_text(record.hparams.get(key))}" for key in keys]
     tested = f"selection {number(trial.selection, run.metric)}, test {number(trial.test, run.metric)}"
-    model = f"trial {record.trial}, seed {record.seed}, held out {set_name(record.test_domains)}"
+    model = f"trial {record.trial}, seed {record.seed}, held out {record.held_out_name}"
     return "; ".join([model, tested, *values])
 
 
@@ -175,7 +174,7 @@ def _clouds(
         step = max(1, -(-len(of_set) // most))
         return [trial for i, trial in enumerate(of_set) if i % step == 0 or trial.picked]
 
-    by_set = group_by(trials, lambda trial: set_name(trial.record.test_domains))
+    by_set = group_by(trials, lambda trial: trial.record.held_out_name)
     few = len(by_set) <= MAX_MARKED_SETS
     clouds = []
     for held, look in looks(by_set).items():
@@ -242,7 +241,7 @@ def learning_curves(run: Run) -> Section | None:
         folder = sub_run(method, held, 0, 0).rpartition("/")[0]
         heads = [scalars for name, scalars in run.scalars.items() if name.startswith(f"{folder}/heads-from-")]
         if models or heads:
-            recorded.append(Recorded(method, set_name(held), models, [] if models else heads))
+            recorded.append(Recorded(method, records[0].held_out_name, models, [] if models else heads))
     order = run.drawn_methods
     recorded.sort(key=lambda curve: order.index(curve.method))
     by_set = group_by(recorded, lambda curve: curve.where)
@@ -268,7 +267,7 @@ def learning_curves(run: Run) -> Section | None:
 
     rows, shown = [], {(curve.method, curve.where) for curve in recorded}
     for record in run.picked:
-        where, pick = set_name(record.test_domains), record.selected[run.recipe_rule]
+        where, pick = record.held_out_name, record.selected[run.recipe_rule]
         if (record.method, where) in shown:
             value = metric_cell(selection_value(record, run.recipe_rule), run.metric)
             rows.append(
@@ -370,7 +369,7 @@ class Road(NamedTuple):
 
     @property
     def held(self) -> str:
-        return set_name(self.record.test_domains)
+        return self.record.held_out_name
 
 
 def road(run: Run) -> Section | None:

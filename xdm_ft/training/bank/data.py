@@ -206,13 +206,13 @@ class BankValidation:
         target = device if criteria.metric == "accuracy" else torch.device("cpu")
         self.labels = data.annotations.labels[self.rows.to(device)].to(target)  # int64 [U]
         position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        annotations, classes = data.annotations.to(target), jobs[0].setup.task.num_classes
+        annotations = data.annotations.to(target)
         measured: dict[tuple[int, str], MeasuredSplit] = {}
         for head, rows_of in enumerate(rows_of_heads):
             for rule, rows in rows_of.items():
                 key = id(rows), split_of(rule)
                 if key not in measured:
-                    images = RuleImages(key[1], rows, annotations, criteria.metric, classes)
+                    images = RuleImages(key[1], rows, annotations, criteria.metric)
                     measured[key] = MeasuredSplit(position[index_of[id(rows)]].to(target), images, {})
                 measured[key].rules.setdefault(head, []).append(rule)
         self.measured = list(measured.values())

@@ -258,14 +258,14 @@ def solve(
     use `threads`, while torch uses one.
     """
     started, bar = time.perf_counter(), bar or unseen()
-    solver, classes, selector = job.new_method(), job.setup.task.num_classes, Selector(criteria, 0)
+    solver, selector = job.new_method(), Selector(criteria, 0)
     assert isinstance(solver, Solver)
     solver.threads = threads if features.device.type == "cpu" else 1
     solver.eval()
     rows_of, predictor = rows_of_rules(job, criteria.rules), CachedPredictor(job, features)
     splits = {split_of(rule): rows for rule, rows in rows_of.items()}
     splits |= job.split.evaluation if solver.keeps_curve else {}
-    images = {name: RuleImages(name, rows, annotations, criteria.metric, classes) for name, rows in splits.items()}
+    images = {name: RuleImages(name, rows, annotations, criteria.metric) for name, rows in splits.items()}
     curve = list[dict[str, float | None]]()
     rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
@@ -308,13 +308,13 @@ def step_across_domains(
     The solver finds its path anew without each of the domains of `batch`, all training images of the job. Domains on
     which the metric is not defined are passed over, and candidates that not every path has. None: none is left.
     """
-    values, classes, domains = dict[int, list[float]](), job.setup.task.num_classes, 0
+    values, domains = dict[int, list[float]](), 0
     for domain in batch.domain.unique():
         left_out = batch.domain == domain
-        if not is_defined(metric, batch.y[left_out], classes):
+        if not is_defined(metric, batch.y[left_out]):
             continue
         domains += 1
-        images = RuleImages("left_out", batch.row[left_out], annotations, metric, classes)
+        images = RuleImages("left_out", batch.row[left_out], annotations, metric)
         inside = Batch(**{name: value[~left_out.to(value.device)] for name, value in batch.fields().items()})
         solver = job.new_method()
         assert isinstance(solver, Solver)

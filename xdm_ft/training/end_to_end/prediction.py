@@ -97,8 +97,7 @@ class EndToEndValidation:
         rows_of = rows_of_rules(job, [*criteria.rules, LOSS_SPLIT] if loss else criteria.rules)
 
         def measure(rule: str, metric: str) -> Callable[[Tensor], float]:
-            classes = job.setup.task.num_classes
-            return RuleImages(split_of(rule), rows_of[rule], annotations, metric, classes).value
+            return RuleImages(split_of(rule), rows_of[rule], annotations, metric).value
 
         self.values = {rule: measure(rule, criteria.metric) for rule in rows_of}
         self.loss_value = measure(LOSS_SPLIT, "nll") if loss else None
