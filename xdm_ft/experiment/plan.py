@@ -25,6 +25,7 @@ from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.images.facts import automatic
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.site_class import images_per_class
+from xdm_ft.protocol.small_domains import JOINED, without_small_domains
 from xdm_ft.protocol.splits import LEFT_OUT, Split, all_domains, also_measuring, rules_of, splits, without
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem, draw_item, draw_training, unfreeze_problem
@@ -145,6 +146,8 @@ def read_data(recipe: Recipe) -> ImageDataset:
         if name not in dataset.class_names:
             hint = did_you_mean(name, list(dataset.class_names))
             raise UserError(f'{recipe.name}: data.class_names: the data has no class "{name}"{hint}')
+    if (least := recipe.data_common.domain_min) is not None:
+        dataset = without_small_domains(dataset, least, recipe.data_common.small_domains)
     renamed = tuple(words.get(name, name) for name in dataset.class_names)
     if len(set(renamed)) < len(renamed):
         raise UserError(f"{recipe.name}: data.class_names: two classes have the same name; give each its own")
@@ -215,6 +218,11 @@ def note_sites(recipe: Recipe, dataset: ImageDataset, planned: Sequence[Split]) 
     Raises `UserError` if it is defined on none of them.
     """
     metric, notes, labels = recipe.protocol.metric, list[str](), torch.as_tensor(dataset.labels)
+    if small := dataset.small_domains:
+        became = f'became the domain "{JOINED}"' if JOINED in dataset.domain_names else "are left out"
+        notes.append(f"{plural(len(small), 'domain')} below data.domain_min {became}")
+    if dataset.never_held_out:
+        notes.append(f'"{JOINED}" trains only, as it is still too small or of one class')
     one_class = np.flatnonzero((images_per_class(dataset) > 0).sum(1) == 1)
     if names := [dataset.domain_names[domain] for domain in one_class]:
         notes.append(f"images of one class only in {join_names(names, NAMED_AT_MOST)}")

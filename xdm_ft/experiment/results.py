@@ -392,6 +392,8 @@ def data_facts(plan: Plan, findings: Sequence[Finding]) -> dict[str, Any]:
     if dataset.groups is not None:
         divided = divided_groups(dataset, plan.splits).items()
         groups = {"groups": len(np.unique(dataset.groups)), "divided": [f"{n} in {parts}" for parts, (n, _) in divided]}
+    if dataset.small_domains:
+        groups["small_domains"] = list(dataset.small_domains)
     return {
         "data": {"classes": list(dataset.class_names), "images": counts, **groups},
         "tested_on": plan.splits[0].tested_on,

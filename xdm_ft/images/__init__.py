@@ -114,6 +114,10 @@ class ImageDataset(ABC):
     """What looks like data and yields no image, a line each: "problem, the first: NAME; remedy"."""
     intensity: Range | None = None
     """What becomes 0…255 of images wider than 8 bits; None: the range of their types. See `images.decode.decode`."""
+    small_domains: tuple[str, ...] = ()
+    """Domains that `data.domain_min` has joined to one, or left out."""
+    never_held_out: tuple[str, ...] = ()
+    """Domains that train only, as they are too small."""
     as_published: bool = False
     """Whether the images are known to be the published ones. A class missing from a domain is then not reported."""
 

@@ -134,11 +134,12 @@ class Protocol(Block):
         """Returns the protocol whose `sets_of` knows the folds of the data, if it has any. Raises `UserError`."""
         if self.folds is None or self._fold_sets:
             return self
-        sites = dataset.domain_names
+        held_out = [name not in dataset.never_held_out for name in dataset.domain_names]
+        sites = [name for name, of in zip(dataset.domain_names, held_out, strict=True) if of]
         if self.folds > len(sites):
-            problem = f"{self.folds} folds of {plural(len(sites), 'domain')}; at most one per domain is possible"
+            problem = f"{self.folds} folds need as many domains, and there are {len(sites)}; lower it"
             raise UserError(f"protocol.folds: {problem}")
-        fold_of = balanced_folds(images_per_class(dataset), self.folds)
+        fold_of = balanced_folds(images_per_class(dataset)[held_out], self.folds)
         folded = self.model_copy()
         folded._fold_sets = tuple(
             tuple(name for name, of in zip(sites, fold_of, strict=True) if of == fold) for fold in range(self.folds)
@@ -219,7 +220,7 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
     if protocol.name == "official":
         return [official(dataset, protocol, seed, unreadable)]
     protocol = protocol.with_folds(dataset)
-    held_out = protocol.test_domains or dataset.domain_names
+    held_out = protocol.test_domains or [name for name in dataset.domain_names if name not in dataset.never_held_out]
     if len(set(held_out)) < len(held_out):
         raise UserError(f"protocol.test_domains: {', '.join(held_out)}: a domain appears twice; remove one of the two")
     drawn = None

@@ -408,6 +408,11 @@ def _check_together(faults: Faults, recipe: Recipe) -> None:
     if recipe.has_images and recipe.data_common.intensity != "type" and not issubclass(recipe.data.cls, EncodedImages):
         problem = f"has no effect on {recipe.data.name}, which makes or decodes its images itself; leave it out"
         faults.add("data.intensity", problem, "data.name")
+    if recipe.data_common.domain_min is not None and recipe.protocol.name == "official":
+        problem = "is for leave_one_domain_out; the official split says which domains are tested"
+        faults.add("data.domain_min", problem, "protocol.name")
+    elif recipe.data_common.domain_min is None and recipe.data_common.small_domains != "join":
+        faults.add("data.small_domains", "has no effect without data.domain_min; set it, or leave this out")
     _check_compared_rows(faults, recipe)
     for i, encoder in enumerate(recipe.encoders):
         under = [item.trainable for item in recipe.methods if item.encoder is encoder]

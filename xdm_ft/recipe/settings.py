@@ -33,6 +33,17 @@ class DataCommon(Block):
         description="what becomes 0…255 of images wider than 8 bits: type (0…65535, floats 0…1), auto (the fewest of "
         "8, 10, 12, 14, 16 bits that hold all of them; floats: least to largest) or {low, high}",
     )
+    domain_min: int | None = Field(
+        default=None,
+        ge=2,
+        description="fewest images of a domain that is held out; it needs two classes, too. Smaller ones: see "
+        "small_domains. null: all domains stay as they are",
+    )
+    small_domains: Literal["join", "drop"] = Field(
+        default="join",
+        description='what becomes of domains below domain_min. join: one domain "small sites", which trains only if it '
+        "is still below; drop: they are left out",
+    )
     class_names: dict[Name, Name] = Field(
         default={}, description="class folder or label → name of the class in prompts and reports"
     )

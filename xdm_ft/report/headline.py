@@ -26,7 +26,7 @@ from xdm_ft.report.words import (
     with_unit,
 )
 from xdm_ft.results import new_site_of, one_more_domain, values_by_set
-from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.run import MAX_SETS, ORACLE, Run
 from xdm_ft.results.table import BETTER, EQUAL, NO_VERDICT, UNDECLARED, UNKNOWN, WORSE, Comparison, SummaryRow
 from xdm_ft.results.trials import MethodChoice
 from xdm_ft.runtime.errors import join_names, plural, printable
@@ -410,7 +410,8 @@ def _domains(run: Run, rows: Sequence[SummaryRow], room: int | None) -> list[Col
     widest = max((column.width for column in full), default=0)
     cuts = ((width, gap) for width in range(widest, MIN_WIDTH - 1, -1) for gap in (GAP, 1))
     for shown in (full, *([Column(_cut(c.header, width), c.cells, gap) for c in full] for width, gap in cuts)):
-        fits = room is None or sum(column.gap + column.width for column in shown) <= room
+        width = sum(column.gap + column.width for column in shown)
+        fits = len(names) <= MAX_SETS if room is None else width <= room
         # two domains must not be cut to one name
         if fits and (shown is full or len({column.header for column in shown}) == len(names)):
             return shown

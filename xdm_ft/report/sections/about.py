@@ -105,6 +105,9 @@ def data(run: Run) -> Section | None:
         divided = ", ".join(saved["divided"])
         words += f" in {plural(saved['groups'], 'group')} (patients, slides or sequences)"
         words += f", of which the split divides {divided}" if divided else ", which no split divides"
+    if small := saved.get("small_domains"):
+        became = "left out" if run.recipe.data_common.small_domains == "drop" else "joined to one domain"
+        words += f"; too small to be held out, and {became}: {', '.join(small)}"
     number = plural(len(faults), "fault") if faults else "No fault"
     # a fault names image files, and a page may be handed on to others
     if not run.recipe.report.images:
