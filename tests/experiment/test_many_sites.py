@@ -108,10 +108,10 @@ def test_means_verdicts_and_intervals_are_over_sites(content):
         assert "reason" not in row and row["interval"] is not None
         assert "not defined on 2 of 12 held-out sets (site 00, site 06)" in row["protocol"]
     [compared] = (
-        row for row in content["comparisons"] if (row["first"], row["selection"]) == ("groupdro", "train_val")
+        row for row in content["comparisons"] if (row["first"], row["selection"]) == ("linear_probe", "train_val")
     )
     differences = np.array(
-        [np.mean([values["groupdro"][n, s] - values["erm"][n, s] for s in range(3)]) for n in defined()]
+        [np.mean([values["linear_probe"][n, s] - values["erm"][n, s] for s in range(3)]) for n in defined()]
     )
     assert compared["difference"] == pytest.approx(differences.mean()) and compared["sets"] == 10
     fold_of = {name: model["fold"] for model in content["runs"] for name in model["test_domains"]}
@@ -146,6 +146,7 @@ def test_the_choice_reads_sites_and_quotes_what_other_folds_choose():
     assert len(made.quoted.held_out) == 10
 
 
+@pytest.mark.slow
 def test_as_many_folds_as_sites_are_leave_one_site_out():
     run(load("sites.yaml", ["name=each", "protocol.folds=12"]))
     run(load("sites.yaml", ["name=plain", "protocol.folds=null"]))
@@ -176,6 +177,7 @@ def test_an_auroc_is_that_of_each_site():
     assert row["interval"] is not None and "p_elsewhere" in content["comparisons"][0]
 
 
+@pytest.mark.slow
 def test_it_grows_and_refuses_other_folds():
     run(load("sites.yaml", ["name=grown", "protocol.seeds=2"]))
     before = document("output/grown")["runs"]
@@ -187,6 +189,7 @@ def test_it_grows_and_refuses_other_folds():
         run(load("sites.yaml", ["name=grown", "protocol.folds=3"]))
 
 
+@pytest.mark.slow
 def test_what_reads_the_run_follows(capsys):
     made = read_run(Path("output/sites"))
     assert compare_runs([made, made], {made.path: "a"}) == []
@@ -199,6 +202,7 @@ def test_what_reads_the_run_follows(capsys):
     assert audit["domain_pairs"]["names"] == [f"site {site:02}" for site in range(SITES)], "each site is a unit"
 
 
+@pytest.mark.slow
 def test_a_label_curve_has_a_point_per_site():
     run(load("sites.yaml", ["name=curve", "label_curve=true"]))
     curve = document("output/curve")["label_curve"]

@@ -12,7 +12,7 @@ validation images. It changes no predicted class.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,7 +239,7 @@ def score(
     class_names: Sequence[str],
     domain_names: Sequence[str],
     worst_of: Tensor | None = None,
-    by_domain: Sequence[str] = (),
+    by_domain: Collection[str] = (),
 ) -> Score:
     """Returns all metrics of one split, as results.json has them. `domains` are indices into `domain_names`.
 
@@ -266,7 +266,7 @@ def score(
             inside = domains == domain
             of = logits[inside], labels[inside], domains[inside]
             alone = score(of[0], of[1], of[2], class_names, domain_names, worst_of[inside])
-            of_domain |= {name: getattr(alone, name) for name in by_domain}
+            of_domain |= {name: getattr(alone, name) for name in vars(alone) if name in by_domain}
         per_domain[domain_names[domain]] = of_domain
     recall = recalls(counts)
     worst, balanced = worst_accuracy(predicted, labels, worst_of), balanced_accuracy(counts)

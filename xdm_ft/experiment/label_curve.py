@@ -69,8 +69,8 @@ def label_curve(context: RunContext, results: RunResults) -> dict[str, Any] | No
     if context.accelerator.is_main_process:
         with one_thread(), progress("label curve", len(picked), "models") as bar:  # its products are small
             for record in picked:
-                for held, rows in plan.by_key[record.key].split.sites(plan.dataset).items():
-                    values.setdefault(held, []).append(adapted_values(context, record, rows, metric))
+                for held, tested in plan.by_key[record.key].split.sites(plan.dataset).items():
+                    values.setdefault(held, []).append(adapted_values(context, record, tested, metric))
                     fold_of[held] = record.fold
                 bar.advance()
     points = from_main(context.accelerator, points_of(values, fold_of))

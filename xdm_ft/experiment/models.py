@@ -57,7 +57,7 @@ FEW = 10  # images: the mean of fewer says much about each of them
 ROWS_AT_ONCE = 4096
 MAX_TRAINING, MAX_VALIDATION = 5000, 1000  # images whose features one more pass of a trained encoder computes
 Files = dict[str, tuple[Mapping[str, Tensor], Mapping[str, str]]]  # as `Outcome.files`
-SITE_METRICS = [field.name for field in dataclasses.fields(Score) if field.name not in ("accuracy", "n", "per_domain")]
+SITE_METRICS = {field.name for field in dataclasses.fields(Score)} - {"accuracy", "n", "per_domain"}
 MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
 
 
@@ -273,8 +273,9 @@ def _pick(
     metric, metrics = plan.recipe.protocol.metric, dict[str, Score]()
     for name, rows in evaluation.items():
         at, worst_of = annotations.domains[rows], annotations.worst_of[rows]
-        by_domain = [metric] if metric != "accuracy" else []
-        by_domain = SITE_METRICS if name == "test" and planned.split.fold is not None else by_domain
+        by_domain = {str(metric)} - {"accuracy"}
+        if name == "test" and planned.split.fold is not None:
+            by_domain = SITE_METRICS
         metrics[name] = score(logits[name], labels[rows], at, *names, worst_of=worst_of, by_domain=by_domain)
     divisor = nll = None
     if is_own and BY_DOMAIN in evaluation:

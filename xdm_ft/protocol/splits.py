@@ -18,7 +18,7 @@ from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.protocol.folds import balanced_folds
 from xdm_ft.protocol.site_class import images_per_class
-from xdm_ft.runtime.errors import UserError, did_you_mean, join_names, plural
+from xdm_ft.runtime.errors import UserError, did_you_mean, join_names
 from xdm_ft.runtime.randomness import validation_part
 from xdm_ft.runtime.settings import Block, Name, OneOrMany, Problem
 

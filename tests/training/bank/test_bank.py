@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bank_problems import CLASSES, DOMAINS, WIDTH, digits, head_logits, job_of, split_of, spoiled, train, under
+from bank_problems import DOMAINS, WIDTH, digits, head_logits, job_of, split_of, spoiled, train, under
 from scipy.stats import chisquare
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
