@@ -126,7 +126,7 @@ def test_images_of_a_group_of_the_domain_that_is_left_out_do_not_train_either():
     groups[of_two] = of_three  # every second image of domain 2 has its patient in domain 3
     patients = study(z, labels, domains, groups)
     seed, split = next((seed, split) for seed, split in patients.heads if split.test_domains == ("d0",))
-    [cell] = _cells(patients, split, seed, 0, 3, ("d3",))
+    [cell] = _cells(patients, split, seed, 0, 3, ("d3",), split.evaluation["test"])
     _, without, matched = cell.heads
     assert without.split.train_domains == ("d1", "d2")
     assert not np.isin(torch.cat([*without.split.train]).numpy(), of_two).any()

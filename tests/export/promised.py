@@ -61,7 +61,8 @@ def promise(path, results, records, rule, method):
     metric, held_out = results["recipe"]["protocol"]["metric"], tuple(dict.fromkeys(r.test_domains for r in records))
     picked = tuple(record for record in pick_trials(records, rule, metric) if record.method == method)
     protocol, data = (SimpleNamespace(**results["recipe"][key]) for key in ("protocol", "data"))
-    every = [SimpleNamespace(test_domains=tuple(entry["test_domains"])) for entry in results["runs"]]
+    planned = [ModelKey(method, tuple(entry["test_domains"]), 0, 0) for entry in results["runs"]]
+    every = [Record(key, {}, "skipped", **VIT) for key in planned]
     runs = Runs(method, rule, metric, held_out, picked)
 
     class Made(SimpleNamespace):
@@ -72,7 +73,8 @@ def promise(path, results, records, rule, method):
         measured_if_known = property(Run.measured_if_known.func)
 
     recipe = SimpleNamespace(protocol=protocol, data=data)
-    run = Made(path=path, results=results, every=every, recipe=recipe, recipe_rule=rule)
+    made = {"path": path, "results": results, "every": every, "held_out_sets": held_out}
+    run = Made(**made, recipe=recipe, recipe_rule=rule)
     return expected_performance(run, runs, {})
 
 

@@ -131,7 +131,6 @@ def audit(study: Study, notes: Sequence[str] = (), of: str | None = None) -> Aud
         "content": study.prepared.content,
         "heads": study.description,
         "held_out": [set_name(held) for held in splits],
-        "folds": study.plan.recipe.protocol.folds,
         "copies": _copies(study, pairs, straddles, splits),
         "twins": twins.twins,
         "domain_pairs": {key: value for key, value in asdict(twins).items() if key != "twins"},
@@ -145,6 +144,7 @@ def audit(study: Study, notes: Sequence[str] = (), of: str | None = None) -> Aud
         "encoder": encoder_facts(label, unit, near, labels, domains, groups, _measure_alignment(study, unit)).to_json(),
         "notes": notes,
         **({} if of is None else {"of": of}),
+        **({} if (folds := study.plan.recipe.protocol.folds) is None else {"folds": folds}),
     }
     if scores is None:
         notes.append("no search for label errors: it needs two classes, and five images or groups")

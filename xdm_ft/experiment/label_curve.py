@@ -132,7 +132,7 @@ def _is_usable(values: Mapping[Adapted, float]) -> bool:
 
 
 def points_of(
-    values: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]], fold_of: Mapping[DomainSet, int | None]
+    values: Mapping[DomainSet, Sequence[Mapping[Adapted, float]]], fold_of: Mapping[DomainSet, int | None] = {}
 ) -> list[dict[str, Any]]:
     """Returns the points of the curve: means over held-out sets of the means over seeds.
 
@@ -146,7 +146,7 @@ def points_of(
         by_set, gains, folds = dict[str, float](), dict[str, float](), dict[int | None, list[int]]()
         for held, seeds in usable.items():
             if all(chosen in of_seed for of_seed in seeds):
-                folds.setdefault(fold_of[held], []).append(len(by_set))
+                folds.setdefault(fold_of.get(held), []).append(len(by_set))
                 by_set[set_name(held)] = float(np.mean([of_seed[chosen] for of_seed in seeds]))
                 gains[set_name(held)] = float(np.mean([of_seed[chosen] - of_seed[None, 0] for of_seed in seeds]))
         if gains:
