@@ -67,7 +67,7 @@ class TableDataset(ImageFiles):
         called = {column: getattr(columns, column, column) for column in self.optional}
         # a column that the recipe names must be there
         needed = dict.fromkeys((*self.needed, *(key for key in columns.model_fields_set if called[key] != key)))
-        cells, numbers, ignored = _read_cells(file, [*needed], called, self.reads_soft_labels)
+        cells, numbers, ignored = read_cells(file, [*needed], called, self.reads_soft_labels)
         if group is not None and "group" in cells:  # the recipe overrides the table
             del cells["group"]
             ignored = [*ignored, called["group"]]
@@ -83,7 +83,7 @@ class TableDataset(ImageFiles):
             return UserError(f"{printable(file)}: {row}: {problem}{others}")
 
         def texts(column: str) -> list[str]:
-            text_in = {"path": path_in, "split": _split_in}.get(column, name_in)
+            text_in = {"path": path_in, "split": split_in}.get(column, name_in)
             values, problems = list[str](), dict[int, str]()
             for i, cell in enumerate(cells[column]):
                 try:
@@ -142,7 +142,7 @@ def path_in(cell: object) -> str:
     return cell  # blanks and all: the name of a file may contain them
 
 
-def _split_in(cell: object) -> str:
+def split_in(cell: object) -> str:
     part = name_in(cell)
     if part not in PARTS:
         raise ValueError(f'"{part}" is not a split{did_you_mean(part, PARTS)}')
@@ -194,19 +194,20 @@ def _probability(cell: object) -> float:
         return -1.0
 
 
-def _read_cells(
-    file: Path, needed: Sequence[str], called: Mapping[str, str], reads_soft_labels: bool
+def read_cells(
+    file: Path, needed: Sequence[str], called: Mapping[str, str], reads_soft_labels: bool, key: str = "data.file"
 ) -> tuple[dict[str, list[object]], list[int], list[str]]:
     """Returns {column: cells} of our columns, the number of every row, and the other columns.
 
     `called`: {our name of a column that is read, if there is one: its name in the table}. Columns p:CLASS keep theirs.
+    `key`: of the recipe, which names the table. Raises `UserError`.
     """
     kind = file.suffix.lower()
     if kind not in (".csv", ".parquet"):
-        raise UserError(f"data.file: {file} does not end in .csv or .parquet; name a table that does")
+        raise UserError(f"{key}: {file} does not end in .csv or .parquet; name a table that does")
     if not file.is_file():
         problem = "is not a file" if file.exists() else "does not exist"
-        raise UserError(f"data.file: {file} {problem}; name a CSV or Parquet file")
+        raise UserError(f"{key}: {file} {problem}; name a CSV or Parquet file")
     if kind == ".csv":
         rows = csv_rows(file)
         header = next(rows)[1]

@@ -15,7 +15,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import digest
 
 ROWS = 4096  # images that are scored at a time
-NO_IMAGES = "data.name: features has no images, only features computed elsewhere"
+NO_IMAGES = "data has no images, only features computed elsewhere"
 
 
 class GivenFeatures(Encoder):
@@ -27,10 +27,10 @@ class GivenFeatures(Encoder):
 
     def __init__(self, dataset: ImageDataset) -> None:
         super().__init__()
-        assert isinstance(dataset, FeatureTable), "of a recipe with data.name: features"
+        assert isinstance(dataset, FeatureTable), "of a recipe whose data are features"
         self.width = dataset.features.shape[1]
         self.file, self.checksum = dataset.file_name, digest(dataset.features, bits=128)
-        self.pretraining = f"features of {self.file}, computed elsewhere (xxh3_128 {self.checksum})"
+        self.pretraining = f"{dataset.source}, computed elsewhere (xxh3_128 {self.checksum})"
 
     def forward(self, images: Tensor) -> Tensor:
         raise UserError(f"{NO_IMAGES}; use data with images and an encoder for this")
@@ -77,5 +77,5 @@ def zero_shot_accuracies(dataset: FeatureTable) -> dict[str, float]:
 
 def given_features(dataset: ImageDataset, device: torch.device) -> Features:
     """Returns the features of every row, as `extract` does for images."""
-    assert isinstance(dataset, FeatureTable), "of a recipe with data.name: features"
+    assert isinstance(dataset, FeatureTable), "of a recipe whose data are features"
     return Features([torch.from_numpy(dataset.features)], device=device)
