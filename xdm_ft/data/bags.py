@@ -6,20 +6,19 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
 from xdm_ft.data.features import FeatureTable, LogitScale, TextFile
 from xdm_ft.data.table import path_in, read_cells, split_in
-from xdm_ft.image_files.bags import SUFFIXES, Bag, BagPool, pooled, read_bags
+from xdm_ft.image_files.bags import SUFFIXES, Bag, BagPool, BagUnit, files_of_slide, pooled, read_bags
 from xdm_ft.image_files.files import index_names
 from xdm_ft.image_files.tables import SLIDE_COLUMNS, SlideColumns, name_in, on_disk
 from xdm_ft.runtime.errors import UserError, join_names, printable
 from xdm_ft.storage.names import expand_user
 
-Unit = Literal["slide", "group"]
 SHARED = ("label", "domain", "split")  # what all slides of a group have in common
 MOST_FAULTS = 100  # lines
 
@@ -41,7 +40,7 @@ class Bags(FeatureTable):
             BagPool, Field(description="what the rows of a bag become: their mean, maximum, or both, of width 2K")
         ] = "mean",
         unit: Annotated[
-            Unit, Field(description="bags: each slide, or all slides of a group (label and domain in common) as one")
+            BagUnit, Field(description="bags: each slide, or all slides of a group (label and domain in common) as one")
         ] = "slide",
         columns: Annotated[SlideColumns, Field(description="names of the columns")] = SLIDE_COLUMNS,
         class_embeddings: TextFile = None,
@@ -77,7 +76,7 @@ class Bags(FeatureTable):
 class _Rows:
     """The rows of a table of slides; `faults` are collected until the files are read."""
 
-    def __init__(self, table: Path, folder: Path, columns: SlideColumns, unit: Unit) -> None:
+    def __init__(self, table: Path, folder: Path, columns: SlideColumns, unit: BagUnit) -> None:
         if not folder.is_dir():
             problem = "is not a folder" if folder.exists() else "does not exist"
             raise UserError(f"data.folder: {folder} {problem}; name the folder of the slides' files")
@@ -118,8 +117,8 @@ class _Rows:
         texts = self._texts(column, cells[column], path_in if column == "file" else name_in)
         files, row_of = list[str](), dict[str, int]()
         for i, text in enumerate(texts):
-            suffixes = SUFFIXES if column == "slide" else ("",)
-            paths = [os.path.abspath(on_disk(self.folder, f"{text}{suffix}")) for suffix in suffixes]
+            names = files_of_slide(self.folder, text) if column == "slide" else [text]
+            paths = [os.path.abspath(on_disk(self.folder, name)) for name in names]
             exist = [path for path in paths if text and os.path.lexists(path)]
             fault = ""
             if text and not exist:

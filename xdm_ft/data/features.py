@@ -46,6 +46,7 @@ class FeatureTable(ImageDataset):
     """
 
     has_images: ClassVar[bool] = False
+    needed: ClassVar[Sequence[str]] = NEEDED
     features: np.ndarray  # float32 [N,K]
     class_embeddings: np.ndarray | None = None  # float32 [C,K], L2-normalised
     text_source: str  # of the class embeddings, for the protocol
@@ -69,7 +70,7 @@ class FeatureTable(ImageDataset):
         files = list_files(file, ".npz" if file.endswith(".npz") else ".parquet", deep=False)
         if not files:
             raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
-        parts = [read_features(name) for name in files]
+        parts = [read_features(name, self.needed) for name in files]
         widths = [features.shape[1] for features, _ in parts]
         for name, width in zip(files, widths, strict=True):
             if width != widths[0]:
@@ -84,6 +85,8 @@ class FeatureTable(ImageDataset):
         table = join_tables([table for _, table in parts], self.where)
         columns = [name for name in table.column_names if name != "id"]
         name_columns(self, table, self.where, {name: name for name in columns})
+        if "domain" not in columns:
+            self.domain_names, self.domains = (Path(self.where).stem,), np.zeros(len(self.labels), np.int64)
         self.left_out = beside(file, files)
         self.ids: tuple[tuple[str, ...], np.ndarray] | None = None  # the names, and which one a row has
         if "id" in table.column_names:
@@ -151,13 +154,16 @@ class FeatureTable(ImageDataset):
         return f"{self.where}, {self.name_in_data(row)}"
 
     def name_in_data(self, row: int) -> str:
-        return f"row {row}" if self.ids is None else self.ids[0][self.ids[1][row]]
+        return f"row {row}" if self.ids is None else self.row_id(row)
+
+    def row_id(self, row: int) -> str:
+        return str(row) if self.ids is None else self.ids[0][self.ids[1][row]]
 
     def content(self, row: int) -> bytes:
         return self.features[row].tobytes()
 
 
-def read_features(file: str, needed: Sequence[str] = NEEDED) -> tuple[np.ndarray, Table]:
+def read_features(file: str, needed: Sequence[str]) -> tuple[np.ndarray, Table]:
     """Returns the features of an .npz or .parquet, float32 [n,K], and the other columns. Raises `UserError`."""
     return _read_npz(file, needed) if file.endswith(".npz") else _read_parquet(file, needed)
 

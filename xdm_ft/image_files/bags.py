@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from xdm_ft.image_files.tables import on_disk
 from xdm_ft.images.decode import OF_THE_MACHINE, UnreadableImage
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.runtime.progress import progress
@@ -30,6 +31,7 @@ from xdm_ft.storage.facts import WRITTEN, Facts, hash_file, regular_file, stamp
 from xdm_ft.storage.lines import one_line
 
 BagPool = Literal["mean", "max", "mean_max"]
+BagUnit = Literal["slide", "group"]
 SUFFIXES = (".h5", ".pt", ".npy")
 FEATURES = "features"  # name of the array in HDF5
 INDEX = "bags.sqlite"
@@ -53,6 +55,12 @@ def pooled(bags: Sequence[Bag], pool: BagPool) -> np.ndarray:
     maximum = np.max([bag.maximum for bag in bags], axis=0)
     parts = {"mean": (mean,), "max": (maximum,), "mean_max": (mean, maximum)}
     return np.concatenate(parts[pool]).astype(np.float32)
+
+
+def files_of_slide(folder: str | Path, name: str) -> list[str]:
+    """Returns the paths from the folder of the files of a slide, which has one."""
+    names = [f"{name}{suffix}" for suffix in SUFFIXES]
+    return [name for name in names if os.path.lexists(on_disk(folder, name))]
 
 
 def read_bags(files: Sequence[str], show: bool) -> Iterator[Bag | str]:
