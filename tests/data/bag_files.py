@@ -56,14 +56,14 @@ def torchmil(path: Path, features: np.ndarray) -> Path:
     return path
 
 
-def slides(folder: Path, per_class: int = 4, write=torchmil, suffix: str = ".npy", width: int = 5) -> Path:
+def slides(folder: Path, per_class: int = 4, write=torchmil, suffix: str = ".npy", seed: int = 0) -> Path:
     """Writes bags of two classes at three sites, two slides of each patient, and their table. Returns the table."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows, random = ["slide,label,domain,group"], np.random.default_rng(0)
+    rows, random = ["slide,label,domain,group"], np.random.default_rng(seed)
     for number in range(6 * per_class):
         label, site = divmod(number // per_class, 3)
         size = int(random.integers(3, 9))
-        z = random.normal(size=(size, width)) + label * (1 + np.arange(width) % 2) + site / 4
+        z = random.normal(size=(size, 5)) + label * (1 + np.arange(5) % 2) + site / 4
         write(folder / f"slide.{number}{suffix}", z.astype(np.float32))
         rows.append(f"slide.{number},{['normal', 'tumor'][label]},site{site},patient{number // 2}")
     table = folder / "slides.csv"

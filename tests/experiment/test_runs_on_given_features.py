@@ -88,23 +88,24 @@ def test_the_protocol_says_where_the_features_are_from():
         assert "encoder" not in row["protocol"] and "frozen" not in row["protocol"]
     assert "encoder" not in content["recipe"] and "encoder" not in content["environment"]
     page = Path("output/given/report.html").read_text()
-    assert "computed elsewhere" in page and "xdm-ft export" not in page
+    assert "computed elsewhere" in page and "xdm-ft predict my_model FEATURES" in page
 
 
 @pytest.mark.usefixtures("in_both")
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("export output/given out", "has no images"),
-        ("predict output/given data", "has no images"),
-        ("label output/given data --budget 5 --out x.csv", "has no images"),
+        ("export output/given out --with-encoder", "--with-encoder: a model of features has no encoder"),
+        ("predict output/given data --held-out sketch", "data: contains no .npz or .parquet (known by its extension)"),
+        ("label output/given f.npz --budget 5 --out x.csv --sheet y.html --held-out sketch", "--sheet: the model"),
+        ("assess output/given f.npz", "is a run directory; export a model of it first"),
         ("analyse output/given --reconstruct .", ""),
         ("features given.yaml", "nothing to compute"),
     ],
 )
 def test_what_needs_images_is_refused_with_one_line(command, words, capsys):
     assert main(command.split()) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert words in line
 
 

@@ -87,6 +87,9 @@ def export_model(
         check_name(push_to_hub)
     run, folder = read_run(Path(run_dir).expanduser()), Path(target).expanduser()
     refuse_taken(folder)  # before a training of hours
+    for option, value in (("--with-encoder", with_encoder), ("--onnx-preprocessing", onnx_preprocessing)):
+        if value and not run.recipe.has_images:
+            raise UserError(f"{option}: a model of features has no encoder, nor prepares images; leave it out")
     method, _ = chosen_method(run, choice)
     # an official split has no folds: its models are of use as they are
     needs_fit = best or run.recipe.protocol.name != "official" or method in run.final_fits

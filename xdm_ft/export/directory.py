@@ -143,8 +143,6 @@ def write_directory(parts: ModelParts, folder: Path, with_encoder: bool | None) 
     is_complete = config.encoder.trained is True
     is_public = not (is_complete or model.startswith(LOCAL_FOLDER) or (weights is not None and is_file_name(weights)))
     if config.encoder.reads_features:
-        if with_encoder:
-            raise UserError("--with-encoder: the model reads features, and has no encoder; leave it out")
         is_public, with_encoder = True, False
     with_encoder = is_complete or (not is_public if with_encoder is None else with_encoder)
     settings: dict[str, Any] = {**config.encoder.settings}

@@ -87,8 +87,6 @@ def write_onnx(parts: ModelParts, folder: Path, images: Sequence[Image.Image], i
     check_installed()
     preprocessing, encoder = parts.config.preprocessing, parts.config.encoder
     if encoder.reads_features:
-        if include_preprocessing:
-            raise UserError("--onnx-preprocessing: the model reads features, of which nothing is prepared; use --onnx")
         given = pixels = torch.randn(max(BATCH_SIZES), encoder.width, generator=torch.Generator().manual_seed(0))
     else:
         resized = resize_for_comparison(images, preprocessing)  # uint8 [n,H,W,3]

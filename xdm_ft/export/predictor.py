@@ -219,7 +219,7 @@ class Model:
         """Returns the resized image, or features. Raises `UserError` if it is none, or does not decode."""
         if isinstance(image, Item):
             try:
-                return features_of(image, self.config.encoder.width)
+                return features_of(image, self.config.encoder)
             except UnreadableImage as error:
                 raise UserError(f"{error.name}: {error.reason}") from error
         name = os.fsdecode(image) if isinstance(image, str | os.PathLike) else "an image"
@@ -384,7 +384,7 @@ def read_batches(
 
     def read(item: Item) -> Image.Image | Tensor | str:
         if model.config.encoder.reads_features:
-            return features_of(item, model.config.encoder.width)
+            return features_of(item, model.config.encoder)
         name = printable(item.path)
         content: bytes | Path = item.content if isinstance(item.content, bytes) else Path(item.content)
         with memory_of(name):

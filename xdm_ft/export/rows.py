@@ -81,15 +81,16 @@ def given_items(given: object, encoder: EncoderConfig) -> Iterator[Item]:
     yield from items_of((Item(file, file) for file in files), encoder)
 
 
-def features_of(item: Item, width: int) -> Tensor:
+def features_of(item: Item, encoder: EncoderConfig) -> Tensor:
     """Returns features float32 [K]. Raises `UnreadableImage`."""
     if not isinstance(item.content, bytes):
         [bag] = read_bags([item.content], show=False)
-        other = "its width is not that of other slides of the group"
-        raise UnreadableImage(item.path, f"{printable(item.content)}: {bag if isinstance(bag, str) else other}")
+        reason = bag if isinstance(bag, str) else "its width is not that of other slides of the group"
+        is_group = encoder.settings.get("unit") == "group"
+        raise UnreadableImage(item.path, f"{printable(item.content)}: {reason}" if is_group else reason)
     z = torch.from_numpy(np.frombuffer(item.content, np.float32).copy())
-    if len(z) != width:
-        raise UnreadableImage(item.path, f"has {len(z)} features, and the model reads {width}")
+    if len(z) != encoder.width:
+        raise UnreadableImage(item.path, f"has {len(z)} features, and the model reads {encoder.width}")
     return z
 
 
