@@ -247,7 +247,7 @@ def test_the_library_takes_arrays_and_files():
         ("predict bags f.npz --quiet", "f.npz (is no bag; its name must end in .h5, .pt, .npy)"),
         ("predict rows slides", "slides: contains no .npz or .parquet (known by its extension); 97 other files"),
         ("predict rows wide.npz", "wide.npz: has 4 features per row, and the model reads 5"),
-        ("predict rows missing.csv", "f.npz: has no row 7; "),
+        ("predict rows missing.csv", "f.npz: has no row 7; name it FILE#ID"),
         (
             "evaluate rows slides",
             "slides: the model reads features; name a table with path and label, or",

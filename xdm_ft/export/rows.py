@@ -19,7 +19,7 @@ from xdm_ft.export.sources import OF_ROWS, Item, Purpose, Site, read_site
 from xdm_ft.image_files.bags import Bag, pooled, read_bags
 from xdm_ft.image_files.tables import number_names
 from xdm_ft.images.decode import UnreadableImage
-from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.errors import UserError, printable
 
 
 def labelled_site(path: str, config: ModelConfig, group: str | None = None, purpose: Purpose = "evaluate") -> Site:
@@ -73,10 +73,8 @@ def given_items(given: object, encoder: EncoderConfig) -> Iterator[Item]:
         return
     paths = [given] if isinstance(given, str | os.PathLike) else given
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str | os.PathLike) for path in paths):
-        problem = f"not {type(given).__name__}"
-        raise UserError(
-            f"the model reads features: give a float array [n,{encoder.width}] or paths of files, {problem}"
-        )
+        kinds = f"a float array [n,{encoder.width}] or paths of files, not {type(given).__name__}"
+        raise UserError(f"the model reads features: give {kinds}")
     files = [os.path.expanduser(os.fspath(path)) for path in paths]
     yield from items_of((Item(file, file) for file in files), encoder)
 
@@ -123,8 +121,8 @@ def _bag(slides: Sequence[Item], encoder: EncoderConfig) -> Item:
     return item._replace(content=pooled(parts, encoder.settings["pool"]).tobytes())
 
 
-_Rows = tuple[np.ndarray, Sequence[str], Sequence[str]]
-"""Features float32 [n,K] of a file, and the name and the group of each row."""
+_Rows = tuple[np.ndarray, dict[str, int], Sequence[str]]
+"""Features float32 [n,K] of a file, {name of a row: its number}, and the group of each row."""
 
 
 def _rows_in(file: str) -> _Rows:
@@ -136,8 +134,11 @@ def _rows_in(file: str) -> _Rows:
         names, number_of = number_names(table[column], printable(file), column, None)
         return [names[number] for number in number_of.tolist()]
 
-    names = texts("id") if "id" in table.column_names else [*map(str, range(len(z)))]
-    return z, names, texts("group") if "group" in table.column_names else [""] * len(z)
+    names = texts("id") if "id" in table.column_names else map(str, range(len(z)))
+    row_of = {name: row for row, name in enumerate(names)}
+    if len(row_of) < len(z):
+        raise UserError(f"{file}: column id: one is the id of two rows; give each row its own, or leave the column out")
+    return z, row_of, texts("group") if "group" in table.column_names else [""] * len(z)
 
 
 def _rows_of(item: Item, read: Callable[[str], _Rows], width: int) -> Iterator[Item]:
@@ -149,12 +150,11 @@ def _rows_of(item: Item, read: Callable[[str], _Rows], width: int) -> Iterator[I
     if not os.path.lexists(file) and "#" in file:
         file, _, wanted = file.rpartition("#")
         path = path.removesuffix(f"#{wanted}")
-    z, names, groups = read(file)
+    z, row_of, groups = read(file)
     if z.shape[1] != width:
         raise UserError(f"{file}: has {z.shape[1]} features per row, and the model reads {width}")
-    if wanted and wanted not in names:
-        raise UserError(f"{file}: has no row {wanted}{did_you_mean(wanted, [*names])}")
-    for row in [names.index(wanted)] if wanted else range(len(z)):
-        name = f"#{names[row]}"
-        group = item.group or groups[row]
-        yield Item(f"{path}{name}", z[row].tobytes(), group, files=(f"{file}{name}",))
+    if wanted and wanted not in row_of:
+        raise UserError(f"{file}: has no row {wanted}; name it FILE#ID, or FILE#NUMBER without ids")
+    for name in [wanted] if wanted else row_of:
+        row = row_of[name]
+        yield Item(f"{path}#{name}", z[row].tobytes(), item.group or groups[row], files=(f"{file}#{name}",))

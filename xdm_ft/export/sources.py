@@ -69,7 +69,7 @@ class Sources:
     `group_by` is a column of the tables or a regular expression for the paths, as `data.group`; `option` is its name in
     messages. Without it, images have the groups of the tables' column `column`, where there is one.
 
-    Of a model that `reads` features, the files are those of rows or bags, and tables of them are CSV, or also Parquet.
+    Of a model that reads features (`of_model`), the files hold rows or bags; tables of rows are CSV alone.
 
     `others`: {extension: number} of the files that are no images, which folders hold and globs match. `count` and
     iterating fill it.
@@ -341,8 +341,8 @@ class _SiteTable(TableDataset):
         self.unlabelled = len(rows) - len(labelled)
         if self.of_groups and "group" in cells:  # else a bag would lack these slides
             of_labelled = {cells["group"][row] for row in labelled}
-            for row in rows:
-                if row not in labelled and cells["group"][row] in of_labelled:
+            for row in sorted({*rows} - {*labelled}):
+                if cells["group"][row] in of_labelled:
                     problem = "another slide of its group has a label; fill it in for all"
                     raise UserError(f"{printable(file)}: row {numbers[row]}, column label: {problem}")
         self.others = sum(not _is_empty(cell) for cell in cells["label"]) - len(labelled)
