@@ -83,6 +83,8 @@ def test_a_group_is_one_bag_of_all_its_rows(pool, folder):
     torchmil(folder / "c.npy", np.concatenate([A, B]))
     table = "slide,label,domain,group,split\na,x,s,p,train\nc,y,s,q,test\nb,x,s,p,train\n"
     data = bags(folder, table, pool=pool, unit="group")
+    reversed_rows = "\n".join([table.split()[0], *table.split()[:0:-1]])
+    assert np.array_equal(bags(folder, reversed_rows, pool=pool, unit="group").features[::-1], data.features)
     assert data.features.shape == (2, 6 if pool == "mean_max" else 3)
     np.testing.assert_allclose(data.features[0], data.features[1], rtol=1e-6)
     both = np.concatenate([A, B])

@@ -56,15 +56,14 @@ class Bags(FeatureTable):
             bags = rows.by_group()
         self.columns = rows.columns
         self.features = rows.pooled(bags, pool)
-        first = [bag[0] for bag in bags]
-        texts = {column: [values[i] for i in first] for column, values in rows.values.items()}
+        texts = {column: [values[i] for i, *_ in bags] for column, values in rows.values.items()}
         self.class_names, self.labels = index_names(texts["label"])
         self.domain_names, self.domains = index_names(texts["domain"])
         if "group" in texts:
             self.group_names, self.groups = index_names(texts["group"])
         if "split" in texts:
             self.splits = np.array(texts["split"])
-        names = texts["group"] if unit == "group" else [rows.names[i] for i in first]
+        names = texts["group" if unit == "group" else rows.named_by]
         self.ids = tuple(map(printable, names)), np.arange(len(names))
         self.take_text(class_embeddings, logit_scale)
 
@@ -88,14 +87,10 @@ class _Rows:
         if not {"slide", "file"} & cells.keys():
             raise UserError(f"{table}: there is no column slide or file; add one, or set data.columns={{slide: NAME}}")
         self.columns = [called[column] for column in cells], ignored
-        self.files = self._files(cells)
-        self.names = [str(cell).strip() for cell in cells["slide" if "slide" in cells else "file"]]
-        text_in = {"split": split_in}
-        self.values = {
-            column: self._texts(column, cells[column], text_in.get(column, name_in))
-            for column in ("label", "domain", "group", "split")
-            if column in cells
-        }
+        text_in = {"split": split_in, "file": path_in}
+        self.values = {column: self._texts(column, cells[column], text_in.get(column, name_in)) for column in cells}
+        self.named_by = "file" if "file" in cells else "slide"
+        self.files = self._files(self.named_by)
 
     def _fault(self, i: int, problem: str) -> None:
         self.faults.append((i, problem))
@@ -111,12 +106,10 @@ class _Rows:
                 self._fault(i, f"column {self.called[column]}: {error}")
         return texts
 
-    def _files(self, cells: dict[str, list[object]]) -> list[str]:
+    def _files(self, column: str) -> list[str]:
         """Returns the file of each row, "" for one without, or with that of an earlier row."""
-        column = "file" if "file" in cells else "slide"
-        texts = self._texts(column, cells[column], path_in if column == "file" else name_in)
         files, row_of = list[str](), dict[str, int]()
-        for i, text in enumerate(texts):
+        for i, text in enumerate(self.values[column]):
             names = files_of_slide(self.folder, text) if column == "slide" else [text]
             paths = [os.path.abspath(on_disk(self.folder, name)) for name in names]
             exist = [path for path in paths if text and os.path.lexists(path)]

@@ -167,7 +167,7 @@ class EncoderConfig(Block):
     @property
     def reads_bags(self) -> bool:
         """Whether the features are bags, which are pooled."""
-        return self.reads_features and "pool" in self.settings
+        return self.reads_features and {"pool", "unit"} <= self.settings.keys()
 
     @property
     def needs_weights(self) -> bool:

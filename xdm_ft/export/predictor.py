@@ -81,7 +81,7 @@ class ClassEmbeddings(NamedTuple):
 class Model:
     """A trained model. An image is a path, the bytes of an image file, a file that is open for reading bytes, a PIL
     image, or an array [H,W] or [H,W,3]: uint8, or wider (uint16, int16, int32, float32, float64), which `config`'s
-    intensity scales as in the run.
+    intensity scales as in the run. A model that reads features takes arrays of them, [n,K] or [K], and paths of files.
 
     `class_names`: in the order of the columns of probabilities. `module`: a plain torch module, preprocessed pixels
     float32 [B,3,H,W] → logits float32 [B,C]. `transform`: RGB PIL image → pixels [3,H,W]. `config`: how it was made.

@@ -49,7 +49,11 @@ class Bag(NamedTuple):
 
 
 def pooled(bags: Sequence[Bag], pool: BagPool) -> np.ndarray:
-    """Returns the rows of several files as one bag, pooled: float32 [K], or [2K] for `mean_max`."""
+    """Returns the rows of several files as one bag, pooled: float32 [K], or [2K] for `mean_max`.
+
+    In whatever order they are named, the bits are equal.
+    """
+    bags = sorted(bags, key=lambda bag: bag.mean.tobytes())
     size = sum(bag.size for bag in bags)
     mean = sum(bag.mean * (bag.size / size) for bag in bags)
     maximum = np.max([bag.maximum for bag in bags], axis=0)
