@@ -134,6 +134,8 @@ def test_bags_of_each_kind_of_file(write, suffix, tmp_path, capsys):
     p = by_hand("groups", np.stack([np.concatenate([x.mean(0), x.max(0)]) for x in z]))
     assert [row["path"] for row in table] == ["p0", "p1"]
     np.testing.assert_allclose(probabilities(table), p.max(1), rtol=1e-5)
+    assert main(["predict", "groups", str(tmp_path)]) == 0
+    assert "no slide has a group, so each is a bag of its own" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_models")

@@ -5,6 +5,7 @@ A row of features is named FILE#ID, or FILE#NUMBER in a file without ids; a tabl
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -20,6 +21,8 @@ from xdm_ft.image_files.bags import Bag, pooled, read_bags
 from xdm_ft.image_files.tables import number_names
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.runtime.errors import UserError, printable
+
+logger = logging.getLogger("xdm_ft")
 
 
 def labelled_site(path: str, config: ModelConfig, group: str | None = None, purpose: Purpose = "evaluate") -> Site:
@@ -98,6 +101,8 @@ def bags_of(slides: Iterable[Item], encoder: EncoderConfig) -> Iterator[Item]:
         yield from (_bag([slide], encoder) for slide in slides)
         return
     slides = [*slides]
+    if not any(slide.group for slide in slides):
+        logger.warning("no slide has a group, so each is a bag of its own; name a table with a column group")
     yield from (_bag([slides[i] for i in rows], encoder) for rows in rows_of_bags(slides))
 
 
