@@ -195,7 +195,7 @@ def miniature_data(data, folder):
         data["file"] = str(miniature.features(folder / "features.npz"))
         return
     if name == "bags":
-        data |= {"folder": str(folder), "table": str(slides(folder))}
+        data |= {"folder": str(folder), "table": str(slides(folder, per_class=16))}
         return
     data["root"] = str(folder)
     if name in miniature.CLASSES:

@@ -111,7 +111,8 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         # at once, as listing the images and loading the model may take minutes
         refuse_taken(out, arguments.resume)
     model = load_model(arguments)
-    encoder, total = model.config.encoder, sources.of_model(model.config.encoder).count()
+    encoder = model.config.encoder
+    total = sources.of_model(encoder).count()
     if encoder.reads_features and encoder.settings.get("unit") != "slide":
         total = None  # until the files are read
     flags = arguments.probabilities, arguments.entropy, arguments.spread, arguments.top_k, arguments.distance
