@@ -127,7 +127,7 @@ def imported_modules(path, modules):
 def test_modules_are_few():
     """A file is one subject: a helper of one neighbour stands in its neighbour. Components do not count."""
     components = sum(len(names(folder)) for folder in FOLDERS.values())
-    assert 100 < len(modules_of(PACKAGE)) - components <= 193
+    assert 100 < len(modules_of(PACKAGE)) - components <= 196
 
 
 def test_no_modules_import_each_other():

@@ -161,7 +161,7 @@ def test_what_cannot_be_is_one_line(small_pacs, methods, overrides, problem):
 
 def test_given_features_have_no_augmentation(tmp_path):
     text = f"name: f\ndata: {{name: features, file: {tmp_path / 'f.npz'}}}\nmethods: [{FLIP}]\n"
-    with pytest.raises(UserError, match=r"methods\.0\.train_augmentation: data\.name: features has no images"):
+    with pytest.raises(UserError, match=r"methods\.0\.train_augmentation: data has no images"):
         check(parse(text, "f.yaml"))
 
 

@@ -1,5 +1,7 @@
 """Runs on features that were computed elsewhere: the same numbers as on the images, and what such a run refuses."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import miniature
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 import small_runs
 import torch
+from bag_files import slides
 from safetensors.torch import load_file
 
 from xdm_ft.cli.library import run
@@ -88,23 +91,24 @@ def test_the_protocol_says_where_the_features_are_from():
         assert "encoder" not in row["protocol"] and "frozen" not in row["protocol"]
     assert "encoder" not in content["recipe"] and "encoder" not in content["environment"]
     page = Path("output/given/report.html").read_text()
-    assert "computed elsewhere" in page and "xdm-ft export" not in page
+    assert "computed elsewhere" in page and "xdm-ft predict my_model FEATURES" in page
 
 
 @pytest.mark.usefixtures("in_both")
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("export output/given out", "has no images"),
-        ("predict output/given data", "has no images"),
-        ("label output/given data --budget 5 --out x.csv", "has no images"),
+        ("export output/given out --with-encoder", "--with-encoder: a model of features has no encoder"),
+        ("predict output/given data --held-out sketch", "data: contains no .npz or .parquet (known by its extension)"),
+        ("label output/given f.npz --budget 5 --out x.csv --sheet y.html --held-out sketch", "--sheet: the model"),
+        ("assess output/given f.npz", "is a run directory; export a model of it first"),
         ("analyse output/given --reconstruct .", ""),
         ("features given.yaml", "nothing to compute"),
     ],
 )
 def test_what_needs_images_is_refused_with_one_line(command, words, capsys):
     assert main(command.split()) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert words in line
 
 
@@ -129,3 +133,59 @@ def test_another_file_does_not_resume_a_run():
     np.savez("f.npz", **arrays)
     with pytest.raises(UserError, match=r"the given features have changed since this run started \(data.content\)"):
         run(given(*short))
+
+
+BAGS = ["bags", "data.folder=slides", "data.table=slides/slides.csv", "data.unit=group", "methods=[erm, zero_shot]"]
+BAGS += ["data.class_embeddings=text.npz", "protocol.seeds=1", "training.steps=20", "report.page=false"]
+
+
+def bags_and_text():
+    slides(Path("slides"))
+    np.savez("text.npz", features=np.eye(2, 5, dtype=np.float32), label=np.array(["normal", "tumor"]))
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_a_run_on_bags_resumes_unless_a_bag_has_changed(capsys):
+    bags_and_text()
+    assert main(["run", *BAGS]) == 0
+    content = small_runs.document("output/bags")
+    assert {len(record["selected"]["train_val"]["metrics"]) > 0 for record in content["runs"]} == {True}
+    assert (
+        "; mean of the features of each group of slides.csv, computed elsewhere (xxh3"
+        in content["summary"][0]["protocol"]
+    )
+    assert main(["run", *BAGS]) == 0 and main(["doctor", *BAGS]) == 0
+    np.save("slides/slide.0.npy", np.ones((2, 5), np.float32))
+    assert main(["run", *BAGS]) == 2
+    assert "have changed since this run started (data.content)" in capsys.readouterr().err
+    np.save("slides/slide.1.npy", np.full((2, 5), np.nan, np.float32))
+    np.save("slides/slide.2.npy", np.ones((2, 4), np.float32))
+    capsys.readouterr()
+    assert main(["run", *BAGS, "--quiet"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        len(lines) == 2 and "row 3, slide.1.npy: row 0 is not finite" in lines[0] and "slide.2.npy: has 4" in lines[1]
+    )
+
+
+@pytest.mark.usefixtures("in_folder")
+@pytest.mark.slow
+def test_two_processes_train_the_same_models_on_bags(monkeypatch):
+    bags_and_text()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "xdm_ft",
+        "run",
+    ]
+    subprocess.run([*launch, *BAGS, "name=two"], check=True)
+    assert main(["run", *BAGS]) == 0
+    one, two = (sorted(Path(f"output/{name}/models").rglob("train_val.safetensors")) for name in ("bags", "two"))
+    assert len(one) == len(two) == 6
+    for a, b in zip(map(load_file, one), map(load_file, two), strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -27,6 +27,7 @@ from xdm_ft.features.hashes import FileHashes, file_states, find_undecodable, ha
 from xdm_ft.image_files.files import ImageFiles, PathsBelow
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage import facts
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_only_what_was_touched_is_opened_again(tmp_path: Path, images: Path, has
 
 def test_content_changed_with_equal_size_and_mtime_is_noticed(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS_PER_COMMIT", 2)
-    monkeypatch.setattr(module, "READ_BYTES", 10)
+    monkeypatch.setattr(facts, "READ_BYTES", 10)
     path = images / "00002.png"
     before, status = hashes_of(images).digests, path.stat()
     data = bytearray(path.read_bytes())
@@ -134,7 +135,7 @@ def test_an_unreadable_file_is_looked_at_each_time(images: Path, looked_up: list
 def test_lists_that_were_not_used_for_longest_are_removed(
     images: Path, looked_up: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "KEPT_LISTS", 2)
+    monkeypatch.setattr(facts, "KEPT_LISTS", 2)
     a, b = (write_images(images.parent / name, rows) for name, rows in (("a", 2), ("b", 3)))
     for folder in (images, a, images, b, images, a):
         hashes_of(folder)
@@ -158,8 +159,8 @@ def test_a_file_that_is_being_written_is_refused(images: Path, monkeypatch: pyte
         def digest(self) -> bytes:
             return bytes(16)
 
-    monkeypatch.setattr(module, "READ_BYTES", 10)
-    monkeypatch.setattr(module, "xxhash", SimpleNamespace(**{**vars(xxhash), "xxh3_128": WhileAnotherWrites}))
+    monkeypatch.setattr(facts, "READ_BYTES", 10)
+    monkeypatch.setattr(facts, "xxhash", SimpleNamespace(**{**vars(xxhash), "xxh3_128": WhileAnotherWrites}))
     (images / "00003.png").write_bytes(b"eighteen bytes ..!")
     with pytest.raises(UserError, match=r"00003\.png: another program is writing to this file"):
         hashes_of(images)
@@ -201,7 +202,7 @@ def test_a_damaged_index_costs_a_look(damage: str, images: Path, hashed: list[st
 
 def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(module._Facts, "tables", ("PRAGMA max_page_count = 2", *module._Facts.tables))  # a full disk
+        patch.setattr(facts.Facts, "tables", ("PRAGMA max_page_count = 2", *facts.Facts.tables))  # a full disk
         with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
             hashes_of(images)
     path = images.parent / "index.sqlite"
@@ -213,7 +214,7 @@ def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.Monk
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(module._Facts, "_transaction", fails)
+            patch.setattr(facts.Facts, "_transaction", fails)
             with pytest.raises(UserError, match=r"index\.sqlite: the disk fails \(disk I/O error\); make room, check"):
                 hashes_of(images)
     assert path.stat().st_mode & 0o777 == 0o600

@@ -48,7 +48,7 @@ def test_what_needs_images_is_refused(override, key, small):
     with pytest.raises(UserError) as caught:
         small(override)
     [line] = str(caught.value).splitlines()
-    assert f" {key}: " in line and "features has no images" in line and line.endswith("leave it out")
+    assert f" {key}: " in line and "data has no images" in line and line.endswith("leave it out")
 
 
 def test_other_data_still_need_an_encoder(small, tmp_path):

@@ -12,6 +12,7 @@ import open_clip
 import pytest
 import torch
 import yaml
+from bag_files import slides
 from safetensors.torch import save_file
 
 from xdm_ft.algorithms import Setup
@@ -193,6 +194,9 @@ def miniature_data(data, folder):
     if name == "features":
         data["file"] = str(miniature.features(folder / "features.npz"))
         return
+    if name == "bags":
+        data |= {"folder": str(folder), "table": str(slides(folder, per_class=16))}
+        return
     data["root"] = str(folder)
     if name in miniature.CLASSES:
         miniature.domainbed(folder, name, per_class=5)
@@ -248,7 +252,7 @@ def shrink(values, folder, clip):
     if "search" in values:
         values["search"]["trials"] = 2
     views = {"views": 1} if values.get("features", {}).get("views") else {}
-    workers = {"workers": 0} if values["data"]["name"] != "features" else {}
+    workers = {"workers": 0} if values["data"]["name"] not in ("features", "bags") else {}
     values["features"] = {"dir": str(folder / "features"), **workers, **views}
     values["report"] = {"page": False}
     values["output"] = {"dir": str(folder / "output")}
@@ -256,8 +260,8 @@ def shrink(values, folder, clip):
 
 # one of each kind of data, engine and selection, the others with methods or encoders that only they have
 RUN = (
-    "ablation", "adaptation", "all_methods", "camelyon17", "clip_camelyon_search", "clip_pacs", "demo", "encoders",
-    "features",
+    "ablation", "adaptation", "all_methods", "bags", "camelyon17", "clip_camelyon_search", "clip_pacs", "demo",
+    "encoders", "features",
 )  # fmt: skip
 assert {*RUN} <= {*RECIPES}
 

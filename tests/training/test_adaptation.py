@@ -123,6 +123,10 @@ def test_the_sign_flip_test_counts_all_signs(of):
     assert sign_flip_p(changes) == pytest.approx(np.mean(np.array(sums) >= changes.sum() - 1e-9))
 
 
+def test_no_p_is_above_one():
+    assert max(sign_flip_p(-np.ones(count)) for count in range(1, 60)) == 1
+
+
 def test_many_sums_are_drawn_and_changes_of_one_size_are_the_sign_test(monkeypatch):
     assert sign_flip_p(np.repeat([0.1, -0.1], [40, 30])) == pytest.approx(binom.sf(39, 70, 0.5), rel=1e-12)
     changes = np.random.default_rng(0).normal(0.2, 1, 12)

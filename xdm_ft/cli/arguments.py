@@ -161,7 +161,8 @@ def add_predict(verb: Parser) -> None:
     option = verb.add_argument
     flag = partial(verb.add_argument, action="store_true")
     option("model", metavar="DIR", help="a model directory, or a run directory")
-    paths = "image, folder, quoted glob, table (CSV or Parquet) with a column path, or - (paths on standard input)"
+    paths = "image, folder, quoted glob, table (CSV or Parquet) with a column path, or - (paths on standard input); "
+    paths += "of a model that reads features: their files (.npz, .parquet; bags: .h5, .pt, .npy)"
     option("paths", metavar="PATH", nargs="+", help=paths)
     option("--out", metavar="FILE", help="write the table to FILE once it is complete (default: standard output)")
     option("--format", choices=["csv", "jsonl", "parquet"], help="default: by the suffix of --out, else csv")

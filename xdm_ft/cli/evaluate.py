@@ -19,7 +19,8 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, at_one_site
 from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.directory import THRESHOLD
 from xdm_ft.export.predictor import Model, cache_of
-from xdm_ft.export.sources import Site, Sources, read_site
+from xdm_ft.export.rows import labelled_site
+from xdm_ft.export.sources import Site, Sources
 from xdm_ft.new_site.images import Distinct, distinct, known_training_images, readable
 from xdm_ft.new_site.measure import (
     AtRisk,
@@ -168,7 +169,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     sources = None if arguments.images is None else Sources(arguments.images)
     model, path = load_model(arguments), arguments.site
     config, card = model.config, model.config.expected
-    site = read_site(path, config.class_names, config.renamed, arguments.group)
+    site = labelled_site(path, config, arguments.group)
     if arguments.domain is not None:
         site = site.only(arguments.domain)
     known, unreadable = known_training_images(model, arguments.model), dict[str, str]()

@@ -87,6 +87,9 @@ def export_model(
         check_name(push_to_hub)
     run, folder = read_run(Path(run_dir).expanduser()), Path(target).expanduser()
     refuse_taken(folder)  # before a training of hours
+    for option, value in (("--with-encoder", with_encoder), ("--onnx-preprocessing", onnx_preprocessing)):
+        if value and not run.recipe.has_images:
+            raise UserError(f"{option}: a model of features has no encoder, nor prepares images; leave it out")
     method, _ = chosen_method(run, choice)
     # an official split has no folds: its models are of use as they are
     needs_fit = best or run.recipe.protocol.name != "official" or method in run.final_fits
@@ -113,7 +116,7 @@ def _answer(
     folder: Path, config: ModelConfig, holds: str, onnx: OnnxFile | None, pushed: Pushed | None
 ) -> CommandResult:
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    needs_weights = config.encoder.file is None and "weights" not in config.encoder.settings
+    needs_weights = config.encoder.needs_weights
     expected, nll = config.expected, None
     if expected is not None and (calibrated := expected.numbers.get("nll_with_temperature")) is not None:
         plain = expected.mean if expected.metric == "nll" else expected.others.get("nll")
@@ -160,7 +163,9 @@ def with_audit(run: Run, parts: ModelParts) -> ModelParts:
 
 
 def _images(run: Run) -> list[Image.Image]:
-    """Returns some images of the run's data set; none if it cannot be read here."""
+    """Returns some images of the run's data set; none if it has none, or cannot be read here."""
+    if not run.recipe.has_images:
+        return []
     try:
         dataset = read_data(check(written_recipe(run.path, run.recipe)))
         rows = dict.fromkeys(i * (len(dataset) - 1) // (COMPARED_IMAGES - 1) for i in range(COMPARED_IMAGES))

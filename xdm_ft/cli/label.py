@@ -44,11 +44,14 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         raise UserError(f"--sheet: {out} is the table; name another file")
     refuse_taken(out, html)  # before the model is loaded
     model, images = load_model(arguments), arguments.images
+    encoder = model.config.encoder
+    if html is not None and encoder.reads_features:
+        raise UserError("--sheet: the model reads features, so there are no images to show; leave it out")
     made = label(
         model, arguments.model, images, arguments.budget, arguments.group, arguments.batch_size,
         allow_few_groups=arguments.allow_few_groups,
     )  # fmt: skip
-    write(made.rows, out, html, model.config.intensity)
+    write(made.rows, out, html, model.config.intensity, of_groups=encoder.settings.get("unit") == "group")
     facts = {name: value for name, value in vars(made).items() if name != "rows"}
     document = {"model": made.model, "out": out, "sheet": html} | facts
     return CommandResult(document, list(lines(made, out, html, model.class_names, model.config.metric)))
@@ -81,20 +84,23 @@ def lines(made: Labelling, out: Path, html: Path | None, class_names: Sequence[s
         yield f"  xdm-ft adapt {command} --out DIR"
 
 
-def write(rows: Sequence[ToLabel], out: Path, html: Path | None, intensity: Range | None = None) -> None:
+def write(
+    rows: Sequence[ToLabel], out: Path, html: Path | None, intensity: Range | None = None, of_groups: bool = False
+) -> None:
     """Writes the table with an empty column label, and the page of small images: both are new, or none is written.
 
-    Raises `UserError`.
+    `of_groups`: the bags are groups, of which each slide has a row. Raises `UserError`.
     """
-    paths = [path_from(out, row.item) for row in rows]
     cells = [
-        (path, row.item.group, row.purpose, row.predicted, row.probability, "")
-        for row, path in zip(rows, paths, strict=True)
+        (path, row.item.path if of_groups else row.item.group, row.purpose, row.predicted, row.probability, "")
+        for row in rows
+        for path in [path_from(out, row.item, file) for file in row.item.files or [None]]
     ]
     texts = {out: "".join(csv_line(COLUMNS, row) for row in (COLUMNS, *cells))}
     if html is not None:
         thumbnails = []
-        for number, (row, path) in enumerate(zip(rows, paths, strict=True), start=FIRST_ROW):
+        for number, row in enumerate(rows, start=FIRST_ROW):
+            path = path_from(out, row.item)
             try:
                 image = decode(Path(os.fsdecode(row.item.content)), printable(path), SIDE, intensity)
             except (UnreadableImage, OSError) as error:
@@ -110,12 +116,12 @@ def write(rows: Sequence[ToLabel], out: Path, html: Path | None, intensity: Rang
         files.replace()
 
 
-def path_from(table: Path, item: Item) -> str:
-    """Returns the path of an image as a table has it, whose paths start at the table's folder.
+def path_from(table: Path, item: Item, file: str | None = None) -> str:
+    """Returns the path of an image as a table has it, whose paths start at the table's folder. `file`: of its files.
 
     It is as the user gave it if that leads to the image from there, else absolute.
     """
-    content = os.path.join(os.getcwd(), os.fsdecode(item.content))
+    content = os.path.join(os.getcwd(), os.fsdecode(item.content) if file is None else file)
     given = os.path.join(os.path.abspath(table.parent), item.path)
     return item.path if os.path.normpath(given) == os.path.normpath(content) else content
 

@@ -14,6 +14,7 @@ from xdm_ft.cli.arguments import STORED
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.predict import ExtraColumns, Format, Predictions, Tally, open_unfinished, refuse_taken
 from xdm_ft.export.predictor import ImageBatch, Model, cache_of, load, stream
+from xdm_ft.export.rows import items_of
 from xdm_ft.export.sources import Sources
 from xdm_ft.features import fast_batch_size
 from xdm_ft.image_files.files import count_files
@@ -109,9 +110,13 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     if out is not None:
         # at once, as listing the images and loading the model may take minutes
         refuse_taken(out, arguments.resume)
-    total, model = sources.count(), load_model(arguments)
+    model = load_model(arguments)
+    encoder = model.config.encoder
+    total = sources.of_model(encoder).count()
+    if encoder.reads_features and encoder.settings.get("unit") != "slide":
+        total = None  # until the files are read
     flags = arguments.probabilities, arguments.entropy, arguments.spread, arguments.top_k, arguments.distance
-    grouped = arguments.group_by is not None
+    grouped = arguments.group_by is not None and encoder.settings.get("unit") != "group"
     threshold = arguments.abstain_below
     if threshold == STORED:
         if grouped:
@@ -120,7 +125,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     is_unknown = read_unknown(model, arguments.model).is_unknown if arguments.unknown else None
     table = Predictions(model, ExtraColumns(*flags, arguments.unknown, threshold), format_, grouped, is_unknown)
     size = arguments.batch_size or fast_batch_size(model.device.type)
-    items, resumed = iter(sources), 0
+    items, resumed = items_of(sources, encoder, sources.with_group), 0
     with progress("predicting", total, "images") as bar:
 
         def batches() -> Iterator[ImageBatch]:

@@ -29,6 +29,15 @@ COLUMNS = (*NEEDED, "group", "split", "id")
 OF_TEXT = (FEATURES, "label")  # columns of class embeddings
 MOST_DEFLATED = 1032  # times as many bytes as a member of a zip takes: more cannot be in it
 
+TextFile = Annotated[
+    str | Path | None,
+    Field(
+        description=".npz or .parquet with a row per class: label, features (its text embedding, of the same "
+        "CLIP as the images); they are L2-normalised"
+    ),
+]
+LogitScale = Annotated[float, Field(gt=0, description="factor of cosines with class_embeddings in logits (CLIP: 100)")]
+
 
 class FeatureTable(ImageDataset):
     """One row per image: features, label, domain; optional: group, split, id. Others are ignored.
@@ -37,6 +46,7 @@ class FeatureTable(ImageDataset):
     """
 
     has_images: ClassVar[bool] = False
+    needed: ClassVar[Sequence[str]] = NEEDED
     features: np.ndarray  # float32 [N,K]
     class_embeddings: np.ndarray | None = None  # float32 [C,K], L2-normalised
     text_source: str  # of the class embeddings, for the protocol
@@ -52,23 +62,15 @@ class FeatureTable(ImageDataset):
                 "(K numbers), label, domain; optional: group, split, id"
             ),
         ],
-        class_embeddings: Annotated[
-            str | Path | None,
-            Field(
-                description=".npz or .parquet with a row per class: label, features (its text embedding, of the same "
-                "CLIP as the images); they are L2-normalised"
-            ),
-        ] = None,
-        logit_scale: Annotated[
-            float, Field(gt=0, description="factor of cosines with class_embeddings in logits (CLIP: 100)")
-        ] = 100.0,
+        class_embeddings: TextFile = None,
+        logit_scale: LogitScale = 100.0,
     ) -> None:
         file = str(file)
         self.where = printable(file)
         files = list_files(file, ".npz" if file.endswith(".npz") else ".parquet", deep=False)
         if not files:
             raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
-        parts = [_read(name) for name in files]
+        parts = [read_features(name, self.needed) for name in files]
         widths = [features.shape[1] for features, _ in parts]
         for name, width in zip(files, widths, strict=True):
             if width != widths[0]:
@@ -83,18 +85,23 @@ class FeatureTable(ImageDataset):
         table = join_tables([table for _, table in parts], self.where)
         columns = [name for name in table.column_names if name != "id"]
         name_columns(self, table, self.where, {name: name for name in columns})
+        if "domain" not in columns:
+            self.domain_names, self.domains = (Path(self.where).stem,), np.zeros(len(self.labels), np.int64)
         self.left_out = beside(file, files)
         self.ids: tuple[tuple[str, ...], np.ndarray] | None = None  # the names, and which one a row has
         if "id" in table.column_names:
             self.ids = number_names(table["id"], self.where, "id", None)
             self._refuse_repeated(*self.ids)
         self._refuse_not_finite()
-        self.logit_scale = logit_scale
-        if class_embeddings is not None:
-            self._read_class_embeddings(str(class_embeddings))
+        self.take_text(class_embeddings, logit_scale)
 
-    def _read_class_embeddings(self, file: str) -> None:
-        embeddings, table = _read(file, OF_TEXT)
+    def take_text(self, class_embeddings: str | Path | None, logit_scale: float) -> None:
+        """Sets the class embeddings, of a file with those of all classes. Raises `UserError`."""
+        self.logit_scale = logit_scale
+        if class_embeddings is None:
+            return
+        file = str(class_embeddings)
+        embeddings, table = read_features(file, OF_TEXT)
         where, (names, number_of) = printable(file), number_names(table["label"], printable(file), "label", None)
         counts = np.bincount(number_of, minlength=len(names))
         width = self.features.shape[1]
@@ -135,6 +142,11 @@ class FeatureTable(ImageDataset):
         """The last part of the path, for the protocol."""
         return Path(self.where).name
 
+    @property
+    def source(self) -> str:
+        """What the features are, for the protocol."""
+        return f"features of {self.file_name}"
+
     def image(self, row: int) -> Image.Image:
         raise UserError(f"{self.name(row)}: has no image, only features; use data with images for this")
 
@@ -142,13 +154,17 @@ class FeatureTable(ImageDataset):
         return f"{self.where}, {self.name_in_data(row)}"
 
     def name_in_data(self, row: int) -> str:
-        return f"row {row}" if self.ids is None else self.ids[0][self.ids[1][row]]
+        return f"row {row}" if self.ids is None else self.row_id(row)
+
+    def row_id(self, row: int) -> str:
+        return str(row) if self.ids is None else self.ids[0][self.ids[1][row]]
 
     def content(self, row: int) -> bytes:
         return self.features[row].tobytes()
 
 
-def _read(file: str, needed: Sequence[str] = NEEDED) -> tuple[np.ndarray, Table]:
+def read_features(file: str, needed: Sequence[str]) -> tuple[np.ndarray, Table]:
+    """Returns the features of an .npz or .parquet, float32 [n,K], and the other columns. Raises `UserError`."""
     return _read_npz(file, needed) if file.endswith(".npz") else _read_parquet(file, needed)
 
 

@@ -67,7 +67,7 @@ class TableDataset(ImageFiles):
         called = {column: getattr(columns, column, column) for column in self.optional}
         # a column that the recipe names must be there
         needed = dict.fromkeys((*self.needed, *(key for key in columns.model_fields_set if called[key] != key)))
-        cells, numbers, ignored = _read_cells(file, [*needed], called, self.reads_soft_labels)
+        cells, numbers, ignored = read_cells(file, [*needed], called, self.reads_soft_labels)
         if group is not None and "group" in cells:  # the recipe overrides the table
             del cells["group"]
             ignored = [*ignored, called["group"]]
@@ -83,7 +83,7 @@ class TableDataset(ImageFiles):
             return UserError(f"{printable(file)}: {row}: {problem}{others}")
 
         def texts(column: str) -> list[str]:
-            text_in = {"path": path_in, "split": _split_in}.get(column, name_in)
+            text_in = {"path": path_in, "split": split_in}.get(column, name_in)
             values, problems = list[str](), dict[int, str]()
             for i, cell in enumerate(cells[column]):
                 try:
@@ -100,14 +100,14 @@ class TableDataset(ImageFiles):
         paths, folder = values["path"], file.parent if root is None else expand_user(root, "data.root")
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
         # so that a/../b.png repeats b.png
-        self.paths = [os.path.abspath(on_disk(folder, path)) for path in paths]
+        self.paths = [os.path.abspath(self.on_disk(folder, path)) for path in paths]
         first_of: dict[str, int] = {}
         repeated = [i for i, path in enumerate(self.paths) if first_of.setdefault(path, i) != i]
         if repeated:
             before = numbers[first_of[self.paths[repeated[0]]]]
             problem = f"{paths[repeated[0]]} is already in row {before}; remove one"
             raise fault(repeated[0], "path", problem, len(repeated) - 1)
-        missing = [i for i, path in enumerate(self.paths) if not os.path.isfile(path)]
+        missing = [i for i, path in enumerate(self.paths) if not self.exists(path)]
         if missing:
             named = ", ".join(self.shown[i] for i in missing[:NAMED_AT_MOST])
             hint = "write / instead of \\; " if "\\" in paths[missing[0]] else ""
@@ -128,6 +128,13 @@ class TableDataset(ImageFiles):
         if "split" in values:
             self.splits = np.array(values["split"])
 
+    def on_disk(self, folder: Path, path: str) -> str:
+        """Returns the file that a cell names."""
+        return on_disk(folder, path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.isfile(path)
+
     def wanted(self, file: Path, cells: dict[str, list[object]], numbers: Sequence[int]) -> Sequence[int]:
         """Returns the rows that are read: all. `numbers`: those of the rows in messages."""
         return range(len(numbers))
@@ -142,7 +149,7 @@ def path_in(cell: object) -> str:
     return cell  # blanks and all: the name of a file may contain them
 
 
-def _split_in(cell: object) -> str:
+def split_in(cell: object) -> str:
     part = name_in(cell)
     if part not in PARTS:
         raise ValueError(f'"{part}" is not a split{did_you_mean(part, PARTS)}')
@@ -194,24 +201,21 @@ def _probability(cell: object) -> float:
         return -1.0
 
 
-def _read_cells(
-    file: Path, needed: Sequence[str], called: Mapping[str, str], reads_soft_labels: bool
+def read_cells(
+    file: Path, needed: Sequence[str], called: Mapping[str, str], reads_soft_labels: bool, key: str = "data.file"
 ) -> tuple[dict[str, list[object]], list[int], list[str]]:
     """Returns {column: cells} of our columns, the number of every row, and the other columns.
 
     `called`: {our name of a column that is read, if there is one: its name in the table}. Columns p:CLASS keep theirs.
+    `key`: of the recipe, which names the table. Raises `UserError`.
     """
     kind = file.suffix.lower()
     if kind not in (".csv", ".parquet"):
-        raise UserError(f"data.file: {file} does not end in .csv or .parquet; name a table that does")
+        raise UserError(f"{key}: {file} does not end in .csv or .parquet; name a table that does")
     if not file.is_file():
         problem = "is not a file" if file.exists() else "does not exist"
-        raise UserError(f"data.file: {file} {problem}; name a CSV or Parquet file")
-    if kind == ".csv":
-        rows = csv_rows(file)
-        header = next(rows)[1]
-    else:
-        header = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
+        raise UserError(f"{key}: {file} {problem}; name a CSV or Parquet file")
+    header = column_names(file)
     folded = {str(name).strip().casefold() for name in header}
     label = called["label"].casefold()
     probability = label.replace("label", "probability")  # predict --top-k writes label_1 and probability_1 too
@@ -242,7 +246,7 @@ def _read_cells(
         raise UserError(f"{file}: two columns have the name {twice[0]}; rename one")
     names = [called[column] for column in columns]
     if kind == ".csv":
-        numbered_rows = list(rows)
+        _, *numbered_rows = csv_rows(file)
         numbers = [number for number, _ in numbered_rows]
         read: dict[str, list[object]] = {n: [row[header.index(n)] for _, row in numbered_rows] for n in names}
     else:
@@ -252,6 +256,14 @@ def _read_cells(
         raise UserError(f"{file}: the table has no rows; add one per image")
     cells = {column: read[called[column]] for column in columns}
     return cells, numbers, [name for name in header if name not in names]
+
+
+def column_names(file: Path) -> list[str]:
+    """Returns the names of a table's columns. Raises `UserError`."""
+    if file.suffix.lower() == ".csv":
+        return next(csv_rows(file))[1]
+    names: list[str] = _from_parquet(file, lambda parquet: parquet.read_schema(file).names)
+    return names
 
 
 def _from_parquet(file: Path, read: Callable[[Any], Any]) -> Any:

@@ -136,7 +136,7 @@ def build_encoders(recipe: Recipe, dataset: ImageDataset | None = None) -> tuple
     if not recipe.has_images:
         assert isinstance(dataset, FeatureTable), "the data have the features"
         has_text = dataset.class_embeddings is not None
-        given: dict[str | None, Encoder] = {None: GivenText(dataset) if has_text else GivenFeatures(dataset)}
+        given: dict[str | None, Encoder] = {None: (GivenText if has_text else GivenFeatures).of(dataset)}
         return with_text(recipe, given), given
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
     for position, (label, component) in enumerate(by_label(recipe).items()):

@@ -30,8 +30,10 @@ from xdm_ft.evaluation.intervals import NewSite, Scale
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, HIGHEST, LOWEST
 from xdm_ft.evaluation.neighbours import Reference
 from xdm_ft.features.extract import frozen_copy
+from xdm_ft.features.given import GIVEN, GivenFeatures
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
+from xdm_ft.image_files.bags import BagPool, BagUnit
 from xdm_ft.images import Range
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import MAX_SIDE, Preprocessing, PreprocessingOverrides
@@ -78,6 +80,8 @@ class EncoderSettings(TypedDict):
     model: str
     weights: NotRequired[str | None]  # only if a name says where they are
     kwargs: NotRequired[dict[str, Any]]
+    pool: NotRequired[BagPool]  # of a model that reads bags
+    unit: NotRequired[BagUnit]
 
 
 class EncoderIdentity(TypedDict):
@@ -154,6 +158,21 @@ class EncoderConfig(Block):
     def named_xxh3(self) -> str:
         """The checksum of the weights that a name, or a file of the user, must give."""
         return self.xxh3 if self.part is None else self.part.named_xxh3
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether the model reads features that were computed elsewhere, and no images."""
+        return self.name == GIVEN
+
+    @property
+    def reads_bags(self) -> bool:
+        """Whether the features are bags, which are pooled."""
+        return self.reads_features and {"pool", "unit"} <= self.settings.keys()
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the weights are in a file of the user."""
+        return self.file is None and "weights" not in self.settings and not self.reads_features
 
 
 class HeadConfig(Block):
@@ -385,8 +404,10 @@ def build_encoder(name: str, settings: Mapping[str, Any], preprocessing: Preproc
 
     The global generator of torch is left as it was: random weights are drawn from `seed`.
     """
-    cls = find("encoders", name)
     try:
+        if name == GIVEN:
+            return GivenFeatures(**settings_model(GivenFeatures).model_validate(settings).model_dump())
+        cls = find("encoders", name)
         overrides = PreprocessingOverrides(**preprocessing.model_dump())
         block = settings_model(cls).model_validate({**settings, "preprocessing": overrides})
     except ValidationError as error:

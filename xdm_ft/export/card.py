@@ -88,32 +88,34 @@ def card(config: ModelConfig, encoder: Mapping[str, Any], training_features: int
     meant = "images from sites (hospitals, regions, cameras, styles) that were not in its training data"
     if config.adapted is not None:
         meant = "images of the one site whose labelled images have adapted it"
-    use = f"""Assigns one of these {classes} to an image:
+    reads, file = _reads(config), "FEATURES" if config.encoder.reads_features else "IMAGE"
+    use = f"""Assigns one of these {classes} to an image{reads and f", of which {reads}"}:
 {", ".join(escape_markdown(name) for name in config.class_names)}.
 
 It is meant for {meant}.
 Evaluate it on labelled images of your site before you rely on it (see the end of this page)."""
-    needs_file = config.encoder.file is None and "weights" not in config.encoder.settings
+    needs_file = config.encoder.needs_weights
     weights_argument = ', encoder_weights="FILE"' if needs_file else ""
     which_file = f"""FILE has the encoder's weights, which are not in the directory (xxh3 {config.encoder.named_xxh3}).
 
 """
+    layout = "a table with their paths" if reads else "folders `<class>/<image>`"
     loading = f"""```python
 import xdm_ft
 
 model = xdm_ft.load("DIRECTORY"{weights_argument})  # that of this page
-print(model.predict(["IMAGE"]), model.predict_proba(["IMAGE"]))
+print(model.predict(["{file}"]), model.predict_proba(["{file}"]))
 ```
 
 {which_file if needs_file else ""}\
-Labelled images of a new site, in folders `<class>/<image>`, show whether it keeps what this page promises:
+Labelled images of a new site, in {layout}, show whether it keeps what this page promises:
 
 ```
 xdm-ft evaluate DIRECTORY SITE{" --encoder-weights FILE" if needs_file else ""}
 ```"""
     if config.site_xxh3 is not None:
         does = "says what accuracy to expect there, or why it cannot be said"
-        loading += f"\n\nWithout labels, `xdm-ft assess DIRECTORY IMAGES` {does}."
+        loading += f"\n\nWithout labels, `xdm-ft assess DIRECTORY {file if reads else 'IMAGES'}` {does}."
     expected = "Unknown: the run has no test result of this method."
     if config.expected is not None:
         expected = "\n".join(_expected(config, config.expected))
@@ -130,6 +132,18 @@ xdm-ft evaluate DIRECTORY SITE{" --encoder-weights FILE" if needs_file else ""}
     }
     body = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in sections.items())
     return f"---\n{front}---\n\n# {label}: {classes} of images\n\n{body}\n"
+
+
+def _reads(config: ModelConfig) -> str:
+    """Returns what the model reads of an image, if that is not the image, as a clause."""
+    encoder = config.encoder
+    if not encoder.reads_features:
+        return ""
+    rows = f"it reads {encoder.width} features, by the same encoder as in training"
+    if not encoder.reads_bags:
+        return rows
+    kinds = {"mean": "mean", "max": "maximum", "mean_max": "mean and maximum"}
+    return f"{rows}: the {kinds[encoder.settings['pool']]} over the patches of a {encoder.settings['unit']}"
 
 
 def metadata(config: ModelConfig, encoder: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +193,11 @@ def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
         trained = f"encoder: {trained_words(encoder.trained)}; class head trained"
     yield f"* Method: {escape_markdown(method['label'])}; {trained}."
     model, pretraining = (escape_markdown(text) for text in (encoder.settings["model"], encoder.pretraining))
-    yield f"* Encoder: {encoder.name} {model}, {pretraining}."
+    yield (
+        f"* Features: {pretraining}."
+        if encoder.reads_features
+        else f"* Encoder: {encoder.name} {model}, {pretraining}."
+    )
     if images is not None:
         counts = ", ".join(f"{escape_markdown(name)} ({number})" for name, number in images.items())
         total = sum(images.values())

@@ -40,7 +40,7 @@ from xdm_ft.export import (
 from xdm_ft.export.directory import CHECKSUMS, digest_of, reference_from
 from xdm_ft.export.expected import expected_performance
 from xdm_ft.features.cache import cache_of_run
-from xdm_ft.features.given import NO_IMAGES
+from xdm_ft.features.given import GIVEN
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
@@ -78,16 +78,8 @@ class Choice:
     trial: int | None = None  # of the model with `held_out`; None: the one that validation picked
 
 
-def refuse_given_features(run: Run) -> None:
-    """Raises `UserError` for a run on features that were computed elsewhere: its models cannot read images."""
-    if not run.recipe.has_images:
-        problem = f"{NO_IMAGES}, so its heads lack the encoder that a model for images needs"
-        raise UserError(f"{run.path}: {problem}; use the weights in {run.path}/models, or run a recipe on the images")
-
-
 def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
-    refuse_given_features(run)
     methods = list(dict.fromkeys(record.method for record in run.records))
     if not methods:
         raise UserError(f"{run.path}: the run has no trained model; run its recipe first")
@@ -264,6 +256,9 @@ def _read_encoder(run: Run, description: Mapping[str, Any], trained: Mapping[str
     """Returns the encoder that the metadata of a model describe, with the weights that its training has changed."""
     described, preprocessing = description["encoder"], Preprocessing(**description["preprocessing"])
     settings = described["settings"]
+    if settings["name"] == GIVEN:
+        given = {**_settings_of_given(described), "width": described["width"]}
+        return build_encoder(GIVEN, given, preprocessing, None)
     encoder = build_encoder(settings["name"], _settings_of_family(settings), preprocessing, described["seed"])
     if described["xxh3"] is not None:
         check_encoder(encoder, described["xxh3"], settings.get("weights"), run.path)
@@ -281,24 +276,29 @@ def _settings_of_family(settings: Mapping[str, Any]) -> Any:
     return {key: value for key, value in settings.items() if key not in {*ListedEncoder.model_fields, "preprocessing"}}
 
 
+def _settings_of_given(described: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: described["identity"][key] for key in ("model", "pool", "unit") if key in described["identity"]}
+
+
 def _encoder_config(described: Mapping[str, Any], encoder: Encoder, trained_names: Sequence[str]) -> EncoderConfig:
     trained: bool | Trainable = False
     if described["in_this_file"]:
         trained = TypeAdapter(Trainable).validate_python(described["trainable"])
-    part = None
+    part, is_given = None, described["settings"]["name"] == GIVEN
+    settings: Any = _settings_of_given(described) if is_given else _settings_of_family(described["settings"])
     if not isinstance(trained, bool):
         state = encoder.state_dict()
         part = PartConfig(xxh3=digest_of({name: state[name] for name in trained_names}), named_xxh3=described["xxh3"])
     return EncoderConfig(
         name=described["settings"]["name"],
-        settings=_settings_of_family(described["settings"]),
+        settings=settings,
         file=None,
         part=part,
         xxh3=weights_digest(encoder),
         trained=trained,
         precision="fp32" if described["precision"] in ("no", None) else described["precision"],
         # features of a trained encoder are never cached, so that it needs no key
-        identity=described["identity"] if trained is False else None,
+        identity=described["identity"] if trained is False and not is_given else None,
         **{key: described[key] for key in ("seed", "width", "pretraining")},
     )
 

@@ -72,6 +72,20 @@ for image, probabilities in zip(sys.argv[1:], model.predict_proba(sys.argv[1:]),
     print(f"{image}: {model.class_names[probabilities.argmax()]} ({probabilities.max():.1%})")
 '''
 
+# of a model that reads features: a file may hold many rows
+EXAMPLE_OF_FEATURES = '''\
+"""Predicts the classes of features: python example.py FILE …"""
+
+import sys
+from pathlib import Path
+
+import xdm_ft
+
+model = xdm_ft.load(Path(__file__).parent)
+for number, probabilities in enumerate(model.predict_proba(sys.argv[1:])):
+    print(f"{number}: {model.class_names[probabilities.argmax()]} ({probabilities.max():.1%})")
+'''
+
 
 def reference_from(tensors: Mapping[str, Tensor], width: int) -> Reference:
     """Raises `Damaged` if the tensors are not a reference of features of this width."""
@@ -128,6 +142,8 @@ def write_directory(parts: ModelParts, folder: Path, with_encoder: bool | None) 
     model, weights = str(config.encoder.settings["model"]), config.encoder.settings.get("weights", "")
     is_complete = config.encoder.trained is True
     is_public = not (is_complete or model.startswith(LOCAL_FOLDER) or (weights is not None and is_file_name(weights)))
+    if config.encoder.reads_features:
+        is_public, with_encoder = True, False
     with_encoder = is_complete or (not is_public if with_encoder is None else with_encoder)
     settings: dict[str, Any] = {**config.encoder.settings}
     portable = encoder.portable()
@@ -230,7 +246,7 @@ def _write_rest(parts: ModelParts, config: ModelConfig, folder: Path) -> None:
         write_checked(folder / TRAINING_IMAGES, tensors_of({CHECKSUMS: parts.training_images}), PYTORCH)
     document = {**config.model_dump(mode="json"), "weights_xxh3": digest_of(heads)}
     document["checksum"] = json_digest(document)
-    replace_text(folder / "example.py", EXAMPLE)
+    replace_text(folder / "example.py", EXAMPLE_OF_FEATURES if config.encoder.reads_features else EXAMPLE)
     replace_text(folder / "README.md", card(config, parts.config.encoder.settings, parts.training_features))
     replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -335,6 +351,10 @@ def read_described(path: Path, xxh3: str, wanted: Sizes | None = None) -> dict[s
 def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encoder:
     """Builds the encoder. Raises `UserError` unless its weights are those that config.json names by their hash."""
     expected = config.encoder
+    if expected.reads_features:
+        if given is not None:
+            raise UserError(f"{folder}: the model reads features, and has no encoder; leave --encoder-weights out")
+        return build_encoder(expected.name, {**expected.settings, "width": expected.width}, config.preprocessing, None)
     settings: dict[str, Any] = {**expected.settings, **_sources(folder, config, given)}
     weights = settings["weights"]
     # nothing that describes the encoder may ask for code, name another source, or be larger than any model

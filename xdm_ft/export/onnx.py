@@ -1,8 +1,9 @@
 """model.onnx: the model for ONNX Runtime and other programs without torch.
 
 The graph is float32: pixels [batch,3,size,size] → logits, already divided by the temperature, and probabilities
-[batch,C]. With the preprocessing inside, its input is uint8 RGB images [batch,size,size,3] that are resized and cropped
-already. Resizing is not inside: ONNX's Resize and Pillow, which the model was trained with, differ.
+[batch,C]; the input of a model that reads features is these, [batch,K]. With the preprocessing inside, its input is
+uint8 RGB images [batch,size,size,3] that are resized and cropped already. Resizing is not inside: ONNX's Resize and
+Pillow, which the model was trained with, differ.
 
 In this module `onnx` is the library: imports are absolute.
 """
@@ -31,7 +32,7 @@ from xdm_ft.version import __version__
 
 ONNX = "model.onnx"
 OPSET = 20  # the first with GELU
-PIXELS, IMAGES, LOGITS, PROBABILITIES = "pixels", "images", "logits", "probabilities"
+PIXELS, IMAGES, FEATURES, LOGITS, PROBABILITIES = "pixels", "images", "features", "logits", "probabilities"
 BATCH_SIZES = (1, 3)  # of the comparison with torch: one, and another one than that of the exporter's example
 TOLERANCE = 1e-4  # largest difference of a probability
 MAX_BYTES = 2**31 - 2**20  # a protobuf message has less than 2 GiB; 1 MiB is for the graph
@@ -46,7 +47,7 @@ class OnnxFile:
     opset: int
     bytes: int
     include_preprocessing: bool
-    compared_on: str  # "8 images", or "random pixels"
+    compared_on: str  # "8 images", "random pixels" or "random features"
     difference: float  # largest |Δ probability| between ONNX Runtime and torch, both float32 on the CPU
 
 
@@ -84,10 +85,13 @@ def write_onnx(parts: ModelParts, folder: Path, images: Sequence[Image.Image], i
     or the probabilities differ.
     """
     check_installed()
-    preprocessing = parts.config.preprocessing
-    resized = resize_for_comparison(images, preprocessing)  # uint8 [n,H,W,3]
-    pixels = torch.stack([normalizing_transform(preprocessing)(Image.fromarray(image)) for image in resized])
-    given = torch.from_numpy(resized) if include_preprocessing else pixels
+    preprocessing, encoder = parts.config.preprocessing, parts.config.encoder
+    if encoder.reads_features:
+        given = pixels = torch.randn(max(BATCH_SIZES), encoder.width, generator=torch.Generator().manual_seed(0))
+    else:
+        resized = resize_for_comparison(images, preprocessing)  # uint8 [n,H,W,3]
+        pixels = torch.stack([normalizing_transform(preprocessing)(Image.fromarray(image)) for image in resized])
+        given = torch.from_numpy(resized) if include_preprocessing else pixels
     graph = _Graph(Classifier(parts, "fp32"), preprocessing, include_preprocessing).eval()
     content = export_bytes(graph, given, parts)
     path = folder / ONNX
@@ -100,7 +104,7 @@ def write_onnx(parts: ModelParts, folder: Path, images: Sequence[Image.Image], i
         difference = _difference(temporary, given.numpy(), pixels, graph.classifier)
 
     replace_file(path, write, len(content))
-    compared_on = plural(len(images), "image") if images else "random pixels"
+    compared_on = plural(len(images), "image") if images else f"random {_input_name(given)}"
     return OnnxFile(path, OPSET, len(content), include_preprocessing, compared_on, difference)
 
 
@@ -114,7 +118,7 @@ def resize_for_comparison(images: Sequence[Image.Image], preprocessing: Preproce
 
 def export_bytes(graph: _Graph, example: Tensor, parts: ModelParts) -> bytes:
     """Returns the file's content."""
-    name = PIXELS if example.dtype == torch.float32 else IMAGES
+    name = _input_name(example)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the exporter, about itself
@@ -150,6 +154,12 @@ def export_bytes(graph: _Graph, example: Tensor, parts: ModelParts) -> bytes:
         model.metadata_props.add(key=key, value=value if isinstance(value, str) else json.dumps(value))
     content: bytes = model.SerializeToString(deterministic=True)
     return content
+
+
+def _input_name(given: Tensor) -> str:
+    if given.ndim == 2:
+        return FEATURES
+    return PIXELS if given.dtype == torch.float32 else IMAGES
 
 
 def _strip(message: Any) -> None:

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from xdm_ft.export.card import HUB, WORDS, interval, shown
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import CONFIG, read_directory
 from xdm_ft.export.hub import download
+from xdm_ft.export.rows import features_of, given_items
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings, fast_batch_size
 from xdm_ft.features.cache import Contents, Lookup, Store, cache_folder, cache_of_run
@@ -80,7 +81,7 @@ class ClassEmbeddings(NamedTuple):
 class Model:
     """A trained model. An image is a path, the bytes of an image file, a file that is open for reading bytes, a PIL
     image, or an array [H,W] or [H,W,3]: uint8, or wider (uint16, int16, int32, float32, float64), which `config`'s
-    intensity scales as in the run.
+    intensity scales as in the run. A model that reads features takes arrays of them, [n,K] or [K], and paths of files.
 
     `class_names`: in the order of the columns of probabilities. `module`: a plain torch module, preprocessed pixels
     float32 [B,3,H,W] → logits float32 [B,C]. `transform`: RGB PIL image → pixels [3,H,W]. `config`: how it was made.
@@ -202,7 +203,8 @@ class Model:
     def _map(self, values: Callable[[Tensor], Tensor], images: Images, *shape: int) -> np.ndarray:
         """Returns `values` float32 [n,*shape] of the encoder's features [B,K], which are computed batch by batch."""
         retain_freed_memory()
-        batches = _batched(_list_images(images), fast_batch_size(self.device.type))
+        listed = given_items(images, self.config.encoder) if self.config.encoder.reads_features else None
+        batches = _batched(_list_images(images) if listed is None else listed, fast_batch_size(self.device.type))
         first, side = next(batches, []), self.config.preprocessing.size
         # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
         size = (len(first), side, side, 3)
@@ -210,12 +212,16 @@ class Model:
         for batch in pixel_batches(
             chain([first] if first else [], batches), self._pixels, size, self.device, 0, "predict", ""
         ):
-            pixels = normalize(batch.pixels.to(self.device), self.config.preprocessing)
-            blocks.append(values(self.module.encoded(pixels)[: len(batch.items)]).cpu())
+            blocks.append(values(encoded(self, batch)[: len(batch.items)]).cpu())
         return torch.cat(blocks).numpy()
 
-    def _pixels(self, image: object) -> Image.Image:
-        """Returns the resized image. Raises `UserError` if it is none, or does not decode."""
+    def _pixels(self, image: object) -> Image.Image | Tensor:
+        """Returns the resized image, or features. Raises `UserError` if it is none, or does not decode."""
+        if isinstance(image, Item):
+            try:
+                return features_of(image, self.config.encoder)
+            except UnreadableImage as error:
+                raise UserError(f"{error.name}: {error.reason}") from error
         name = os.fsdecode(image) if isinstance(image, str | os.PathLike) else "an image"
         try:
             with memory_of(name):
@@ -343,25 +349,30 @@ def stream(
             raise UserError(f"{needs}; {SMALLER.format(size)}") from error
 
 
-@torch.inference_mode()
-def _computed(model: Model, batch: PixelBatch[Item]) -> ImageBatch:
-    n, module = len(batch.items), model.module
+def encoded(model: Model, batch: PixelBatch[Any]) -> Tensor:
+    """Returns the encoder's features of a batch, float32 [B,K]: cached or given ones, or those of the pixels."""
     # all cached, or none readable: a pass of the encoder over black images would cost as much as a full one
-    if len(batch.instead) == n:
-        encoded = torch.zeros(len(batch.pixels), model.config.encoder.width, device=model.device)
+    if len(batch.instead) == len(batch.items):
+        z = torch.zeros(len(batch.pixels), model.config.encoder.width, device=model.device)
     else:
         pixels = batch.pixels.to(model.device, non_blocking=True)
-        encoded = module.encoded(normalize(pixels, model.config.preprocessing))  # [B,K]
+        z = model.module.encoded(normalize(pixels, model.config.preprocessing))
     for position, value in batch.instead.items():
-        if isinstance(value, Tensor):  # its cached features
-            encoded[position] = value.to(model.device, torch.float32)
-    z = module.head_input(encoded)
+        if isinstance(value, Tensor):
+            z[position] = value.to(model.device, torch.float32)
+    return z
+
+
+@torch.inference_mode()
+def _computed(model: Model, batch: PixelBatch[Item]) -> ImageBatch:
+    n, module, z_encoder = len(batch.items), model.module, encoded(model, batch)
+    z = module.head_input(z_encoder)
     logits = module.logits(z)
     members = module.member_logits(z)[:, :n].cpu() if len(module.members) else None
     broken = ~(z.isfinite().all(1) & logits.isfinite().all(1))[:n]
     unreadable = dict.fromkeys(broken.nonzero()[:, 0].tolist(), NOT_FINITE)
     unreadable |= {position: value for position, value in batch.instead.items() if isinstance(value, str)}
-    return ImageBatch(batch.items, encoded[:n].cpu(), logits[:n].cpu(), members, unreadable, n - len(batch.instead))
+    return ImageBatch(batch.items, z_encoder[:n].cpu(), logits[:n].cpu(), members, unreadable, n - len(batch.instead))
 
 
 def read_batches(
@@ -372,6 +383,8 @@ def read_batches(
     resize = resizing_transform(preprocessing)
 
     def read(item: Item) -> Image.Image | Tensor | str:
+        if model.config.encoder.reads_features:
+            return features_of(item, model.config.encoder)
         name = printable(item.path)
         content: bytes | Path = item.content if isinstance(item.content, bytes) else Path(item.content)
         with memory_of(name):

@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
-from xdm_ft.data.table import COLUMNS, TableDataset, path_in
+from xdm_ft.data.features import FEATURES, FeatureTable
+from xdm_ft.data.table import COLUMNS, TableDataset, column_names, path_in
+from xdm_ft.export import EncoderConfig
+from xdm_ft.image_files.bags import SUFFIXES, files_of_slide
 from xdm_ft.image_files.files import (
     count_files,
     describe_left_out,
@@ -31,7 +34,7 @@ from xdm_ft.image_files.files import (
     refuse_splits,
     visible_entries,
 )
-from xdm_ft.image_files.tables import column_meant, csv_rows, name_in, on_disk, whole_number
+from xdm_ft.image_files.tables import TableColumns, column_meant, csv_rows, name_in, on_disk, whole_number
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import expand_user
@@ -39,6 +42,9 @@ from xdm_ft.storage.names import expand_user
 logger = logging.getLogger("xdm_ft")
 STDIN = "-"
 TABLES = (".csv", ".parquet")
+OF_ROWS = (".npz", ".parquet")  # files of features
+SLIDE = "slide"
+PATHS = ("path", "file", SLIDE)  # columns of which a table of slides has one; images: path
 ROWS_AT_ONCE = 1024  # of a Parquet table
 Purpose = Literal["evaluate", "adapt"]
 FOR = "for"  # the column of a table that says for which purpose an image was labelled
@@ -52,6 +58,7 @@ class Item(NamedTuple):
     content: str | bytes  # its file, or the encoded image
     group: str = ""
     hashed: bytes = b""  # xxh3 (128 bits) of the encoded image; empty: unknown
+    files: tuple[str, ...] = ()  # of features: the files of a bag, or FILE#ROW; (): `content` is the file
 
 
 class Sources:
@@ -61,6 +68,8 @@ class Sources:
     Parquet file with the column path (relative to the table's folder), or `-`: paths on standard input, one per line.
     `group_by` is a column of the tables or a regular expression for the paths, as `data.group`; `option` is its name in
     messages. Without it, images have the groups of the tables' column `column`, where there is one.
+
+    Of a model that reads features (`of_model`), the files hold rows or bags; tables of rows are CSV alone.
 
     `others`: {extension: number} of the files that are no images, which folders hold and globs match. `count` and
     iterating fill it.
@@ -72,6 +81,7 @@ class Sources:
         """Raises `UserError` for a path that does not exist."""
         self.paths, self.group_by, self.option, self.others = tuple(paths), group_by, option, Counter[str]()
         self.column = column if group_by is None else group_by
+        self.suffixes: tuple[str, ...] = ()  # of the files in folders; (): those of images
         if self.paths.count(STDIN) > 1:
             raise UserError("PATH: - (standard input) is given twice; give it once")
         for path in self.paths:
@@ -81,6 +91,14 @@ class Sources:
             self._expression = expression_of(group_by)
         except ValueError as error:
             raise UserError(f"{option}: {str(group_by)[:80]} is {error}") from error
+
+    def of_model(self, encoder: EncoderConfig) -> Self:
+        """Sets which files the model reads. Slides have the groups of a table if its bags are groups."""
+        if encoder.reads_features:
+            self.suffixes = SUFFIXES if encoder.reads_bags else OF_ROWS
+        if self.column is None and encoder.settings.get("unit") == "group":
+            self.column = "group"
+        return self
 
     def __iter__(self) -> Iterator[Item]:
         """Raises `UserError` for a folder or table that cannot be read, and for an image without a group."""
@@ -102,29 +120,41 @@ class Sources:
                 pulse.beat()
                 total += 1
             if total == before and path != STDIN:
-                problem = "contains no image (known by its extension)" if os.path.isdir(path) else "matches no image"
-                if _is_table(path):
+                what = " or ".join(self.suffixes) or "image"
+                problem = (
+                    f"contains no {what} (known by its extension)" if os.path.isdir(path) else f"matches no {what}"
+                )
+                if self._is_table(path):
                     problem = "the table has no rows; add one per image"
                 raise UserError(f"{path}: {problem}{f'; {count_files(self.others)}' if self.others else ''}")
         return None if STDIN in self.paths else total
 
     def _items(self, path: str) -> Iterator[Item]:
         """Yields the images of one path with their groups."""
-        if _is_table(path):
-            items = _table_items(Path(path), self.column, is_needed=self.group_by is not None)
+        if self._is_table(path):
+            items = _table_items(Path(path), self.column, self.group_by is not None, self.suffixes)
         else:
             items = (Item(file, file) for file in self._image_files(path))
         for item in items:
-            group = item.group or ("" if self.group_by is None else group_of(item.path, self._expression, self.option))
-            if not group and self.group_by is not None:
-                column = f"is not a column of {printable(path)} and " if _is_table(path) else ""
-                raise UserError(
-                    f"{self.option}: {self.group_by} {column}matches nothing in {item.path}; change it to match "
-                    "every path"
-                )
-            # `group_of` joins several parentheses by \0, which a table cannot show
-            # in one form, as the groups of a table and of paths may meet
-            yield item._replace(group=one_form(str(group or "")).replace("\0", "/"))
+            yield item if self.suffixes == OF_ROWS else self.with_group(item, path)
+
+    def with_group(self, item: Item, path: str = "") -> Item:
+        """Returns an item of `path` with its group. Raises `UserError` if it has none, and needs one."""
+        group: str | None = item.group
+        if not group and self.group_by is not None:
+            group = group_of(item.path, self._expression, self.option)
+        if not group and self.group_by is not None:
+            column = f"is not a column of {printable(path)} and " if self._is_table(path) else ""
+            raise UserError(
+                f"{self.option}: {self.group_by} {column}matches nothing in {item.path}; change it to match every path"
+            )
+        # `group_of` joins several parentheses by \0, which a table cannot show
+        # in one form, as the groups of a table and of paths may meet
+        return item._replace(group=one_form(str(group or "")).replace("\0", "/"))
+
+    def _is_table(self, path: str) -> bool:
+        kinds = TABLES[:1] if self.suffixes == OF_ROWS else TABLES
+        return path.lower().endswith(kinds) and os.path.isfile(path)
 
     def _image_files(self, path: str) -> Iterator[str]:
         if path == STDIN:
@@ -135,7 +165,7 @@ class Sources:
             yield path
         else:
             for file in _files(path) if os.path.isdir(path) else _matches(str(expand_user(path, "PATH"))):
-                if is_image(file):
+                if file.lower().endswith(self.suffixes) if self.suffixes else is_image(file):
                     yield file
                 else:
                     self.others[kind_of(file)] += 1
@@ -189,36 +219,36 @@ def _may_hold(names: Sequence[str], parts: Sequence[str]) -> bool:
     return fit and (len(names) < len(parts) or start < len(parts))
 
 
-def _is_table(path: str) -> bool:
-    return path.lower().endswith(TABLES) and os.path.isfile(path)
-
-
-def _table_items(file: Path, group_by: str | None, is_needed: bool) -> Iterator[Item]:
+def _table_items(file: Path, group_by: str | None, is_needed: bool, suffixes: tuple[str, ...]) -> Iterator[Item]:
     """Yields the images of a table, with their groups if they are a column of it.
 
-    `is_needed`: a cell of that column without group is an error.
+    `is_needed`: a cell of that column without group is an error. `suffixes`: of slides, which the table may name.
     """
-    for number, cells in _table_rows(file, group_by):
-        column = "path"
+    for number, cells in _table_rows(file, group_by, PATHS if suffixes == SUFFIXES else PATHS[:1]):
+        column = next(iter(cells))
+        is_slide = column == SLIDE
         try:
-            path = path_in(cells[column])
+            path = name_in(cells[column]) if is_slide else path_in(cells[column])
             column = str(group_by)
             has_group = column in cells and (is_needed or not _is_empty(cells[column]))
             group = name_in(cells[column]) if has_group else ""
+            path = [*files_of_slide(file.parent, path), path][0] if is_slide else path
         except ValueError as error:
             raise UserError(f"{file}: row {number}, column {column}: {error}") from error
         yield Item(path, on_disk(os.path.dirname(file), path), group)
 
 
-def _table_rows(file: Path, group_by: str | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number of each row, and its cells in the columns path and, if there is one, `group_by`."""
+def _table_rows(file: Path, group_by: str | None, paths: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number of each row, and its cells in the first of the columns `paths` that there is, and in `group_by`
+    if there is such a column."""
 
     def columns_of(header: list[str]) -> list[str]:
-        columns = [column for column in dict.fromkeys(("path", group_by)) if column in header]
+        name = next((name for name in paths if name in header), "path")
+        columns = [column for column in dict.fromkeys((name, group_by)) if column in header]
         for column in columns:
             if header.count(column) > 1:
                 raise UserError(f"{file}: two columns have the name {column}; rename one")
-        if "path" not in columns:
+        if name not in columns:
             meant = column_meant("path", header)
             hint = f"; rename {meant} to path" if meant else ""
             raise UserError(f"{file}: there is no column path; found: {', '.join(header)}{hint}")
@@ -280,9 +310,21 @@ class _SiteTable(TableDataset):
     optional: ClassVar[Sequence[str]] = (*COLUMNS, FOR)
     reads_soft_labels: ClassVar[bool] = False
 
-    def __init__(self, file: Path, group: str | None, purpose: Purpose) -> None:
-        self.purpose, self.unlabelled, self.others = purpose, 0, 0
-        super().__init__(file=file, group=group)
+    def __init__(self, file: Path, group: str | None, purpose: Purpose, encoder: EncoderConfig | None) -> None:
+        self.purpose, self.unlabelled, self.others, self.column = purpose, 0, 0, "path"
+        self.of_features = encoder is not None and encoder.reads_features
+        self.of_groups = encoder is not None and encoder.settings.get("unit") == "group"
+        if encoder is not None and encoder.reads_bags and file.is_file():
+            names = column_names(file)
+            self.column = next((name for name in PATHS if name in names), "path")
+        super().__init__(file=file, group=group, columns=TableColumns(path=self.column))
+
+    def on_disk(self, folder: Path, path: str) -> str:
+        names = files_of_slide(folder, path) if self.column == SLIDE else []
+        return super().on_disk(folder, [*names, path][0])
+
+    def exists(self, path: str) -> bool:
+        return super().exists(path) or (self.of_features and super().exists(path.rpartition("#")[0]))
 
     def wanted(self, file: Path, cells: dict[str, list[object]], numbers: Sequence[int]) -> Sequence[int]:
         rows = list(range(len(numbers)))
@@ -297,6 +339,12 @@ class _SiteTable(TableDataset):
                 raise UserError(f"{printable(file)}: no row is marked {self.purpose} in the column {FOR}")
         labelled = [row for row in rows if not _is_empty(cells["label"][row])]
         self.unlabelled = len(rows) - len(labelled)
+        if self.of_groups and "group" in cells:  # else a bag would lack these slides
+            of_labelled = {cells["group"][row] for row in labelled}
+            for row in sorted({*rows} - {*labelled}):
+                if cells["group"][row] in of_labelled:
+                    problem = "another slide of its group has a label; fill it in for all"
+                    raise UserError(f"{printable(file)}: row {numbers[row]}, column label: {problem}")
         self.others = sum(not _is_empty(cell) for cell in cells["label"]) - len(labelled)
         if not labelled:
             marked = f" marked {self.purpose}" if len(rows) < len(numbers) else ""
@@ -304,6 +352,12 @@ class _SiteTable(TableDataset):
         if all(_is_empty(cells["group"][row]) for row in labelled if "group" in cells):
             cells.pop("group", None)
         return labelled
+
+
+class _SiteRows(FeatureTable):
+    """A file of features that may leave the domain out."""
+
+    needed: ClassVar[Sequence[str]] = (FEATURES, "label")
 
 
 def _is_empty(cell: object) -> bool:
@@ -316,14 +370,15 @@ def read_site(
     renamed: Mapping[str, str],
     group: str | None = None,
     purpose: Purpose = "evaluate",
+    encoder: EncoderConfig | None = None,
 ) -> Site:
     """Lists labelled images, in the order of their paths or rows: `<class>/<image>`, `<domain>/<class>/<image>`, or a
     table.
 
     `renamed` are names that classes had in the training data: they are known too, if no class is called so. `group` is
     a regular expression as `data.group`; without it, groups are those of the table's column. `purpose`: which rows of a
-    table with the column `for` are read. Raises `UserError` for a label that the model does not know, for a table
-    without any label, and as `data: folder` and `data: table` do.
+    table with the column `for` are read. `encoder`: of a model that may read features; None: images. Raises `UserError`
+    for a label that the model does not know, for a table without any label, and as `data: folder` and `data: table` do.
     """
     numbers = {one_form(name): number for number, name in enumerate(class_names)}
     numbers = {
@@ -338,9 +393,21 @@ def read_site(
     source = expand_user(path, "SITE")
     unlabelled = others = 0
     is_table = path.lower().endswith(TABLES) and not source.is_dir()
+    of_features = encoder is not None and encoder.reads_features
+    table: _SiteRows | _SiteTable
     try:
-        if is_table:
-            table = _SiteTable(source, group, purpose)
+        if encoder is not None and of_features and not encoder.reads_bags and path.lower().endswith(OF_ROWS):
+            table = _SiteRows(file=source)
+            names, labels, origin, hint = table.class_names, table.labels, f"{printable(source)}: column label", ""
+            rows = range(len(labels))
+            items = [Item(f"{path}#{table.row_id(row)}", table.content(row)) for row in rows]
+            domain_names, domains, groups = table.domain_names, table.domains, table.groups
+            if group is not None:
+                groups = groups_of([item.path for item in items], group)[1]
+        elif of_features and not is_table:
+            raise UserError(f"{source}: the model reads features; name a table with path and label, or a file of rows")
+        elif is_table:
+            table = _SiteTable(source, group, purpose, encoder)
             unlabelled, others = table.unlabelled, table.others
             names, labels, origin, hint = table.class_names, table.labels, f"{printable(source)}: column label", ""
             items = [Item(shown, path) for shown, path in zip(table.shown, table.paths, strict=True)]

@@ -42,13 +42,13 @@ from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import disk_errors, remove_unfinished, replace_text
 from xdm_ft.storage.cache_root import cache_root, one_at_a_time
+from xdm_ft.storage.facts import INDEX
 from xdm_ft.storage.lines import Damaged, json_object
 from xdm_ft.storage.tensors import read_tensors, write_tensors
 
 logger = logging.getLogger("xdm_ft")
 SHARDS = "shard-*.safetensors"
 MANIFEST = "manifest.json"
-INDEX = "index.sqlite"  # of hashes, beside the stores, see `hashes.py`
 MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
 ROWS_AT_ONCE = 8192  # features that are read together, where they are used in blocks
 GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches

@@ -15,12 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sqlite3
-import stat
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,7 +29,7 @@ import xxhash
 from PIL import Image
 from torch.utils.data import Dataset
 
-from xdm_ft.features.cache import INDEX, Contents, contents_of
+from xdm_ft.features.cache import Contents, contents_of
 from xdm_ft.features.key import SCHEMA
 from xdm_ft.image_files.files import ImageFiles
 from xdm_ft.image_files.remote import is_remote, state_of
@@ -47,7 +43,7 @@ from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress, pulse
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage import digest
-from xdm_ft.storage.atomic import disk_errors, file_mode, is_writable
+from xdm_ft.storage.facts import WRITTEN, Facts, hash_file, regular_file, stamp
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
@@ -57,13 +53,9 @@ logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
 
 READER_THREADS = 8  # more than cores: on a network disk most of the time is spent waiting
-READ_BYTES = 1 << 22
 ROWS_PER_COMMIT = 1024  # at most so many hashes (and a piece's) are lost when a process is killed
 ROWS_AT_ONCE = 1 << 14  # whose states a process looks at; the hash of the paths depends on it
 DECODED_PER_COMMIT = 256
-KEPT_LISTS = 64  # facts of whole data sets, that were used last; hashes take 16 bytes per image
-SECONDS_FOR_INDEX = 60.0  # at most, for another process that writes to the index
-WRITTEN = "another program is writing to this file; run again when the data are complete"
 _NO_FILE = (-1, -1, -1)
 _EMPTY_FILE = np.bytes_(xxhash.xxh3_128_digest(b""))
 
@@ -183,7 +175,7 @@ def hash_files(
     `share` (i, n) skips all files but the i-th of every n; of a container, all pieces but those of the i-th of n parts.
     Raises `UserError` for a file that is being written, and for an index that cannot be written.
     """
-    facts, container = _Facts(cache), dataset.container
+    facts, container = Facts(cache), dataset.container
     if container is not None and container.pieces is not None:
         digests = _hash_pieces(dataset, container, container.pieces, facts, show, equal_sizes_only, share)
         return FileHashes(digests, container=container)
@@ -197,7 +189,7 @@ def hash_files(
         if table is not None and not hashes.unreadable and table == _table_key(dataset):
             facts.add_list(table, hashes.digests.tobytes())
         return hashes
-    if (known := facts.find_list(_key("files", hashes.stamps.tobytes(), hashes.paths))) is not None:
+    if (known := facts.find_list(Facts.key("files", hashes.stamps.tobytes(), hashes.paths))) is not None:
         hashes.digests[rows] = _digests(known)
         return hashes
 
@@ -207,12 +199,8 @@ def hash_files(
         wanted = rows[files[size] > 1]
     _hash_each(wanted.tolist(), hashes, facts, show)
     if len(wanted) == len(rows) == len(hashes.files):  # all were hashed, none proved unreadable
-        facts.add_list(_key("files", hashes.stamps.tobytes(), hashes.paths), hashes.digests[rows].tobytes())
+        facts.add_list(Facts.key("files", hashes.stamps.tobytes(), hashes.paths), hashes.digests[rows].tobytes())
     return hashes
-
-
-def _key(kind: str, *parts: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(b"".join((kind.encode(), *parts)))
 
 
 def _digests(known: bytes) -> np.ndarray:
@@ -227,14 +215,14 @@ def _table_key(dataset: _Hashable) -> bytes | None:
         files = [[path, *stamp(regular_file(path))] for path in dataset.container.files]
     except OSError:
         return None
-    return _key("table", json.dumps([files, dataset.container.column, len(dataset)]).encode())
+    return Facts.key("table", json.dumps([files, dataset.container.column, len(dataset)]).encode())
 
 
-def _hash_each(rows: list[int], hashes: FileHashes, facts: _Facts, show: bool) -> None:
+def _hash_each(rows: list[int], hashes: FileHashes, facts: Facts, show: bool) -> None:
     """Hashes the files of these rows into `hashes`, and adds every `ROWS_PER_COMMIT` new hashes to the index."""
 
     def key_of(row: int) -> bytes:
-        return _key("file", hashes.stamps[row].tobytes(), os.fsencode(hashes.path(row)))
+        return Facts.key("file", hashes.stamps[row].tobytes(), os.fsencode(hashes.path(row)))
 
     def hash_row(row: int) -> tuple[tuple[int, int, int], bytes] | str:
         try:
@@ -262,18 +250,6 @@ def _hash_each(rows: list[int], hashes: FileHashes, facts: _Facts, show: bool) -
             facts.add(entries)
 
 
-def hash_file(path: str) -> tuple[tuple[int, int, int], bytes]:
-    """Returns the `stamp` and the xxh3_128 of a file. Raises `UserError` if another program writes to it."""
-    hasher = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        before = stamp(os.fstat(file.fileno()))
-        while chunk := file.read(READ_BYTES):
-            hasher.update(chunk)
-        if stamp(os.fstat(file.fileno())) != before:
-            raise UserError(f"{path}: {WRITTEN}")
-    return before, hasher.digest()
-
-
 # ---- Pieces of containers: row groups of Parquet files, runs of a tar's members
 
 
@@ -281,7 +257,7 @@ def _hash_pieces(
     dataset: _Hashable,
     container: Container,
     pieces: Pieces,
-    facts: _Facts,
+    facts: Facts,
     show: bool,
     indexed_only: bool,
     share: tuple[int, int],
@@ -293,7 +269,7 @@ def _hash_pieces(
     keys = list[bytes]()  # they change with the state of the piece's file
     for number, file in enumerate(pieces.file_of.tolist()):
         parts = [container.files[file], *pieces.states[file], container.column, pieces.in_file(number)]
-        keys.append(_key("piece", json.dumps([*parts, len(pieces.rows(number))]).encode()))
+        keys.append(Facts.key("piece", json.dumps([*parts, len(pieces.rows(number))]).encode()))
 
     digests, missing, known = np.zeros((len(dataset), 16), np.uint8), list[int](), facts.find(keys)
     begin, end = (len(keys) * part // share[1] for part in (share[0], share[0] + 1))
@@ -352,7 +328,7 @@ def find_undecodable(
     check = NotAStrip(preprocessing)
     what = {"most_pixels": Image.MAX_IMAGE_PIXELS, "resize": [check.how, check.limit]}
     findings = _Findings(
-        dataset, hashes, _Facts(cache), what, lambda rows: scan(dataset, threads, check, show=False, rows=rows), show
+        dataset, hashes, Facts(cache), what, lambda rows: scan(dataset, threads, check, show=False, rows=rows), show
     )
     # without an index no process would learn what the others found
     if accelerator is not None and accelerator.num_processes > 1 and findings.facts.path is not None:
@@ -367,7 +343,7 @@ def extremes_of(dataset: ImageDataset, hashes: FileHashes, cache: Path | None, s
     Raises `UserError` for a file that changes meanwhile.
     """
     read = partial(_by_threads, partial(extremes, dataset))
-    findings = _Findings(dataset, hashes, _Facts(cache), {"what": "extremes"}, read, show)
+    findings = _Findings(dataset, hashes, Facts(cache), {"what": "extremes"}, read, show)
     return [Extremes(*values) for values in findings.read().values()]
 
 
@@ -379,7 +355,7 @@ def pixels_of(
     Decodes only images that were not decoded before for this; of images without a hash nothing is remembered.
     """
     read, numbers = partial(_by_threads, partial(pixels, dataset)), hashes.images.number_of[rows]
-    findings = _Findings(dataset, hashes, _Facts(cache), {"what": "pixels"}, read, show)
+    findings = _Findings(dataset, hashes, Facts(cache), {"what": "pixels"}, read, show)
     known = findings.read(np.unique(numbers[numbers >= 0]))
     found = read(rows[numbers < 0].tolist())
     for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
@@ -401,7 +377,7 @@ class _Findings:
 
     dataset: ImageDataset
     hashes: FileHashes
-    facts: _Facts
+    facts: Facts
     what: Mapping[str, Any]  # determines the values, besides decoder and versions
     decode: Callable[[list[int]], Mapping[int, Any]]  # rows → {row: value, JSON-serialisable}; others have none
     show: bool
@@ -416,11 +392,11 @@ class _Findings:
         what = {"schema": SCHEMA, "decoder": self.dataset.decoder, "versions": versions, **self.what}
         kind = digest(json.dumps(what, sort_keys=True), bits=128)
         contents = images.contents[numbers].tobytes()
-        whole = _key(f"all {kind}", contents)
+        whole = Facts.key(f"all {kind}", contents)
         if (known := self.facts.find_list(whole)) is not None:
             return {int(numbers[int(position)]): value for position, value in json.loads(known).items()}
 
-        keys = [_key(kind, contents[first : first + 16]) for first in range(0, len(contents), 16)]
+        keys = [Facts.key(kind, contents[first : first + 16]) for first in range(0, len(contents), 16)]
         texts, of_part = self.facts.find(keys), range(len(keys) * part // parts, len(keys) * (part + 1) // parts)
         mine = [position for position in of_part if keys[position] not in texts]
         with progress("checking", len(mine), "images", self.show and len(mine) > 0) as bar:
@@ -439,103 +415,6 @@ class _Findings:
         if len(texts) == len(keys):
             self.facts.add_list(whole, json.dumps(found).encode())
         return {int(numbers[position]): value for position, value in found.items()}
-
-
-# ---- The index
-
-
-class _Facts:
-    """The index in the folder of the cache. Without a folder that can be written it stays empty.
-
-    A damaged index is deleted, as it only saves time. Raises `UserError` if it cannot be written.
-    """
-
-    tables = (
-        # used: seconds since 1970, of facts of whole data sets, of which KEPT_LISTS are kept
-        "CREATE TABLE IF NOT EXISTS facts (key BLOB PRIMARY KEY, used REAL, fact BLOB) WITHOUT ROWID",
-        "CREATE INDEX IF NOT EXISTS lists ON facts (used) WHERE used NOT NULL",
-    )
-
-    def __init__(self, cache: Path | None) -> None:
-        self.path = cache / INDEX if cache is not None and is_writable(cache) else None
-
-    def find(self, keys: Iterable[bytes]) -> dict[bytes, bytes]:
-        """Returns {key: fact} of those that are known and undamaged."""
-        query = "SELECT CAST(fact AS BLOB) FROM facts WHERE key = ? AND fact NOT NULL"
-
-        def work(index: sqlite3.Connection) -> dict[bytes, bytes]:
-            found = {}
-            for key in sorted(keys):  # in the order of the table, whose pages are read once
-                for (sealed,) in index.execute(query, (key,)):
-                    if sealed == _sealed(key, sealed[8:]):
-                        found[key] = sealed[8:]
-            return found
-
-        return self._run(work, {})
-
-    def find_list(self, key: bytes) -> bytes | None:
-        """Returns a fact of a whole data set."""
-        if (fact := self.find([key]).get(key)) is not None:
-            used = time.time(), key
-            self._run(lambda index: index.execute("UPDATE facts SET used = ? WHERE key = ?", used), None)
-        return fact
-
-    def add(self, facts: Mapping[bytes, bytes]) -> None:
-        rows = [(key, None, _sealed(key, facts[key])) for key in sorted(facts)]
-        self._run(lambda index: index.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", rows), None)
-
-    def add_list(self, key: bytes, fact: bytes) -> None:
-        """Adds a fact of a whole data set, and removes those that were not used for longest."""
-
-        def work(index: sqlite3.Connection) -> None:
-            index.execute("INSERT OR REPLACE INTO facts VALUES (?, ?, ?)", (key, time.time(), _sealed(key, fact)))
-            last = "SELECT used FROM facts WHERE used NOT NULL ORDER BY used DESC LIMIT 1 OFFSET ?"
-            index.execute(f"DELETE FROM facts WHERE used <= ({last})", (KEPT_LISTS,))
-
-        self._run(work, None)
-
-    def _run(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """Returns what `work` returns, run in one transaction; `otherwise` if there is no index."""
-        if self.path is None:
-            return otherwise
-        path, full = self.path, "set features.dir to another"
-        try:
-            return self._transaction(path, work)
-        except sqlite3.DatabaseError as error:
-            # the low byte is the primary code; the rest says more than is needed here
-            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-            if code == sqlite3.SQLITE_FULL:
-                raise UserError(f"{path}: the disk is full; make room, or {full} disk") from error
-            if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-                problem = f"cannot be written ({error}); allow writing to it"
-                raise UserError(f"{path}: {problem}, or {full} folder") from error
-            if code == sqlite3.SQLITE_IOERR:  # a quota, a faulty disk, or a network disk without locks
-                raise UserError(f"{path}: the disk fails ({error}); make room, check it, or {full} disk") from error
-            # SQLITE_ERROR: it has another table of this name
-            if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR):
-                raise
-            logger.warning("%s is damaged (%s): hashing the images again", path, error)
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            return self._transaction(path, work)
-
-    def _transaction(self, path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-        if not path.exists():
-            with disk_errors(path):
-                path.touch(file_mode(path.parent))
-                path.chmod(file_mode(path.parent))  # whatever the umask is
-        # opened for each transaction: SQLite forbids using a connection in a forked process, such as a loader's worker
-        with closing(sqlite3.connect(path, timeout=SECONDS_FOR_INDEX)) as index, index:
-            with suppress(sqlite3.OperationalError):  # it does not wait for another process, which does the same
-                index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait
-            for table in self.tables:
-                index.execute(table)
-            return work(index)
-
-
-def _sealed(key: bytes, fact: bytes) -> bytes:
-    """Returns the fact behind a checksum."""
-    return xxhash.xxh3_64_digest(key + fact) + fact
 
 
 # ---- The states of files
@@ -583,21 +462,8 @@ class _StatesOf(Dataset[FileHashes]):
         return FileHashes(digests, unreadable, None, np.array(stamps, np.int64).reshape(-1, 3), hashed)
 
 
-def stamp(status: os.stat_result) -> tuple[int, int, int]:
-    """Returns the state of a file by which a change is noticed: size, times of modification and status change in ns."""
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
 def _absolute(path: str) -> str:
     return path if path.startswith(os.sep) else os.path.abspath(path)
-
-
-def regular_file(path: str) -> os.stat_result:
-    """Returns the status of a file. Raises `ValueError` if it is not a regular one, or `OSError`."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("not a regular file")  # opening a pipe would block for ever
-    return status
 
 
 def _reason(error: Exception) -> str:

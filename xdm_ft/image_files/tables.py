@@ -323,6 +323,22 @@ class TableColumns(Block):
 PATH_COLUMNS = TableColumns()
 
 
+class SlideColumns(Block):
+    """The names of the columns of a table of slides."""
+
+    slide: Annotated[str, Field(description="column of the slide: the name of its file without .h5, .pt or .npy")] = (
+        "slide"
+    )
+    file: Annotated[str, Field(description="column of the path of its file from the folder, if there is one")] = "file"
+    label: Annotated[str, Field(description="column of the class")] = "label"
+    domain: Annotated[str, Field(description="column of the domain")] = "domain"
+    group: Annotated[str, Field(description="column of the patient, if there is one")] = "group"
+    split: Annotated[str, Field(description="column with train, val or test, if there is one")] = "split"
+
+
+SLIDE_COLUMNS = SlideColumns()
+
+
 def load(read: Callable[[], DatasetDict], source: str, remedy: str) -> DatasetDict:
     """Returns what `read` loads with `datasets`. Raises `UserError`, one line that ends with `remedy`."""
     from datasets.config import HF_DATASETS_CACHE

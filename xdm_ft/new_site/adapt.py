@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from xdm_ft.data.features import FeatureTable
 from xdm_ft.evaluation.few_labels import paired_interval
 from xdm_ft.experiment.final_fit import Fit, fit_of_runs
 from xdm_ft.experiment.plan import hparams
@@ -26,7 +28,8 @@ from xdm_ft.export.directory import (
     write_directory,
 )
 from xdm_ft.export.predictor import Model, cache_of
-from xdm_ft.export.sources import Site, Sources, read_site
+from xdm_ft.export.rows import labelled_site
+from xdm_ft.export.sources import Site, Sources
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import decode, decoder_of
@@ -220,7 +223,7 @@ def _read_labelled(
 ) -> _Labelled:
     """Reads the images that adapt. `known`: checksums of the images that trained the model. Raises `UserError`."""
     class_names = model.config.class_names
-    site = read_site(path, class_names, model.config.renamed, group, "adapt")
+    site = labelled_site(path, model.config, group, "adapt")
     if len(site.domain_names) > 1:
         named = ", ".join(site.domain_names[:8])
         raise UserError(f"{path}: holds {len(site.domain_names)} domains ({named}); a model is adapted to one site")
@@ -237,7 +240,7 @@ def _at_random(
     """Reads the images that `label` drew at random, but those that train or adapt; None: no two groups have a label."""
     if not adapting.site.others:
         return None
-    site = read_site(path, model.config.class_names, model.config.renamed, group, "evaluate")
+    site = labelled_site(path, model.config, group)
     known = [known for known in (known_training_images(model, name), adapting.content) if known is not None]
     found = _that_count(model, name, path, site, np.concatenate(known), batch_size)
     adapting.about["unreadable"] |= found.about["unreadable"]
@@ -390,6 +393,17 @@ class WithSite(ImageDataset):
         return content if isinstance(content, bytes) else os.fspath(content)
 
 
+def with_rows(dataset: FeatureTable, site: Site, name: str) -> FeatureTable:
+    """Returns features, and behind them those of a site, as the last domain."""
+    both, number = copy.copy(dataset), len(dataset.domain_names)
+    rows = np.stack([np.frombuffer(item.content, np.float32) for item in site.items if isinstance(item.content, bytes)])
+    both.features, both.domain_names = np.concatenate([dataset.features, rows]), (*dataset.domain_names, name)
+    both.labels = np.concatenate([dataset.labels, site.labels])
+    both.domains = np.concatenate([dataset.domains, np.full(len(site.items), number)])
+    both.groups = both.group_names = both.splits = both.ids = None
+    return both
+
+
 class WithOneMore(NamedTuple):
     """A head that was trained with a site."""
 
@@ -411,6 +425,8 @@ def with_one_more_domain(run: Run, parts: ModelParts, site: Site, random: Site |
     label, seed = str(parts.config.method["label"]), run.recipe.protocol.seeds[0]
 
     def with_site(dataset: ImageDataset) -> ImageDataset:
+        if isinstance(dataset, FeatureTable):
+            return with_rows(dataset, every, name)
         if dataset.decoder != decoder_of(dataset.intensity):
             raise UserError(f"{run.path}: its images are not files, so a site cannot join their domains")
         return WithSite(dataset, every, name)

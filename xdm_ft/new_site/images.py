@@ -14,6 +14,7 @@ from torch import Tensor
 
 from xdm_ft.export.choose import training_images
 from xdm_ft.export.predictor import Model, cache_of, store_of, stream
+from xdm_ft.export.rows import items_of
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features.cache import Contents, Store, contents_of
 from xdm_ft.features.extract import IMAGES_PER_SHARD
@@ -74,8 +75,9 @@ def unlabelled_images(model: Model, name: str, sources: Sources) -> Distinct:
 
     Raises `UserError` if there are none.
     """
-    sources.count()  # first, as it refuses a folder, glob or table without images
-    items = list(sources)
+    encoder = model.config.encoder
+    sources.of_model(encoder).count()  # first, as it refuses a folder, glob or table without images
+    items = [*items_of(sources, encoder, sources.with_group)]
     if not items:
         raise UserError("PATH: no image is listed on standard input")
     if sources.others:

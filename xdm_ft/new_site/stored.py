@@ -34,10 +34,9 @@ from xdm_ft.evaluation.expected_site import (
 )
 from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.export import MetricName, ModelConfig, first_fault
-from xdm_ft.export.choose import refuse_given_features
 from xdm_ft.export.directory import AGAIN, SITE, read_described
 from xdm_ft.export.predictor import Model
-from xdm_ft.results.run import is_run, read_run
+from xdm_ft.results.run import is_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.lines import Damaged, OtherVersion, json_object, one_line
@@ -220,7 +219,6 @@ def refuse_run(folder: str, otherwise: str = "") -> None:
     """Raises `UserError` for a run directory, whose models have no site file. `otherwise`: another remedy."""
     path = Path(folder).expanduser()
     if is_run(path):
-        refuse_given_features(read_run(path))
         remedy = f"export a model of it first: xdm-ft export {shlex.quote(folder)} DIR{otherwise}"
         raise UserError(f"{folder}: is a run directory; {remedy}")
 

@@ -20,7 +20,7 @@ from xdm_ft.blocks import outside_text_space
 from xdm_ft.core import ORACLE, Task
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.given import NO_IMAGES, GivenFeatures, GivenText
+from xdm_ft.features.given import GIVEN, NO_IMAGES, GivenFeatures, GivenText
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.protocol.splits import ENCODER_SEEDS, SEEDS, Protocol
 from xdm_ft.recipe import components
@@ -67,8 +67,8 @@ WHOLE_BATCH = (
     "encoder.trainable", "training.sampler", "training.loss_average", "training.accumulation", "training.class_weights"
 )  # fmt: skip
 FAULTY = Component("", object, EncoderCommon(name=""), ())  # stands for an encoder with a fault, which ends the check
-GIVEN = Component("features", GivenFeatures, EncoderCommon(name="features"), ())  # of data without images
-GIVEN_TEXT = replace(GIVEN, cls=GivenText)
+GIVEN_FEATURES = Component(GIVEN, GivenFeatures, EncoderCommon(name=GIVEN), ())  # of data without images
+GIVEN_TEXT = replace(GIVEN_FEATURES, cls=GivenText)
 
 
 def load(name: str, overrides: list[str] | None = None) -> Recipe:
@@ -119,7 +119,7 @@ def _of_valid_blocks(faults: Faults) -> Recipe:
     data = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
     given = None
     if data is not None and not data.cls.has_images:
-        given = GIVEN if getattr(data.block, "class_embeddings", None) is None else GIVEN_TEXT
+        given = GIVEN_FEATURES if getattr(data.block, "class_embeddings", None) is None else GIVEN_TEXT
     encoders = _encoders(faults, values, given)
     blocks: dict[str, Any] = {"data": data}
     for key, model in BLOCKS.items():

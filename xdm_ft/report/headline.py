@@ -473,7 +473,7 @@ def _files(run: Run) -> Iterator[tuple[str, str]]:
     failed = any(entry["status"] == "failed" for entry in run.results["runs"])
     if failed:
         yield "next", "repair the cause and run the same command: only failed models train"
-    if run.records and run.recipe_rule != ORACLE and run.recipe.has_images:
+    if run.records and run.recipe_rule != ORACLE:
         yield "export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR"
 
 

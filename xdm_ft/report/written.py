@@ -229,11 +229,11 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     """Yields (what, command) of each thing to do next."""
     path = shlex.quote(str(_shareable(run.path)))
-    if run.recipe.has_images:
-        yield "Export a model: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
-        yield "Predict the classes of new images.", "xdm-ft predict my_model IMAGES --out predictions.csv"
-        yield "Is it good enough at a new site? No labels needed.", "xdm-ft assess my_model IMAGES"
-        yield "Measure it on labelled images of a new site.", "xdm-ft evaluate my_model SITE"
+    images = "images" if run.recipe.has_images else "features"
+    yield "Export a model: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
+    yield f"Predict the classes of new {images}.", f"xdm-ft predict my_model {images.upper()} --out predictions.csv"
+    yield "Is it good enough at a new site? No labels needed.", f"xdm-ft assess my_model {images.upper()}"
+    yield f"Measure it on labelled {images} of a new site.", "xdm-ft evaluate my_model SITE"
     if run.audit is None:
         yield "Audit the data: copies, twin domains, label errors.", f"xdm-ft audit {path}"
     if run.analysis is None or run.not_measured:

@@ -87,7 +87,7 @@ def sign_flip_p(changes: np.ndarray) -> float:
             ups = np.arange(count + 1)  # changes of this size with a positive sign
             totals = (totals[:, None] + size * (2 * ups - count)).ravel()
             shares = (shares[:, None] * binom.pmf(ups, count, 0.5)).ravel()
-        return float(shares[totals >= least].sum())
+        return min(1.0, float(shares[totals >= least].sum()))  # rounding gives 1 + 2e-16
     generator, reached = np.random.default_rng(0), 0
     for drawn in np.array_split(np.arange(DRAWS), 1 + DRAWS * len(units) // MAX_SUMS):
         signs = generator.integers(0, 2, (len(drawn), len(units)), np.int8) * 2 - 1
