@@ -148,8 +148,8 @@ def by_site(records: Iterable[Record]) -> list[Record]:
 
 def held_out_of(records: Iterable[Record]) -> tuple[DomainSet, ...]:
     """Returns the held-out sets of a run, in its order; domains of folds by name."""
-    found = {held: record.fold for record in records for held in record.held_out}
-    return tuple(sorted(found) if any(fold is not None for fold in found.values()) else found)
+    fold_of = {held: record.fold for record in records for held in record.held_out}
+    return tuple(sorted(fold_of) if any(fold is not None for fold in fold_of.values()) else fold_of)
 
 
 class Entries(Sequence[dict[str, Any]]):

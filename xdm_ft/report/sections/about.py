@@ -56,7 +56,7 @@ NEEDS: dict[str, Callable[[Run], bool]] = {
     "published numbers": lambda run: any(row.spread_as_published for row in run.rows),
     "failed, skipped": lambda run: any(record.status != "ok" for record in run.every),
     "at the edge of its range": _is_searched,
-    "held out together": lambda run: bool(run.recipe.protocol.together),
+    "held out together": lambda run: bool(run.recipe.protocol.together or run.recipe.protocol.folds),
 }
 """{group or word: whether tables of these results need it}; those that are not here are always needed"""
 
