@@ -258,8 +258,9 @@ def test_small_domains_are_dropped():
     assert np.array_equal(plan.dataset.features, np.load("sites.npz")["features"][kept].astype(np.float32))
     assert len(plan.dataset.domain_names) == 7 and len(plan.dataset) == kept.sum()
     assert "5 domains below data.domain_min are left out" in plan.notes
-    with pytest.raises(UserError, match="all 12 domains have fewer than 99 images"):
-        plan_of("data.domain_min=99", "data.small_domains=drop")
+    for how in ("drop", "join"):
+        with pytest.raises(UserError, match="all 12 domains have fewer than 99 images"):
+            plan_of("data.domain_min=99", f"data.small_domains={how}")
 
 
 @pytest.mark.parametrize(

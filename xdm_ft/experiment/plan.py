@@ -235,7 +235,7 @@ def note_sites(recipe: Recipe, dataset: ImageDataset, planned: Sequence[Split]) 
         )
     if undefined:
         where = f"{len(undefined)} of {len(tested)} held-out sets ({join_names(undefined, NAMED_AT_MOST)})"
-        notes.append(f"{metric} is not defined on {where}, which means leave out")
+        notes.append(f"{metric} is not defined on {where}: means leave them out")
     return notes
 
 

@@ -82,10 +82,10 @@ def without_small_domains(dataset: ImageDataset, least: int, how: Literal["join"
     dataset.small_domains = tuple(name for name, of in zip(dataset.domain_names, is_small, strict=True) if of)
     if not is_small.any():
         return dataset
+    if is_small.all():
+        problem = f"all {len(is_small)} domains have fewer than {least} images, or one class"
+        raise UserError(f"data.domain_min: {problem}; lower it, or leave it out")
     if how == "drop":
-        if is_small.all():
-            problem = f"all {len(is_small)} domains have fewer than {least} images, or one class"
-            raise UserError(f"data.domain_min: {problem}; lower it, or set data.small_domains: join")
         return part_of(dataset, np.flatnonzero(~is_small[dataset.domains]))
     kept = [name for name, of in zip(dataset.domain_names, is_small, strict=True) if not of]
     if JOINED in kept:
