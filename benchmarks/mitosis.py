@@ -5,9 +5,9 @@
 
 IMAGES.csv is a table (path, label, domain, group) of the material of AMi-Br; WEIGHTS are a file of
 `vit_tiny_patch16_224`. `colours` is a control: heads on mean, deviation and quantiles of RGB alone. `frozen` trains
-heads with and without views of each augmentation; `cut` trains the last blocks, without
-augmentation and with the one that BEST names, SAM and LoRA. Each domain is held out once, slides are groups. Runs are made in the
-working directory by `xdm-ft run`; balanced accuracy in %, mean over held-out domains and seeds ± its standard error.
+heads with and without views of each augmentation; `cut` trains the last blocks, without augmentation and with the one
+that BEST names, SAM and LoRA. Each domain is held out once, slides are groups. Runs are made in the working directory
+by `xdm-ft run`; balanced accuracy in %, mean over held-out domains and seeds ± its standard error.
 `chain` takes each domain once as the new site of a METHOD of the frozen run: what `assess` expects, which BUDGET of
 images `label` chooses, what `evaluate` and `adapt` make of their labels, and what all images show.
 """

@@ -210,6 +210,20 @@ def test_a_label_curve_has_a_point_per_site():
     assert len(curve["points"][0]["values"]) > 4, "sites, not folds"
 
 
+@pytest.mark.slow
+def test_a_domain_names_the_models_of_its_fold(capsys):
+    """Also where its name has a comma, and a file name of all of the fold would be too long."""
+    given = np.load("sites.npz")
+    domain = np.array([f"{name}, ward/ü+#{'x' * 60}" for name in given["domain"]])
+    np.savez("odd.npz", **{**given, "domain": domain})
+    run(load("sites.yaml", ["name=odd", "data.file=odd.npz", "methods=[erm]", "protocol.seeds=1"]))
+    assert main(["export", "output/odd", "odd_model", "--held-out", domain[-1], "--method", "erm", "--quiet"]) == 0
+    held_out = json.loads(Path("odd_model/config.json").read_text())["method"]["test_domains"]
+    assert domain[-1] in held_out and len(held_out) == 3
+    assert main(["export", "output/odd", "none", "--held-out", "nowhere", "--method", "erm"]) == 2
+    assert "no model nowhere" in capsys.readouterr().err
+
+
 def test_validate_prints_the_folds():
     recipe = load("sites.yaml")
     answer = validate(recipe)

@@ -128,15 +128,15 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
         options = " or ".join([*others, held_out_options])
         raise UserError(f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}{options}")
 
+    # a domain's name may hold a comma
+    held_out = None if choice.held_out is None else one_form(",".join(choice.held_out))
+
     def options_of(record: Record) -> dict[str, Any]:
         names = one_form(",".join(record.test_domains))
-        if record.fold is not None and choice.held_out is not None and {*choice.held_out} <= {*record.test_domains}:
-            names = one_form(",".join(choice.held_out))  # a domain of a fold names its models
+        if record.fold is not None and held_out in map(one_form, record.test_domains):
+            names = str(held_out)  # a domain of a fold names its models
         return {"--held-out": names, "--seed": record.seed, "--trial": record.trial}
 
-    held_out = (
-        None if choice.held_out is None else one_form(",".join(choice.held_out))
-    )  # a domain's name may hold a comma
     named = {"--held-out": held_out, "--seed": choice.seed, "--trial": choice.trial}
     wanted = {option: value for option, value in named.items() if value is not None}
     records = [record for record in run.records if record.method == method]
