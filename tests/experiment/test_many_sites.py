@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy import stats
 from sklearn.metrics import balanced_accuracy_score, roc_auc_score
 from small_runs import document
@@ -275,6 +276,28 @@ def test_small_domains_are_dropped():
     for how in ("drop", "join"):
         with pytest.raises(UserError, match="all 12 domains have fewer than 99 images"):
             plan_of("data.domain_min=99", f"data.small_domains={how}")
+
+
+def test_what_is_kept_of_images_is_read_as_before(tmp_path):
+    """Names, pixels and decoder of kept rows; `data.intensity: auto` reads the kept ones alone."""
+    for site, (images, top) in {"a": (6, 999), "b": (6, 500), "tiny": (2, 60_000)}.items():
+        for i in range(images):
+            file = tmp_path / "data" / site / ("cat", "dog")[i % 2] / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((4, 4), top - i, np.uint16)).save(file)
+    Path("images.yaml").write_text(
+        f"name: images\ndata: {{name: folder, root: {tmp_path}/data, intensity: auto, domain_min: 5, "
+        f"small_domains: drop}}\nencoder: {{name: timm, model: test_vit}}\nmethods: [linear_probe]\n"
+        f"training: {{steps: 1}}\nfeatures: {{dir: {tmp_path}/cache}}\n"
+    )
+    data = read_data(load("images.yaml"))
+    assert str(data.intensity) == "0…1023" and data.decoder.endswith("0…1023") and len(data) == 12
+    assert data.domain_names == ("a", "b") and data.small_domains == ("tiny",)
+    first, last = data.image(0), data.image(11)
+    assert np.asarray(first)[0, 0, 0] == round(999 * 255 / 1023) and np.asarray(last)[0, 0, 0] == round(
+        495 * 255 / 1023
+    )
+    assert data.name_in_data(11).endswith("b/dog/5.png") and str(data.content(11)).endswith("5.png")
 
 
 @pytest.mark.parametrize(

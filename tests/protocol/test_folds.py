@@ -123,6 +123,7 @@ def test_elsewhere_is_the_larger_p_of_sites_and_folds(values):
     of = values if number == 9 else means
     assert estimate.error == pytest.approx(np.std(of, ddof=1) / number**0.5)
     assert over_sites(values, None) == over_sets(values)
+    assert over_sites(values, [[*range(9)]]) is None, "one fold does not show what its sites have in common"
 
 
 def test_folds_of_one_site_are_sites():

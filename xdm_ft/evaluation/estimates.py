@@ -141,9 +141,11 @@ def over_sites(differences: np.ndarray, folds: Sequence[Sequence[int]] | None) -
     `folds`: positions of the sites of each; None: each site has models of its own.
     """
     of_sites = over_sets(differences)
-    of_folds = None if folds is None else over_sets([differences[fold].mean() for fold in folds])
-    if of_sites is None or of_folds is None:
+    if of_sites is None or folds is None:
         return of_sites
+    of_folds = over_sets([differences[fold].mean() for fold in folds])
+    if of_folds is None:  # all sites share models, so nothing shows what these have in common
+        return None
     return max(of_sites, of_folds, key=lambda estimate: estimate.p() or 0.0)
 
 

@@ -133,7 +133,7 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> tuple[Mapping[in
 
     def options_of(record: Record) -> dict[str, Any]:
         names = one_form(",".join(record.test_domains))
-        if record.fold is not None and held_out in map(one_form, record.test_domains):
+        if record.fold is not None and held_out in {one_form(name) for name in record.test_domains}:
             names = str(held_out)  # a domain of a fold names its models
         return {"--held-out": names, "--seed": record.seed, "--trial": record.trial}
 

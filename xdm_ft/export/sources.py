@@ -232,7 +232,8 @@ def _table_items(file: Path, group_by: str | None, is_needed: bool, suffixes: tu
             column = str(group_by)
             has_group = column in cells and (is_needed or not _is_empty(cells[column]))
             group = name_in(cells[column]) if has_group else ""
-            path = [*files_of_slide(file.parent, path), path][0] if is_slide else path
+            # of a slide without a file, the name that is then missing says what was looked for
+            path = [*files_of_slide(file.parent, path), f"{path}{SUFFIXES[0]}"][0] if is_slide else path
         except ValueError as error:
             raise UserError(f"{file}: row {number}, column {column}: {error}") from error
         yield Item(path, on_disk(os.path.dirname(file), path), group)

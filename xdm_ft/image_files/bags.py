@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import time
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -224,7 +225,10 @@ def _hdf5(file: str) -> Iterator[Any]:
     with h5py.File(file, "r", locking="best-effort") as content:
         rows = content.get(FEATURES)
         if not isinstance(rows, h5py.Dataset):
-            raise UnreadableImage(file, f'has no array "{FEATURES}"{did_you_mean(FEATURES, [*content])}')
+            others = [name for name in content if name != FEATURES]  # it may be a group, or a link to nothing
+            raise UnreadableImage(file, f'has no array "{FEATURES}"{did_you_mean(FEATURES, others)}')
+        if rows.shape is None:
+            raise UnreadableImage(file, f"is empty: {FEATURES} has no values")
         if rows.is_virtual or rows.external or rows.file.filename != content.filename:
             raise UnreadableImage(file, f"{FEATURES} lies in another file; copy it into this one")
         # what was never written reads as zeros
@@ -240,7 +244,9 @@ def _tensor(file: str) -> Any:
 
     try:
         # a file in the old format, which is no zip, cannot be mapped
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of kinds of tensors that are refused below
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except pickle.UnpicklingError as error:
         problem = "holds Python objects, which can run code, or is damaged; save the tensor of features alone"
         raise UnreadableImage(file, problem) from error

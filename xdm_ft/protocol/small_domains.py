@@ -10,13 +10,14 @@ from PIL import Image
 
 from xdm_ft.data.features import FeatureTable
 from xdm_ft.images import ImageDataset
+from xdm_ft.images.decode import EncodedImages
 from xdm_ft.protocol.site_class import images_per_class
 from xdm_ft.runtime.errors import UserError
 
 JOINED = "small sites"  # the domain that small ones become
 
 
-class Part(ImageDataset):
+class _Rows(ImageDataset):
     """Some rows of a data set, in its order."""
 
     def __init__(self, dataset: ImageDataset, rows: np.ndarray) -> None:
@@ -24,18 +25,6 @@ class Part(ImageDataset):
         vars(self).update(vars(dataset))
         keep_rows(self, rows)
         self.dataset, self.rows, self.container = dataset, rows, None  # a table's content is that of all of its rows
-
-    @property
-    def decoder(self) -> str:
-        return self.dataset.decoder
-
-    def image(self, row: int) -> Image.Image:
-        self.dataset.intensity = self.intensity
-        return self.dataset.image(int(self.rows[row]))
-
-    def draft(self, row: int, least_side: int | None) -> Image.Image:
-        self.dataset.intensity = self.intensity
-        return self.dataset.draft(int(self.rows[row]), least_side)
 
     def name(self, row: int) -> str:
         return self.dataset.name(int(self.rows[row]))
@@ -45,6 +34,21 @@ class Part(ImageDataset):
 
     def content(self, row: int) -> str | bytes:
         return self.dataset.content(int(self.rows[row]))
+
+
+class Part(_Rows):
+    """Rows whose images the data set makes or decodes."""
+
+    @property
+    def decoder(self) -> str:
+        return self.dataset.decoder
+
+    def image(self, row: int) -> Image.Image:
+        return self.dataset.image(int(self.rows[row]))
+
+
+class EncodedPart(_Rows, EncodedImages):
+    """Rows of images in files, which are decoded here: `data.intensity` is set after the rows are chosen."""
 
 
 def keep_rows(dataset: ImageDataset, rows: np.ndarray) -> None:
@@ -59,7 +63,7 @@ def keep_rows(dataset: ImageDataset, rows: np.ndarray) -> None:
 def part_of(dataset: ImageDataset, rows: np.ndarray) -> ImageDataset:
     """Returns the data set with these rows alone."""
     if not isinstance(dataset, FeatureTable):
-        return Part(dataset, rows)
+        return EncodedPart(dataset, rows) if isinstance(dataset, EncodedImages) else Part(dataset, rows)
     part = copy.copy(dataset)
     keep_rows(part, rows)
     part.features = dataset.features[rows]

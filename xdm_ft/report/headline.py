@@ -142,7 +142,7 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
         return f"On {on}, {what} that no model was trained on, {who} reaches {value}."
     site = new_site_of(run.quoted)
     if site is None:
-        return f"On a new domain expect about {value}; {len(sets)} held-out domains give no interval. Method: {who}."
+        return f"On a new domain expect about {value}; {len(by_set)} held-out domains give no interval. Method: {who}."
     ends = site.between(metric, LEVELS[-1])
     if metric not in words.IN_PERCENT or ends[1] - ends[0] <= MAX_WIDTH:
         about = f"{100 * mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
@@ -151,7 +151,7 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
     if {*run.choice.at.values()} - {chosen.method}:
         who = "the method that the others choose"
     return (
-        f"On {len(sets)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to "
+        f"On {len(by_set)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to "
         f"say what a new one will give ({_interval(metric, ends)})."
     )
 

@@ -388,8 +388,9 @@ class Family:
         if self.sets < FEWEST_SETS:
             return None
         others = [row.on_others for row in self.rows if row.on_others is not None]
-        error, freedom = median(of.error for of in others), median(of.freedom for of in others)
-        return smallest(self.alpha, comparisons or self.count, freedom, error)
+        if not others:
+            return None
+        return median(smallest(self.alpha, comparisons or self.count, of.freedom, of.error) for of in others)
 
     def _smallest(self, terms: Sequence[Term]) -> float:
         freedom, variance = median(f for _, f in terms), median(v for v, _ in terms)
