@@ -192,10 +192,11 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
     for rows in validated:
         undefined.update(defined_domains(rows, annotations, metric)[1])
-    if undefined:
-        names = [f"{dataset.domain_names[domain]} (in {count})" for domain, count in sorted(undefined.items())]
-        where = f"{join_names(names, NAMED_AT_MOST)}, where {metric} is not defined"
-        notes.append(f"{BY_DOMAIN} leaves out, of {len(validated)} splits, {where}")
+    for domain, count in sorted(undefined.items())[:NAMED_AT_MOST]:
+        where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
+        notes.append(f"{BY_DOMAIN} leaves out {where}")
+    if (more := len(undefined) - NAMED_AT_MOST) > 0:
+        notes.append(f"and {plural(more, 'more domain')} like these")
     if dataset.soft_labels is not None:
         trained = [item for item in recipe.methods if not item.is_text]
         alone = [item.label for item in trained if not item.algorithm.cls.reads_soft_labels]
