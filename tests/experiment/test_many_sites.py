@@ -1,6 +1,7 @@
 """Many small sites: folds of them, sites of one class, and domains too small to be held out."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -192,8 +193,9 @@ def test_it_grows_and_refuses_other_folds():
 
 @pytest.mark.slow
 def test_what_reads_the_run_follows(capsys):
-    made = read_run(Path("output/sites"))
-    assert compare_runs([made, made], {made.path: "a"}) == []
+    made, copy = read_run(Path("output/sites")), read_run(Path(shutil.copytree("output/sites", "output/copy")))
+    beside = compare_runs([made, copy], {made.path: "a", copy.path: "b"})
+    assert [(row.sets, row.difference) for row in beside] == [(10, 0.0)] * 3, "the sites with a value, paired"
     for command in (["audit", "output/sites"], ["report", "output/sites"], ["analyse", "output/sites"]):
         assert main([*command, "--quiet"]) == 0, capsys.readouterr().err
     page = Path("output/sites/report.html").read_text()

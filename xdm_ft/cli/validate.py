@@ -18,7 +18,7 @@ from xdm_ft.data.features import FeatureTable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.data_checks import check_data, log_left_out
 from xdm_ft.experiment.estimate import CutCost, cut_costs, estimate
-from xdm_ft.experiment.plan import costs, describe, make_plan, read_data
+from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepare import (
     build_encoders,
     check_batch_norm,
@@ -30,11 +30,9 @@ from xdm_ft.experiment.resume import inherit_choices, refused_changes
 from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.experiment.work import as_launched, launched
 from xdm_ft.features.given import zero_shot_accuracies
-from xdm_ft.images import ImageDataset
 from xdm_ft.model_sources.prompts import warn_of_class_names
 from xdm_ft.protocol.folds import recommend_folds
 from xdm_ft.protocol.site_class import site_class_of
-from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import in_yaml
 from xdm_ft.report.comparisons import forecast
@@ -101,9 +99,7 @@ def validate(recipe: Recipe) -> CommandResult:
         findings = check_data(plan, show=True)
         power = _power(recipe)
 
-    folds, protocol = [split for split in plan.splits if split.fold is not None], recipe.protocol
-    in_turn = protocol.name != "official" and protocol.test_domains is None and not protocol.together
-    recommended = recommend_folds(len(dataset.domain_names), protocol.folds) if in_turn else []
+    folds, folds_in_words = _folds(plan)
     document = {
         "recipe": recipe.resolved(),
         "classes": dataset.class_names,
@@ -114,7 +110,7 @@ def validate(recipe: Recipe) -> CommandResult:
         "cuts": [cost.document for cost in cuts],
         "blocks": [{"encoder": label, "lines": lines} for label, lines in blocks.items()],
         "notes": plan.notes,
-        "folds": [{"domains": list(split.test_domains), "images": images_of(dataset, split)} for split in folds],
+        "folds": folds,
         "site_class": site_class_of(dataset).to_json(),
         "findings": findings,
         "power": power,
@@ -129,11 +125,7 @@ def validate(recipe: Recipe) -> CommandResult:
         columns = [f"columns of the table: {read} are read; {f'ignored: {others}' if others else 'no other'}"]
     parts: dict[str, Sequence[str]] = {"plan": [*columns, *describe(plan).splitlines(), time_line, *plan.notes]}
     parts["classes"] = _in_lines(dataset.class_names)
-    parts["folds of domains that are held out together"] = [
-        f"{split.fold}: {', '.join(split.test_domains)}; images: "
-        + ", ".join(f"{name} {images}" for name, images in images_of(dataset, split).items())
-        for split in folds
-    ] + recommended
+    parts["folds of domains that are held out together"] = folds_in_words
     text_scores = None
     if isinstance(dataset, FeatureTable) and dataset.class_embeddings is not None:
         text_scores = zero_shot_accuracies(dataset)
@@ -158,10 +150,17 @@ def validate(recipe: Recipe) -> CommandResult:
     return CommandResult(document, text, fault, text_despite_error=True)
 
 
-def images_of(dataset: ImageDataset, split: Split) -> dict[str, int]:
-    """Returns {class: number of test images} of a split."""
-    counts = np.bincount(dataset.labels[split.evaluation["test"].numpy()], minlength=len(dataset.class_names))
-    return dict(zip(dataset.class_names, counts.tolist(), strict=True))
+def _folds(plan: Plan) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns domains and images per class of each fold, and lines with them and with a better number of folds."""
+    protocol, names, folds, lines = plan.recipe.protocol, plan.dataset.class_names, list[dict[str, Any]](), list[str]()
+    for split in plan.splits if protocol.folds is not None else ():
+        counts = np.bincount(plan.dataset.labels[split.evaluation["test"].numpy()], minlength=len(names)).tolist()
+        folds.append({"domains": list(split.test_domains), "images": dict(zip(names, counts, strict=True))})
+        images = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
+        lines.append(f"{split.fold}: {', '.join(split.test_domains)}; images: {images}")
+    if protocol.name != "official" and protocol.test_domains is None and not protocol.together:
+        lines += recommend_folds(len(plan.dataset.domain_names), protocol.folds)
+    return folds, lines
 
 
 def _in_lines(names: Sequence[str]) -> list[str]:
