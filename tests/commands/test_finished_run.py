@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import small_runs
 import torch
+import yaml
 from filelock import FileLock
 from PIL import Image
 from torch import nn
@@ -18,7 +19,9 @@ from torch import nn
 from xdm_ft.analysis.reconstruction import decoder, vgg_encoder
 from xdm_ft.cli import analyse
 from xdm_ft.cli.parser import main
+from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.results.run import Run, read_run
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import LOCK
 
 RECIPE = """\
@@ -131,6 +134,17 @@ def test_what_is_no_finished_run_is_not_analysed(run: Path, tmp_path: Path, caps
     file = next(run.rglob("train_val.safetensors"))
     file.write_bytes(file.read_bytes()[:-4])
     assert f"{file}: is damaged" in refused(capsys, "analyse", run)
+
+
+def test_a_run_from_before_a_key_existed_is_not_edited(run: Path) -> None:
+    values = yaml.safe_load((run / "recipe.yaml").read_text())
+    before = json.loads((run / "results.json").read_text())["recipe"]
+    for recipe in (values, before):
+        del recipe["data"]["domain_min"]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(values))
+    assert written_recipe(run, before).values == values
+    with pytest.raises(UserError, match=r"was edited or damaged: .*training\.steps"):
+        written_recipe(run, before | {"training": before["training"] | {"steps": 1}})
 
 
 def test_other_data_is_refused(finished: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         raise UserError(f"{folder}: the run has not finished; wait for it, or run its recipe again if it was stopped")
     weights = arguments.reconstruct
     autoencoder = None if weights is None else read_autoencoder(expand_user(weights, OPTION))
-    recipe = check(written_recipe(folder, run.recipe))
+    recipe = check(written_recipe(folder, run.results["recipe"]))
     if autoencoder is not None and not recipe.has_images:
         raise UserError(f"{folder}: {OPTION}: {NO_IMAGES}; leave it out")
     images, notes = None, []

@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         raise UserError(f"{folder}: the run has no results yet; audit its recipe, or run it to its end")
     if is_run(folder):
         run = read_run(folder)
-        written_recipe(folder, run.recipe)  # raises if it is missing or was edited
+        written_recipe(folder, run.results["recipe"])  # raises if it is missing or was edited
         notes = [f"with {override}, unlike the run" for override in arguments.overrides]
         arguments.recipe = str(folder / "recipe.yaml")
     recipe, document = load_recipe(arguments), None

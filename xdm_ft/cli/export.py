@@ -167,7 +167,7 @@ def _images(run: Run) -> list[Image.Image]:
     if not run.recipe.has_images:
         return []
     try:
-        dataset = read_data(check(written_recipe(run.path, run.recipe)))
+        dataset = read_data(check(written_recipe(run.path, run.results["recipe"])))
         rows = dict.fromkeys(i * (len(dataset) - 1) // (COMPARED_IMAGES - 1) for i in range(COMPARED_IMAGES))
         return [dataset.image(row) for row in rows]
     except (UserError, UnreadableImage) as error:
@@ -186,7 +186,7 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
         raise UserError(f"{run.path}: {problem}; {by_held_out}")
     if not run.rows:  # it is written without a summary as long as models train
         raise UserError(f"{run.path}: the run is not finished; run its recipe again, or name a model by --held-out")
-    text = written_recipe(run.path, run.recipe)
+    text = written_recipe(run.path, run.results["recipe"])
     name = run.path.resolve().name  # the directory may have been renamed
     # as the user named it: the run's page repeats it, and is given to others
     parent = run.path.parent if run.path.name == name else run.path.resolve().parent

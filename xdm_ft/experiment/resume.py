@@ -242,7 +242,7 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
                 now = recipe.resolved()
                 results = directory.results(lambda run: runs.append((run.get("method"), run.get("status"))))
                 before = None if results is None else recipe_of(directory.path / RESULTS, results)
-                written = written_recipe(directory.path, before).values
+                written = written_recipe(directory.path, None if results is None else results["recipe"]).values
                 if changed := refused_changes(written if before is None else before.resolved(), now):
                     more = [f"{len(changed) - MAX_CHANGES} more"] if len(changed) > MAX_CHANGES else []
                     raise UserError(
@@ -267,11 +267,12 @@ def open_run_directory(recipe: Recipe, accelerator: Accelerator) -> Iterator[Run
         yield directory
 
 
-def written_recipe(run: Path, recipe: Recipe | None) -> RecipeText:
+def written_recipe(run: Path, recipe: Values | None) -> RecipeText:
     """Returns the recipe.yaml of a run directory, checked against the recipe in its results.json, if there is one.
 
-    It may grow that recipe: a run that has begun to grow may have been killed before it wrote results.json. Raises
-    `UserError` if it is missing, damaged or was edited.
+    The version of xdm_ft that ran wrote both; a later one may know more keys. recipe.yaml may grow that recipe: a run
+    that has begun to grow may have been killed before it wrote results.json. Raises `UserError` if it is missing,
+    damaged or was edited.
     """
     path, remedy = run / "recipe.yaml", "delete the run directory, or set output.dir"
     if not path.exists():
@@ -284,7 +285,7 @@ def written_recipe(run: Path, recipe: Recipe | None) -> RecipeText:
         raise UserError(f"{path}: is damaged ({error}); {remedy}") from error
     if recipe is None:
         return written
-    if changed := refused_changes(recipe.resolved(), written.values):
+    if changed := refused_changes(recipe, written.values):
         raise UserError(
             f"{path}: was edited or damaged: it differs from the recipe in results.json "
             f"({', '.join(changed[:5])}); undo the edit, or run a copy under another name"

@@ -366,7 +366,7 @@ def training_images(run: Run, config: ModelConfig) -> np.ndarray | None:
     has another one. None, with a warning of one line, if the run's data cannot be read, or are not those of the run.
     """
     try:
-        recipe = check(written_recipe(run.path, run.recipe))
+        recipe = check(written_recipe(run.path, run.results["recipe"]))
         dataset = read_data(recipe)
         held_out, seed = tuple(config.method["test_domains"]), config.method["seed"]
         candidates = splits(dataset, recipe.protocol, seed) if held_out else [all_domains(dataset)]  # (): a final fit

@@ -118,7 +118,7 @@ def prepare_run(
     `also`: returns the run's data set with more images behind its own, which are prepared too. Raises `UserError` if
     the run's data cannot be read.
     """
-    recipe = replace(check(written_recipe(run.path, run.recipe)), cluster=Cluster())
+    recipe = replace(check(written_recipe(run.path, run.results["recipe"])), cluster=Cluster())
     alone = replace(recipe, methods=tuple(item for item in recipe.methods if item.label == label))
     with launched(recipe) as accelerator:
         dataset = read_data(recipe)
