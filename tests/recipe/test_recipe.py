@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import yaml
 
@@ -15,7 +16,7 @@ from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check, known_keys, load
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.recipe.text import apply_override, find_recipe, parse, recipe_keys, say_if_finished
+from xdm_ft.recipe.text import apply_override, find_recipe, parse, read_recipe, recipe_keys, say_if_finished
 from xdm_ft.runtime.errors import UserError
 
 GOOD = """\
@@ -475,6 +476,54 @@ def test_recipes_are_found_by_file_and_by_name(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     Path("demo.yaml").write_text("name: own")
     assert find_recipe("demo.yaml").read_text() == "name: own"
+
+
+def put_weights(cache: Path, repository: str) -> None:
+    """As `hf download` leaves them."""
+    folder = cache / f"models--{repository.replace('/', '--')}"
+    (folder / "snapshots/abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("abc")
+    (folder / "snapshots/abc/model.safetensors").touch()
+
+
+def test_a_folder_of_images_names_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    images = tmp_path / "my images"
+    images.mkdir()
+
+    def chosen() -> str:
+        caplog.clear()
+        with caplog.at_level("INFO", logger="xdm_ft"):
+            text = read_recipe(str(images), ["training.steps=7"])
+        assert text.values["data"]["root"] == str(images) and text.values["training"]["steps"] == 7
+        return caplog.messages[0].removeprefix(f"{images}: a folder of images; the recipe is ")
+
+    with pytest.raises(UserError, match=r"my images: is a folder; the weights of .* write timm_folder data.root="):
+        chosen()
+    put_weights(tmp_path / "hub", "timm/resnet50.tv_in1k")
+    assert chosen() == "timm_folder, whose weights are on this machine"
+    with monkeypatch.context() as answering:
+        answering.setattr(huggingface_hub.HfApi, "model_info", lambda api, name, timeout: None)
+        assert chosen() == "clip_folder, whose weights are downloaded once"
+    put_weights(tmp_path / "hub", "timm/vit_base_patch16_clip_224.openai")
+    assert chosen() == "clip_folder, whose weights are on this machine"
+
+
+def test_a_run_directory_stands_for_its_recipe(tmp_path: Path) -> None:
+    """It may have been moved, and a folder that holds a recipe alone is none: nothing is written beside it."""
+    run = tmp_path / "moved"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("name: mine\noutput: {dir: elsewhere}\n")
+    with pytest.raises(UserError, match=r"is a folder with a recipe, and no run; write .*moved/recipe\.yaml"):
+        read_recipe(str(run), [])
+    (run / "results.json").touch()
+    assert read_recipe(str(run), []).values == {"name": "moved", "output": {"dir": str(tmp_path)}}
+    (run / "recipe.yaml").write_text("output: 3\n")
+    with pytest.raises(UserError, match="output is not a block of keys"):
+        read_recipe(str(run), [])
 
 
 def test_a_finished_run_is_said_at_once(

@@ -42,12 +42,13 @@ def explained_words(prefix: str, **_: Any) -> Iterable[str]:
 
 def override_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
     """Returns `key.sub=` for all keys of the recipe before, once a first verb has left them in the cache folder."""
-    from xdm_ft.recipe.text import read_recipe, recipe_keys
+    from xdm_ft.recipe.text import find_recipe, parse, recipe_keys
 
     folder = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"  # `cache_root`, whose import takes seconds
     try:
         keys = json.loads((Path(folder).expanduser() / KEYS).read_text(encoding="utf-8"))
-        return [f"{key}=" for key in recipe_keys(read_recipe(parsed_args.recipe, []).values, keys)]
+        recipe = parse(find_recipe(parsed_args.recipe).read_text(encoding="utf-8"), parsed_args.recipe)
+        return [f"{key}=" for key in recipe_keys(recipe.values, keys)]
     except (OSError, ValueError, RuntimeError, UserError):  # the verb itself says what is wrong with the recipe
         return []
 
@@ -70,8 +71,8 @@ def probability_or_stored(text: str) -> float | str:
         raise argparse.ArgumentTypeError(f"{text} is neither a probability nor {STORED}") from None
 
 
-def add_recipe(verb: Parser, nargs: str | None = None, metavar: str = "RECIPE", other: str = "") -> None:
-    text = f"a file, or the name of a packaged recipe{other}"
+def add_recipe(verb: Parser, nargs: str | None = None, metavar: str = "RECIPE") -> None:
+    text = "a file, the name of a packaged recipe, a folder of <domain>/<class>/<image>, or a run directory"
     complete_with(verb.add_argument("recipe", metavar=metavar, nargs=nargs, help=text), recipe_names)
     text = "changes to the recipe, with values as YAML; METHOD.KEY=value sets a key of a method"
     changes = verb.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help=text)
@@ -79,7 +80,7 @@ def add_recipe(verb: Parser, nargs: str | None = None, metavar: str = "RECIPE", 
 
 
 def add_audit(verb: Parser) -> None:
-    add_recipe(verb, metavar="RECIPE|RUN", other=", or a run directory")
+    add_recipe(verb, metavar="RECIPE|RUN")
     verb.add_argument("--images", action="store_true", help="also write copies.html: pairs of copies as small images")
 
 

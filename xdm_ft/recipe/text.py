@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from xdm_ft.recipe import components
 from xdm_ft.runtime.errors import UserError, did_you_mean
 
 logger = logging.getLogger("xdm_ft")
+HUB_SECONDS = 5.0  # in which the hub must answer, where a folder names no recipe
 MAX_DEPTH = 50  # nested brackets; PyYAML's time grows with the square of their number
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
 KEYS = (
@@ -153,9 +155,7 @@ def find_recipe(name: str) -> Path:
     if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
     if os.path.isdir(path):
-        recipe = path / "recipe.yaml"  # of a run directory
-        remedy = f"write {recipe}" if os.path.isfile(recipe) else f"write a recipe, as clip_folder data.root={name}"
-        raise UserError(f"{name}: is a folder; {remedy}")
+        raise UserError(f"{name}: is a folder; name a file, or a recipe of `xdm-ft ls`")
     stem = path.name.removesuffix(".yaml").removesuffix(".yml")
     beside = [file for suffix in (".yaml", ".yml") if os.path.isfile(file := path.with_name(f"{stem}{suffix}"))]
     packaged_names = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
@@ -163,14 +163,75 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"{name}: no such recipe{hint}")
 
 
+def _in_folder(folder: Path) -> tuple[Path, dict[str, str]]:
+    """Returns the recipe that a folder stands for, and what the folder says of its keys.
+
+    A run directory stands for its own recipe, wherever it lies now. Another folder has images: of the recipes on a
+    frozen CLIP and on a CNN the first one whose weights can be had. Raises `UserError` if neither's can.
+    """
+    if os.path.isfile(folder / "recipe.yaml"):
+        if not any(os.path.exists(folder / name) for name in ("results.json", "state")):
+            raise UserError(f"{folder}: is a folder with a recipe, and no run; write {folder / 'recipe.yaml'}")
+        return folder / "recipe.yaml", {"name": folder.resolve().name, "output.dir": str(folder.resolve().parent)}
+    for name, may_download in (("clip_folder", True), ("timm_folder", False)):
+        path = recipe_folder() / f"{name}.yaml"
+        encoder = yaml.safe_load(path.read_text(encoding="utf-8"))["encoder"]
+        if source := _source_of_weights(**encoder, may_download=may_download):
+            logger.info("%s: a folder of images; the recipe is %s, whose weights %s", folder, name, source)
+            return path, {"data.root": str(folder)}
+    raise UserError(
+        f"{folder}: is a folder; the weights of clip_folder and timm_folder are not on this machine, and no hub "
+        f"answers; write timm_folder data.root={folder} encoder.model=NAME encoder.weights=FILE"
+    )
+
+
+def _source_of_weights(name: str, model: str, weights: str, *, may_download: bool, **_: Any) -> str | None:
+    """Returns where the weights of a packaged recipe's encoder are, in words; None if they cannot be had."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from xdm_ft.model_sources.source import network_error
+
+    if name == "open_clip":
+        from open_clip import get_pretrained_cfg
+
+        repository = get_pretrained_cfg(model, weights)["hf_hub"].strip("/")
+    else:
+        from timm.models import get_pretrained_cfg
+
+        repository = get_pretrained_cfg(model).hf_hub_id
+    with suppress(LocalEntryNotFoundError):
+        if any(Path(snapshot_download(repository, local_files_only=True)).glob("*.safetensors")):
+            return "are on this machine"
+    try:
+        if may_download:
+            HfApi().model_info(repository, timeout=HUB_SECONDS)
+            return "are downloaded once"
+    except Exception as error:
+        if network_error(error) is None:
+            raise
+    return None
+
+
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
-    """Returns the text of a recipe with its overrides. Raises `UserError` if it cannot be read or parsed."""
-    path = find_recipe(name)
+    """Returns the text of a recipe with its overrides. `name`: of a file, a packaged recipe, or a folder.
+
+    Raises `UserError` if it cannot be read or parsed.
+    """
+    of_folder = dict[str, str]()
+    try:
+        path = find_recipe(name)
+    except UserError:
+        if not os.path.isdir(name):
+            raise
+        path, of_folder = _in_folder(Path(name))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     recipe = parse(text, str(path))
+    for key, value in of_folder.items():
+        _override(recipe, key, value, str(path))
     for override in overrides:
         apply_override(recipe, override)
     return recipe
