@@ -10,7 +10,7 @@ from small_runs import recipe
 
 from xdm_ft.cli.library import run
 from xdm_ft.experiment import estimate as module
-from xdm_ft.experiment.estimate import ImageSeconds, estimate, first_line
+from xdm_ft.experiment.estimate import ImageSeconds, TimeEstimate, estimate, first_line
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.features.extract import cached_images
@@ -88,10 +88,11 @@ def test_measuring_changes_nothing(measuring, overrides):
 @pytest.mark.parametrize(("use", "before"), [("cache", 0.0), ("compute", 0.5 + 2.0)])
 def test_what_lies_below_a_cut_is_paid_once_or_at_every_step(use, before, measuring, monkeypatch):
     """Two cuts, and SAM above one of them; decoding takes one process of one core 0.5 s."""
-    cut = ImageSeconds(decode=0.5, below=2.0, forward=3.0, train=10.0)
+    speed = 1e9  # operations per second
+    cut = ImageSeconds(decode=0.5, below=2.0, forward=3.0, train=10.0, speed=speed)
 
     def image_seconds(plan, encoder, accelerator, frozen_in=None):
-        return ImageSeconds(0.5, 2.0) if frozen_in else cut
+        return ImageSeconds(0.5, 2.0, speed=speed) if frozen_in else cut
 
     monkeypatch.setattr(module, "image_seconds", image_seconds)
     one, two = "{name: erm, trainable: {blocks: 1}}", "{name: sam, trainable: {blocks: 2}}"
@@ -105,6 +106,25 @@ def test_what_lies_below_a_cut_is_paid_once_or_at_every_step(use, before, measur
     steps = 10 * 12  # steps × images
     expected = steps * (before + 10.0) + steps * (before + 20.0) + 2 * looks * (before + 3.0)
     assert made.training == pytest.approx(expected + 2 * module.SECONDS_PER_MODEL)
+    # a GPU of 10⁴ times the speed decodes as slowly, and encodes meanwhile
+    images = 2 * len(plan.dataset) if use == "cache" else 2 * (steps + looks)
+    assert made.with_gpu == pytest.approx(0.5 * images + 2 * module.SECONDS_PER_MODEL)
+
+
+def test_operations_are_two_per_weight_and_place():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(8 * 16, 5))
+    assert module._operations(model, torch.zeros(2, 3, 4, 4)) == 2 * (3 * 8 * 9 * 16 + 8 * 16 * 5)
+
+
+def test_a_gpu_is_named_where_a_cpu_takes_long():
+    assert (
+        TimeEstimate("cpu", 60.0, 7200.0, with_gpu=300.0).text()
+        == "about 2.0 h (computed for a GPU of 10 TFLOP/s: 5 min)"
+    )
+    assert TimeEstimate("cpu", 60.0, 400.0, with_gpu=30.0).text() == "about 8 min (features 60 s, training 7 min)"
+    assert (
+        "GPU" not in TimeEstimate("cpu", 60.0, 7200.0, with_gpu=5000.0).text() + TimeEstimate("x", 1.0, 7200.0).text()
+    )
 
 
 def test_what_can_not_be_measured_is_named_and_the_run_is_done(measuring, monkeypatch, caplog):

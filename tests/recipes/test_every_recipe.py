@@ -40,6 +40,7 @@ TINY_CLIP = {
 TINY_TIMM = {
     "resnet50": {"layers": [1, 1, 1, 1], "channels": [4, 8, 8, 8]},
     "densenet121": {"growth_rate": 4, "block_config": [1, 1, 1, 1]},
+    "vit_small_patch16_224": {"img_size": 32, "embed_dim": 24, "depth": 4, "num_heads": 2},
     "vit_base_patch14_dinov2": {"img_size": 28, "embed_dim": 24, "depth": 1, "num_heads": 2},
 }
 
@@ -49,10 +50,10 @@ def test_all_recipes_are_found():
     assert {*PAPER, *(f"clip_{name}" for name in PAPER), "clip_camelyon_histology"} - {"clip_camelyon17"} <= {*RECIPES}
     own, others = listing("recipes"), listing("benchmarks")
     shown = [line.split("  ")[0] for line in own.text().splitlines()]
-    assert shown[:10] == ["Your own images", *OWN_IMAGES] and shown[10] == ""
+    assert shown[:11] == ["Your own images", *OWN_IMAGES] and shown[11] == ""
     named = [*OWN_IMAGES, *(line.split()[0] for line in others.text().splitlines())]
     assert sorted(named) == list(RECIPES) and named == [entry.name for entry in own.document]
-    assert [entry.group for entry in own.document[8:10]] == ["own images", "benchmarks"]
+    assert [entry.group for entry in own.document[9:11]] == ["own images", "benchmarks"]
     assert max(map(len, own.text().splitlines())) <= 80
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["force-include"] == {"recipes": "xdm_ft/recipes"}

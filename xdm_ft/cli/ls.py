@@ -16,8 +16,8 @@ from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
 
 OWN_IMAGES = (
-    "clip_folder", "adaptation", "augmentation", "encoders", "all_methods", "timm_folder", "frozen_search", "features",
-    "demo",
+    "clip_folder", "adaptation", "adaptation_timm", "augmentation", "encoders", "all_methods", "timm_folder",
+    "frozen_search", "features", "demo",
 )  # fmt: skip
 """The recipes for a user's own images, by what one asks first. The others are published benchmarks and ablations."""
 

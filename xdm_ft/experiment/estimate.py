@@ -65,6 +65,8 @@ MAX_NAMED = 5  # methods that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
 # is decoded, operations per second
 STEP, IMAGE, SPEED = 2e-3, 5e-3, 1e10
+# of a GPU, where a CPU would take long: operations per second of an encoder in float32. Assumed: small GPUs do as many
+GPU_SPEED, GPU_ADVICE = 1e13, 600.0
 
 
 def tens(seconds: float) -> str:
@@ -80,6 +82,7 @@ class TimeEstimate:
     features: float | None = None  # seconds of extraction
     training: float | None = None  # seconds of training
     problem: str | None = None  # why it could not be measured
+    with_gpu: float | None = None  # seconds, computed; None: not computed, as there is a GPU
 
     @property
     def seconds(self) -> float | None:
@@ -91,10 +94,12 @@ class TimeEstimate:
         if self.features is None or self.training is None:
             return "less than a minute"
         total = self.features + self.training
-        text = f"about {tens(total)}"
+        parts = list[str]()
         if total > 100 and min(self.features, self.training) > 0.05 * total:
-            text += f" (features {tens(self.features)}, training {tens(self.training)})"
-        return text
+            parts.append(f"features {tens(self.features)}, training {tens(self.training)}")
+        if self.with_gpu is not None and total > max(GPU_ADVICE, 2 * self.with_gpu):
+            parts.append(f"computed for a GPU of {GPU_SPEED / 1e12:g} TFLOP/s: {tens(self.with_gpu)}")
+        return f"about {tens(total)}" + (f" ({'; '.join(parts)})" if parts else "")
 
     def to_json(self) -> dict[str, Any]:
         """Seconds are null where they were not measured: because of `problem`, or as all takes less than a minute."""
@@ -132,7 +137,9 @@ def estimate(
             features, training = sum(work.features() for work in works), sum(work.training() for work in works)
     except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
         return TimeEstimate(device, problem=f"{type(error).__name__}: {error}")
-    return TimeEstimate(device, features, training)
+    has_gpu = accelerator.device.type != "cpu"
+    saved = sum(work.encoding - max(work.decoding, work.operations / GPU_SPEED) for work in works)
+    return TimeEstimate(device, features, training, with_gpu=None if has_gpu else features + training - saved)
 
 
 def machine(accelerator: Accelerator) -> str:
@@ -197,6 +204,7 @@ class ImageSeconds(NamedTuple):
     below: float  # through what is frozen, which may be the whole encoder
     forward: float = 0.0  # through what trains
     train: float = 0.0  # forward and backward
+    speed: float = 0.0  # operations per second of a forward pass
 
     def cached(self) -> ImageSeconds:
         """The same, when activations are read from the cache. The time of reading is not counted."""
@@ -236,18 +244,19 @@ def image_seconds(
 
     if frozen_in is not None:
         frozen = frozen_copy(encoder, frozen_in, device)
-        return ImageSeconds(decode, _forward(frozen, x.to(DTYPES[frozen_in]), accelerator))
+        below = _forward(frozen, x.to(DTYPES[frozen_in]), accelerator)
+        return ImageSeconds(decode, below, speed=_operations(frozen, x.to(DTYPES[frozen_in])) / below)
     model = copy.deepcopy(encoder).to(device).train()
     full_encoder = model.cut.encoder if isinstance(model, Below) else model
     if is_cnn(full_encoder):
         full_encoder.to(memory_format=torch.channels_last)
-    below = 0.0
+    below = operations = 0.0
     above: Callable[[Tensor], Tensor] = model
     if isinstance(model, Below):
         cut, above = model.cut, model.cut.above
         cut.freeze()
         cut.train_above()
-        below = _forward(cut.below, x, accelerator)
+        below, operations = _forward(cut.below, x, accelerator), _operations(cut.below, x)
         with torch.no_grad(), accelerator.autocast():
             x = cut.below(x).float()  # [B,…], the activations
 
@@ -258,7 +267,18 @@ def image_seconds(
 
     train()  # the first call allocates
     seconds = seconds_of(train, TIMING_SECONDS) / len(x)
-    return ImageSeconds(decode, below, _forward(above, x, accelerator), seconds)
+    forward = _forward(above, x, accelerator)
+    operations += _operations(above, x)
+    return ImageSeconds(decode, below, forward, seconds, speed=operations / (below + forward))
+
+
+def _operations(model: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Returns the operations of a forward pass, per image of the batch."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        model(x)
+    return counted.get_total_flops() / len(x)
 
 
 def _forward(model: Callable[[Tensor], Tensor], x: Tensor, accelerator: Accelerator) -> float:
@@ -280,6 +300,8 @@ class EncoderWorkload:
         models: Sequence[PlannedModel],  # of this encoder
     ) -> None:
         self.plan, self.encoder, self.accelerator, self.models = plan, encoder, accelerator, models
+        # of encoders, in what was estimated: seconds, those of decoding among them, and operations
+        self.encoding, self.decoding, self.operations = 0.0, 0.0, 0.0
         recipe, dataset, device = plan.recipe, plan.dataset, device_of(plan.recipe.cluster, accelerator.device)
         items = [item for item in recipe.runnable_methods if item.encoder_label == label]
         self.cuts = cuts_of(recipe, encoder, items, dataset, device)
@@ -313,9 +335,17 @@ class EncoderWorkload:
         """Returns the seconds to compute what the cache lacks: features, and activations of cuts."""
         seconds, precision = 0.0, self.plan.recipe.features.precision
         for encoder, count in self.missing:
-            image = image_seconds(self.plan, encoder, self.accelerator, precision)
-            seconds += count * image.total(self.accelerator.device)
-        return seconds / self.accelerator.num_processes
+            seconds += self._seconds(count, image_seconds(self.plan, encoder, self.accelerator, precision))
+        return seconds
+
+    def _seconds(self, count: float, image: ImageSeconds, gradients: int = 0) -> float:
+        """Returns the seconds for so many images, which the processes share, and counts what a GPU would do."""
+        count /= self.accelerator.num_processes
+        decode = image.decode / own_cores()
+        seconds = count * image.total(self.accelerator.device, gradients=gradients)
+        self.encoding, self.decoding = self.encoding + seconds, self.decoding + count * decode
+        self.operations += image.speed * (seconds - count * decode)
+        return seconds
 
     def training(self) -> float:
         """Returns the seconds to train all models."""
@@ -346,14 +376,14 @@ class EncoderWorkload:
         return SECONDS_PER_MODEL * len(self.models) + seconds
 
     def _end_to_end(self, model: PlannedModel, image: ImageSeconds) -> float:
-        device, rules = self.accelerator.device, self.plan.rules
+        rules = self.plan.rules
         sizes = {name: len(rows) for name, rows in model.split.evaluation.items()}
         evaluations = len(evaluation_steps(model.steps, model.training.evaluate_every))
         predicted = evaluations * sum(sizes.get(name, 0) for name in {split_of(rule) for rule in rules})
         predicted += len(rules) * sum(sizes.values())
         trained = model.training.images_per_step(len(model.split.train)) * model.steps
-        seconds = trained * image.total(device, gradients=2 if model.item.sharpness else 1)
-        return (seconds + predicted * image.total(device)) / self.accelerator.num_processes  # which train it together
+        seconds = self._seconds(trained, image, gradients=2 if model.item.sharpness else 1)
+        return seconds + self._seconds(predicted, image)
 
 
 def pieces_seconds(
