@@ -28,6 +28,12 @@ def test_importing_the_package_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+def test_what_is_public_is_named_and_loaded_when_used():
+    assert {*xdm_ft.__all__} == {"run", "load", "Results", "Model", "UserError", "__version__"}
+    assert all(hasattr(xdm_ft, name) for name in xdm_ft.__all__) and not hasattr(xdm_ft, "Result")
+    assert isinstance(xdm_ft.Results, type) and isinstance(xdm_ft.Model, type)
+
+
 def test_overrides_are_those_of_the_command_line():
     by_text = load("demo", ["training.steps=10", "training.lr=0.5", "methods=[erm,wise_ft]", "encoder.normalize=true"])
     nested = {"training": {"steps": 10, "lr": 0.5}, "methods": ("erm", "wise_ft"), "encoder": {"normalize": True}}

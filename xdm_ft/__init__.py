@@ -1,4 +1,8 @@
-"""xdm_ft: fine-tuning foundation models for domain generalization. `import xdm_ft` loads no heavy library."""
+"""xdm_ft: fine-tuning foundation models for domain generalization. `import xdm_ft` loads no heavy library.
+
+Public are the names in `__all__`, `xdm_ft.open` and the functions of `xdm_ft.xdomainmix`. Everything else is internal
+and may change in any release; so is what `Results.run`, `Model.config` and `Model.module` hold.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,20 @@ if TYPE_CHECKING:
     from xdm_ft.cli.library import Results
     from xdm_ft.export.predictor import Model
 
-__all__ = ["UserError", "__version__", "load", "run"]  # not `open`: `import *` would replace Python's own
+__all__ = ["Model", "Results", "UserError", "__version__", "load", "run"]  # not `open`, which is Python's own name
+
+
+def __getattr__(name: str) -> Any:
+    """Loads `Results` and `Model` on first use: they import torch."""
+    if name == "Results":
+        from xdm_ft.cli.library import Results
+
+        return Results
+    if name == "Model":
+        from xdm_ft.export.predictor import Model
+
+        return Model
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Results:

@@ -14,6 +14,7 @@ from PIL import Image
 from xdm_ft.cli import CommandResult
 from xdm_ft.cli.library import run as run_recipe
 from xdm_ft.cli.predict import choice_of
+from xdm_ft.core import ORACLE
 from xdm_ft.experiment.final_fit import FitRequest
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
@@ -28,7 +29,7 @@ from xdm_ft.new_site.reference import with_site
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.sections.audit import findings, headline
-from xdm_ft.results.run import ORACLE, Run, read_run
+from xdm_ft.results.run import Run, read_run
 from xdm_ft.runtime.errors import UserError
 
 COMPARED_IMAGES = 8  # that ONNX Runtime and torch are compared on

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from xdm_ft.core import ORACLE
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.results.model import Record
-from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import file_name

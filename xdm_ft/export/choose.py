@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from xdm_ft.algorithms.wise_ft import interpolate
-from xdm_ft.core import DomainSet
+from xdm_ft.core import ORACLE, DomainSet
 from xdm_ft.cut import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.evaluation.neighbours import Reference
@@ -50,7 +50,7 @@ from xdm_ft.protocol.splits import SELECTION_SPLIT, all_domains, splits
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.results.model import Record
-from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.run import Run
 from xdm_ft.results.trials import pick_trials
 from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, printable
 from xdm_ft.storage import digest

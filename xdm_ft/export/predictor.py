@@ -225,7 +225,8 @@ class Model:
         name = os.fsdecode(image) if isinstance(image, str | os.PathLike) else "an image"
         try:
             with memory_of(name):
-                return self._resize(self._rgb(image, name))
+                resized: Image.Image = self._resize(self._rgb(image, name))
+                return resized
         except UnreadableImage as error:
             raise UserError(f"{error.name or name}: does not decode: {error.reason}") from error
 
@@ -407,7 +408,8 @@ def read_batches(
             cached = lookup.find(hashed) if lookup is not None and hashed else None
             if cached is not None:
                 return cached
-            return resize(decode(content, name, preprocessing.least_side, model.config.intensity))
+            resized: Image.Image = resize(decode(content, name, preprocessing.least_side, model.config.intensity))
+            return resized
 
     shape = (batch_size, preprocessing.size, preprocessing.size, 3)
     return pixel_batches(batches, read, shape, model.device, workers, "predict", SMALLER.format(batch_size))

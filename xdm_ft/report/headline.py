@@ -15,6 +15,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xdm_ft.core import ORACLE
 from xdm_ft.evaluation.intervals import LEVELS, MAX_WIDTH, gain_words, rank_words
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import comparisons, words
@@ -26,7 +27,7 @@ from xdm_ft.report.words import (
     with_unit,
 )
 from xdm_ft.results import new_site_of, one_more_domain, values_by_set
-from xdm_ft.results.run import MAX_SETS, ORACLE, Run
+from xdm_ft.results.run import MAX_SETS, Run
 from xdm_ft.results.table import BETTER, EQUAL, NO_VERDICT, UNDECLARED, UNKNOWN, WORSE, Comparison, SummaryRow
 from xdm_ft.results.trials import MethodChoice
 from xdm_ft.runtime.errors import join_names, plural, printable

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.core import set_name
+from xdm_ft.core import ORACLE, set_name
 from xdm_ft.report import Section, Table, cells, comparisons, make_section, metric_cell
 from xdm_ft.report.csv import properties
 from xdm_ft.report.sections.results import metric_table, results
@@ -16,7 +16,7 @@ from xdm_ft.report.words import budget_text, each_once, in_unit, oracle_mark, un
 from xdm_ft.results import Runs, defined_sets
 from xdm_ft.results.measured import Picked
 from xdm_ft.results.model import group_by
-from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.run import Run
 from xdm_ft.results.table import Comparison
 from xdm_ft.results.verdicts import Pair, WithoutGroups, compared, judge
 from xdm_ft.runtime.errors import UserError, printable

@@ -451,7 +451,8 @@ def log_probabilities(p: np.ndarray) -> np.ndarray:
 
     It is the logits minus a constant of the image: the softmax of a mean over models is that of the mean logits.
     """
-    return np.log(np.maximum(p, np.finfo(np.float32).tiny), dtype=np.float64)
+    logarithms: np.ndarray = np.log(np.maximum(p, np.finfo(np.float32).tiny), dtype=np.float64)
+    return logarithms
 
 
 def confidence_level(confidence: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -463,7 +464,8 @@ def confidence_level(confidence: np.ndarray, others: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         logits = np.log(confidence) - np.log(others)
     steps = (np.clip(logits, *LOGITS) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]) * LEVELS
-    return np.minimum(steps.astype(np.int64), LEVELS - 1)
+    levels: np.ndarray = np.minimum(steps.astype(np.int64), LEVELS - 1)
+    return levels
 
 
 def confidence_and_rest(probabilities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

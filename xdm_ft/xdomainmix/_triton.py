@@ -26,7 +26,7 @@ def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
     return mask
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _exceeds(bits: Any, ranks: Any, block: Any, mask: Any, size: Any, BLOCK: tl.constexpr) -> None:
     k, rank = tl.arange(0, BLOCK), tl.load(ranks + tl.program_id(0) // block)
     # int64: n·K may exceed 2^31

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
+from xdm_ft.core import ORACLE
 from xdm_ft.report import PARTS, Section, comparisons
 from xdm_ft.report.published import published_section
 from xdm_ft.report.sections import about, analysis, audit, predictions, results, selection
-from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.run import Run
 
 AFTER_THE_TABLES = (
     selection.road, results.intervals, predictions.confusion, predictions.other_confusions, predictions.reliability,

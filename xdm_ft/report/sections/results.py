@@ -8,14 +8,14 @@ from statistics import fmean
 import numpy as np
 from scipy.special import ndtr
 
-from xdm_ft.core import Interval, set_name
+from xdm_ft.core import ORACLE, Interval, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
 from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Mark, Row, SeriesStyle, curves, looks, points
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, in_unit, oracle_mark, with_spread
 from xdm_ft.results.measured import MEASURES, NUMBERS, Picked, costs
 from xdm_ft.results.model import group_by
-from xdm_ft.results.run import ORACLE, Run, encoders_of
+from xdm_ft.results.run import Run, encoders_of
 from xdm_ft.results.table import SummaryRow
 from xdm_ft.runtime.errors import join_names, plural
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdm_ft.core import set_name
+from xdm_ft.core import ORACLE, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, long_table, make_section, metric_cell
 from xdm_ft.report.charts import INK, Figure, Line, SeriesStyle, curves, looks, scatter
@@ -21,7 +21,7 @@ from xdm_ft.report.sections.results import domain_interval
 from xdm_ft.report.words import EMPTY, axis_value, each_once, in_unit, number, oracle_mark, setting_text
 from xdm_ft.results.measured import Picked
 from xdm_ft.results.model import Record, group_by
-from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.run import Run
 from xdm_ft.results.table import NO_VERDICT
 from xdm_ft.results.trials import selection_value
 from xdm_ft.runtime.errors import join_names, signed
