@@ -6,7 +6,7 @@ import torch
 
 from tests.audit.studies import RECIPE, clusters, study
 from xdm_ft.audit import measure
-from xdm_ft.audit.costs import Change, costs
+from xdm_ft.audit.costs import Change, cost_metric, costs
 from xdm_ft.audit.heads import HeadRequest, Study
 from xdm_ft.audit.labels import find_confusions, label_costs, label_scores
 from xdm_ft.audit.twins import _cells, domain_pairs, units_of
@@ -240,6 +240,26 @@ def test_relabelling_and_dropping_wrong_labels_helps_and_none_costs_nothing():
     assert len(scores.suspects) == 0
     assert label_costs(clean, scores) == []
     assert find_confusions(clean, scores) == []
+
+
+def test_a_rare_class_is_not_an_error():
+    """Heads without weights doubt the rare class alone, and accuracy pays for it: with the run's weights and metric
+    neither class is in doubt more than the other, and costs are balanced accuracies."""
+    rng, of_class = np.random.default_rng(0), np.repeat([0, 1], [120, 30])
+    labels, domains = np.tile(of_class, 4), np.repeat(np.arange(4), 150)
+    z = rng.normal(size=(600, 24)) + 0.8 * labels[:, None] * np.eye(24)[0]
+    rare = dict[str, float]()
+    for weights in ("none", "balanced"):
+        text = RECIPE.replace("seeds: 3", "seeds: 3, metric: balanced_accuracy").replace("steps: 40", "steps: 200")
+        weighted = study(z, labels, domains, text=text.replace("lr: 0.02", f"lr: 0.02, class_weights: {weights}"))
+        scores = label_scores(weighted)
+        rare[weights] = float(labels[scores.rows[scores.suspects]].mean())
+    assert rare["none"] > 0.9 and rare["balanced"] < 0.6
+    dropped, relabelled = label_costs(weighted, scores)
+    assert dropped.metric == relabelled.metric == "balanced_accuracy"
+    assert {dropped.verdict, relabelled.verdict} == {"no clear difference"} and dropped.before < 0.75
+    one_class = [torch.tensor([0, 1]), torch.tensor([0, 120])]
+    assert [cost_metric(weighted, [rows]) for rows in one_class] == ["accuracy", "balanced_accuracy"]
 
 
 def test_labels_of_one_class_or_of_few_groups_are_not_judged():

@@ -1,5 +1,6 @@
 """What a finding costs: held-out accuracy of heads trained without the affected images, less that of heads trained
-without as many random ones.
+without as many random ones. It is the balanced accuracy if `protocol.metric` is: a rare class that is left out, or
+relabelled, would raise the plain one.
 
 A difference is judged as two rows of a table are (`results/verdicts.py`): over seeds and test images, with Holm's
 correction over the findings of a kind.
@@ -16,6 +17,7 @@ import torch
 
 from xdm_ft.audit.heads import HeadRequest, Study
 from xdm_ft.core import DomainSet, Interval
+from xdm_ft.evaluation.metrics import balanced_accuracy, confusion
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.results import Runs
 from xdm_ft.results.table import NO_VERDICT, Comparison
@@ -31,10 +33,11 @@ class Answered(Runs):
     answers: Mapping[tuple[DomainSet, int], Prediction] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, answers: Sequence[Prediction]) -> Answered:
+    def of(cls, answers: Sequence[Prediction], metric: str = "accuracy") -> Answered:
+        """`metric`: defined on the images of each held-out set."""
         held_out = tuple(dict.fromkeys(answer.test_domains for answer in answers))
         by_key = {(answer.test_domains, answer.seed): answer for answer in answers}
-        return cls("", RULE, "accuracy", held_out, (), answers=by_key)
+        return cls("", RULE, metric, held_out, (), answers=by_key)
 
     @property
     def planned_seeds(self) -> list[int]:
@@ -42,19 +45,25 @@ class Answered(Runs):
 
     @property
     def values(self) -> dict[tuple[DomainSet, int], float]:
-        return {key: float((of.predicted == of.images.labels).mean()) for key, of in self.answers.items()}
+        return {key: self._value(of.predicted, of.images.labels) for key, of in self.answers.items()}
+
+    def _value(self, predicted: np.ndarray, labels: np.ndarray) -> float:
+        if self.metric == "accuracy":
+            return float((predicted == labels).mean())
+        classes = 1 + max(int(predicted.max()), int(labels.max()))
+        return balanced_accuracy(confusion(torch.from_numpy(predicted), torch.from_numpy(labels), classes))
 
     @property
-    def accuracy(self) -> float:
+    def mean(self) -> float:
         """The mean over seeds and held-out sets."""
         return float(np.mean([*self.values.values()]))
 
 
 def difference(first: Answered, second: Answered) -> Comparison:
-    """Returns the accuracy of the first less that of the second, on the same images, before any correction."""
+    """Returns the metric of the first less that of the second, on the same images, before any correction."""
     pair = Pair(replace(first, method="first"), replace(second, method="second"))
     answers = [replace(of, method=runs.method) for runs in pair for _, of in sorted(runs.answers.items())]  # type: ignore[attr-defined]
-    row = compared(pair, WithoutGroups("accuracy", [pair], answers))
+    row = compared(pair, WithoutGroups(first.metric, [pair], answers))
     assert row is not None, "every seed is complete"
     return row
 
@@ -78,10 +87,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a change of the images that train does to the held-out accuracy. None where it can't be known."""
+    """What a change of the images that train does to the metric on held-out domains. None where it can't be known."""
 
     what: str
     images: int
+    metric: str = "accuracy"  # or balanced_accuracy
     before: float | None = None
     after: float | None = None
     matched: float | None = None  # as `after`, with as many random images left out
@@ -124,10 +134,18 @@ def costs(study: Study, changes: Sequence[Change], untested: Sequence[int] = ())
             answers.setdefault(number, ([], [], [])), three, predicted[3 * place : 3 * place + 3], strict=True
         ):
             kept.append(prediction(study, head, classes))
-    ends = {number: [Answered.of(of) for of in kept] for number, kept in answers.items()}
+    metric = cost_metric(study, [three[0].rows for *_, three in heads])
+    ends = {number: [Answered.of(of, metric) for of in kept] for number, kept in answers.items()}
     rows_of = judge_costs([difference(after, matched) for _, after, matched in ends.values()])
     verdicts = dict(zip(ends, rows_of, strict=True))
     return [_cost(change, ends.get(number), verdicts.get(number)) for number, change in enumerate(changes)]
+
+
+def cost_metric(study: Study, tested: Sequence[torch.Tensor]) -> str:
+    """Returns the metric of costs: the recipe's if it is an accuracy, and defined on the images of each head."""
+    labels = torch.from_numpy(study.dataset.labels)
+    defined = all(len(labels[rows].unique()) > 1 for rows in tested)
+    return "balanced_accuracy" if defined and study.plan.criteria.metric == "balanced_accuracy" else "accuracy"
 
 
 def prediction(study: Study, head: HeadRequest, predicted: np.ndarray) -> Prediction:
@@ -140,10 +158,11 @@ def _cost(change: Change, ends: Sequence[Answered] | None, row: Comparison | Non
     if ends is None or row is None:
         note = "nothing changes" if not change.left_out else "too few images are left to train on"
         return Cost(change.what, change.images, note=note)
-    before, after, matched = (runs.accuracy for runs in ends)
+    before, after, matched = (runs.mean for runs in ends)
     return Cost(
         what=change.what,
         images=change.images,
+        metric=ends[0].metric,
         before=before,
         after=after,
         matched=matched,

@@ -77,8 +77,8 @@ def label_scores(study: Study) -> Labels | None:
 
 def training_of(study: Study) -> Training:
     steps = max(STEPS, EPOCHS * len(study.readable) // BATCH)
-    lr = min(HIGHEST_RATE, RATE / study.features.width)
-    return Training(sampler="pooled", batch_size=BATCH, steps=steps, lr=lr)
+    lr, weights = min(HIGHEST_RATE, RATE / study.features.width), study.plan.recipe.training.class_weights
+    return Training(sampler="pooled", batch_size=BATCH, steps=steps, lr=lr, class_weights=weights)
 
 
 def find_confusions(study: Study, labels: Labels) -> list[tuple[str, str, int]]:

@@ -15,7 +15,7 @@ import numpy as np
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell
 from xdm_ft.report.charts import Figure, heat_maps
 from xdm_ft.report.markup import escape_markdown, markdown_lines
-from xdm_ft.report.words import EMPTY, between, count_text, p_value, scale, with_unit
+from xdm_ft.report.words import EMPTY, between, count_text, metric_words, p_value, scale, with_unit
 from xdm_ft.results.run import Run
 from xdm_ft.results.table import BETTER, NO_VERDICT, WORSE
 from xdm_ft.runtime.errors import join_names, plural
@@ -34,8 +34,8 @@ MAX_PAIRS, MAX_FACTS, MAX_SENTENCES = 15, 15, 8
 MAX_DOMAINS, MAX_CLASSES = 12, 10  # rows and columns of a matrix
 MAX_DRAWN = 20  # domains of a heat map
 COSTS = (
-    "A cost is how the accuracy on held-out domains changes if these images train no model, or with other labels, "
-    "compared with leaving out as many random images ({})."
+    "A cost is how much better or worse answers on held-out domains are if these images train no model, or with other "
+    "labels, compared with leaving out as many random images ({})."
 )
 NO_FILES = "names of files are in {}, and here only with report.images=true"
 
@@ -246,7 +246,7 @@ def cost_words(cost: Json) -> str:
     ends = "" if cost["interval"] is None else f" (95%: {between('accuracy', cost['interval'], True)} points)"
     why = f" ({cost['note']})" if cost["p"] is None and cost["note"] else ""
     random = "" if cost["matched"] is None else f"; without as many random ones {_percent(cost['matched'])}"
-    return f"{start}: accuracy {before} → {after}{random}{ends}, {cost['verdict']}{why}"
+    return f"{start}: {metric_words(cost['metric'])} {before} → {after}{random}{ends}, {cost['verdict']}{why}"
 
 
 def audit_lines(audit: Json) -> list[str]:
@@ -302,14 +302,15 @@ def audit_sections(audit: Json, files: bool) -> Iterator[Section]:
             yield details(audit[kind], files)
 
 
-def _costs_table(costs: Iterable[tuple[AuditFinding, Json]]) -> Table:
+def _costs_table(costs: Sequence[tuple[AuditFinding, Json]]) -> Table:
     rows = []
     for finding, cost in costs:
         accuracies = [metric_cell(cost[key], "accuracy") for key in ("before", "after", "matched")]
         numbers = cost["images"], *accuracies, _change(cost["excess"], cost["interval"], signed=True)
         rows.append(cells(finding.name, cost["what"], *numbers, p_value(cost["p_holm"]), _verdict(cost)))
     header = ["what", "its images", "images", "before", "after", "without as many others", "more than these (95%)"]
-    caption = "What the findings cost: accuracy on held-out domains in %, and its difference to others in points."
+    metric = metric_words(costs[0][1]["metric"])
+    caption = f"What the findings cost: {metric} on held-out domains in %, and its difference to others in points."
     return Table(caption, [*header, "p (Holm)", "verdict"], rows, labels=2, folded=True)
 
 
