@@ -308,7 +308,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     try:
         with hub(folder), quiet():
             if folder is not None:
-                content, _ = transformers.PreTrainedConfig.get_config_dict(folder)
+                content, _ = transformers.PretrainedConfig.get_config_dict(folder)
             check_sizes(content, f'encoder.model: the config of "{model}"')
             if folder is not None:
                 config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -374,11 +374,11 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     A pooler without weights (ViT for classification has none) is removed.
     """
     from timm.models import load_state_dict
-    from transformers import AutoModel
+    from transformers import MODEL_MAPPING
 
-    if type(source.config) not in AutoModel._model_mapping:
+    if type(source.config) not in MODEL_MAPPING:
         raise UserError(f'encoder.model: "{source.name}" ({source.config.model_type}) has no features')
-    classes: Any = AutoModel._model_mapping[type(source.config)]
+    classes: Any = MODEL_MAPPING[type(source.config)]
     cls = classes[0] if isinstance(classes, tuple | list) else classes
     state = None if source.file is None else read_weights(source.file, load_state_dict)
     try:
