@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from PIL import Image
 from pydantic import Field
 from torch import Tensor, nn
@@ -236,7 +236,7 @@ def _projected(out: Any) -> Tensor:
 @torch.no_grad()
 def _measure_output(vision: Any, config: Any, size: int, model: str) -> _Output:
     """Runs the model twice. Raises `UserError` if the passes differ, or if it takes no images of this size."""
-    if getattr(vision, "main_input_name", "pixel_values") != "pixel_values":
+    if vision.main_input_name != "pixel_values":
         raise UserError(f'encoder.model: "{model}" ({config.model_type}) takes no images; choose a vision model')
     config = getattr(config, "vision_config", config)
     adapts = "interpolate_pos_encoding" in inspect.signature(type(vision).forward).parameters
@@ -379,21 +379,20 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     A pooler without weights (ViT for classification has none) is removed.
     """
     from timm.models import load_state_dict
-    from transformers import MODEL_MAPPING, __version__
+    from transformers import MODEL_MAPPING
 
-    dtype = "dtype" if Version(__version__) >= Version("4.56") else "torch_dtype"
     if type(source.config) not in MODEL_MAPPING:
         raise UserError(f'encoder.model: "{source.name}" ({source.config.model_type}) has no features')
     classes: Any = MODEL_MAPPING[type(source.config)]
     cls = classes[0] if isinstance(classes, tuple | list) else classes
-    state = None if source.file is None else read_weights(source.file, load_state_dict)
+    state = None if source.file is None else read_weights(source.file, partial(load_state_dict, weights_only=True))
     try:
         with hub(source.folder if state is None else None), quiet():
             model, report = cls.from_pretrained(
                 None if state is not None else source.folder,
                 config=source.config,
                 state_dict=state,
-                **{dtype: torch.float32},
+                dtype=torch.float32,
                 # other files of weights are pickles, which may run code
                 use_safetensors=True,
                 output_loading_info=True,
@@ -407,16 +406,15 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
             f'encoder.weights: {source.file or source.name} cannot be loaded into "{source.name}" '
             f"({reason_of(error, 200)}); check encoder.model, or give the complete file"
         ) from error
-    tensors, prefix = model.state_dict(), f"{cls.base_model_prefix}."  # of the names in an older version's list
-    missing = {name if name in tensors else name.removeprefix(prefix) for name in report["missing_keys"]}
+    missing = set(report["missing_keys"])  # before transformers 5 a list
     if missing and source.file is not None:  # a part of the file may have all
-        needed = {name for name in tensors if not name.startswith("pooler.") and "mask_token" not in name}
+        needed = {name for name in model.state_dict() if not name.startswith("pooler.") and "mask_token" not in name}
         if (inside := weights_inside(source.file, needed)) is not None:
             try:
                 model.load_state_dict(inside, strict=False)
             except RuntimeError as error:
                 raise mismatch(source.file, source.name, error) from error
-            missing = set(tensors) - needed
+            missing = set(model.state_dict()) - needed
     pooler = {name for name in missing if name.startswith("pooler.")}
     if pooler:
         model.pooler = None

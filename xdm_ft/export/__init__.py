@@ -19,15 +19,7 @@ from typing import Annotated, Any, Literal, NotRequired
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import (
-    AfterValidator,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
@@ -302,7 +294,8 @@ class ModelConfig(Block):
     renamed: dict[str, str] = {}  # name of a class in the data → in `class_names`, where they differ
     encoder: EncoderConfig
     preprocessing: Annotated[Preprocessing, AfterValidator(_readable)]
-    intensity: Range | None = None  # what becomes 0…255 of images wider than 8 bits; absent: the range of their types
+    # what becomes 0…255 of images wider than 8 bits; absent: the range of their types
+    intensity: Annotated[Range | None, Field(exclude_if=lambda intensity: intensity is None)] = None
     normalize: bool  # whether the head reads L2-normalised features
     head: HeadConfig
     members: tuple[Count, ...] = ()  # seeds of the heads of an ensemble; (): a single head
@@ -326,10 +319,6 @@ class ModelConfig(Block):
     adapted: AdaptedConfig | None = None  # to one site; None: to none
     training_images_xxh3: str | None = None  # of the tensor of training_images.safetensors, which may be left out
     expected: ExpectedPerformance | None = None  # at a new site; None: the run has no test result of this method
-
-    @model_serializer(mode="wrap")
-    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in write(self).items() if key != "intensity" or value is not None}
 
     @property
     def metric(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from PIL import Image
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.images.decode import UnreadableImage
@@ -36,11 +36,7 @@ class Preprocessing(Block):
     crop: float = 1.0  # fraction of the resized side that the centre crop keeps
     interpolation: Interpolation = "bicubic"
     resize: Resize = "native"
-    draft: bool = False  # not written where nothing is drafted
-
-    @model_serializer(mode="wrap")
-    def _write(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in write(self).items() if key != "draft" or value}
+    draft: Annotated[bool, Field(exclude_if=lambda draft: not draft)] = False  # absent where nothing is drafted
 
     @property
     def least_side(self) -> int | None:
