@@ -236,7 +236,7 @@ def _projected(out: Any) -> Tensor:
 @torch.no_grad()
 def _measure_output(vision: Any, config: Any, size: int, model: str) -> _Output:
     """Runs the model twice. Raises `UserError` if the passes differ, or if it takes no images of this size."""
-    if vision.main_input_name != "pixel_values":
+    if getattr(vision, "main_input_name", "pixel_values") != "pixel_values":
         raise UserError(f'encoder.model: "{model}" ({config.model_type}) takes no images; choose a vision model')
     config = getattr(config, "vision_config", config)
     adapts = "interpolate_pos_encoding" in inspect.signature(type(vision).forward).parameters
