@@ -108,8 +108,6 @@ def test_a_damaged_session_is_written_again(place: int, tmp_path: Path) -> None:
 
 def test_a_version_without_an_undocumented_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-    needed = (
-        r"^tensorboard [\d.]+ lacks a part that is needed \(.*\); run: pip install 'tensorboard==2\.21\.\*'$"
-    )
+    needed = r"^tensorboard [\d.]+ lacks a part that is needed \(.*\); run: pip install 'tensorboard==2\.21\.\*'$"
     with pytest.raises(UserError, match=needed):
         EventFile(tmp_path, "0").write(1, {"loss": 1.0})
