@@ -229,7 +229,7 @@ class _Output(NamedTuple):
 
 
 def _projected(out: Any) -> Tensor:
-    features: Tensor = out if isinstance(out, Tensor) else out.pooler_output  # before transformers 5 nothing else
+    features: Tensor = out if isinstance(out, Tensor) else out.pooler_output  # a tensor before transformers 5
     return features
 
 

@@ -126,7 +126,7 @@ def _remove_lock_of_dead(path: Path, watched: Watched) -> None:
         state = os.fstat(file.fileno())
         if watched.state != (state.st_ino, state.st_mtime_ns):
             watched.state, watched.since = (state.st_ino, state.st_mtime_ns), time.monotonic()
-        here = owner.get("host") == _this_host() and owner.get("pid", "").isdecimal()
+        here = owner.get("host") == _this_host() and re.fullmatch(r"\d{1,9}", owner.get("pid", ""))
         dead = here and not pid_exists(int(owner["pid"]))
         if dead or time.monotonic() - watched.since > LOCK_SECONDS:
             aside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.unfinished")
