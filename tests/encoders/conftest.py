@@ -38,6 +38,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """`hub(repository, {file: content})` adds a repository to a temporary hub cache, as a download would."""
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    # transformers before 5 has a copy of it
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(cache), raising=False)
 
     def add(repository: str, files: dict[str, Any]) -> Path:
         folder = cache / f"models--{repository.replace('/', '--')}"

@@ -43,7 +43,8 @@ def embed(name: str, family: Family, text: str) -> Tensor:
     tokens = [*(ids[word] for word in text.split()), 1]
     if name == "siglip":
         tokens += [0] * (8 - len(tokens))
-    return family.model.get_text_features(input_ids=torch.tensor([tokens])).pooler_output[0]
+    features = family.model.get_text_features(input_ids=torch.tensor([tokens]))
+    return getattr(features, "pooler_output", features)[0]  # before transformers 5 a tensor
 
 
 @torch.no_grad()

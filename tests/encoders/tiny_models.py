@@ -87,7 +87,12 @@ def tiny_of_transformers(kind: str, folder: Path) -> Family:
     features = model.get_image_features if has_text else model
     name = f"local-dir:{folder}"
     encoder = partial(Transformers, model=name)
-    return Family("transformers", encoder, model, lambda x: features(pixel_values=x).pooler_output, (name,), has_text)
+
+    def library_features(x: Tensor) -> Tensor:
+        out = features(pixel_values=x)
+        return getattr(out, "pooler_output", out)  # before transformers 5 a CLIP gives a tensor
+
+    return Family("transformers", encoder, model, library_features, (name,), has_text)
 
 
 NAMES = ("timm", "open_clip", "vit", "dinov2", "clip", "siglip")

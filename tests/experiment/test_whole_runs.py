@@ -197,7 +197,7 @@ def test_five_steps_are_traced_and_a_short_training_leaves_none():
     assert [file.name for file in Path("traces").iterdir()] == ["erm.json"]
     trace = json.loads(Path("traces/erm.json").read_text())
     assert [event["name"] for event in trace["traceEvents"]].count("aten::mm") == 5
-    assert trace["host_name"] == "", "torch writes the name of the machine here"
+    assert trace.get("host_name", "") == "", "torch writes the name of the machine here"
     assert socket.gethostname() not in [value for key, value in trace.items() if key != "traceEvents"]
 
 

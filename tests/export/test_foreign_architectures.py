@@ -64,6 +64,8 @@ def home(tmp_path, monkeypatch):
     save_file({"logit_scale": torch.zeros(1)}, clip / "open_clip_model.safetensors")
     add_to_hub(cache, "attacker/clip", clip)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    # transformers before 5 has a copy of it
+    monkeypatch.setattr("transformers.utils.hub.TRANSFORMERS_CACHE", str(cache), raising=False)
     monkeypatch.setenv("MARKED", str(cache.parent / MARKER))
     return cache.parent
 

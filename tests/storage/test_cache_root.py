@@ -73,6 +73,18 @@ def test_a_killed_holder_delays_others_on_another_machine_only(tmp_path: Path, m
         assert 0.7 < time.monotonic() - started < 30
 
 
+def test_a_lock_file_without_an_owner_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may be killed between making the file and writing its name; a disk may damage it."""
+    monkeypatch.setattr(cache_root, "LOCK_SECONDS", 0.5)
+    for content in (b"", b"\xff=\n", f"pid={10**20}\nhost={cache_root._this_host()}\n".encode()):
+        (lock := tmp_path / "a.lock").write_bytes(content)
+        with pytest.raises(Timeout), one_at_a_time(lock, wait=False):
+            pass
+        with one_at_a_time(lock):
+            assert lock.read_text().startswith(f"pid={os.getpid()}\nhost=")
+        assert not list(tmp_path.iterdir())
+
+
 def test_a_lock_that_can_not_be_written_or_is_deleted_while_it_is_held(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"gone/a\.lock: cannot be written"), one_at_a_time(tmp_path / "gone/a.lock"):
         pass

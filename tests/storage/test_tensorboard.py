@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.tensorboard import EventFile, Scalars, Session, read_scalars, sub_run, write_session
 
 
@@ -102,3 +104,10 @@ def test_a_damaged_session_is_written_again(place: int, tmp_path: Path) -> None:
         write_session(tmp_path, session)
         assert file.stat().st_size == len(whole), "equal but for the time"
         assert read_scalars(tmp_path)[""]["test/accuracy"] == [(40, 0.75)]
+
+
+def test_a_version_without_an_undocumented_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    needed = r"^tensorboard [\d.]+ lacks a part that is needed \(.*\); run: pip install 'tensorboard==2\.21\.\*'$"
+    with pytest.raises(UserError, match=needed):
+        EventFile(tmp_path, "0").write(1, {"loss": 1.0})

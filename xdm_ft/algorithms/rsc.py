@@ -74,7 +74,7 @@ class RSC(Algorithm):
     def both_logits(self, z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Returns c(z) and c(z ⊙ m), [B,C] each."""
         # m as bytes: on a CPU a product with bools takes fifteen times as long
-        return self.logits(z), self.logits(z * kept.view(torch.uint8))
+        return self.logits(z), self.logits(z * kept.to(torch.uint8))
 
     def losses(self, logits: tuple[Tensor, Tensor], batch: Batch, kept: Tensor, spared: Tensor) -> Losses:
         chosen = torch.where(spared[:, None], *logits)

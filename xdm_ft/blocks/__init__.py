@@ -15,6 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from xdm_ft.runtime.errors import undocumented
+
 Pooling = Literal["cls", "mean", "cls_mean", "projected"]
 PoolingChoice = Annotated[
     Pooling | None,
@@ -129,7 +131,8 @@ def timm_blocks(model: Any, root: str) -> list[tuple[str, ...]]:
 
     A MobileNetV3's final convolution, which timm counts as a layer, is none.
     """
-    from timm.models._efficientnet_blocks import ConvBnAct
+    with undocumented("timm"):
+        from timm.models._efficientnet_blocks import ConvBnAct
 
     modules = dict(model.named_modules())
     candidates = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -252,7 +253,7 @@ def _from_file(name: str, path: Path, kwargs: dict[str, Any]) -> Any:
     import timm
     from timm.models import get_pretrained_cfg, load_state_dict
 
-    state = read_weights(path, load_state_dict)
+    state = read_weights(path, partial(load_state_dict, weights_only=True))
     config = get_pretrained_cfg(name)
     assert config is not None, "_resolve knows the model"
     classifier = config.classifier if isinstance(config.classifier, str) else (config.classifier or ("",))[0]

@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -151,8 +152,7 @@ class Transformers(LibraryEncoder, TextEncoder):
         output, arguments = self.output, self.output.arguments
         z: Tensor
         if self.has_text and self.pooling in (None, "projected"):
-            z = self.model.get_image_features(pixel_values=images, **arguments).pooler_output
-            return z
+            return _projected(self.model.get_image_features(pixel_values=images, **arguments))
         out = self._vision(pixel_values=images, **arguments)
         if self.pooling is None and output.pools:
             z = out.pooler_output.flatten(1)  # [B,K], of CNNs [B,K,1,1]
@@ -193,7 +193,7 @@ class Transformers(LibraryEncoder, TextEncoder):
             warn_of_cut([text for text, length in zip(texts, lengths, strict=True) if length > longest], longest)
             tokens = tokenizer(texts, padding=padding, truncation=True, max_length=longest, return_tensors="pt")
             inputs = {name: tokens[name].to(self.model.device) for name in names}
-            parts.append(self.model.get_text_features(**inputs).pooler_output)  # [n,K]
+            parts.append(_projected(self.model.get_text_features(**inputs)))  # [n,K]
         each = F.normalize(torch.cat(parts).float(), dim=-1)  # [C·P,K], class by class
         return F.normalize(each.view(len(class_names), -1, each.shape[-1]).mean(1), dim=-1).cpu()
 
@@ -228,10 +228,15 @@ class _Output(NamedTuple):
     norm_is_left: bool  # the final norm was applied to the pooled feature only (CLIP), not to the tokens (SigLIP)
 
 
+def _projected(out: Any) -> Tensor:
+    features: Tensor = out if isinstance(out, Tensor) else out.pooler_output  # a tensor before transformers 5
+    return features
+
+
 @torch.no_grad()
 def _measure_output(vision: Any, config: Any, size: int, model: str) -> _Output:
     """Runs the model twice. Raises `UserError` if the passes differ, or if it takes no images of this size."""
-    if vision.main_input_name != "pixel_values":
+    if getattr(vision, "main_input_name", "pixel_values") != "pixel_values":
         raise UserError(f'encoder.model: "{model}" ({config.model_type}) takes no images; choose a vision model')
     config = getattr(config, "vision_config", config)
     adapts = "interpolate_pos_encoding" in inspect.signature(type(vision).forward).parameters
@@ -308,7 +313,7 @@ def _resolve(model: str, weights: str, kwargs: dict[str, Any]) -> _Source:
     try:
         with hub(folder), quiet():
             if folder is not None:
-                content, _ = transformers.PreTrainedConfig.get_config_dict(folder)
+                content, _ = transformers.PretrainedConfig.get_config_dict(folder)
             check_sizes(content, f'encoder.model: the config of "{model}"')
             if folder is not None:
                 config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -374,13 +379,13 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     A pooler without weights (ViT for classification has none) is removed.
     """
     from timm.models import load_state_dict
-    from transformers import AutoModel
+    from transformers import MODEL_MAPPING
 
-    if type(source.config) not in AutoModel._model_mapping:
+    if type(source.config) not in MODEL_MAPPING:
         raise UserError(f'encoder.model: "{source.name}" ({source.config.model_type}) has no features')
-    classes: Any = AutoModel._model_mapping[type(source.config)]
+    classes: Any = MODEL_MAPPING[type(source.config)]
     cls = classes[0] if isinstance(classes, tuple | list) else classes
-    state = None if source.file is None else read_weights(source.file, load_state_dict)
+    state = None if source.file is None else read_weights(source.file, partial(load_state_dict, weights_only=True))
     try:
         with hub(source.folder if state is None else None), quiet():
             model, report = cls.from_pretrained(
@@ -401,20 +406,21 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
             f'encoder.weights: {source.file or source.name} cannot be loaded into "{source.name}" '
             f"({reason_of(error, 200)}); check encoder.model, or give the complete file"
         ) from error
-    if report["missing_keys"] and source.file is not None:  # a part of the file may have all
+    missing = set(report["missing_keys"])  # before transformers 5 a list
+    if missing and source.file is not None:  # a part of the file may have all
         needed = {name for name in model.state_dict() if not name.startswith("pooler.") and "mask_token" not in name}
         if (inside := weights_inside(source.file, needed)) is not None:
             try:
                 model.load_state_dict(inside, strict=False)
             except RuntimeError as error:
                 raise mismatch(source.file, source.name, error) from error
-            report["missing_keys"] = set(model.state_dict()) - needed
-    pooler = {name for name in report["missing_keys"] if name.startswith("pooler.")}
+            missing = set(model.state_dict()) - needed
+    pooler = {name for name in missing if name.startswith("pooler.")}
     if pooler:
         model.pooler = None
     # only masked pre-training reads a mask token
-    unused = {name for name in report["missing_keys"] if name.split(".")[-1] == "mask_token"}
-    if lacking := sorted(report["missing_keys"] - unused - pooler):  # features would depend on random weights
+    unused = {name for name in missing if name.split(".")[-1] == "mask_token"}
+    if lacking := sorted(missing - unused - pooler):  # features would depend on random weights
         problem = f"it lacks {len(lacking)} of the model's tensors ({first_few(lacking)})"
         raise does_not_fit(source.file or source.name, source.name, problem)
     return model

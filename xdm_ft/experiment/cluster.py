@@ -31,7 +31,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.work import start
 from xdm_ft.features.extract import Extraction, RemoteExtraction, frozen_copy
 from xdm_ft.recipe.settings import Cluster, Recipe
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.errors import UserError, plural, undocumented
 from xdm_ft.runtime.interrupt import RESUME, STOPPING, Interrupted, deferred, request_stop, stop_requested
 from xdm_ft.runtime.machine import cores
 from xdm_ft.runtime.progress import Progress
@@ -130,7 +130,9 @@ def import_ray() -> Any:
         raise UserError("cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # unset, Ray warns of what it will do one day
     import ray
-    from ray._private import worker
+
+    with undocumented("ray"):
+        from ray._private import worker
 
     # reports of Ray's own state, 40 lines for a dead node, even with log_to_driver=False; `Tasks` names the node
     worker.print_to_stdstream = lambda data, ignore_prefix: logger.debug("Ray: %s", data["lines"])
@@ -141,7 +143,8 @@ def address_of(asked: str) -> str:
     """Returns HOST:PORT of the cluster that `cluster.address` means. Raises `UserError` if there is none."""
     if asked != "auto":
         return asked
-    from ray._private.services import get_ray_address_from_environment  # `ray.init` alone waits for minutes
+    with undocumented("ray"):  # `ray.init` alone waits for minutes
+        from ray._private.services import get_ray_address_from_environment
 
     address = None
     with suppress(ConnectionError):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import torch
 
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.errors import UserError, plural, printable, undocumented
 from xdm_ft.runtime.interrupt import (
     STOPPING,
     Interrupted,
@@ -93,7 +93,8 @@ def launched(recipe: Recipe, trackers: Sequence[str] = ()) -> Iterator[Accelerat
         finally:
             if accelerator.num_processes == 1 and not of_the_caller:
                 # Accelerate keeps its state for the process, and refuses another precision
-                AcceleratorState._reset_state(reset_partial_state=True)
+                with undocumented("accelerate"):
+                    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @contextmanager

@@ -57,8 +57,9 @@ class NeighbourHead(Head):
 
     def forward(self, z: Tensor) -> Tensor:
         rows = max(1, VALUES_AT_ONCE // max(1, len(self.keys)))
-        # an exported graph has no loop over a batch of unknown size
-        blocks = [z] if torch.compiler.is_exporting() else z.split(rows)
+        # an exported graph has no loop over a batch of unknown size; an older torch says "compiling" of both
+        is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+        blocks = [z] if is_exporting() else z.split(rows)
         return torch.cat([self._of_block(block) for block in blocks])
 
     def _of_block(self, z: Tensor) -> Tensor:

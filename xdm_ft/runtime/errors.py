@@ -1,8 +1,10 @@
 """The exception for faults that a user can repair, and how messages print names and numbers."""
 
 import difflib
+import importlib.metadata
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 MAX_WORD = 200  # characters of a word whose nearest is looked for: that takes the square of its length
 
@@ -17,6 +19,22 @@ class UserError(Exception):
     def __str__(self) -> str:
         # a name with a newline or an escape code can neither begin a line nor change the terminal
         return "\n".join(printable(line) for line in self.args)
+
+
+TESTED = {"accelerate": "1.15", "ray": "2.60", "tensorboard": "2.21", "timm": "1.0.31"}
+"""The newest version with which the tests have passed, of libraries of which undocumented parts are used."""
+
+
+@contextmanager
+def undocumented(library: str) -> Iterator[None]:
+    """Context that imports such a part. Raises `UserError` where this version has none."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{library} {importlib.metadata.version(library)} lacks a part that is needed ({error}); "
+            f"run: pip install '{library}=={TESTED[library]}.*'"
+        ) from error
 
 
 def printable(name: object) -> str:

@@ -49,8 +49,12 @@ def cpu_has_bf16() -> bool:
     """Returns whether the processor multiplies bfloat16 numbers itself; else bf16 is slower than fp32."""
     import torch
 
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))  # the last one is ARM's name
+    file = Path("/proc/cpuinfo")
+    if hasattr(torch.cpu, "get_capabilities"):  # an older torch has none
+        has = {name for name, value in torch.cpu.get_capabilities().items() if value}
+    else:
+        has = set(file.read_text().split()) if file.exists() else set()
+    return not has.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})  # the last one is ARM's name
 
 
 @cache

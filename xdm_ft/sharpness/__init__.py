@@ -11,10 +11,16 @@ from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
 
 from xdm_ft.core import Tensors
 from xdm_ft.runtime.settings import SearchRanges
+
+try:
+    from torch._C._functorch import is_batchedtensor
+except ImportError:  # it is undocumented
+
+    def is_batchedtensor(tensor: Tensor) -> bool:
+        return True  # then no list is multiplied at once
 
 
 def products(first: list[Tensor], second: list[Tensor] | Tensor) -> list[Tensor]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread, get_ident
 
 import numpy as np
-from filelock import SoftFileLease, Timeout
+from filelock import Timeout
+from psutil import pid_exists
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
@@ -54,21 +59,83 @@ def one_at_a_time(path: Path, waiting: str = "", wait: bool = True) -> Iterator[
     lock: it stays taken when it is finished.
     """
     with disk_errors(path):
-        mode = file_mode(path.parent)
-        lock = SoftFileLease(path, lease_duration=LOCK_SECONDS, mode=mode, poll_interval=POLL_SECONDS)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
+        watched = Watched()
+        if (held := _lock(path, watched)) is None:
             if not wait:
-                raise
+                raise Timeout(str(path))
             if waiting:
                 logger.info("%s", waiting)
             with pulse.waiting():
-                lock.acquire()
+                while (held := _lock(path, watched)) is None:
+                    time.sleep(POLL_SECONDS)
+    released = Event()
+
+    def touch() -> None:
+        while not released.wait(LOCK_SECONDS / 3):
+            with suppress(OSError):  # of a disk that is away for a moment
+                os.utime(held)
+
+    thread = Thread(target=touch, name=f"touches {path}", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        lock.release()
+        released.set()
+        thread.join()
+        with suppress(OSError):  # the folder is gone, or another process took the lock from this one, which was paused
+            if os.path.samestat(os.fstat(held), path.stat()):
+                path.unlink()
+        os.close(held)
+
+
+@dataclass
+class Watched:
+    """A lock of another process, as it is watched by one that waits for it."""
+
+    state: tuple[int, int] = (0, 0)  # inode and time of the last touch
+    since: float = 0.0  # by the clock of this process, as those of machines differ
+
+
+def _this_host() -> str:
+    """Returns the name of this machine, and of the container, which has processes of its own."""
+    container = Path("/proc/self/ns/pid")
+    return socket.gethostname() + (f" {os.readlink(container)}" if container.is_symlink() else "")
+
+
+def _lock(path: Path, watched: Watched) -> int | None:
+    """Returns an open handle of the lock file, made for this process; None: another one has it, and may be alive."""
+    _remove_lock_of_dead(path, watched)
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except FileExistsError:
+        return None
+    try:
+        os.write(handle, f"pid={os.getpid()}\nhost={_this_host()}\n".encode())
+    except OSError:  # of a full disk
+        path.unlink()
+        os.close(handle)
+        raise
+    with suppress(OSError):  # some file systems have no modes
+        os.fchmod(handle, file_mode(path.parent))  # whatever the umask is
+    return handle
+
+
+def _remove_lock_of_dead(path: Path, watched: Watched) -> None:
+    with suppress(FileNotFoundError), path.open(errors="replace") as file:  # open: no other file gets its inode number
+        owner = dict(line.partition("=")[::2] for line in file.read(1000).splitlines())
+        state = os.fstat(file.fileno())
+        if watched.state != (state.st_ino, state.st_mtime_ns):
+            watched.state, watched.since = (state.st_ino, state.st_mtime_ns), time.monotonic()
+        here = owner.get("host") == _this_host() and re.fullmatch(r"\d{1,9}", owner.get("pid", ""))
+        dead = here and not pid_exists(int(owner["pid"]))
+        if dead or time.monotonic() - watched.since > LOCK_SECONDS:
+            aside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.unfinished")
+            path.rename(aside)
+            # another process that waits was faster, and has the lock now
+            if not os.path.samestat(aside.stat(), state):
+                aside.rename(path)
+            else:
+                aside.unlink()
 
 
 def remembered(key: str, make: Callable[[], _Arrays]) -> _Arrays:

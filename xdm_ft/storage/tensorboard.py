@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, undocumented
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import disk_errors, replace_file
 from xdm_ft.storage.names import file_name
@@ -68,7 +68,8 @@ def read_scalars(folder: Path, damaged: list[Path] | None = None) -> dict[str, S
     file: a warning names it, unless a later file of its sub-run goes on from there, and adds it to `damaged`. Without a
     folder there is nothing. Raises `UserError` if a file cannot be read.
     """
-    from tensorboard.compat.proto.event_pb2 import SessionLog
+    with undocumented("tensorboard"):
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
     points_of: dict[str, dict[str, dict[int, float]]] = {}
     cut_off: dict[str, Path] = {}  # {sub-run: its last file, if that lacks records}
@@ -100,7 +101,9 @@ def read_scalars(folder: Path, damaged: list[Path] | None = None) -> dict[str, S
 def _read_events(path: Path) -> Iterator[Any]:
     """Yields the records of a file up to one that is damaged: each has a checksum."""
     from google.protobuf.message import DecodeError
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    with undocumented("tensorboard"):
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     try:
         yield from LegacyEventFileLoader(str(path)).Load()
@@ -125,7 +128,8 @@ class EventFile:
         The first write, and one of an earlier step, declares that older values from this step on do not count any
         more, as the training was resumed before it. Raises `UserError` if the file cannot be written.
         """
-        from tensorboard.compat.proto.event_pb2 import SessionLog
+        with undocumented("tensorboard"):
+            from tensorboard.compat.proto.event_pb2 import SessionLog
 
         events: list[dict[str, Any]] = [{"step": step, "summary": _scalars(values)}]
         with disk_errors(self.path):
@@ -141,14 +145,16 @@ VERSION = {"file_version": "brain.Event:2"}
 
 
 def _scalars(values: Mapping[str, float]) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
+    with undocumented("tensorboard"):
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def _append_events(file: BinaryIO, events: Iterable[Mapping[str, Any]]) -> None:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
+    with undocumented("tensorboard"):
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
     writer = RecordWriter(file)
     for event in events:
@@ -181,9 +187,10 @@ def write_session(folder: Path, session: Session) -> None:
 
 
 def _write(path: Path, session: Session) -> None:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import api_pb2, metadata
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
+    with undocumented("tensorboard"):
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.hparams import api_pb2, metadata
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 
     # `tensorboard.plugins.hparams.summary` makes the same messages, but needs TensorFlow; torch's have no group
     now = time.time()

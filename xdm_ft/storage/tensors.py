@@ -47,7 +47,8 @@ def write_tensors(
         try:
             save_file(kept, temporary, dict(metadata))
         except SafetensorError as error:
-            number = re.search(r"os error (\d+)", str(error))  # only the text says which error of the system it was
+            # only the text says which error of the system it was, "(os error 28)" or "Os { code: 28"
+            number = re.search(r"(?:os error |Os \{ code: )(\d+)", str(error))
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

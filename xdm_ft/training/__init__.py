@@ -191,11 +191,16 @@ class Training(Block):
 def compile_function(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     """Returns the function, compiled at its first call and for each new shape; `options`: those of torch.compile.
 
-    A call raises `UserError` if this machine lacks a compiler.
+    Raises `UserError` if torch is too old; a call does if this machine lacks a compiler.
     """
     import torch._dynamo.config as config
     from torch._dynamo.exc import BackendCompilerFailed
 
+    if not hasattr(config, "trace_autograd_ops"):
+        raise UserError(
+            f"training.compile: needs torch 2.11 or later, and this is {torch.__version__}; update torch, or set "
+            "training.compile=false"
+        )
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a GPU that is not asked for
     compiled_function = torch.compile(function, **options)
 

@@ -1,6 +1,7 @@
 """The kernel of `exceeds` on a GPU: one program per row, which reads the row once."""
 
 import atexit
+import os
 import shutil
 import tempfile
 from typing import Any
@@ -11,8 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 # Triton executes the files of its cache unchecked, so each process has a new cache of its own
-triton.knobs.cache.dir = tempfile.mkdtemp(prefix="xdm_ft-triton-")
-atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
+_CACHE = tempfile.mkdtemp(prefix="xdm_ft-triton-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+if hasattr(triton, "knobs"):
+    triton.knobs.cache.dir = _CACHE
+else:  # an older version reads the environment when it compiles
+    os.environ["TRITON_CACHE_DIR"] = _CACHE
 
 
 def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ class RunningStatistics:
         self.collects = collects and bool(self.values)
         self.sums = []
         if self.collects:
-            self.before = torch._foreach_clone(self.values)
-            self.counts_before = torch._foreach_clone(self.counts)
+            # copies, as × 1 is exact: an older torch has no _foreach_clone
+            self.before, self.counts_before = torch._foreach_mul(self.values, 1), torch._foreach_mul(self.counts, 1)
             self.sums = [torch.zeros_like(value) for value in self.values]
 
     def collect(self, weight: float) -> None:
