@@ -11,8 +11,9 @@ from xdm_ft.core import DomainSet, set_name
 from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
 from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, SeriesStyle, curves, heat_maps, looks
-from xdm_ft.report.words import short
+from xdm_ft.report.words import path_in_command, short
 from xdm_ft.results.measured import ECE, MISTAKES, Mistake, Picked, Pool
+from xdm_ft.results.model import group_by
 from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, plural
 
@@ -217,7 +218,9 @@ def risk_coverage(run: Run) -> Section | None:
 
 # --------------------------------------------------------------------------------------------------- confident mistakes
 
-MAX_IMAGES = 12  # of all held-out sets
+OFF = """
+They are not shown, so that this page can be handed on: `{}` shows up to {} of each held-out domain, and so does \
+report.images=true in a recipe."""
 
 
 class Shown(NamedTuple):
@@ -230,29 +233,31 @@ class Shown(NamedTuple):
 
 
 def mistakes(run: Run) -> Section | None:
-    """The most confident mistakes as small images; None if none is known.
+    """The most confident mistakes on each held-out set as small images; None if none is known, or without images.
 
-    Without `report.images` neither image nor file name stands in the page. Where the data cannot be opened, the
-    section says why and shows no image.
+    Without `report.images` neither image nor file name stands in the page: the section says how to see them. Where the
+    data cannot be opened, it says why and shows no image.
     """
     method = run.shown_method
-    if method is None or not run.recipe.report.images:
-        return None
     sets = run.shown_sets(method)
-    each = min(MISTAKES, max(1, MAX_IMAGES // max(len(sets), 1)))
-    worst = [mistake for held in sets for mistake in _worst_mistakes(run, method, held, each)]
-    if not worst:
+    worst = {} if method is None else {held: _worst_mistakes(run, method, held) for held in sets}
+    if not any(worst.values()) or not run.recipe.has_images:
         return None
-    thumbnails, missing = _thumbnails(run, worst)
-    return make_section("mistakes", notes=[missing] if missing else [], thumbnails=thumbnails, method=method)
+    if not run.recipe.report.images:
+        off = OFF.format(f"xdm-ft report {path_in_command(run.path)} --images", MISTAKES).strip()
+        return make_section("mistakes", notes=[off], method=method)
+    thumbnails, missing = _thumbnails(run, [mistake for of in worst.values() for mistake in of])
+    by_set = group_by(thumbnails, lambda image: image.caption[0])
+    opened = {f"{held}: {plural(len(images), 'image')}": images for held, images in by_set.items()}
+    return make_section("mistakes", notes=[missing] if missing else [], thumbnails=opened, method=method)
 
 
-def _worst_mistakes(run: Run, method: str, held: DomainSet, most: int) -> list[Shown]:
+def _worst_mistakes(run: Run, method: str, held: DomainSet) -> list[Shown]:
     record = next(record for record in run.measured_records if record.key[:2] == (method, held))
     names, rows = run.image_names(record), run.images(record).rows
     return [
         Shown(held, names[mistake.position], int(rows[mistake.position]), mistake)
-        for mistake in run.measured.pools[method, held].mistakes[:most]
+        for mistake in run.measured.pools[method, held].mistakes
     ]
 
 
