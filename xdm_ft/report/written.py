@@ -14,17 +14,16 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from xdm_ft.core import set_name, sets_noun
+from xdm_ft.core import DomainSet, set_name, sets_noun
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, IN_PERCENT
 from xdm_ft.report import PARTS, SIDE, Section, Thumbnail
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
@@ -32,8 +31,8 @@ from xdm_ft.report.headline import UNSEEN, details, sentence
 from xdm_ft.report.markup import markdown
 from xdm_ft.report.sections import brief_sections, sections
 from xdm_ft.report.sections.results import on_the_page
-from xdm_ft.report.words import between, metric_words, path_in_command, scale, with_unit
-from xdm_ft.results import selected_by_set, values_by_set
+from xdm_ft.report.words import between, metric_words, path_in_command, scale
+from xdm_ft.results import Runs, selected_by_set, values_by_set
 from xdm_ft.results.run import ORACLE, Run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
@@ -194,40 +193,56 @@ def _with_start(svg: str, start: str, inside: str = "") -> str:
 MAX_SITES = 40  # held-out sets with a number of their own
 
 
+class Fall(NamedTuple):
+    """The metric where selection looked, and on held-out images."""
+
+    validation: float | None  # None: not known of every model
+    held_out: float
+
+    def text(self, metric: str, unit: str = "") -> str:
+        before = "" if self.validation is None else f"{scale(self.validation, metric)} → "
+        return f"{before}{scale(self.held_out, metric)}{unit}"
+
+
+def fall_of(runs: Runs) -> tuple[Fall, dict[DomainSet, Fall]]:
+    """Returns the mean over held-out sets, and each of them."""
+    before, after = selected_by_set(runs), values_by_set(runs)
+    falls = {held: Fall(before[held], float(after[held].mean())) for held in runs.held_out}
+    known = [fall.validation for fall in falls.values() if fall.validation is not None]
+    mean = fmean(fall.held_out for fall in falls.values())
+    return Fall(fmean(known) if len(known) == len(falls) else None, mean), falls
+
+
 def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yields (label, value, note) of the quoted mean, then of each held-out set: from validation to held-out images."""
-    metric = run.metric
-    row = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
-    if row is None or row.mean is None or run.choice is None:
+    metric, rows = run.metric, {row.method: row for row in run.rows if row.selection == run.rule}
+    if run.choice is None or (row := rows[run.choice.method]).mean is None:
         return
-    selected = selected_by_set(run.quoted)
-    means = {held: float(values.mean()) for held, values in values_by_set(run.quoted).items()}
-    mean = fmean(means.values()) if run.choice.at else row.mean
-    known = [value for value in selected.values() if value is not None]
-    before = fmean(known) if len(known) == len(means) else None
-
-    def arrow(validation: float | None, held_out: float, show: Callable[[float], str]) -> str:
-        return f"{'' if validation is None else f'{scale(validation, metric)} → '}{show(held_out)}"
-
+    quoted, falls = fall_of(run.quoted)
     notes = []
-    if before is not None:
-        points = " points" if metric in IN_PERCENT else ""
-        notes.append(f"{scale(mean - before, metric, signed=True)}{points}")
-    if not run.choice.at and row.interval:
+    if quoted.validation is not None:
+        difference, points = quoted.held_out - quoted.validation, " points" if metric in IN_PERCENT else ""
+        side = "lower" if difference < 0 else "higher"
+        notes.append(f"{scale(abs(difference), metric)}{points} {side} than on validation images")
+    versus = run.beside_rows(run.rule).get(row.method)
+    if versus is not None and versus.second in rows and rows[versus.second].mean is not None:
+        notes.append(f"{versus.second}: {fall_of(run.runs_of(versus.second))[0].text(metric)}")
+    who = row.method
+    if {*run.choice.at.values()} - {who}:
+        notes.append(f"the row of {who} has {scale(row.mean, metric)}, of results that chose it")
+        who = "the method that the other domains choose"
+    elif not run.choice.at and row.interval:
         notes.append(f"95% interval over seeds and test images, not for a new site: {between(metric, row.interval)}")
-    if run.choice.at and scale(mean, metric) != scale(row.mean, metric):
-        notes.append(f"of the method that the other domains choose; the row of {row.method} has {scale(row.mean, metric)}")
-    sets, tested = run.held_out_sets, "held-out" if run.results["tested_on"] == UNSEEN else "test"
+    sets, tested = [*falls], "held-out" if run.results["tested_on"] == UNSEEN else "test"
     on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
-    what = f"{tested} images" if before is None else f"from validation to {tested} images"
-    value = arrow(before, mean, partial(with_unit, metric))
-    yield f"{metric_words(metric)} of {row.method}, {what}, {on}", value, "; ".join(notes)
-    if len(means) > 1:
-        sign = 1 if HIGHER_IS_BETTER[metric] else -1
-        worst = sorted(means, key=lambda held: sign * means[held])[:MAX_SITES]
-        for held in (held for held in means if held in worst):
-            value = arrow(selected[held], means[held], lambda mean: scale(mean, metric))
-            yield set_name(held), value, "the worst" * (held == worst[0])
+    what = f"{tested} images" if quoted.validation is None else f"from validation to {tested} images"
+    worst_first = sorted(sets, key=lambda held: falls[held].held_out, reverse=not HIGHER_IS_BETTER[metric])
+    if len(sets) > MAX_SITES:
+        notes.append(f"the {MAX_SITES} worst are shown")
+    unit = "%" if metric in IN_PERCENT else ""
+    yield f"{metric_words(metric)} of {who}, {what}, {on}", quoted.text(metric, unit), "; ".join(notes)
+    for held in (held for held in sets if len(sets) > 1 and held in worst_first[:MAX_SITES]):
+        yield set_name(held) + " (the worst)" * (held == worst_first[0]), falls[held].text(metric), ""
 
 
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,6 @@ from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, 
 from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, SeriesStyle, curves, heat_maps, looks
 from xdm_ft.report.words import path_in_command, short
 from xdm_ft.results.measured import ECE, MISTAKES, Mistake, Picked, Pool
-from xdm_ft.results.model import group_by
 from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, plural
 
@@ -218,10 +217,6 @@ def risk_coverage(run: Run) -> Section | None:
 
 # --------------------------------------------------------------------------------------------------- confident mistakes
 
-OFF = """
-They are not shown, so that this page can be handed on: `{}` shows up to {} of each held-out domain, and so does \
-report.images=true in a recipe."""
-
 
 class Shown(NamedTuple):
     """A mistake as an image of the page."""
@@ -244,11 +239,10 @@ def mistakes(run: Run) -> Section | None:
     if not any(worst.values()) or not run.recipe.has_images:
         return None
     if not run.recipe.report.images:
-        off = OFF.format(f"xdm-ft report {path_in_command(run.path)} --images", MISTAKES).strip()
-        return make_section("mistakes", notes=[off], method=method)
-    thumbnails, missing = _thumbnails(run, [mistake for of in worst.values() for mistake in of])
-    by_set = group_by(thumbnails, lambda image: image.caption[0])
-    opened = {f"{held}: {plural(len(images), 'image')}": images for held, images in by_set.items()}
+        command = f"xdm-ft report {path_in_command(run.path)} --images"
+        return make_section("mistakes-off", code=command, method=method, most=MISTAKES)
+    by_set, missing = _thumbnails(run, [mistake for of in worst.values() for mistake in of])
+    opened = {f"{set_name(held)}: {plural(len(images), 'image')}": images for held, images in by_set.items()}
     return make_section("mistakes", notes=[missing] if missing else [], thumbnails=opened, method=method)
 
 
@@ -261,8 +255,8 @@ def _worst_mistakes(run: Run, method: str, held: DomainSet) -> list[Shown]:
     ]
 
 
-def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[list[Thumbnail], str]:
-    """Returns the images that can be read, and a sentence on the others; empty if there is none."""
+def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[dict[DomainSet, list[Thumbnail]], str]:
+    """Returns the images that can be read by held-out set, and a sentence on the others; empty if there is none."""
     from xdm_ft.data import load_dataset, rows_by_name
     from xdm_ft.images import Range
     from xdm_ft.images.decode import UnreadableImage
@@ -270,21 +264,22 @@ def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[list[Thumbnail], str]
     try:
         dataset = load_dataset(run.recipe.data.block.model_dump(mode="json"))
     except UserError as error:
-        return [], f"No image can be shown, because the data cannot be read now: {error}"
+        return {}, f"No image can be shown, because the data cannot be read now: {error}"
     if intensity := run.results["environment"]["data"].get("intensity"):
         dataset.intensity = Range.model_validate(intensity)
     rows = rows_by_name(dataset, {shown.name: shown.row for shown in worst})
-    thumbnails = []
+    thumbnails = dict[DomainSet, list[Thumbnail]]()
     for held, name, _, mistake in (shown for shown in worst if shown.name in rows):
         try:
             image = dataset.image(rows[name])
         except UnreadableImage:
             continue  # counted below
-        label, domain = run.class_names[mistake.label], set_name(held)
+        label = run.class_names[mistake.label]
         sure = f"{run.class_names[mistake.predicted]}, {100 * mistake.confidence:.0f}% sure"
         if mistake.wrong < mistake.models:
             sure += f" ({mistake.wrong} of {mistake.models} models)"
-        lines = domain, f"label: {label}", f"predicted: {sure}", name
-        thumbnails.append(Thumbnail.of(image, f"{domain}: {label}, taken for {sure}", lines))
-    left = len(worst) - len(thumbnails)
+        lines = f"label: {label}", f"predicted: {sure}", name
+        of_set = thumbnails.setdefault(held, [])
+        of_set.append(Thumbnail.of(image, f"{set_name(held)}: {label}, taken for {sure}", lines))
+    left = len(worst) - sum(map(len, thumbnails.values()))
     return thumbnails, f"{plural(left, 'image')} cannot be read now." if left else ""

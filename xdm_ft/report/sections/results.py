@@ -20,7 +20,10 @@ from xdm_ft.results.run import MAX_SETS, ORACLE, Run, encoders_of
 from xdm_ft.results.table import SummaryRow
 from xdm_ft.runtime.errors import join_names, plural
 
-TRAINING = ("draws × gradients", "mixed steps")  # columns, and the beginning of a note, that the page has in Diagnostics
+TRAINING = (
+    "draws × gradients",
+    "mixed steps",
+)  # columns, and the beginning of a note, that the page has in Diagnostics
 UNEQUAL = "trained with different numbers of gradients"
 
 
@@ -81,8 +84,8 @@ def on_the_page(run: Run, section: Section) -> tuple[Section, Section]:
         kept = [i for i, title in enumerate(table.header) if not i or (title in TRAINING) == moved]
         if len(domains) > MAX_SETS:
             kept.sort(key=lambda i: table.header[i] in domains)
-        of = ([cells[i] for i in kept] for cells in [table.header, *table.rows])
-        return replace(table, header=next(of), rows=[*of])
+        rows = [[row[i] for i in kept] for row in table.rows]
+        return replace(table, header=[table.header[i] for i in kept], rows=rows)
 
     chosen = str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else ""
     unequal = [note for note in section.notes if note.startswith(UNEQUAL)]
@@ -90,7 +93,7 @@ def on_the_page(run: Run, section: Section) -> tuple[Section, Section]:
     training = make_section(
         "training", tables=[table for table in moved if len(table.header) > 1], notes=unequal, rule=rule, chosen=chosen
     )
-    title = section.title.replace(f", selection: {rule} (the recipe's rule)", "")
+    title = section.title.replace(f", selection: {rule} (the recipe's rule)", " by method")
     tables = [columns(table, False) for table in section.tables]
     return replace(section, title=title, tables=tables, notes=[n for n in section.notes if n not in unequal]), training
 
