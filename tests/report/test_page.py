@@ -206,7 +206,7 @@ def test_the_fall_from_validation_is_said_first(tmp_path: Path) -> None:
     values = [element.text for element in page.all("dd") if element.attributes["class"] == "value"]
     assert values == [f"{shown[0]}%", *shown[1:]]
     lowest = min(after for _, after in own)
-    worst = [name + (" (the worst)" if after == lowest else "") for name, (_, after) in zip(DOMAINS, own, strict=True)]
+    worst = [name + (" (worst)" if after == lowest else "") for name, (_, after) in zip(DOMAINS, own, strict=True)]
     lead = f"accuracy of {made.chosen}, from validation to held-out images, the mean over 3 held-out domains"
     assert [element.text for element in page.all("dt")] == [lead, *worst], "and no number of models"
     before, after = np.mean(own, 0)

@@ -242,7 +242,7 @@ def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
     unit = "%" if metric in IN_PERCENT else ""
     yield f"{metric_words(metric)} of {who}, {what}, {on}", quoted.text(metric, unit), "; ".join(notes)
     for held in (held for held in sets if len(sets) > 1 and held in worst_first[:MAX_SITES]):
-        yield set_name(held) + " (the worst)" * (held == worst_first[0]), falls[held].text(metric), ""
+        yield set_name(held) + " (worst)" * (held == worst_first[0]), falls[held].text(metric), ""
 
 
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
