@@ -87,7 +87,7 @@ def on_the_page(run: Run, section: Section) -> tuple[Section, Section]:
         rows = [[row[i] for i in kept] for row in table.rows]
         return replace(table, header=[table.header[i] for i in kept], rows=rows)
 
-    chosen = str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else ""
+    chosen = f"{run.choice}." if run.choice is not None and len(run.choice.values) > 1 else ""
     unequal = [note for note in section.notes if note.startswith(UNEQUAL)]
     moved = [replace(columns(table, True), caption="What training took.") for table in section.tables]
     training = make_section(
