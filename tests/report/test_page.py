@@ -24,12 +24,17 @@ from scipy import stats
 
 from xdm_ft.evaluation.metrics import ECE_BINS
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
+from xdm_ft.report import Section, cells
+from xdm_ft.report import Table as ReportTable
 from xdm_ft.report.charts import SERIES, VARIABLES
-from xdm_ft.report.headline import sentence
-from xdm_ft.report.sections.results import domain_interval
-from xdm_ft.report.written import write_page, write_reports
+from xdm_ft.report.headline import details, sentence
+from xdm_ft.report.markup import markdown_lines
+from xdm_ft.report.sections import sections
+from xdm_ft.report.sections.results import UNEQUAL, domain_interval, on_the_page
+from xdm_ft.report.written import fall_of, write_page, write_reports
+from xdm_ft.results import selected_by_set
 from xdm_ft.results.measured import LEVELS, confidence_and_rest, confidence_level
-from xdm_ft.results.run import Run, read_run
+from xdm_ft.results.run import MAX_SETS, Run, read_run
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.run_directory import MEASURED, RunDirectory
 
@@ -149,7 +154,7 @@ def test_structure_and_headline(run: Run, page: Page) -> None:
     assert "figure_1" not in page.text and "axes_1" not in page.text and "DejaVu" not in svg and "#0101" not in svg
     assert "var(--ink)" in svg and "var(--rule)" in svg
     main = page.all("main")[0].text
-    assert sentence(run) in main and f"difference to {METHODS[0]} in accuracy" in main
+    assert sentence(run) in main and details(run) in main
     commands = [element.text for element in page.all("code") if element.attributes.get("class") == "command"]
     assert commands[0] == f"xdm-ft export {run.path.name} my_model"
     assert str(run.path.parent) not in page.text, "who gets the page learns it"
@@ -170,13 +175,111 @@ def test_structure_and_headline(run: Run, page: Page) -> None:
     assert whole == run.results | {"runs": [*run.results["runs"]]}, "results.json is not touched"
 
 
-def test_five_parts_are_open_and_all_else_is_below_diagnostics(run: Run, page: Page) -> None:
+def test_six_parts_are_open_and_all_else_is_below_diagnostics(run: Run, page: Page) -> None:
     before, after = page.text.split('<section id="diagnostics"')
     opened = re.findall(r'<section id="([\w-]+)"', before)
-    assert opened == ["differences", "results", "confusion", "part-confidence", "reliability", "risk-coverage", "data"]
+    mistakes = ["part-mistakes", "confusion", "mistakes-off"]
+    confidence = ["part-confidence", "reliability", "risk-coverage"]
+    assert opened == ["results", "differences", *mistakes, *confidence, "data"]
     folded = re.findall(r'<section id="([\w-]+)"[^>]*>\n<details class="folded">', after)
     assert {"metrics", "intervals", "cost", "results-oracle", "environment", "recipe"} <= {*folded}
     assert len(folded) == after.count("<section id="), "each has a line that opens it"
+    assert "differences-oracle" not in after and "differences-oracle" in {section.id for section in sections(run)}
+
+
+def test_the_fall_from_validation_is_said_first(tmp_path: Path) -> None:
+    """As a loop over the models has it: the mean over held-out domains, then each of them."""
+    made = write_run(tmp_path, rules=["train_val"], seeds=range(2))
+    for i, record in enumerate(made.records):
+        pick = record.selected["train_val"]
+        record.selected["train_val"] = dataclasses.replace(pick, value=(pick.value or 0) + 0.01 * i)
+    write_page(made)
+    page = Page(tmp_path / "report.html")
+    assert made.choice is not None and {*made.choice.at.values()} == {made.chosen}
+    pairs = {"erm": [], made.chosen: []}
+    for method, held in [(method, (name,)) for method in pairs for name in DOMAINS]:
+        picks = [record.selected["train_val"] for record in made.records if record.key[:2] == (method, held)]
+        tested = np.mean([pick.metrics["test"].accuracy for pick in picks])
+        pairs[method].append((np.mean([pick.value for pick in picks]), tested))
+    own = pairs[made.chosen]
+    shown = [f"{100 * before:.1f} → {100 * after:.1f}" for before, after in [np.mean(own, 0), *own]]
+    values = [element.text for element in page.all("dd") if element.attributes["class"] == "value"]
+    assert values == [f"{shown[0]}%", *shown[1:]]
+    lowest = min(after for _, after in own)
+    worst = [name + (" (worst)" if after == lowest else "") for name, (_, after) in zip(DOMAINS, own, strict=True)]
+    lead = f"accuracy of {made.chosen}, from validation to held-out images, the mean over 3 held-out domains"
+    assert [element.text for element in page.all("dt")] == [lead, *worst], "and no number of models"
+    before, after = np.mean(own, 0)
+    note = next(element.text for element in page.all("dd") if element.attributes["class"] == "note")
+    assert note.startswith(f"{100 * (before - after):.1f} points lower than on validation images; zero_shot: ")
+    places = [
+        page.text.index(words) for words in (f"{lead}</dt>", "What to do next", 'id="results"', 'id="differences"')
+    ]
+    assert places == sorted(places)
+
+
+def test_what_training_took_is_in_diagnostics_and_in_the_other_files(run: Run, page: Page) -> None:
+    before, after = page.text.split('<section id="diagnostics"')
+    written = "\n".join(markdown_lines(sections(run)))
+    assert "draws × gradients" not in before and "draws × gradients" in after and "draws × gradients" in written
+    assert "the recipe's rule" not in before and "Selection: train_val, the recipe&#39;s rule" in after
+    assert "## Results, selection: train_val (the recipe's rule)" in written
+    assert "step picked by train_val" in before, "the protocol of the table"
+    assert str(run.choice) in page.all("main")[0].text and str(run.choice) not in before
+    table = ReportTable("Protocol", ["method", "mean", "mixed steps"], [cells("erm", "61.0", 16)])
+    results, training = on_the_page(run, Section("results", "", "", tables=[table], notes=[f"{UNEQUAL}: …", "other"]))
+    assert [[*of.header] for of in (*results.tables, *training.tables)] == [
+        ["method", "mean"],
+        ["method", "mixed steps"],
+    ]
+    assert [cell.text for cell in training.tables[0].rows[0]] == ["erm", "16"]
+    assert (results.notes, training.notes) == (["other"], [f"{UNEQUAL}: …"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "lead", "sites"),
+    [
+        ({"methods": ["erm"]}, r"accuracy of erm, from validation to held-out images, the mean over 2 .*", 2),
+        ({"metric": "nll"}, r"nll of .*|NLL of .*", 2),
+        ({"together": True}, r"accuracy of sam, from validation to held-out images, on a \+ b", 0),
+        ({"rules": ["oracle"], "selection": "oracle"}, None, 0),
+    ],
+)
+def test_the_fall_of_other_runs(tmp_path: Path, changes: dict, lead: str | None, sites: int) -> None:
+    data = Named(("a", "b"), ("x", "y"), each=20)
+    made = write_run(tmp_path, data, **{"methods": ("erm", "sam")} | changes)
+    write_page(made)
+    labels = [element.text for element in Page(tmp_path / "report.html").all("dt")]
+    assert len(labels) == (0 if lead is None else 1 + sites)
+    assert lead is None or re.fullmatch(lead, labels[0]), labels
+
+
+def test_where_validation_has_no_value_the_held_out_one_stands_alone(run: Run) -> None:
+    runs = run.quoted
+    without = dataclasses.replace(runs.records[0].selected["train_val"], value=None)
+    first = dataclasses.replace(runs.records[0], selected={"train_val": without})
+    quoted = dataclasses.replace(runs, records=(first, *runs.records[1:]))
+    before = selected_by_set(quoted)
+    assert before.pop(first.test_domains) is None and None not in before.values() and len(before) == 2
+    mean, falls = fall_of(quoted)
+    assert (
+        mean.validation is None
+        and "→" not in mean.text("accuracy")
+        and "→" not in falls[first.test_domains].text("nll")
+    )
+
+
+@pytest.mark.slow
+def test_many_domains_are_a_ring_each_and_their_mean_stands_first(tmp_path: Path) -> None:
+    names = tuple(f"site{i:02}" for i in range(MAX_SETS + 1))
+    made = write_run(tmp_path, Named(names, ("x", "y"), each=4), ("erm", "sam"), range(2))
+    written = {section.id: section for section in write_page(made)}
+    page = Page(tmp_path / "report.html")
+    assert page.table("Protocol").rows[0][:4] == ["method", "mean ± stderr", "seeds", "site00"]
+    assert written["results"].tables[0].header[1] == "site00", "in results.md it is as ever"
+    assert "One ring per held-out domain" in written["results"].figures[0].caption
+    assert len(page.all("dt")) == 1 + len(names)
 
 
 def test_the_pointer_finds_the_values_of_a_curve(page: Page) -> None:

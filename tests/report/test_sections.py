@@ -43,7 +43,7 @@ from xdm_ft.report.sections.results import luck_of_the_best
 from xdm_ft.report.words import between, bytes_text, count_text, scale, seconds_text, significant, trained_words
 from xdm_ft.results.measured import MEASURES, MISTAKES, Picked
 from xdm_ft.results.run import Run
-from xdm_ft.runtime.errors import UserError, signed
+from xdm_ft.runtime.errors import UserError, plural, signed
 
 PANELS = (analysis.invariance, analysis.divergence, analysis.importance, analysis.embeddings, analysis.calibration)
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("analysis.schema.json").read_text(encoding="utf-8"))
@@ -346,23 +346,27 @@ def test_the_images_of_which_models_were_wrong_with_most_confidence(tmp_path: Pa
     data = Folder(root=str(tmp_path / "data"), group=None)
     made = write_run(tmp_path / "run", data, ("erm", "sam"), range(2))
     set_recipe(made, data={"root": str(tmp_path / "data")})
-    assert predictions.mistakes(made) is None, "neither pixels nor names unless the recipe asks for them"
+    off = shown(predictions.mistakes(made))
+    assert not off.thumbnails and off.part == "mistakes", "neither pixels nor names unless the recipe asks for them"
+    assert off.code == "xdm-ft report run --images" and "report.images: true" in off.about
     set_recipe(made, report={"images": True})
     section = shown(predictions.mistakes(made))
-    assert section.notes == [] and len(section.thumbnails) > 2
+    assert section.notes == []
     for domain in ("art", "photo"):
         records = [record for record in made.picked if record.key[:2] == (made.chosen, (domain,))]
         read = [made.prediction(record) for record in records]
         wrong = [np.where(p.predicted != p.images.labels, np.max(p.probabilities, axis=1), 0) for p in read]
         order = np.argsort(-sum(wrong), kind="stable")
         names = [made.image_names(records[0])[i] for i in order[:MISTAKES] if sum(wrong)[i] > 0]
-        assert [one.caption[-1] for one in section.thumbnails if one.caption[0] == domain] == names
-    gone, broken = (one.caption[-1] for one in section.thumbnails[:2])
+        of_domain = section.thumbnails[f"{domain}: {plural(len(names), 'image')}"]
+        assert names and [one.caption[-1] for one in of_domain] == names
+    images = [one for of in section.thumbnails.values() for one in of]
+    gone, broken = (one.caption[-1] for one in images[:2])
     (tmp_path / "data" / gone).unlink()
     (tmp_path / "data" / broken).write_bytes(b"no image")
     rest = shown(predictions.mistakes(made))
     assert rest.notes == ["2 images cannot be read now."]
-    assert rest.thumbnails == section.thumbnails[2:], "rows have moved, names have not"
+    assert [one for of in rest.thumbnails.values() for one in of] == images[2:], "rows have moved, names have not"
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     none = shown(predictions.mistakes(made))
     assert not none.thumbnails

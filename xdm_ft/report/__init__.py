@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ SIDE = 96  # pixels of the longer side of a small image, at most
 
 MAX_ROWS = 240  # of a table with a row per model
 MAX_UNFOLDED_ROWS = 12
-PARTS = ("verdicts", "results", "mistakes", "confidence", "data", "diagnostics")
+PARTS = ("results", "verdicts", "mistakes", "confidence", "data", "diagnostics")
 """The parts of the page in their order. All are open except the last one, which has all other sections."""
 TEXTS = packaged_texts("report/sections.toml")
 
@@ -87,7 +87,7 @@ class Section:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     part: str = PARTS[-1]  # of the page
-    thumbnails: Sequence[Thumbnail] = ()
+    thumbnails: Mapping[str, Sequence[Thumbnail]] = field(default_factory=dict)  # {line that opens them: images}
     code: str = ""  # lines of text in fixed width
     caption: str = ""  # of its tables in LaTeX; without it, the title and their own captions
 
@@ -97,7 +97,7 @@ def make_section(
     figures: Sequence[Figure] = (),
     tables: Sequence[Table] = (),
     notes: Iterable[str] = (),
-    thumbnails: Sequence[Thumbnail] = (),
+    thumbnails: Mapping[str, Sequence[Thumbnail]] = {},
     code: str = "",
     **values: object,
 ) -> Section:

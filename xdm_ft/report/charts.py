@@ -41,6 +41,7 @@ SERIES_ID = "xdm-series-"  # and the number of a series: the id of all that is d
 MAX_POINTS, MAX_THIN_POINTS = 120, 60  # of a line, of a thin line
 MAX_THIN_LINES = 6  # per line of a method
 MAX_MARKERS = 9  # of a line
+MANY_ROWS = 10  # from here on, the rows of a small figure are low
 MAX_DECADES = 5  # labels of a logarithmic axis, about
 MAX_X_NAMES = 6  # on an axis of `curves`
 DARKEST = 0.8  # opacity of a share of 100%: text on it can be read in light and in dark mode
@@ -204,6 +205,8 @@ def points(
         values = [f"{mark.series} {mark.x:.4g}" for mark in row.marks if mark.x is not None]
         text = ", ".join(values) if row.bar is None else f"{row.bar:.4g}"
         alts.append(f"{row.label}: {text or 'not defined'} {row.right}".rstrip())
+    if len(rows) > MANY_ROWS and width <= PHONE_WIDTH:
+        row_height = min(row_height, 0.2)
     tall = max(row_height, 0.34) if any("\n" in name for name in names) else row_height
     height = 0.75 + tall * len(rows) + _legend_height(len(legend) + (limit is not None), width)
     alt = f"{title}. {join_names(alts, sign='; ')}."

@@ -221,7 +221,7 @@ def _forest(name: str, what: str, metric: str, shown: Mapping[str, Comparison]) 
     caption = f"Diamond: the difference. {of_these}{of_elsewhere}At the right the verdict here."
     axis, limits = f"{what} in {words.unit_of_difference(metric)}", (low - margin, high + margin)
     title = f"Forest plot of the {what}"
-    return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.23, width=FULL_WIDTH)
+    return points(name, title, caption, rows, axis, LOOKS, limits=limits, zero=True, row_height=0.2, width=FULL_WIDTH)
 
 
 # ------------------------------------------------------------------------------------------------ what they could find

@@ -9,9 +9,10 @@
   // a link to a folded section opens it, and what is around it
   const unfold = () => {
     const section = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
-    const folded = section && section.querySelector(":scope > details.folded");
-    if (!folded) return;
-    for (let one = folded; one; one = one.parentElement.closest("details")) one.open = true;
+    const folded = section ? [...section.querySelectorAll(":scope > details.folded")] : [];
+    if (!folded.length) return;
+    for (const one of folded) one.open = true;
+    for (let one = section; one; one = one.parentElement.closest("details")) if (one.tagName === "DETAILS") one.open = true;
     section.scrollIntoView();
   };
   addEventListener("hashchange", unfold);

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from xdm_ft.core import ORACLE
@@ -161,3 +163,8 @@ def plain(text: str) -> str:
 def encode_text(text: str, encoding: str) -> str:
     """Returns `plain` of the text, with escapes for characters that the encoding lacks."""
     return plain(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def path_in_command(path: Path) -> str:
+    """Returns a path as a page that is handed on may name it: of an absolute one only the last name."""
+    return shlex.quote(path.name if path.is_absolute() else str(path))

@@ -13,29 +13,27 @@ import hashlib
 import json
 import logging
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from xdm_ft.core import set_name, sets_noun
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.core import DomainSet, set_name, sets_noun
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, IN_PERCENT
 from xdm_ft.report import PARTS, SIDE, Section, Thumbnail
-from xdm_ft.report.comparisons import here_words
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
-from xdm_ft.report.headline import details, sentence
+from xdm_ft.report.headline import UNSEEN, details, sentence
 from xdm_ft.report.markup import markdown
 from xdm_ft.report.sections import brief_sections, sections
-from xdm_ft.report.words import between, metric_words, scale, with_unit
-from xdm_ft.results import values_by_set
-from xdm_ft.results.measured import ECE, Picked
-from xdm_ft.results.run import Run
+from xdm_ft.report.sections.results import on_the_page
+from xdm_ft.report.words import between, metric_words, path_in_command, scale
+from xdm_ft.results import Runs, selected_by_set, values_by_set
+from xdm_ft.results.run import ORACLE, Run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_text
@@ -144,17 +142,24 @@ def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:
     # the page's Content-Security-Policy allows the script with this checksum and no other, such as one in a name
     script = _read_packaged("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    models = f"{plural(len(run.records), 'trained model')} in models/ of the run directory, one folder each."
+    # what no reader may use: results.md has it
+    shown = [section for section in shown if section.id != f"differences-{ORACLE}"]
+    panels = list(shown)
+    if (i := next((i for i, section in enumerate(shown) if section.id == "results"), None)) is not None:
+        panels[i], training = on_the_page(run, shown[i])
+        panels.insert(i + 1, training)
+    counts = Counter(entry["status"] for entry in run.results["runs"])
+    faults = "".join(f"; {counts[status]} {status}" for status in ("failed", "skipped") if counts[status])
+    models = f"{plural(len(run.records), 'trained model')} in models/ of the run directory, one folder each{faults}."
     return _render(
         "page.html.j2",
         name=run.recipe.name,
         sentence=sentence(run),
         details=details(run),
         numbers=list(_numbers(run)),
-        choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
         models=models,
         next=list(_next_steps(run)) if run.records else [],
-        parts={part: [section for section in shown if section.part == part] for part in PARTS},
+        parts={part: [section for section in panels if section.part == part] for part in PARTS},
         script=Markup(script),
         script_hash=f"sha256-{digest}",
         WIDE=WIDE,
@@ -182,53 +187,67 @@ def _with_start(svg: str, start: str, inside: str = "") -> str:
     return tag + inside + svg[end:]
 
 
-def _shareable(path: Path) -> Path:
-    """Returns a path as a page that is handed on may name it: of an absolute one only the last name."""
-    return Path(path.name) if path.is_absolute() else path
-
-
 # ----------------------------------------------------------------------------------------------------- top of the page
 
 
+MAX_SITES = 40  # held-out sets with a number of their own
+
+
+class Fall(NamedTuple):
+    """The metric where selection looked, and on held-out images."""
+
+    validation: float | None  # None: not known of every model
+    held_out: float
+
+    def text(self, metric: str, unit: str = "") -> str:
+        before = "" if self.validation is None else f"{scale(self.validation, metric)} → "
+        return f"{before}{scale(self.held_out, metric)}{unit}"
+
+
+def fall_of(runs: Runs) -> tuple[Fall, dict[DomainSet, Fall]]:
+    """Returns the mean over held-out sets, and each of them."""
+    before, after = selected_by_set(runs), values_by_set(runs)
+    falls = {held: Fall(before[held], float(after[held].mean())) for held in runs.held_out}
+    known = [fall.validation for fall in falls.values() if fall.validation is not None]
+    mean = fmean(fall.held_out for fall in falls.values())
+    return Fall(fmean(known) if len(known) == len(falls) else None, mean), falls
+
+
 def _numbers(run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yields (label, value, note) of each number."""
-    metric, words = run.metric, metric_words(run.metric)
-    row = next((row for row in run.rows if (row.method, row.selection) == (run.chosen, run.rule)), None)
-    if row is not None and row.mean is not None:
-        kind = "95% interval over seeds and test images, not for a new site: "
-        remark = kind + between(metric, row.interval) if row.interval else ""
-        sets = run.held_out_sets
-        on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
-        means = {set_name(held): float(values.mean()) for held, values in values_by_set(run.quoted).items()}
-        if run.choice is not None and run.choice.at:
-            own = f"{with_unit(metric, row.mean)} of {row.method}, its row in the table, is of results that chose it"
-            quoted = with_unit(metric, fmean(means.values()))
-            yield f"test {words}, {on}, each of the method that the others choose", quoted, own
-        else:
-            yield f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), remark
-        versus = run.beside_rows(row.selection).get(row.method)
-        if versus is not None:
-            difference = scale(versus.difference, metric, True)
-            yield f"difference to {versus.second} in {words}", difference, here_words(versus, metric)
-        if len(means) > 1:
-            worst = (min if HIGHER_IS_BETTER[metric] else max)(means, key=lambda name: means[name])
-            yield f"worst held-out domain: {worst}", with_unit(metric, means[worst]), f"test {words} there"
-        if (
-            metric != "ece"
-            and (ece := Picked(run.every, run.recipe_rule, run.metric).mean(row.method, ECE).mean) is not None
-        ):
-            yield "calibration error (ECE)", with_unit("ece", ece), "how far confidence and accuracy are apart"
-    counts = Counter(entry["status"] for entry in run.results["runs"])
-    if counts:
-        faults = [f"{counts[status]} {status}" for status in ("failed", "skipped") if counts[status]]
-        methods, seeds = {record.method for record in run.records}, {record.seed for record in run.records}
-        of = f"{plural(len(methods), 'method')}, {plural(len(seeds), 'seed')}"
-        yield "models", f"{counts['ok']}", "; ".join([of, *faults])
+    """Yields (label, value, note) of the quoted mean, then of each held-out set: from validation to held-out images."""
+    metric, rows = run.metric, {row.method: row for row in run.rows if row.selection == run.rule}
+    if run.choice is None or (row := rows[run.choice.method]).mean is None:
+        return
+    quoted, falls = fall_of(run.quoted)
+    notes = []
+    if quoted.validation is not None:
+        difference, points = quoted.held_out - quoted.validation, " points" if metric in IN_PERCENT else ""
+        side = "lower" if difference < 0 else "higher"
+        notes.append(f"{scale(abs(difference), metric)}{points} {side} than on validation images")
+    versus = run.beside_rows(run.rule).get(row.method)
+    if versus is not None and versus.second in rows and rows[versus.second].mean is not None:
+        notes.append(f"{versus.second}: {fall_of(run.runs_of(versus.second))[0].text(metric)}")
+    who = row.method
+    if {*run.choice.at.values()} - {who}:
+        notes.append(f"the row of {who} has {scale(row.mean, metric)}, of results that chose it")
+        who = "the method that the other domains choose"
+    elif not run.choice.at and row.interval:
+        notes.append(f"95% interval over seeds and test images, not for a new site: {between(metric, row.interval)}")
+    sets, tested = [*falls], "held-out" if run.results["tested_on"] == UNSEEN else "test"
+    on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} {sets_noun(sets)}"
+    what = f"{tested} images" if quoted.validation is None else f"from validation to {tested} images"
+    worst_first = sorted(sets, key=lambda held: falls[held].held_out, reverse=not HIGHER_IS_BETTER[metric])
+    if len(sets) > MAX_SITES:
+        notes.append(f"the {MAX_SITES} worst are shown")
+    unit = "%" if metric in IN_PERCENT else ""
+    yield f"{metric_words(metric)} of {who}, {what}, {on}", quoted.text(metric, unit), "; ".join(notes)
+    for held in (held for held in sets if len(sets) > 1 and held in worst_first[:MAX_SITES]):
+        yield set_name(held) + " (worst)" * (held == worst_first[0]), falls[held].text(metric), ""
 
 
 def _next_steps(run: Run) -> Iterator[tuple[str, str]]:
     """Yields (what, command) of each thing to do next."""
-    path = shlex.quote(str(_shareable(run.path)))
+    path = path_in_command(run.path)
     images = "images" if run.recipe.has_images else "features"
     yield "Export a model: one directory that loads anywhere.", f"xdm-ft export {path} my_model"
     yield f"Predict the classes of new {images}.", f"xdm-ft predict my_model {images.upper()} --out predictions.csv"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from scipy.special import logit
@@ -113,6 +114,14 @@ def values_by_set(runs: Runs) -> dict[DomainSet, np.ndarray]:
     """{held-out set: the values [S] that count}."""
     values = runs.values
     return {held: np.array([values[held, s] for s in seeds]) for held, seeds in seeds_by_set(runs).items()}
+
+
+def selected_by_set(runs: Runs) -> dict[DomainSet, float | None]:
+    """{held-out set: the mean selection value of the models whose values count}; None where one of them has none."""
+    values = {(record.test_domains, record.seed): selection_value(record, runs.rule) for record in runs.records}
+    of_sets = {held: [values[held, seed] for seed in seeds] for held, seeds in seeds_by_set(runs).items()}
+    known = {held: [value for value in of if value is not None] for held, of in of_sets.items()}
+    return {held: fmean(known[held]) if of and len(known[held]) == len(of) else None for held, of in of_sets.items()}
 
 
 def seeds_by_set(runs: Runs) -> dict[DomainSet, list[int]]:

@@ -11,7 +11,7 @@ from xdm_ft.core import DomainSet, set_name
 from xdm_ft.evaluation.metrics import recalls
 from xdm_ft.report import Cell, Section, Table, Thumbnail, cells, make_section, metric_cell
 from xdm_ft.report.charts import FULL_WIDTH, MUTED, WIDTH, Line, SeriesStyle, curves, heat_maps, looks
-from xdm_ft.report.words import short
+from xdm_ft.report.words import path_in_command, short
 from xdm_ft.results.measured import ECE, MISTAKES, Mistake, Picked, Pool
 from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, plural
@@ -217,8 +217,6 @@ def risk_coverage(run: Run) -> Section | None:
 
 # --------------------------------------------------------------------------------------------------- confident mistakes
 
-MAX_IMAGES = 12  # of all held-out sets
-
 
 class Shown(NamedTuple):
     """A mistake as an image of the page."""
@@ -230,34 +228,35 @@ class Shown(NamedTuple):
 
 
 def mistakes(run: Run) -> Section | None:
-    """The most confident mistakes as small images; None if none is known.
+    """The most confident mistakes on each held-out set as small images; None if none is known, or without images.
 
-    Without `report.images` neither image nor file name stands in the page. Where the data cannot be opened, the
-    section says why and shows no image.
+    Without `report.images` neither image nor file name stands in the page: the section says how to see them. Where the
+    data cannot be opened, it says why and shows no image.
     """
     method = run.shown_method
-    if method is None or not run.recipe.report.images:
-        return None
     sets = run.shown_sets(method)
-    each = min(MISTAKES, max(1, MAX_IMAGES // max(len(sets), 1)))
-    worst = [mistake for held in sets for mistake in _worst_mistakes(run, method, held, each)]
-    if not worst:
+    worst = {} if method is None else {held: _worst_mistakes(run, method, held) for held in sets}
+    if not any(worst.values()) or not run.recipe.has_images:
         return None
-    thumbnails, missing = _thumbnails(run, worst)
-    return make_section("mistakes", notes=[missing] if missing else [], thumbnails=thumbnails, method=method)
+    if not run.recipe.report.images:
+        command = f"xdm-ft report {path_in_command(run.path)} --images"
+        return make_section("mistakes-off", code=command, method=method, most=MISTAKES)
+    by_set, missing = _thumbnails(run, [mistake for of in worst.values() for mistake in of])
+    opened = {f"{set_name(held)}: {plural(len(images), 'image')}": images for held, images in by_set.items()}
+    return make_section("mistakes", notes=[missing] if missing else [], thumbnails=opened, method=method)
 
 
-def _worst_mistakes(run: Run, method: str, held: DomainSet, most: int) -> list[Shown]:
+def _worst_mistakes(run: Run, method: str, held: DomainSet) -> list[Shown]:
     record = next(record for record in run.measured_records if record.key[:2] == (method, held))
     names, rows = run.image_names(record), run.images(record).rows
     return [
         Shown(held, names[mistake.position], int(rows[mistake.position]), mistake)
-        for mistake in run.measured.pools[method, held].mistakes[:most]
+        for mistake in run.measured.pools[method, held].mistakes
     ]
 
 
-def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[list[Thumbnail], str]:
-    """Returns the images that can be read, and a sentence on the others; empty if there is none."""
+def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[dict[DomainSet, list[Thumbnail]], str]:
+    """Returns the images that can be read by held-out set, and a sentence on the others; empty if there is none."""
     from xdm_ft.data import load_dataset, rows_by_name
     from xdm_ft.images import Range
     from xdm_ft.images.decode import UnreadableImage
@@ -265,21 +264,22 @@ def _thumbnails(run: Run, worst: Sequence[Shown]) -> tuple[list[Thumbnail], str]
     try:
         dataset = load_dataset(run.recipe.data.block.model_dump(mode="json"))
     except UserError as error:
-        return [], f"No image can be shown, because the data cannot be read now: {error}"
+        return {}, f"No image can be shown, because the data cannot be read now: {error}"
     if intensity := run.results["environment"]["data"].get("intensity"):
         dataset.intensity = Range.model_validate(intensity)
     rows = rows_by_name(dataset, {shown.name: shown.row for shown in worst})
-    thumbnails = []
+    thumbnails = dict[DomainSet, list[Thumbnail]]()
     for held, name, _, mistake in (shown for shown in worst if shown.name in rows):
         try:
             image = dataset.image(rows[name])
         except UnreadableImage:
             continue  # counted below
-        label, domain = run.class_names[mistake.label], set_name(held)
+        label = run.class_names[mistake.label]
         sure = f"{run.class_names[mistake.predicted]}, {100 * mistake.confidence:.0f}% sure"
         if mistake.wrong < mistake.models:
             sure += f" ({mistake.wrong} of {mistake.models} models)"
-        lines = domain, f"label: {label}", f"predicted: {sure}", name
-        thumbnails.append(Thumbnail.of(image, f"{domain}: {label}, taken for {sure}", lines))
-    left = len(worst) - len(thumbnails)
+        lines = f"label: {label}", f"predicted: {sure}", name
+        of_set = thumbnails.setdefault(held, [])
+        of_set.append(Thumbnail.of(image, f"{set_name(held)}: {label}, taken for {sure}", lines))
+    left = len(worst) - sum(map(len, thumbnails.values()))
     return thumbnails, f"{plural(left, 'image')} cannot be read now." if left else ""

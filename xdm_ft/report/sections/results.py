@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
@@ -11,13 +12,19 @@ from scipy.special import ndtr
 from xdm_ft.core import ORACLE, Interval, set_name
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.report import Cell, Section, Table, cells, make_section, metric_cell, words
-from xdm_ft.report.charts import FULL_WIDTH, Figure, Line, Mark, Row, SeriesStyle, curves, looks, points
+from xdm_ft.report.charts import FULL_WIDTH, SERIES, Figure, Line, Mark, Row, SeriesStyle, curves, looks, points
 from xdm_ft.report.words import EMPTY, axis_value, budget_text, each_once, in_unit, oracle_mark, with_spread
 from xdm_ft.results.measured import MEASURES, NUMBERS, Picked, costs
 from xdm_ft.results.model import group_by
-from xdm_ft.results.run import Run, encoders_of
+from xdm_ft.results.run import MAX_SETS, Run, encoders_of
 from xdm_ft.results.table import SummaryRow
 from xdm_ft.runtime.errors import join_names, plural
+
+TRAINING = (
+    "draws × gradients",
+    "mixed steps",
+)  # columns, and the beginning of a note, that the page has in Diagnostics
+UNEQUAL = "trained with different numbers of gradients"
 
 
 def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
@@ -43,7 +50,7 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
     budgets = group_by(in_steps, lambda row: budget_text({"budget": row.budget}))
     if len(budgets) > 1:
         parts = (f"{budget}: {', '.join(row.method for row in of)}" for budget, of in budgets.items())
-        notes.append(f"trained with different numbers of gradients: {'; '.join(parts)}")
+        notes.append(f"{UNEQUAL}: {'; '.join(parts)}")
 
     own = rule == run.recipe_rule
     groups = group_by(
@@ -64,6 +71,31 @@ def results(run: Run, rule: str, with_intervals: bool = False) -> Section:
         seeds=plural(max(row.n for row in rows), "seed"),
         paper_rule=f"{rule} — {words.CHEATING}" if rule == ORACLE else rule,
     )
+
+
+def on_the_page(run: Run, section: Section) -> tuple[Section, Section]:
+    """Returns the results of the recipe's rule as the page shows them, and what it shows below Diagnostics instead.
+
+    That is how methods were trained and selected. Of many domains, the mean stands before them.
+    """
+    rule, domains = run.recipe_rule, {domain for row in run.recipe_rows for domain in row.per_test_domain}
+
+    def columns(table: Table, moved: bool) -> Table:
+        kept = [i for i, title in enumerate(table.header) if not i or (title in TRAINING) == moved]
+        if len(domains) > MAX_SETS:
+            kept.sort(key=lambda i: table.header[i] in domains)
+        rows = [[row[i] for i in kept] for row in table.rows]
+        return replace(table, header=[table.header[i] for i in kept], rows=rows)
+
+    chosen = f"{run.choice}." if run.choice is not None and len(run.choice.values) > 1 else ""
+    unequal = [note for note in section.notes if note.startswith(UNEQUAL)]
+    moved = [replace(columns(table, True), caption="What training took.") for table in section.tables]
+    training = make_section(
+        "training", tables=[table for table in moved if len(table.header) > 1], notes=unequal, rule=rule, chosen=chosen
+    )
+    title = section.title.replace(f", selection: {rule} (the recipe's rule)", " by method")
+    tables = [columns(table, False) for table in section.tables]
+    return replace(section, title=title, tables=tables, notes=[n for n in section.notes if n not in unequal]), training
 
 
 def luck_of_the_best(errors: Sequence[float]) -> float:
@@ -90,7 +122,7 @@ def _table(run: Run, rows: Sequence[SummaryRow], with_intervals: bool) -> Table:
     error = " ± stderr" * any(row.stderr is not None for row in rows)
     header += [f"{'mean' if several else domains[0]}{error}{mark}"]
     header += ["95% interval"] * bool(ends) + ["seeds"]
-    header += ["draws × gradients"] * has_budgets + ["mixed steps"] * has_mixed
+    header += [TRAINING[0]] * has_budgets + [TRAINING[1]] * has_mixed
     lines = []
     for row in rows:
         of_domains = domains if several else ()
@@ -104,19 +136,24 @@ def _table(run: Run, rows: Sequence[SummaryRow], with_intervals: bool) -> Table:
     return Table(f"Protocol: {rows[0].protocol}", header, lines)
 
 
+ANY = "a held-out domain"  # of more than can be told apart
+
+
 def _dot_plot(run: Run) -> list[Figure]:
     rows = [row for row in run.drawn_rows if row.mean is not None]
     domains = list(dict.fromkeys(domain for row in rows for domain in row.per_test_domain))
     if not rows or len(rows) * len(domains) < 2:
         return []
 
-    several = len(domains) > 1
+    several, many = len(domains) > 1, len(domains) > MAX_SETS
     drawn = []
     for row in rows:
         marks = []
         for i, domain in enumerate(domains):
             value = row.per_test_domain.get(domain, {}).get("mean")
-            if value is not None:
+            if value is not None and many:
+                marks.append(Mark(ANY, axis_value(run.metric, value)))
+            elif value is not None:
                 shift = 0.6 * (i / (len(domains) - 1) - 0.5) if several else 0.0
                 end = domain_interval(row, domain)
                 ends = None if end is None else [axis_value(run.metric, one) for one in end]
@@ -130,15 +167,18 @@ def _dot_plot(run: Run) -> list[Figure]:
             "One dot per held-out domain, with its 95% interval over seeds and test images. The bar is the mean over "
             "the domains. Compare methods within a domain."
         )
+    if many:
+        caption = "One ring per held-out domain. The bar is the mean over the domains."
+    series = {ANY: SeriesStyle(SERIES[0], hollow=True)} if many else looks(domains)
     figure = points(
         "results",
         f"Dot plot of test {in_unit(run.metric)} by method and held-out domain",
         caption,
         drawn,
         f"test {in_unit(run.metric)}" + ("" if several else f" on {words.short(domains[0], 18)}"),
-        looks(domains) | {"mean": SeriesStyle("", "|", size=18)},
-        {name: words.short(name, 18) for name in (*domains, "mean")} if several else {},
-        row_height=max(0.24, 0.05 * len(domains)),
+        series | {"mean": SeriesStyle("", "|", size=18)},
+        {name: words.short(name, 18) for name in (*series, "mean")} if several else {},
+        row_height=max(0.22, 0.05 * len(series)),
         width=FULL_WIDTH,
     )
     return [figure]
