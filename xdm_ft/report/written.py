@@ -23,7 +23,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from xdm_ft.core import DomainSet, set_name, sets_noun
+from xdm_ft.core import ORACLE, DomainSet, set_name, sets_noun
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, IN_PERCENT
 from xdm_ft.report import PARTS, SIDE, Section, Thumbnail
 from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
@@ -33,7 +33,7 @@ from xdm_ft.report.sections import brief_sections, sections
 from xdm_ft.report.sections.results import on_the_page
 from xdm_ft.report.words import between, metric_words, path_in_command, scale
 from xdm_ft.results import Runs, selected_by_set, values_by_set
-from xdm_ft.results.run import ORACLE, Run
+from xdm_ft.results.run import Run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage import digest
 from xdm_ft.storage.atomic import replace_text
