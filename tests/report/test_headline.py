@@ -71,6 +71,12 @@ def with_images(rule: str, **images: list[int]) -> Run:
     return made
 
 
+def two_classes(of_erm: dict[str, float]) -> Run:
+    made = made_run({"erm": of_erm}, metric="balanced_accuracy")
+    made.results["data"]["classes"] = ["ill", "well"]
+    return made
+
+
 SENTENCES = {
     "the choice of validation, not the best test value": made_run(FOUR, chosen_by={"erm": 0.8, "mix": 0.9, "sam": 0.7}),
     "better here": made_run(FOUR, verdicts={"sam": "better"}),
@@ -98,6 +104,8 @@ SENTENCES = {
     "nll, higher": made_run({"erm": LOSSES["mix"], "mix": LOSSES["erm"]}, metric="nll", chosen_by={"mix": 0.1}),
     "worst domain accuracy": made_run(LOSSES, metric="worst_domain_accuracy", verdicts={"mix": "worse"},
                                       chosen_by={"mix": 0.8}),
+    "as good as a guess": two_classes({"a": 0.49, "b": 0.52, "c": 0.5, "d": 0.51}),
+    "better than a guess": two_classes({"a": 0.78, "b": 0.8, "c": 0.79, "d": 0.81}),
     "one failed": made_run(FOUR, failed=["sam"]),
     "all failed": made_run(FOUR, failed=list(FOUR)),
     "oracle": made_run(FOUR, rule="oracle"),

@@ -147,7 +147,11 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
     ends = site.between(metric, LEVELS[-1])
     if metric not in words.IN_PERCENT or ends[1] - ends[0] <= MAX_WIDTH:
         about = f"{100 * mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
-        return f"On a new domain expect about {about} ({_interval(metric, ends)}). Method: {who}."
+        guess = 0.5 if metric == "auroc" else None
+        if metric == "balanced_accuracy":
+            guess = 1 / len(run.results["data"]["classes"])
+        guessing = "" if guess is None or guess < ends[0] else f"; guessing reaches {with_unit(metric, guess)}"
+        return f"On a new domain expect about {about} ({_interval(metric, ends)}{guessing}). Method: {who}."
     reached = _interval(metric, (min(by_set), max(by_set)))
     if {*run.choice.at.values()} - {chosen.method}:
         who = "the method that the others choose"
