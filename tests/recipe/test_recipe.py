@@ -503,7 +503,7 @@ def test_a_folder_of_images_names_its_recipe(
 
     with pytest.raises(UserError, match=r"my images: is a folder; the weights of .* write timm_folder data.root="):
         chosen()
-    put_weights(tmp_path / "hub", "timm/resnet50.tv_in1k")
+    put_weights(tmp_path / "hub", "timm/mobilenetv3_large_100.ra_in1k")
     assert chosen() == "timm_folder, whose weights are on this machine"
     with monkeypatch.context() as answering:
         answering.setattr(huggingface_hub.HfApi, "model_info", lambda api, name, timeout: None)

@@ -39,6 +39,7 @@ TINY_CLIP = {
 }
 TINY_TIMM = {
     "resnet50": {"layers": [1, 1, 1, 1], "channels": [4, 8, 8, 8]},
+    "mobilenetv3_large_100": {},
     "densenet121": {"growth_rate": 4, "block_config": [1, 1, 1, 1]},
     "vit_small_patch16_224": {"img_size": 32, "embed_dim": 24, "depth": 4, "num_heads": 2},
     "vit_base_patch14_dinov2": {"img_size": 28, "embed_dim": 24, "depth": 1, "num_heads": 2},

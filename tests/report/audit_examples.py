@@ -14,7 +14,8 @@ def cost(what: str, images: int, before: float | None, after: float | None, p: f
     verdict = "no verdict" if p is None or difference is None else "no clear difference"
     if p is not None and difference is not None and p < 0.05:
         verdict = "better on these domains" if difference > 0 else "worse on these domains"
-    values = {"what": what, "images": images, "before": before, "after": after, "difference": difference}
+    values: Json = {"what": what, "images": images, "metric": "accuracy", "before": before, "after": after}
+    values["difference"] = difference
     values |= {"matched": None, "excess": None} if difference is None else {"matched": before, "excess": difference}
     return {**values, "interval": ends, "p": p, "p_holm": p, "verdict": verdict, "note": "", **changes}
 
