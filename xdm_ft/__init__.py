@@ -44,6 +44,10 @@ def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) ->
 
     The run directory is `<output.dir>/<name>/`, as on the command line. An interrupted run resumes there; a finished
     run trains nothing again. Raises `UserError` for faults that the caller can repair: recipe, data, weights, disk.
+
+    >>> results = xdm_ft.run("demo", methods=["zero_shot", "linear_probe"])
+    >>> results
+    <Results of output/demo: 11 models of zero_shot, linear_probe; selection: train_val>
     """
     from xdm_ft.recipe.text import recipe_of, say_if_finished
 
@@ -60,6 +64,9 @@ def open(run_dir: str | os.PathLike[str]) -> Results:
 
     `open("output/demo").table()` has the rows of the recipe's own selection rule, `table(selection="oracle")` those of
     another one. Raises `UserError` if the directory holds no run, a damaged one, or one that is not finished.
+
+    >>> xdm_ft.open("output/demo")
+    <Results of output/demo: 11 models of zero_shot, linear_probe; selection: train_val>
     """
     from xdm_ft.cli.library import read_results  # this imports torch
     from xdm_ft.storage.names import expand_user
@@ -89,6 +96,10 @@ def load(
     `device`: as in torch; None: a GPU if there is one. `precision`: fp32, bf16 or fp16; None: that of the run.
     `encoder_weights`: a file, for a model directory without the encoder whose weights came from a file. Raises
     `UserError` for directories that are damaged or hold no model, and for other weights than the model was trained on.
+
+    >>> model = xdm_ft.load("output/demo", method="linear_probe", held_out="blurred", device="cpu")
+    >>> model
+    Model(linear_probe, 10 classes, demo, cpu)
     """
     from xdm_ft.export.choose import Choice
     from xdm_ft.export.predictor import load as load_model

@@ -18,13 +18,12 @@ from xdm_ft.runtime.randomness import Stream, normal, uniform
 
 
 class DSU(ERM):
-    """ERM, with x ← γ (x − μ(x)) / σ(x) + β at several places of the encoder, while training.
+    """ERM, with x ← γ (x − μ(x)) / σ(x) + β in the encoder, β = μ(x) + ε_μ Σ_μ, γ = σ(x) + ε_σ Σ_σ, while training.
 
-    β = μ(x) + ε_μ Σ_μ and γ = σ(x) + ε_σ Σ_σ with ε_μ, ε_σ ~ N(0, 1) for every sample and channel. μ and σ are mean and
-    standard deviation over a map's positions, Σ_μ and Σ_σ the standard deviations of μ and σ over the batch. Gradients
-    flow through all of them. The places are after the first convolution, the max-pool and every stage (in a DenseNet:
-    transition); each place draws in a step with probability p. p = 0.5, ε = 1e-6 (added to all variances, which are
-    unbiased) and the places are the paper's.
+    ε_μ, ε_σ ~ N(0, 1) for every sample and channel. μ and σ are mean and standard deviation over a map's positions, Σ_μ
+    and Σ_σ the standard deviations of μ and σ over the batch. Gradients flow through all of them. The places are after
+    the first convolution, the max-pool and every stage (in a DenseNet: transition); each place draws in a step with
+    probability p. p = 0.5, ε = 1e-6 (added to all variances, which are unbiased) and the places are the paper's.
     """
 
     source = "Li et al. 2022, Uncertainty Modeling for Out-of-Distribution Generalization (ICLR)"

@@ -15,12 +15,13 @@ from xdm_ft.runtime.randomness import Stream, permutation
 
 
 class Fish(ERM):
-    """ERM with steps that raise the inner products of the domains' gradients: to first order they minimise
-    loss − γ Σ_{i≠j} G_i·G_j.
+    """θ ← θ + ε (θ̃ − θ), θ̃ from θ by one optimizer step on each domain's loss in turn; ε is `meta_lr`.
 
-    A step: θ̃ ← θ; for every domain d, in random order, one step of the optimizer from θ̃ on the loss of d alone; then
-    θ ← θ + meta_lr (θ̃ − θ). The optimizer keeps its state. θ is all parameters, without batch-norm statistics.
-    meta_lr = 0.5 is DomainBed's default (its code takes the domains in a fixed order); the paper tuned it per data set.
+    The domains come in random order, a step starts where the one before ended, and the optimizer keeps its state. To
+    first order this minimises loss − γ Σ_{i≠j} G_i·G_j: it raises the inner products of the domains' gradients G.
+
+    θ is all parameters, without batch-norm statistics. meta_lr = 0.5 is DomainBed's default (its code takes the domains
+    in a fixed order); the paper tuned it per data set.
     """
 
     source = "Shi et al. 2022, Gradient Matching for Domain Generalization (ICLR), Algorithm 1 (Fish)"

@@ -15,12 +15,12 @@ from xdm_ft.core import Batch, Losses
 
 
 class GroupDRO(Algorithm):
-    """loss = Σ_d q_d L_d, L_d the mean cross-entropy of domain d in the batch; q by exponentiated ascent.
+    """loss = Σ_d q_d L_d, before it q_d ← q_d exp(η L_d) / Σ_e q_e exp(η L_e); L_d: mean cross-entropy of domain d.
 
-    At every step, before the loss: q_d ← q_d exp(η L_d), then q ← q / Σ q. q starts uniform. No gradient flows through
-    q. It is updated once per step: the second pass of a sharpness-aware step uses that of the first. Domains are the
-    groups, so `loss_average` has no effect. A domain without samples in the batch adds nothing to the loss, and only
-    the normalisation changes its q_d, as in the paper's Algorithm 1, which draws one group per step.
+    L_d is that of the batch. q starts uniform. No gradient flows through q. It is updated once per step: the second
+    pass of a sharpness-aware step uses that of the first. Domains are the groups, so `loss_average` has no effect. A
+    domain without samples in the batch adds nothing to the loss, and only the normalisation changes its q_d, as in the
+    paper's Algorithm 1, which draws one group per step.
 
     η = 0.01: the paper's, and DomainBed's.
     """

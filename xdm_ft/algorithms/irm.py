@@ -1,4 +1,7 @@
-"""IRM: invariant risk minimisation; and the base that it shares with VREx."""
+"""IRM: invariant risk minimisation.
+
+VREx has the same base, `AnnealedPenalty`.
+"""
 
 from __future__ import annotations
 

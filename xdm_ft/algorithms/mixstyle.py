@@ -20,9 +20,9 @@ PartnerKind = Literal["random", "other_domain"]
 
 
 class MixStyle(ERM):
-    """ERM, with x ← σ_mix (x − μ(x)) / σ(x) + μ_mix after some stages of the encoder, while training.
+    """ERM, with x ← σ_mix (x − μ(x)) / σ(x) + μ_mix in the encoder, μ_mix = λ μ(x) + (1−λ) μ(x_j), σ_mix likewise.
 
-    μ_mix = λ μ(x) + (1−λ) μ(x_j), σ_mix likewise. μ and σ are mean and standard deviation over the positions of each
+    This is after some stages, while training. μ and σ are mean and standard deviation over the positions of each
     channel of a map, without gradient. x_j comes from a random permutation of the batch (the authors' default), or is
     drawn uniformly from the batch's samples of other domains (theirs is so for two domains, whose halves of the batch
     are swapped); a sample without one is not mixed. λ ~ Beta(α, α) for every sample. Each stage mixes in a step with

@@ -1,4 +1,7 @@
-"""Mixup: convex combinations of samples and of their labels; and what it shares with LISA."""
+"""Mixup: convex combinations of samples and of their labels.
+
+LISA takes its mixing and its draw of partners from here.
+"""
 
 from __future__ import annotations
 

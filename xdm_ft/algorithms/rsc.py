@@ -18,10 +18,10 @@ from xdm_ft.xdomainmix.masks import as_tensor, specific_mask, target_gradient
 
 
 class RSC(Algorithm):
-    """loss = ℓ(c(z ⊙ m), y), where the mask m sets features of z to 0 ("mutes" them).
+    """loss = ℓ(c(z ⊙ m), y), m = 0 where g = ∂v_y/∂z is at least its percentile 100 (1 − p), else m = 1.
 
-    g = ∂v_y/∂z is the gradient of the true class's logit; for a linear head it is the row W[y], without a backward
-    pass. m = 0 where g ≥ its percentile 100 (1 − p) over the features of the sample, else 1. A sample is muted only if
+    g is the gradient of the true class's logit; for a linear head it is the row W[y], without a backward pass. The
+    percentile is over the features of the sample, and m mutes features: it sets them to 0. A sample is muted only if
     the true class's probability falls by enough: softmax(c(z))_y − softmax(c(z ⊙ m))_y must reach the percentile
     100 (1 − p_b) over the batch; else the sample's m is 1. Percentiles are interpolated linearly, in exact arithmetic.
     In a batch of one sample this sample is muted. Gradients flow through the muted z and not through m.

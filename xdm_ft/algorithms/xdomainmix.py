@@ -68,7 +68,12 @@ class Augmented(NamedTuple):
 
 
 class XDomainMix(Algorithm):
-    """loss = ½ [ℓ(c(z), y) + ℓ(c(z̃), y)] after a warm-up of plain ERM; z̃ is `xdm_ft.xdomainmix.mix`. (8)
+    """loss = ½ [ℓ(c(z), y) + ℓ(c(z̃), y)] after a warm-up of plain ERM (8), where
+    z̃ = λ1 Z_c,d + (1−λ1) Z_i c,d + λ2 Z_¬c,d + (1−λ2) Z_j ¬c,d + Z_c,¬d + Z_¬c,¬d. (5)(6)(7)
+
+    M_c marks the features of z that are specific to the class, M_d those specific to the domain: Z_c,d = M_c ⊙ M_d ⊙ z,
+    Z_¬c,d = (1 − M_c) ⊙ M_d ⊙ z, and so on. x_i has the class of x and another domain, x_j another class and domain.
+    With probability p_discard the first two terms of z̃ are left out. See `xdm_ft.xdomainmix`.
 
     A domain head d learns the domain from detached z at every step; its loss is the auxiliary loss. It has the class
     head's kind and settings, one output per training domain, and random initial weights even with `head_init:

@@ -105,7 +105,7 @@ def add_model_options(verb: Parser) -> None:
 
 
 def add_analyse(verb: Parser) -> None:
-    verb.add_argument("run_dir", metavar="RUN_DIR")
+    verb.add_argument("run_dir", metavar="RUN_DIR", help="the directory of a finished run")
     images = "also write images of augmented features; FOLDER holds AdaIN's vgg_normalised.pth and decoder.pth"
     verb.add_argument("--reconstruct", metavar="FOLDER", help=images)
 
@@ -125,7 +125,7 @@ def add_report(verb: Parser) -> None:
 def add_export(verb: Parser) -> None:
     option = verb.add_argument
     flag = partial(verb.add_argument, action="store_true")
-    option("run_dir", metavar="RUN_DIR")
+    option("run_dir", metavar="RUN_DIR", help="a run directory")
     option("dir", metavar="DIR", help="a new directory")
     flag(
         "--best",
@@ -263,18 +263,19 @@ def add_explain(verb: Parser) -> None:
 
 def add_ls(verb: Parser) -> None:
     lists = ["recipes", "benchmarks", "methods", "heads", "data", "encoders", "augmentations"]
-    verb.add_argument("what", nargs="?", choices=lists, default="recipes")
+    verb.add_argument("what", nargs="?", choices=lists, default="recipes", help="what to list")
     verb.add_argument("name", nargs="?", metavar="NAME", help="one entry, with its settings and what each means")
 
 
 def add_cp(verb: Parser) -> None:
-    complete_with(verb.add_argument("recipe", metavar="RECIPE"), recipe_names)
-    verb.add_argument("file", metavar="FILE")
+    complete_with(verb.add_argument("recipe", metavar="RECIPE", help="the name of a packaged recipe"), recipe_names)
+    verb.add_argument("file", metavar="FILE", help="a new file")
 
 
 def add_cache(verb: Parser) -> None:
     option = verb.add_argument
-    option("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
+    todo = "ls: list the features; verify: read them and report damaged files; prune: remove those that options name"
+    option("action", nargs="?", choices=["ls", "verify", "prune"], default="ls", help=todo)
     option("--dir", help="folder of the cache, if it is not the default one")
     option("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
     unreferenced = "prune: remove features that no run in or below these folders was trained on"

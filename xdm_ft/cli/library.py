@@ -88,6 +88,10 @@ class Results:
 
         `selection`: by default the recipe's own rule; "oracle", which reads test labels, and the run's other rules on
         request. Raises `UserError` for a rule that the run does not have.
+
+        >>> results = xdm_ft.open("output/demo")
+        >>> [(row["method"], row["selection"], row["n"]) for row in results.table()]
+        [('zero_shot', 'train_val', 1), ('linear_probe', 'train_val', 10)]
         """
         rules = list(dict.fromkeys([self.run.recipe_rule, *self.run.rules]))
         rule = rules[0] if selection is None else selection

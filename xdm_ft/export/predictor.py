@@ -133,16 +133,31 @@ class Model:
         return f"<p><strong>{escape(repr(self))}</strong></p><table>{rows}</table>"
 
     def predict(self, images: Images) -> list[str]:
-        """Returns the most probable class of every image. Raises `UserError` for one that does not decode."""
+        """Returns the most probable class of every image. Raises `UserError` for one that does not decode.
+
+        >>> black, white = np.zeros((32, 32, 3), np.uint8), np.full((32, 32, 3), 255, np.uint8)
+        >>> names = model.predict([black, white])
+        >>> len(names), set(names) <= set(model.class_names)
+        (2, True)
+        """
         return [self.class_names[number] for number in self.predict_proba(images).argmax(1)]
 
     def predict_proba(self, images: Images) -> np.ndarray:
-        """Returns probabilities float32 [n,C]."""
+        """Returns probabilities float32 [n,C].
+
+        >>> probabilities = model.predict_proba([black, white])
+        >>> probabilities.shape, probabilities.sum(axis=1).round(3).tolist()
+        ((2, 10), [1.0, 1.0])
+        """
         width = len(self.class_names)
         return self._map(lambda z: probabilities(self.module.logits(self.module.head_input(z))), images, width)
 
     def encode(self, images: Images) -> np.ndarray:
-        """Returns features float32 [n,K], as the head reads them."""
+        """Returns features float32 [n,K], as the head reads them.
+
+        >>> model.encode([black, white]).shape
+        (2, 64)
+        """
         return self._map(self.module.head_input, images, self.config.encoder.width)
 
     def distance(self, images: Images) -> np.ndarray:
@@ -150,6 +165,10 @@ class Model:
 
         It is the Mahalanobis distance to the nearest class (`evaluation/neighbours.py`). `distance_percentile` says
         what is far. Raises `UserError` if the model has no reference.
+
+        >>> distances = model.distance([black, white])
+        >>> distances.shape, bool((distances >= 0).all())
+        ((2,), True)
         """
         reference = self.reference_for("distance")
         return self._map(lambda z: torch.from_numpy(reference.distance(z.cpu().numpy())), images)
@@ -158,11 +177,18 @@ class Model:
         """Returns, for each distance, the percentage of unseen images of training domains that are nearer: float32 [n].
 
         Raises `UserError` if the model has no reference.
+
+        >>> model.distance_percentile(np.array([0.0, 1e6], np.float32))
+        array([  0., 100.], dtype=float32)
         """
         return self.reference_for("distance_percentile").percentile(distances)
 
     def reference_for(self, purpose: str) -> Reference:
-        """Returns the reference. Raises `UserError`, which begins with `purpose`, if the model has none."""
+        """Returns the reference. Raises `UserError`, which begins with `purpose`, if the model has none.
+
+        >>> model.reference_for("distance") is model.reference
+        True
+        """
         if self.reference is not None:
             return self.reference
         start = f"{purpose}: unknown for this model, because its run kept nothing of the training features"
@@ -177,6 +203,10 @@ class Model:
 
         The temperature is in `scale` and `bias`. Raises `UserError` if the logits are not linear in L2-normalised
         features.
+
+        >>> embeddings, scale, bias = model.class_embeddings()
+        >>> embeddings.shape, bias.shape
+        (torch.Size([10, 64]), torch.Size([10]))
         """
         maps = list[tuple[Tensor, Tensor]]()  # of each head W float64 [C,K] and b [C]: logits = W ẑ + b
         for head in [*self.module.members] if self.module.head is None else [self.module.head]:

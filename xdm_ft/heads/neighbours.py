@@ -30,7 +30,9 @@ def vote(z: Tensor, keys: Tensor, labels: Tensor, k: int, temperature: Tensor, n
 
 
 class NeighbourHead(Head):
-    """logits = log p of the weighted vote of the k nearest training features, by cosine (`vote`).
+    """logits_c = log [(k v_c + 1/C) / (k + 1)], v_c the share of class c in the k nearest features' votes exp(cos / T).
+
+    Neighbours are training features, by cosine (`vote`).
 
     Its buffers are the training features: 4 n K bytes in memory and in every weights file, for n images and features
     of K dimensions (100,000 images of 512 dimensions: 205 MB). The cosines of a block of images are in memory at once.

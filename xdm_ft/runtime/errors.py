@@ -14,6 +14,12 @@ class UserError(Exception):
 
     A line names the file and the key or value, says what is wrong and what to do. The command line prints the lines
     without a traceback and exits with status 2.
+
+    >>> try:
+    ...     xdm_ft.open("nowhere")
+    ... except xdm_ft.UserError as error:
+    ...     print(error)
+    nowhere: does not exist; name a run directory
     """
 
     def __str__(self) -> str:

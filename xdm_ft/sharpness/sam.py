@@ -19,9 +19,9 @@ Adaptive = Annotated[bool, Field(description="scale the radius with the size of 
 
 
 class SAM(Sharpness):
-    """The step at θ uses the gradient at θ + ε: to first order the point of highest loss within the radius ρ of θ.
+    """The step at θ uses the gradient ∇L(θ + ε), ε = ρ g / (‖g‖₂ + 1e-12), g = ∇L(θ).
 
-    ε = ρ g / (‖g‖₂ + 1e-12), g the gradient at θ, ‖·‖₂ over all parameters together (Foret et al. 2021, eq. 2).
+    To first order θ + ε is the point of highest loss within the radius ρ of θ. ‖·‖₂ is over all parameters together.
     `adaptive`: ε = ρ w² g / (‖ |w| g ‖₂ + 1e-12), element by element, so that rescaling weights changes nothing (ASAM,
     Kwon et al. 2021, without its η; as in https://github.com/davda54/sam). ρ = 0.05 is the paper's default; for ASAM it
     should be about ten times as large.

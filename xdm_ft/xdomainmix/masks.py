@@ -29,6 +29,12 @@ def linear_scores(z: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
     Returns:
         float32 [B,K], without gradient.
+
+    >>> z = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    >>> weight = torch.tensor([[1.0, 0.0, -1.0], [2.0, 1.0, 0.0]])
+    >>> linear_scores(z, weight, torch.tensor([0, 1]))  # class 0, then class 1
+    tensor([[ 1.,  0., -3.],
+            [ 8.,  5.,  0.]])
     """
     z, row = z.detach().float(), F.embedding(target, weight.detach().float())  # row [B,K]
     if z.ndim == row.ndim:
@@ -42,6 +48,11 @@ def autograd_scores(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor)
 
     `head` maps z to logits [B,C] sample by sample (no batch statistics). A module is called with z in the dtype of its
     parameters. Other arguments and the result are those of `linear_scores`.
+
+    >>> z = torch.tensor([[1.0, 2.0], [4.0, 5.0]])
+    >>> autograd_scores(z, lambda z: z**2, torch.tensor([0, 1]))  # v_0 = z_0², so that its score is 2 z_0²
+    tensor([[ 2.,  0.],
+            [ 0., 50.]])
     """
     score = target_gradient(z, head, target) * z.detach().float()  # like z
     return score.flatten(2).mean(-1) if score.ndim > 2 else score
@@ -76,6 +87,9 @@ def specific_mask(scores: Tensor, quantile: float | Fraction | Tensor) -> Tensor
 
     Returns:
         bool [...,K].
+
+    >>> specific_mask(torch.tensor([[3.0, 1.0, 2.0, 5.0, 4.0]]), 0.5)  # the median is 3
+    tensor([[False, False, False,  True,  True]])
     """
     size = scores.shape[-1]
     if isinstance(quantile, Tensor):
@@ -107,6 +121,9 @@ def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5
 
     `step` counts from 0 since the end of the warm-up. Raises `ValueError` if `step` is negative, `every` is below 1, or
     the cycle cannot fall from `start` to `stop`.
+
+    >>> [domain_quantile(step, every=100) for step in (0, 99, 100, 200, 300, 400, 500)]
+    [0.9, 0.9, 0.8, 0.7, 0.6, 0.5, 0.9]
     """
     if step < 0 or every < 1:
         raise ValueError(f"step {step} and every {every}: step must be at least 0, every at least 1")

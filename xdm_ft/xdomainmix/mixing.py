@@ -30,6 +30,13 @@ def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
     z is [B,K] or [B,K,h,w], the masks are bool [B,K]: one value per channel of a map. The parts sum to z bit for bit: a
     part is −0.0 where its mask is False. −0.0 is the neutral element of float addition; +0.0 is not, as −0.0 + 0.0 is
     +0.0. The gradient of each element of z is that of the one part that contains it.
+
+    >>> z, of_class = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[True, True, False, False]])
+    >>> parts = decompose(z, of_class, domain_mask=torch.tensor([[True, False, True, False]]))
+    >>> parts.csds, parts.cgdg
+    (tensor([[1., -0., -0., -0.]]), tensor([[-0., -0., -0., 4.]]))
+    >>> sum(parts)
+    tensor([[1., 2., 3., 4.]])
     """
     space = (None,) * (z.ndim - class_mask.ndim)
     of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]
@@ -39,7 +46,12 @@ def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
 
 
 class Partners(NamedTuple):
-    """Positions in the batch. A sample without a valid partner is its own partner, with `has_… = False`."""
+    """Positions in the batch. A sample without a valid partner is its own partner, with `has_… = False`.
+
+    >>> alone, no = torch.tensor([0]), torch.tensor([False])
+    >>> Partners(same=alone, other=alone, has_same=no, has_other=no).has_same
+    tensor([False])
+    """
 
     same: Tensor  # int64 [B], x_i: same class, other domain
     other: Tensor  # int64 [B], x_j: other class, other domain by default
@@ -54,6 +66,11 @@ def draw_partners(
 
     `y`, `domain` int64 [B]; `noise` is u in [0, 1), [B,2], for x_i and for x_j: the ⌊u·n⌋-th of the n valid samples is
     drawn, in the order of the batch. Raises `ValueError` if `other` is none of the four choices.
+
+    >>> y, domain = torch.tensor([0, 1, 0, 1]), torch.tensor([0, 0, 1, 1])
+    >>> partners = draw_partners(y, domain, torch.rand(4, 2))  # one sample is valid each time
+    >>> partners.same, partners.other
+    (tensor([2, 3, 0, 1]), tensor([3, 2, 1, 0]))
     """
     same_class, same_domain = y[:, None] == y, domain[:, None] == domain  # [B,B]
     first = same_class & ~same_domain
@@ -93,6 +110,13 @@ def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
 
     `parts` are those of the whole batch, `lam` is λ1 and λ2 [B,2], `keep` bool [B] (False drops Z̃_c,d). Returns z̃,
     like a part. Gradients flow to the sample's own parts and to its partners'.
+
+    >>> z, yes = torch.tensor([[0.0, 1.0], [8.0, 3.0]]), torch.tensor([True, True])
+    >>> parts = decompose(z, torch.tensor([[True, False]] * 2), torch.tensor([[True, False]] * 2))  # Z_c,d and Z_¬c,¬d
+    >>> partners = Partners(torch.tensor([1, 0]), torch.tensor([1, 0]), yes, yes)
+    >>> mix(parts, partners, lam=torch.tensor([[0.5, 0.5], [0.75, 0.5]]), keep=yes)
+    tensor([[4., 1.],
+            [6., 3.]])
     """
     space = (None,) * (parts.csds.ndim - 1)
     lam = torch.where(torch.stack((partners.has_same, partners.has_other), 1), lam, 1.0)
