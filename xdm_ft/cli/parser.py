@@ -6,7 +6,6 @@ import argparse
 import importlib
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -149,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
             _show_fault(2, misused.message)
         raise
     except BrokenPipeError:
-        return 128 + signal.SIGPIPE
+        return 141  # 128 + SIGPIPE, which Windows lacks
     except (Exception, interrupt.Interrupted) as error:
         status, message = _fault(error)
         if message is not None:
