@@ -15,6 +15,8 @@ import pytest
 import small_runs
 from packaging.requirements import Requirement
 
+from xdm_ft import UserError, load
+from xdm_ft.cli import parser
 from xdm_ft.cli.export import export_model
 from xdm_ft.export import sources
 from xdm_ft.export.choose import Choice
@@ -57,6 +59,24 @@ def test_the_verbs_of_a_site_give_the_same_where_posix_is_taken_away(made_once, 
     assert {"probabilities.npy", "predictions.csv", "sheet.html", "adapted.npy"} <= {
         str(path) for path in files["desk"]
     }
+
+
+@pytest.mark.slow
+def test_the_gpu_of_a_mac_is_taken_where_there_is_no_other(made_once, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    with pytest.raises(UserError, match=r"device: mps cannot be used .*; use cpu, cuda or mps"):
+        load(made_once("portable", made_model) / "model")
+
+
+def test_a_package_that_is_missing_is_a_line(monkeypatch, capsys):
+    def needs_more(arguments):
+        raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+
+    monkeypatch.setattr("xdm_ft.cli.ls.main", needs_more)
+    assert parser.main(["ls"]) == 2
+    line = "xdm-ft: pyarrow is not installed; install all that the package needs: pip install xdm_ft\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_glob_and_a_group_may_be_of_windows_paths(tmp_path, monkeypatch):
