@@ -27,7 +27,7 @@ safetensors.torch scipy.stats timm torch torchvision tqdm
 MODULES = "fcntl grp posix pty pwd resource syslog termios tty"
 OF_OS = """
 fork forkpty geteuid getuid getegid getgid getgroups sched_getaffinity fchmod fchown chown lchown killpg getpgid getpgrp
-setsid statvfs uname mkfifo pread pwrite sysconf posix_fadvise wait3 wait4 nice getloadavg
+setsid uname mkfifo pread pwrite sysconf posix_fadvise wait3 wait4 nice getloadavg
 O_NOFOLLOW O_DIRECTORY O_CLOEXEC O_NONBLOCK O_SYNC WNOHANG
 """
 OF_SIGNAL = """
@@ -36,7 +36,7 @@ SIGHUP SIGUSR1 SIGUSR2 SIGCHLD SIGCLD SIGPIPE SIGALRM SIGKILL SIGQUIT pthread_si
 
 
 @contextmanager
-def StandIn(file: Path, timeout: float) -> Iterator[None]:
+def StandIn(file: Path, timeout: float = -1) -> Iterator[None]:
     """For filelock's lock, which would look for Windows itself."""
     with open(file, "x", encoding="utf-8"):
         yield
