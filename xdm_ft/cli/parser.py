@@ -6,7 +6,6 @@ import argparse
 import importlib
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -149,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
             _show_fault(2, misused.message)
         raise
     except BrokenPipeError:
-        return 128 + signal.SIGPIPE
+        return 141  # 128 + SIGPIPE, which Windows lacks
     except (Exception, interrupt.Interrupted) as error:
         status, message = _fault(error)
         if message is not None:
@@ -187,6 +186,8 @@ def _fault(error: BaseException) -> tuple[int, str | None]:
         return error.status, printable(f"xdm-ft: {error}") if _is_main_process() else None
     if isinstance(error, PermissionError) and error.filename is not None:
         return 2, f"xdm-ft: {error.filename}: {error.strerror}; change its permissions or use another"
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("xdm_ft"):
+        return 2, f"xdm-ft: {error.name} is not installed; install all that the package needs: pip install xdm_ft"
     lines = str(error).strip().splitlines()
     # gloo raises a plain RuntimeError when a connection breaks
     if (

@@ -299,7 +299,9 @@ class Tasks:
             self.look_at_nodes()
             for file in self.folder.glob("*.log"):
                 # a task may be in the middle of its last line, which is read at the next look
-                lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+                lines = [
+                    line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")
+                ]
                 for line in lines[self.logged.get(file, 0) :]:
                     level, node, message = json.loads(line)
                     logger.log(level, "%s: %s", node, message)

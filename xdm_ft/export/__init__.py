@@ -395,7 +395,8 @@ class Classifier(nn.Module):
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """float32 [...,C], as runs compute them: in float64, since float32 rounds small ones."""
+    """float32 [...,C], as runs compute them: in float64, since float32 rounds small ones. Apple's GPUs have none."""
+    logits = logits.cpu() if logits.device.type == "mps" else logits
     return logits.double().softmax(-1).float()
 
 

@@ -47,7 +47,7 @@ from xdm_ft.model_sources.source import (
 )
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage import json_digest, tensors_digest
-from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
+from xdm_ft.storage.atomic import ON_WINDOWS, UNFINISHED, disk_errors, replace_text, sync, umask
 from xdm_ft.storage.lines import Damaged, json_object, one_line
 from xdm_ft.storage.tensors import Sizes, read_checked, refuse_other_sizes, tensors_of, write_checked, write_tensors
 
@@ -118,6 +118,8 @@ def new_directory(target: Path) -> Iterator[Path]:
         refuse_taken(target)  # by another command meanwhile
         with disk_errors(target):
             folder.chmod(0o777 & ~umask())  # mkdtemp lets only the owner in
+            if ON_WINDOWS and target.exists():
+                target.rmdir()
             os.replace(folder, target)  # an empty directory may be replaced
             sync(target.parent)
     finally:

@@ -7,19 +7,19 @@ before the next images are done.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from xdm_ft.export import probabilities
@@ -32,12 +32,18 @@ from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import TAKEN, UNFINISHED, Together, disk_errors, sync
 from xdm_ft.storage.lines import Damaged, append_lines, csv_line, read_lines
 
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]  # on Windows
+
 PredictionRow = list[str | float | bool | int | None]
 Format = Literal["csv", "jsonl", "parquet"]
 IsUnknown = Callable[[Tensor], np.ndarray]
 """Features [n,K], as the head reads them → which of the images belong to no class, bool [n]."""
 ROWS_AT_ONCE = 4096  # that are in memory
 SECONDS = 1.0  # between two writes: what a kill loses
+BUSY = "another command is writing to it; wait for it, or name another file"
 LOCK_SECONDS = 3.0  # a killed command, and the processes that decode its images, end a moment later
 
 
@@ -364,8 +370,12 @@ def open_unfinished(out: Path, about: Mapping[str, Any], resume: bool) -> Iterat
     """
     refuse_taken(out, resume)
     file = unfinished_file(out)
-    handle = _lock(file)
-    try:
+    with ExitStack() as locked:
+        if fcntl is None:
+            locked.enter_context(_file_beside(file))
+        handle = _lock(file)
+        opened = locked.enter_context(ExitStack())
+        opened.callback(os.close, handle)
         unfinished = Unfinished(out, about, handle)
         if unfinished.has_rows and not resume:
             raise UserError(
@@ -382,9 +392,21 @@ def open_unfinished(out: Path, about: Mapping[str, Any], resume: bool) -> Iterat
         finally:
             if not unfinished.has_rows and _is_named(file, handle):
                 with disk_errors(file):
+                    if fcntl is None:
+                        opened.close()  # Windows removes no open file
                     file.unlink()
-    finally:
-        os.close(handle)
+
+
+@contextmanager
+def _file_beside(file: Path) -> Iterator[None]:
+    """Context of a lock where an open file has none: of a file beside it. Raises `UserError`, as `_lock` does."""
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(file.with_name(f"{file.name}.lock"), timeout=LOCK_SECONDS):
+            yield
+    except Timeout as error:
+        raise UserError(f"{file}: {BUSY}") from error
 
 
 def _lock(file: Path) -> int:
@@ -399,14 +421,16 @@ def _lock(file: Path) -> int:
             if file.is_symlink():
                 raise UserError(f"{file}: is a symbolic link; delete it, or name another file")
             # O_NOFOLLOW: the file will be truncated, and a link could lead to any other one
-            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            handle = os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+            if fcntl is None:
+                return handle
             with suppress(BlockingIOError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_named(file, handle):  # not if the command that held the lock has removed its file
                     return handle
         os.close(handle)
         if time.monotonic() > until:
-            raise UserError(f"{file}: another command is writing to it; wait for it, or name another file")
+            raise UserError(f"{file}: {BUSY}")
         time.sleep(0.05)
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checkable
@@ -18,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from xdm_ft.evaluation.neighbours import Reference
-from xdm_ft.export import Classifier, ModelParts, ModelPrecision, probabilities
+from xdm_ft.export import Classifier, ModelConfig, ModelParts, ModelPrecision, probabilities
 from xdm_ft.export.card import HUB, WORDS, interval, shown
 from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import CONFIG, read_directory
@@ -94,14 +95,16 @@ class Model:
         self.config = parts.config
         self.folder = Path()  # where it was loaded from
         self.class_names = parts.config.class_names
-        name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = device or (
+            "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        )
         try:
             self.device = torch.device(name)
             # `torch.device` accepts devices that this machine does not have
             torch.zeros(1, device=self.device)
         except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: no CUDA in this torch
             reason = str(error).splitlines()[0]
-            raise UserError(f"device: {name} cannot be used ({reason}); use cpu or cuda") from error
+            raise UserError(f"device: {name} cannot be used ({reason}); use cpu, cuda or mps") from error
         self.module = Classifier(parts, precision, self.device)
         self.reference = parts.reference
         self.training_images = parts.training_images
@@ -211,7 +214,9 @@ class Model:
         maps = list[tuple[Tensor, Tensor]]()  # of each head W float64 [C,K] and b [C]: logits = W ẑ + b
         for head in [*self.module.members] if self.module.head is None else [self.module.head]:
             if isinstance(head, Cosine):
-                weight = (head.log_scale.double().exp() * F.normalize(head.weight.double(), dim=-1)).detach()
+                weight = (
+                    head.log_scale.cpu().double().exp() * F.normalize(head.weight.cpu().double(), dim=-1)
+                ).detach()
                 maps.append((weight, weight.new_zeros(len(weight))))
             elif not isinstance(head, Linear):
                 name = type(head).__name__.lower()
@@ -224,10 +229,10 @@ class Model:
                     "encoder.normalize: true, or with head: cosine"
                 )
             else:
-                maps.append((head.weight.double().detach(), head.bias.double().detach()))
+                maps.append((head.weight.cpu().double().detach(), head.bias.cpu().double().detach()))
         weight, bias = (torch.stack(tensors).mean(0) / self.module.temperature for tensors in zip(*maps, strict=True))
         scale = weight.norm(dim=1).mean().item()
-        return ClassEmbeddings((weight / (scale or 1.0)).float().cpu(), scale, bias.float().cpu())
+        return ClassEmbeddings((weight / (scale or 1.0)).float(), scale, bias.float())
 
     @torch.no_grad()
     def _map(self, values: Callable[[Tensor], Tensor], images: Images, *shape: int) -> np.ndarray:
@@ -406,16 +411,17 @@ def _computed(model: Model, batch: PixelBatch[Item]) -> ImageBatch:
     return ImageBatch(batch.items, z_encoder[:n].cpu(), logits[:n].cpu(), members, unreadable, n - len(batch.instead))
 
 
-def read_batches(
-    model: Model, batches: Iterable[list[Item]], batch_size: int, workers: int, lookup: Lookup | None = None
-) -> Iterator[PixelBatch[Item]]:
-    """Yields the images decoded and resized; instead of pixels the features [K] of those that the `lookup` has."""
-    preprocessing = model.config.preprocessing
-    resize = resizing_transform(preprocessing)
+@dataclass(frozen=True)
+class _Reader:
+    """Reads an image, as a worker does: the image resized, its features, or why there is no prediction."""
 
-    def read(item: Item) -> Image.Image | Tensor | str:
-        if model.config.encoder.reads_features:
-            return features_of(item, model.config.encoder)
+    config: ModelConfig
+    resize: Callable[[Image.Image], Image.Image]
+    lookup: Lookup | None
+
+    def __call__(self, item: Item) -> Image.Image | Tensor | str:
+        if self.config.encoder.reads_features:
+            return features_of(item, self.config.encoder)
         name = printable(item.path)
         content: bytes | Path = item.content if isinstance(item.content, bytes) else Path(item.content)
         with memory_of(name):
@@ -424,7 +430,7 @@ def read_batches(
                     status = content.stat()
                     if not stat.S_ISREG(status.st_mode):  # opening a pipe would block for ever
                         raise UnreadableImage(item.path, "not a regular file")
-                    if lookup is not None and not item.hashed and status.st_size <= MAX_READ:
+                    if self.lookup is not None and not item.hashed and status.st_size <= MAX_READ:
                         content = content.read_bytes()
                 except ValueError as error:  # a null byte in the path
                     raise UnreadableImage(item.path, str(error)) from error
@@ -433,14 +439,22 @@ def read_batches(
                         raise
                     raise UnreadableImage(item.path, error.strerror or str(error)) from error
             hashed = item.hashed
-            if lookup is not None and isinstance(content, bytes) and not hashed:
+            if self.lookup is not None and isinstance(content, bytes) and not hashed:
                 hashed = xxhash.xxh3_128_digest(content)
-            cached = lookup.find(hashed) if lookup is not None and hashed else None
+            cached = self.lookup.find(hashed) if self.lookup is not None and hashed else None
             if cached is not None:
                 return cached
-            resized: Image.Image = resize(decode(content, name, preprocessing.least_side, model.config.intensity))
+            side = self.config.preprocessing.least_side
+            resized: Image.Image = self.resize(decode(content, name, side, self.config.intensity))
             return resized
 
+
+def read_batches(
+    model: Model, batches: Iterable[list[Item]], batch_size: int, workers: int, lookup: Lookup | None = None
+) -> Iterator[PixelBatch[Item]]:
+    """Yields the images decoded and resized; instead of pixels the features [K] of those that the `lookup` has."""
+    preprocessing = model.config.preprocessing
+    read = _Reader(model.config, resizing_transform(preprocessing), lookup)
     shape = (batch_size, preprocessing.size, preprocessing.size, 3)
     return pixel_batches(batches, read, shape, model.device, workers, "predict", SMALLER.format(batch_size))
 

@@ -142,7 +142,7 @@ class Sources:
         """Returns an item of `path` with its group. Raises `UserError` if it has none, and needs one."""
         group: str | None = item.group
         if not group and self.group_by is not None:
-            group = group_of(item.path, self._expression, self.option)
+            group = group_of(item.path.replace(os.sep, "/"), self._expression, self.option)
         if not group and self.group_by is not None:
             column = f"is not a column of {printable(path)} and " if self._is_table(path) else ""
             raise UserError(
@@ -173,9 +173,11 @@ class Sources:
 
 def _matches(pattern: str) -> Iterator[str]:
     """Yields the files that a glob matches. `**` is any number of folders; hidden files match nothing."""
-    parts = pattern.split("/")
+    parts = pattern.replace(os.sep, "/").split("/")
     fixed = first_pattern(parts)
     root = "/".join(parts[:fixed]) or ("/" if fixed else "")
+    if root and root == os.path.splitdrive(root)[0]:
+        root += "/"  # C: alone is the current folder of that drive
     if os.path.isdir(root or "."):
         yield from _files(root, [part for part in parts[fixed:] if part])
 

@@ -371,6 +371,7 @@ class Lookup:
     """
 
     def __init__(self, folder: Path, key: str, width: int, dtype: torch.dtype) -> None:
+        self.store = folder, key, width, dtype
         self.shards: list[Shard] = []
         self._intact: dict[int, bool] = {}  # by the number of the shard; its features are read once
         try:
@@ -390,6 +391,9 @@ class Lookup:
 
     def __len__(self) -> int:
         return len(self._shard)
+
+    def __reduce__(self) -> tuple[type[Lookup], tuple[Path, str, int, torch.dtype]]:
+        return Lookup, self.store  # a spawned process maps the files itself
 
     def find(self, hashed: bytes) -> Tensor | str | None:
         """Returns the features [K] of the image with this hash, why it does not decode, or None if it is unknown."""

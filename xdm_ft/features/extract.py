@@ -34,7 +34,7 @@ from xdm_ft.features.key import View, all_views, key_of, key_parts
 from xdm_ft.features.maintenance import stores
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
-from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
+from xdm_ft.images.loader import DTYPES, FORKS, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import normalize
 from xdm_ft.model_sources.source import first_few, not_finite
 from xdm_ft.runtime.errors import UserError, plural
@@ -307,6 +307,7 @@ class Extraction:
         if workers is None:
             in_memory = not hashes.files.size and not hashes.unreadable and hashes.container is None
             workers = 0 if in_memory else decoding_workers(self.device, own_cores())
+        workers = workers if FORKS else 0  # `read` cannot be pickled
         transform, side = self.view.transform(preprocessing), preprocessing.size
         requested = deque[UnfinishedShard]()  # the shard of each batch that was requested
         computed = deque[tuple[PixelBatch[int], Tensor, torch.cuda.Event | None]]()

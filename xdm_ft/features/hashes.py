@@ -36,7 +36,7 @@ from xdm_ft.image_files.remote import is_remote, state_of
 from xdm_ft.images import Container, ImageDataset, Pieces
 from xdm_ft.images.decode import OF_THE_MACHINE, scan
 from xdm_ft.images.facts import Extremes, Pixels, extremes, pixels
-from xdm_ft.images.loader import image_loader, iterate_batches
+from xdm_ft.images.loader import FORKS, image_loader, iterate_batches
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.machine import own_cores
@@ -426,7 +426,8 @@ def file_states(dataset: _Hashable) -> FileHashes:
     Most of that time is spent in Python, so processes divide a long list.
     """
     blocks = [range(first, min(first + ROWS_AT_ONCE, len(dataset))) for first in range(0, len(dataset), ROWS_AT_ONCE)]
-    workers = min(own_cores(), len(blocks)) if len(blocks) > 1 and isinstance(dataset, ImageFiles | ListedImages) else 0
+    in_files = FORKS and len(blocks) > 1 and isinstance(dataset, ImageFiles | ListedImages)
+    workers = min(own_cores(), len(blocks)) if in_files else 0  # a spawned one would import torch first
     loader = image_loader(_StatesOf(dataset), workers, torch.device("cpu"), batch_size=None, sampler=blocks)
     digests, stamps = np.zeros((len(dataset), 16), np.uint8), np.empty((len(dataset), 3), np.int64)
     unreadable, paths = dict[int, str](), xxhash.xxh3_128()

@@ -88,7 +88,7 @@ def stores(cache: Path) -> list[Cached]:
         for path in folder.glob(SHARDS):
             with suppress(FileNotFoundError):  # pruned since it was listed
                 status = path.lstat()
-                files.append(File(path, status.st_size, status.st_mtime, status.st_uid == os.getuid()))
+                files.append(File(path, status.st_size, status.st_mtime, _is_own(status)))
         cached_stores.append(Cached(folder, manifest, files))
     return sorted(cached_stores, key=lambda store: -store.last_used)
 
@@ -152,9 +152,13 @@ def prune(
     return removed
 
 
+def _is_own(status: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or status.st_uid == os.getuid()  # Windows tells no owner
+
+
 def _remove_if_empty(folder: Path) -> None:
     """Removes a store without shards, unless it is another user's or there are files in it that are not ours."""
-    if folder.stat().st_uid != os.getuid() or any(folder.glob(SHARDS)):
+    if not _is_own(folder.stat()) or any(folder.glob(SHARDS)):
         return
     with disk_errors(folder):
         for pattern in OURS:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,6 +31,8 @@ from xdm_ft.runtime.interrupt import end_with_parent, stop_requested
 from xdm_ft.runtime.machine import own_cores
 
 T = TypeVar("T")
+# a forked process cannot use the libraries of a Mac
+FORKS = hasattr(os, "fork") and sys.platform != "darwin"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of the precisions in recipes
 SECONDS_TO_END = 1.0  # for the end of a worker to be reported
 SECONDS_TO_DIE = 10.0  # the same where its connection broke: that happens first, and writing a core file takes a while
@@ -73,9 +77,9 @@ def decoding_workers(device: torch.device, most: int) -> int:
     """Returns how many processes decode images by default: none if the encoder runs on the same cores.
 
     Each core that a worker takes from it lets all of its threads wait. Threads of this process then decode a batch on
-    all cores, between two passes of the encoder.
+    all cores, between two passes of the encoder. None too where workers are spawned: each would import torch.
     """
-    return 0 if device.type == "cpu" else min(most, own_cores())
+    return 0 if device.type == "cpu" or not FORKS else min(most, own_cores())
 
 
 class PixelBatch(NamedTuple, Generic[T]):
@@ -103,9 +107,7 @@ def pixel_batches(
     with nullcontext() if workers else ThreadPoolExecutor(own_cores(), "decoder") as threads:
         dataset = _PixelBatches(read, shape, threads.map if threads else map)
         # it yields whole batches; torch's own `collate_fn` would make tensors of arrays among the items
-        loader = image_loader(
-            dataset, workers, device, batch_size=None, sampler=batches, collate_fn=lambda batch: batch
-        )
+        loader = image_loader(dataset, workers, device, batch_size=None, sampler=batches, collate_fn=_whole)
         yield from iterate_batches(loader, activity, remedy)
 
 
@@ -135,6 +137,14 @@ class _PixelBatches(Dataset[PixelBatch[T]]):
         return PixelBatch(items, torch.from_numpy(pixels), {at: value for at, value in values if value is not None})
 
 
+def _whole(batch: T) -> T:
+    return batch
+
+
+def _end_with(parent: int, number: int) -> None:
+    end_with_parent(parent)
+
+
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **options: Any) -> DataLoader[T]:
     """Returns a DataLoader of batches for the device; `options` say which batches. See `iterate_batches`."""
     parent = os.getpid()
@@ -143,9 +153,9 @@ def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **opti
         num_workers=workers,
         pin_memory=device.type == "cuda",
         generator=torch.Generator(),  # otherwise the loader draws a seed from the global one
-        # fork: what `read` closes over cannot be pickled, and workers share the memory of data sets and features
-        multiprocessing_context="fork" if workers else None,
-        worker_init_fn=lambda number: end_with_parent(parent),
+        # fork: it starts at once, and workers share the memory of data sets and features
+        multiprocessing_context=("fork" if FORKS else "spawn") if workers else None,
+        worker_init_fn=partial(_end_with, parent),
         **options,
     )
 
@@ -156,7 +166,7 @@ def iterate_batches(loader: DataLoader[Any], activity: str, remedy: str) -> Iter
     The signal that requests the stop may have ended the workers too. Raises `UserError`, a line from `activity` to
     `remedy`, if a worker has died.
     """
-    before = signal.getsignal(signal.SIGCHLD)
+    before = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     iterator = iter(loader)  # starts the workers
     if before is not None and threading.current_thread() is threading.main_thread():
         # torch's handler would raise the death of a worker anywhere in the main thread, in the middle of a step;

@@ -20,7 +20,8 @@ from types import FrameType
 
 ONE_PRESS_SECONDS = 2.0  # a launcher forwards Ctrl-C to processes that have already received it from the terminal
 RESUME = "run the same command to resume"
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGHUP = getattr(signal, "SIGHUP", None)  # None: on Windows
+STOPPING = tuple(filter(None, (signal.SIGINT, signal.SIGTERM, SIGHUP)))
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -79,9 +80,10 @@ def handle(resumable: bool = False, prints: bool = True) -> None:
     prints = prints and os.environ.get("RANK", "0") == "0"  # one line of all processes of a run
     _received = _Received(process=os.getpid(), prints=prints, resume=RESUME if resumable else "")
     for number in STOPPING:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+        if number != SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _handle)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # `block_signals` where this process was forked
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows, where no process is forked
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # `block_signals` where this process was forked
 
 
 @contextmanager

@@ -25,7 +25,8 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes, the limit of glibc before 2.35
 
 def cores() -> int:
     """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    # a container or a queue may allow it fewer cores than the machine has; macOS and Windows cannot say
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def own_cores() -> int:
@@ -53,7 +54,7 @@ def cpu_has_bf16() -> bool:
     if hasattr(torch.cpu, "get_capabilities"):  # an older torch has none
         has = {name for name, value in torch.cpu.get_capabilities().items() if value}
     else:
-        has = set(file.read_text().split()) if file.exists() else set()
+        has = set(file.read_text(encoding="utf-8").split()) if file.exists() else set()
     return not has.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})  # the last one is ARM's name
 
 
@@ -105,7 +106,7 @@ class PeakMemory:
             if hasattr(c_library, "malloc_trim"):  # musl has none
                 c_library.malloc_trim(0)
             try:
-                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+                Path("/proc/self/clear_refs").write_bytes(b"5")  # resets VmHWM; see proc(5)
             except OSError:
                 self.start = -1  # a sandbox forbids it
             else:
@@ -125,7 +126,7 @@ class PeakMemory:
 
 def _resident(name: str) -> int:
     """Returns a value of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 

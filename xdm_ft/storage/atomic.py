@@ -6,6 +6,7 @@ import errno
 import filecmp
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Self
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import how_to_resume
 
+ON_WINDOWS = sys.platform == "win32"  # it neither renames nor removes a file that is open, and opens no folder
 UNFINISHED = ".unfinished"
 UNFINISHED_TENSORS = ".tmp" + 6 * "?"  # pattern of the temporary files that safetensors itself writes
 SYNCS_AT_ONCE = 16
@@ -149,7 +151,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def is_writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def file_mode(folder: Path) -> int:
@@ -166,7 +168,9 @@ def umask() -> int:
 
 def sync(path: Path) -> None:
     """Returns when the file, or the list of names in the folder, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    if ON_WINDOWS and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if ON_WINDOWS else os.O_RDONLY)  # Windows syncs what it may write
     try:
         os.fsync(handle)
     finally:

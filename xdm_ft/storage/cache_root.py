@@ -22,7 +22,7 @@ from psutil import pid_exists
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage import digest
-from xdm_ft.storage.atomic import disk_errors, file_mode, is_writable, replace_file
+from xdm_ft.storage.atomic import ON_WINDOWS, disk_errors, file_mode, is_writable, replace_file
 from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
@@ -73,7 +73,7 @@ def one_at_a_time(path: Path, waiting: str = "", wait: bool = True) -> Iterator[
     def touch() -> None:
         while not released.wait(LOCK_SECONDS / 3):
             with suppress(OSError):  # of a disk that is away for a moment
-                os.utime(held)
+                os.utime(held if os.utime in os.supports_fd else path)
 
     thread = Thread(target=touch, name=f"touches {path}", daemon=True)
     thread.start()
@@ -83,9 +83,13 @@ def one_at_a_time(path: Path, waiting: str = "", wait: bool = True) -> Iterator[
         released.set()
         thread.join()
         with suppress(OSError):  # the folder is gone, or another process took the lock from this one, which was paused
-            if os.path.samestat(os.fstat(held), path.stat()):
+            is_held = os.path.samestat(os.fstat(held), path.stat())
+            if ON_WINDOWS:
+                os.close(held)
+            if is_held:
                 path.unlink()
-        os.close(held)
+        if not ON_WINDOWS:
+            os.close(held)
 
 
 @dataclass
@@ -116,12 +120,15 @@ def _lock(path: Path, watched: Watched) -> int | None:
         os.close(handle)
         raise
     with suppress(OSError):  # some file systems have no modes
-        os.fchmod(handle, file_mode(path.parent))  # whatever the umask is
+        path.chmod(file_mode(path.parent))  # whatever the umask is
     return handle
 
 
 def _remove_lock_of_dead(path: Path, watched: Watched) -> None:
-    with suppress(FileNotFoundError), path.open(errors="replace") as file:  # open: no other file gets its inode number
+    with (
+        suppress(FileNotFoundError),
+        path.open(encoding="utf-8", errors="replace") as file,
+    ):  # open: no other file gets its inode number
         owner = dict(line.partition("=")[::2] for line in file.read(1000).splitlines())
         state = os.fstat(file.fileno())
         if watched.state != (state.st_ino, state.st_mtime_ns):
@@ -130,6 +137,8 @@ def _remove_lock_of_dead(path: Path, watched: Watched) -> None:
         dead = here and not pid_exists(int(owner["pid"]))
         if dead or time.monotonic() - watched.since > LOCK_SECONDS:
             aside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}.unfinished")
+            if ON_WINDOWS:
+                file.close()
             path.rename(aside)
             # another process that waits was faster, and has the lock now
             if not os.path.samestat(aside.stat(), state):

@@ -148,7 +148,9 @@ class RunDirectory:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                with (folder / name).open("x") as file:  # of several processes exactly one creates the file
+                with (folder / name).open(
+                    "x", encoding="utf-8"
+                ) as file:  # of several processes exactly one creates the file
                     file.write(self.process)
             except FileExistsError:
                 return False
@@ -160,7 +162,7 @@ class RunDirectory:
         for file in (self.path / "state" / TAKEN).glob("*"):
             # one without a name is being taken, or its process died at that moment: `unclaim` is for those
             with suppress(FileNotFoundError):  # another process has released its own
-                if file.name not in finished and file.read_text() == process:
+                if file.name not in finished and file.read_text(encoding="utf-8") == process:
                     file.unlink()
 
     def unclaim(self, name: str) -> None:

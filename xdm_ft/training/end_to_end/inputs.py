@@ -26,6 +26,7 @@ from xdm_ft.images import ImageDataset
 from xdm_ft.images.loader import DrawnRows, ImageRows, image_loader, iterate_batches
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.machine import cores
 from xdm_ft.runtime.randomness import Stream, bits, integers
 from xdm_ft.training import Job
 
@@ -178,10 +179,8 @@ class ComputedActivations(Inputs):
 
 def worker_count(accelerator: Accelerator) -> int:
     """Returns the number of loader workers of this process: cores of the machine / processes on it, at most 8."""
-    # a container or a queue may allow this process fewer cores than the machine has; macOS cannot say
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    return min(MAX_WORKERS, max(1, cores // processes))
+    return min(MAX_WORKERS, max(1, cores() // processes))
 
 
 def split_batch(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
