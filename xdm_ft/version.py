@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 
 def code_of(component: type[object]) -> str:

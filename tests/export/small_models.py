@@ -72,7 +72,7 @@ def parts(
     of_head = find("heads", head)
     heads = {seed: of_head(encoder.width, len(CLASSES), seed, 0).eval() for seed in range(members)}
     config = ModelConfig(
-        xdm_ft="0.1.0",
+        xdm_ft="1.0.0",
         class_names=CLASSES,
         encoder=EncoderConfig(
             name=name,
