@@ -103,7 +103,8 @@ def cut(table: Path, weights: Path) -> Path:
     methods += [f"{keys}, label: {label}" for label, keys in ALONE.items()]
     encoder = f"encoder: {{name: timm, model: vit_tiny_patch16_224, weights: {weights}}}\nfeatures: {{views: 4}}\n"
     training = "batch_size: 32, sampler: pooled, steps: 200, evaluate_every: 50, optimizer: adam, lr: 1.0e-3"
-    return recipe("mitosis_cut", f"{{name: table, file: {table}}}", encoder, methods, training, seeds=3)
+    training += ", mixed_precision: bf16"
+    return recipe("mitosis_cut", f"{{name: table, file: {table}}}", encoder, methods, training, seeds=1)
 
 
 def control(table: Path, weights: Path) -> Path:
