@@ -306,7 +306,7 @@ def test_lists_and_copies(in_folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert rows["groupdro"][2].startswith("Sagawa et al. 2020, Distributionally Robust Neural") and len(rows) >= 22
     asked = ("methods", "groupdro"), ("methods", "knn"), ("methods", "sam"), ("heads", "mlp"), ("recipes", "pacs")
     one = {pair: listing(*pair).text() for pair in asked}
-    assert "L_d the mean" in one["methods", "groupdro"] and "algorithm 1\n  works on:" in one["methods", "groupdro"]
+    assert "L_d: mean" in one["methods", "groupdro"] and "algorithm 1\n  works on:" in one["methods", "groupdro"]
     assert "\n  eta=0.01  η, step size" in one["methods", "groupdro"] and "\n  sam.rho=0.05 " in one["methods", "sam"]
     assert "\n  its head holds the features of all training images\n" in one["methods", "knn"]
     assert "\n  mlp.hidden_width=512 " in one["heads", "mlp"] and one["recipes", "pacs"].startswith("pacs\n  ")
