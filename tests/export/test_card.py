@@ -90,6 +90,14 @@ def test_what_was_not_tested_is_said(config):
     assert f"{seen}; this model has seen one more than those that were measured.\n" in card(fit, {})
 
 
+def test_values_of_chosen_methods_are_not_said_to_be_of_this_one(config):
+    own = "means over the run's models of this method"
+    mixed = [site.model_copy(update={"method": f"m{i}"}) for i, site in enumerate(config.expected.held_out)]
+    chosen = config.model_copy(update={"expected": config.expected.model_copy(update={"held_out": tuple(mixed)})})
+    assert own in card(config, {})
+    assert own not in card(chosen, {}) and "of the methods that were chosen; this model is one of" in card(chosen, {})
+
+
 def test_what_an_audit_of_the_run_found_is_a_line(config, small_model, tmp_path):
     choice = Choice(held_out=("sketch",))
     assert read_parts(read_run(small_model.run), choice).config.audit is None and "Audit" not in card(config, {})

@@ -294,6 +294,8 @@ def _expected(config: ModelConfig, expected: ExpectedPerformance) -> Iterator[st
     if is_final_fit:
         yield "These numbers are of models that were trained without the domain they were tested on. This model was"
         yield "trained on all domains, so no images are left to test it on."
+    elif counts:
+        yield "These numbers are of the methods that were chosen; this model is one of the run's, of its own method."
     else:
         yield "These numbers are means over the run's models of this method; this model is one of them."
     made = [f"an ensemble of {len(config.members)} heads"] * bool(config.members)
