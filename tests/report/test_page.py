@@ -317,7 +317,7 @@ def test_coverage_as_a_loop_over_thresholds_finds_it(run: Run, page: Page) -> No
 @pytest.mark.slow
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     data = Named(HOSTILE[:3], HOSTILE[3:], each=6)
-    faults = ["images: folder/secret.png is twice in the data"]
+    faults = ["images: folder/secret.png is twice in the data", "methods: coral is skipped: the encoder is frozen"]
     made = write_run(tmp_path, data, ("erm", HOSTILE[0], HOSTILE[4], HOSTILE[7]), range(2), findings=faults)
     set_recipe(made, name=HOSTILE[0])
     write_page(made)
@@ -328,6 +328,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert list(rows) == ["erm", HOSTILE[0], HOSTILE[4], HOSTILE[7]]
     assert page.table("Images per domain and class").rows[0][2:] == [printable(name) for name in HOSTILE[3:]]
     assert "secret" not in page.text and ".png" not in page.text, "names of images"
+    assert "1 fault of files" in page.text and "coral is skipped: the encoder is frozen" in page.text
     plots = sorted((tmp_path / "plots").glob("*.svg"))
     phones = [element for element in page.elements if element.attributes.get("class") == "phone"]
     assert len(plots) == len(page.all("svg")) - len(phones) > 5 and phones

@@ -99,7 +99,8 @@ def data(run: Run) -> Section | None:
             numbers = [numbers[0], len(present), int(present.min(initial=of.max())), int(of.max())]
         rows.append(cells(domain, *numbers))
 
-    faults = [*run.results["findings"]]
+    of_methods = [finding for finding in run.results["findings"] if finding.startswith("methods: ")]  # no fault of data
+    faults = [finding for finding in run.results["findings"] if finding not in of_methods]
     words = f"{run.results['recipe']['data']['name']}, {plural(run.results['environment']['data']['images'], 'image')}"
     if "groups" in saved:
         divided = ", ".join(saved["divided"])
@@ -115,7 +116,9 @@ def data(run: Run) -> Section | None:
     tables = [Table(caption, header, rows)] if rows else []
     counted = sum(counts.values(), np.zeros(len(classes), np.int64))
     rare = hidden_imbalance(counted, classes, run.metric, run.recipe.weighs_classes)
-    return make_section("data", tables=tables, notes=[*faults, *([rare] if rare else [])], data=words, faults=number)
+    return make_section(
+        "data", tables=tables, notes=[*faults, *of_methods, *([rare] if rare else [])], data=words, faults=number
+    )
 
 
 def _without_files(fault: str) -> str:
