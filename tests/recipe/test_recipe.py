@@ -476,6 +476,10 @@ def test_recipes_are_found_by_file_and_by_name(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     Path("demo.yaml").write_text("name: own")
     assert find_recipe("demo.yaml").read_text() == "name: own"
+    Path("pacs").mkdir()
+    assert find_recipe("pacs") == find_recipe("recipes/pacs") != Path("pacs")
+    with pytest.raises(UserError, match=r"\./pacs: is a folder"):
+        find_recipe("./pacs")
 
 
 def put_weights(cache: Path, repository: str) -> None:

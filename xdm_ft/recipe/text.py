@@ -152,7 +152,8 @@ def find_recipe(name: str) -> Path:
     if os.path.isfile(path):  # Path.is_file raises an error if a name is too long
         return path
     packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
-    if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
+    is_name = path.parent in (Path("."), Path("recipes")) and not name.startswith(("./", ".\\"))
+    if is_name and os.path.isfile(packaged):
         return packaged
     if os.path.isdir(path):
         raise UserError(f"{name}: is a folder; name a file, or a recipe of `xdm-ft ls`")
