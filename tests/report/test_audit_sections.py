@@ -191,8 +191,13 @@ def test_numbers_of_the_tables() -> None:
     assert shares[2] == ["dslr", "157", "0.0", "63.7", "36.3"]
     facts = texts(table(sections, "audit-site-class", "What facts"))
     assert facts[1] == ["size and format", "class", "all domains", "93.0", "25.0", "0.004", "yes"]
-    costs = texts(table(sections, "audit", "What the findings cost"))
+    costs = texts(table(sections, "audit", "What the findings cost: accuracy on"))
     assert costs[0][3:] == ["93.1", "90.2", "93.1", "-2.9", "0.001", "worse on these domains"]
+    unknown, balanced = rich()["copies"]["costs"][0] | {"before": None}, {"metric": "balanced_accuracy"}
+    mixed = rich() | {"copies": rich()["copies"] | {"costs": [unknown]}}
+    mixed["labels"] = mixed["labels"] | {"costs": [cost | balanced for cost in mixed["labels"]["costs"]]}
+    mixed["site_class"] = mixed["site_class"] | {"costs": []}
+    assert table([*audit_sections(mixed, files=True)], "audit", "What the findings cost: balanced accuracy on").rows
     assert "1,270 images" in texts(table(sections, "audit-encoder", "Features"))[3][2]
     [figure] = [figure for section in sections for figure in section.figures]
     assert "of dslr 97.0% in webcam" in figure.alt and "97" in figure.svg() and "lies in" in figure.svg()

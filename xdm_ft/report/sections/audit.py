@@ -309,7 +309,8 @@ def _costs_table(costs: Sequence[tuple[AuditFinding, Json]]) -> Table:
         numbers = cost["images"], *accuracies, _change(cost["excess"], cost["interval"], signed=True)
         rows.append(cells(finding.name, cost["what"], *numbers, p_value(cost["p_holm"]), _verdict(cost)))
     header = ["what", "its images", "images", "before", "after", "without as many others", "more than these (95%)"]
-    metric = metric_words(costs[0][1]["metric"])
+    metrics = dict.fromkeys(metric_words(cost["metric"]) for _, cost in costs if cost["before"] is not None)
+    metric = " or ".join(metrics) or "accuracy"
     caption = f"What the findings cost: {metric} on held-out domains in %, and its difference to others in points."
     return Table(caption, [*header, "p (Holm)", "verdict"], rows, labels=2, folded=True)
 
