@@ -140,7 +140,7 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
         (["runn", "demo"], 'xdm-ft: error: argument VERB: no "runn"; did you mean "run"?'),
         (["run", "demo", "seeds=5"], 'xdm-ft: command line: seeds: unknown key; did you mean "protocol.seeds"?'),
         (["run", "mine.yaml"], 'xdm-ft: mine.yaml: no such recipe; did you mean "mine.yml"?'),
-        (["run", "folder"], "xdm-ft: folder: is a folder; the weights of clip_folder and timm_folder are not"),
+        (["run", "folder"], "xdm-ft: data.root: folder contains no images in <domain>/<class>/ folders; it is"),
         (["cp", "folder", "x.yaml"], "xdm-ft: folder: is a folder; name a file, or a recipe of `xdm-ft ls`"),
         (["train", "demo"], 'xdm-ft: error: argument VERB: no "train"; did you mean "run"?'),
         (["retrain", "x"], 'xdm-ft: error: argument VERB: no "retrain"; to train again, run the recipe'),

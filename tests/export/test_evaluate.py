@@ -579,7 +579,7 @@ def test_several_domains_as_text(small_model, evaluate, monkeypatch):
         assert f"\n{name}: accuracy " in told
     *_, seen, last, after = told.splitlines()
     assert after == f"next: xdm-ft export {small_model.run} DIR"
-    assert seen.endswith("trained the model, so they are not new sites: photo")
+    assert seen.endswith("trained the model or gave its card numbers, so they are not new sites: photo, sketch")
     trained = "no copies; 28 of 56 images trained the model: results on them do not hold for new images"
     assert last == trained, "those of photo, also without a model directory"
     assert "cannot be said (28 of these images trained the model)" in told

@@ -360,7 +360,7 @@ def test_what_a_run_can_not_do_with_a_site(inside, capsys, tmp_path):
         (("--method", "nothing"), "no model nothing"),
         (("--method", "erm", "--held-out", "photo"), "is for a model directory"),
         ((), "is a run directory; export a model of it first"),
-        (("--method", "erm"), "0 labelled images and 56 training images"),
+        (("--method", "erm"), "0 labelled images, without 56 that trained the model"),
     ]:
         status, _, err = answer(capsys, "output/small", SITE, *argv, "--out", out)
         assert status == 2 and words in err and not out.exists(), err

@@ -16,7 +16,15 @@ from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check, known_keys, load
 from xdm_ft.recipe.settings import Recipe
-from xdm_ft.recipe.text import apply_override, find_recipe, parse, read_recipe, recipe_keys, say_if_finished
+from xdm_ft.recipe.text import (
+    apply_override,
+    find_recipe,
+    parse,
+    read_recipe,
+    recipe_keys,
+    recipe_of,
+    say_if_finished,
+)
 from xdm_ft.runtime.errors import UserError
 
 GOOD = """\
@@ -204,6 +212,9 @@ FAULTS: list[tuple[list[Change], str]] = [
     ([ITEMS, LONG, "mixed.alpha=0.3"], "command line: mixed.alpha: is a key of mixup and sagm; write mixed.mixup.alph"),
     (["methods=[sam, {name: erm+sagm, label: sam}]", "sam.rho=1"], "…command line: sam.rho: sam is the label of metho"),
     (["methods=[erm, {name: sam, label: erm.sam}]", "erm.sam.rho=1"], "command line: erm.sam.rho: may mean erm or erm"),
+    ([LONG, "protocol.metric=balanced_acuracy"], "command line: protocol.metric: input should be 'accuracy', 'balance"),
+    ([LONG, "methods=[{name:"], 'command line: "methods=[{name:": not valid YAML: it ends within brackets; put the wh'),
+    ([LONG, "encoder.preprocessing={mean: 0.5}"], "command line: encoder.preprocessing.mean: must be a list, given 0."),
     # only the command line has keys of methods beside the blocks
     ([("{steps: 10}", "{steps: 10}\nsam: {rho: 0.1}")], "r.yaml:6: sam: unknown key"),
 ]
@@ -467,6 +478,10 @@ def test_faults_outside_the_recipe(tmp_path: Path) -> None:
         load("clip_camelyon", [f"data.root={tmp_path}"]).data.build()
     with pytest.raises(UserError, match=r"^encoders\.1\.model: timm .* has no model"):
         build_encoders(recipe(LINES, "encoders.1.model=nosuch"))
+    with pytest.raises(
+        UserError, match=r'timm .* has no model "ViT-B-32"; open_clip has it; write encoder.name=open_clip'
+    ):
+        build_encoders(recipe(LINES, "encoders.1.model=ViT-B-32"))
 
 
 def test_recipes_are_found_by_file_and_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,6 +495,11 @@ def test_recipes_are_found_by_file_and_by_name(tmp_path: Path, monkeypatch: pyte
     assert find_recipe("pacs") == find_recipe("recipes/pacs") != Path("pacs")
     with pytest.raises(UserError, match=r"\./pacs: is a folder"):
         find_recipe("./pacs")
+    Path("sites.csv").write_text("path,domain,label\n")
+    with pytest.raises(
+        UserError, match=r"is a table, not a recipe; write clip_folder 'data={name: table, file: sites\.csv}'"
+    ):
+        read_recipe("sites.csv", [])
 
 
 def put_weights(cache: Path, repository: str) -> None:
@@ -505,8 +525,25 @@ def test_a_folder_of_images_names_its_recipe(
         assert text.values["data"]["root"] == str(images) and text.values["training"]["steps"] == 7
         return caplog.messages[0].removeprefix(f"{images}: a folder of images; the recipe is ")
 
-    with pytest.raises(UserError, match=r"my images: is a folder; the weights of .* write timm_folder data.root="):
+    with pytest.raises(UserError, match=r"my images contains no images in <domain>/<class>/ folders; it is empty"):
         chosen()
+    (images / "site/dog").mkdir(parents=True)
+    (images / "site/dog/a.png").touch()
+    with pytest.raises(
+        UserError, match=r"my images: is a folder; the weights of .* add encoder.model=NAME encoder.wei"
+    ):
+        chosen()
+    given = "my images: a folder of images; the recipe is {}, with the encoder given"
+    for encoder, recipe in {
+        "name=timm": "timm", "name=transformers": "clip", "model=vit_tiny_patch16_224.augreg_in21k": "timm",
+        "model=hf-hub:a/b": "clip", "weights=clip.pt": "clip",
+    }.items():  # fmt: skip
+        with caplog.at_level("INFO", logger="xdm_ft"):
+            text = read_recipe(str(images), [f"encoder.{encoder}"])
+        assert (
+            caplog.messages[-1].endswith(given.format(f"{recipe}_folder")) and text.values["name"] == f"{recipe}_folder"
+        )
+    assert recipe_of(images, {"encoder": {"name": "timm"}}).values["name"] == "timm_folder"
     put_weights(tmp_path / "hub", "timm/mobilenetv3_large_100.ra_in1k")
     assert chosen() == "timm_folder, whose weights are on this machine"
     with monkeypatch.context() as answering:

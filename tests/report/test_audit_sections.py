@@ -193,6 +193,10 @@ def test_numbers_of_the_tables() -> None:
     assert facts[1] == ["size and format", "class", "all domains", "93.0", "25.0", "0.004", "yes"]
     costs = texts(table(sections, "audit", "What the findings cost: accuracy on"))
     assert costs[0][3:] == ["93.1", "90.2", "93.1", "-2.9", "0.001", "worse on these domains"]
+    unclear = [cost | {"verdict": "no verdict", "note": "no verdict: one seed"} for cost in rich()["copies"]["costs"]]
+    noted = rich() | {"copies": rich()["copies"] | {"costs": unclear}}
+    rows = texts(table([*audit_sections(noted, files=True)], "audit", "What the findings cost: accuracy on"))
+    assert [row[-1] for row in rows].count("no verdict: one seed") == len(unclear)
     unknown, balanced = rich()["copies"]["costs"][0] | {"before": None}, {"metric": "balanced_accuracy"}
     mixed = rich() | {"copies": rich()["copies"] | {"costs": [unknown]}}
     mixed["labels"] = mixed["labels"] | {"costs": [cost | balanced for cost in mixed["labels"]["costs"]]}

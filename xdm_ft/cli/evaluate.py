@@ -46,7 +46,7 @@ class Evaluation:
     unlabelled: int  # rows of the table without a label: left out
     unreadable: dict[str, str]  # {image: why it was left out}
     absent_classes: tuple[str, ...]  # classes of the model without images
-    seen_domains: tuple[str, ...]  # those with the name of a domain that trained the model
+    seen_domains: tuple[str, ...]  # those with the name of a domain that trained the model, or that its card counts
     copies: int  # of other images here, byte for byte; each image counts once
     copies_with_another_label: int
     training_images: int | None  # images here that trained the model; None: unknown
@@ -133,7 +133,8 @@ class Evaluation:
     def _reservations(self) -> Iterator[str]:
         """Yields which images do not count, or may not, as images of a new site."""
         if self.seen_domains:
-            yield f"Domains of this name trained the model, so they are not new sites: {', '.join(self.seen_domains)}"
+            names = ", ".join(self.seen_domains)
+            yield f"Domains of this name trained the model or gave its card numbers, so they are not new sites: {names}"
         if self.absent_classes:
             names = ", ".join(self.absent_classes)
             yield f"These labels have no image of {plural(len(self.absent_classes), 'class')} of the model: {names}"
@@ -194,6 +195,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
     saved = None
     if arguments.save and risk is not None and risk.threshold is not None:
         saved = store(model, risk, whole.groups)
+    seen = {*config.method["train_domains"], *(name for at in (card.held_out if card else ()) for name in at.domains)}
     evaluation = Evaluation(
         model=arguments.model,
         site=path,
@@ -203,7 +205,7 @@ def main(arguments: argparse.Namespace) -> CommandResult:
         unlabelled=site.unlabelled,
         unreadable=unreadable,
         absent_classes=tuple(name for name, of_class in whole.classes.items() if not of_class.images),
-        seen_domains=tuple(name for name in by_domain if name in config.method["train_domains"]),
+        seen_domains=tuple(name for name in by_domain if name in seen),
         copies=every.copies,
         copies_with_another_label=int((site.labels != site.labels[every.first]).sum()),
         training_images=None if images.trained is None else int(images.trained.sum()),

@@ -236,7 +236,8 @@ def read_cells(
     if missing:
         free = [name for name in header if name not in called.values()]
         meant = {column: name for column in missing if (name := column_meant(column, free))}
-        renamed = ", ".join(f"{name} to {column}" for column, name in meant.items()) or "the columns"
+        differ = [f"{name} to {column}" for column, name in meant.items() if name != column]
+        renamed = ", ".join(differ) or "the columns"
         keys = ", ".join(f"{column}: {meant.get(column, 'NAME')}" for column in missing)
         what = f"there is no column {', '.join(called[column] for column in missing)}; found: {', '.join(header)}"
         raise UserError(f"{file}: {what}; rename {renamed}, or set data.columns={{{keys}}}")

@@ -472,9 +472,10 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
         name = "" if label is None else f"{label}: "
         notes.append(f"encoder {name}{of_encoder.encoder.pretraining}, {' / '.join(ways)}")
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
-    weighted = [item for item in recipe.methods if recipe.class_weights_of(item) != "none"]
+    runnable = recipe.runnable_methods
+    weighted = [item for item in runnable if recipe.class_weights_of(item) != "none"]
     if weighted:
-        rows = "" if len(weighted) == len(recipe.methods) else f" of {' / '.join(item.label for item in weighted)}"
+        rows = "" if len(weighted) == len(runnable) else f" of {' / '.join(item.label for item in weighted)}"
         notes.append(f"class losses weighted by balanced class weights{rows}")
     if recipe.training.tf32:
         notes.append("float32 products in TF32 on GPUs")

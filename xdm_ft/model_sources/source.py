@@ -6,6 +6,7 @@ Also what others may not do by an architecture that they wrote: name other sourc
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import logging
 import math
@@ -84,7 +85,11 @@ def versions(*libraries: str) -> dict[str, str]:
 
 def unknown_model(library: ModuleType, name: str, known: Sequence[str]) -> UserError:
     close = difflib.get_close_matches(name, known, n=3)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"{library.__name__}.list_models() lists them"
+    other = {"timm": "open_clip", "open_clip": "timm"}[library.__name__]
+    if name.partition(".")[0] in importlib.import_module(other).list_models():
+        hint = f"{other} has it; write encoder.name={other}"
+    else:
+        hint = f"did you mean {' or '.join(close)}?" if close else f"{library.__name__}.list_models() lists them"
     return UserError(f'encoder.model: {library.__name__} {library.__version__} has no model "{name}"; {hint}')
 
 

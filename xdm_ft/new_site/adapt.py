@@ -300,11 +300,9 @@ def features_of(model: Model, images: Iterable[Readable]) -> tuple[Tensor, np.nd
 def _refuse(
     path: str, labels: Tensor, groups: np.ndarray | None, trained: int | None, class_names: Sequence[str]
 ) -> None:
-    n, trained_too = len(labels), f" and {plural(trained, 'training image')}" if trained else ""
+    n, left_out = len(labels), f", without {trained} that trained the model" if trained else ""
     if n < FEWEST:
-        raise UserError(
-            f"{path}: too few to adapt: {plural(n, 'labelled image')}{trained_too}; label {ADVISED} or more"
-        )
+        raise UserError(f"{path}: too few to adapt: {plural(n, 'labelled image')}{left_out}; label {ADVISED} or more")
     if len(labels.unique()) == 1:
         only = class_names[int(labels[0])]
         raise UserError(f"{path}: all labels are {only}; label images of other classes too")

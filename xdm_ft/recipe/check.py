@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -201,6 +202,11 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
                     prefixed = [name for name in model.model_fields if name.endswith(f".{inner[0]}")]
                     meant = did_you_mean(str(inner[0]), list(model.model_fields))
                     problem += f"; write {' or '.join(prefixed)}" if prefixed else meant
+            elif fault["type"] == "literal_error":
+                meant = did_you_mean(str(fault["input"]), re.findall("'([^']+)'", fault["ctx"]["expected"]))
+                problem += meant if "mean" in meant else ""
+            elif fault["type"] in ("tuple_type", "list_type"):
+                problem = f"must be a list, given {_show(fault['input'])}"
             elif fault["type"] == "missing":
                 problem = "is needed"
             elif fault["type"] in ("string_type", "path_type"):

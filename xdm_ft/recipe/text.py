@@ -148,6 +148,14 @@ def recipe_folder() -> Path:
 
 def find_recipe(name: str) -> Path:
     """Returns the path of a file, or of a packaged recipe by its name, with or without `.yaml`. Raises `UserError`."""
+    if path := _file_of(name):
+        return path
+    if os.path.isdir(name):
+        raise UserError(f"{name}: is a folder; name a file, or a recipe of `xdm-ft ls`")
+    raise _no_such_recipe(name)
+
+
+def _file_of(name: str) -> Path | None:
     path = Path(name)
     if os.path.isfile(path):  # Path.is_file raises an error if a name is too long
         return path
@@ -155,35 +163,51 @@ def find_recipe(name: str) -> Path:
     is_name = path.parent in (Path("."), Path("recipes")) and not name.startswith(("./", ".\\"))
     if is_name and os.path.isfile(packaged):
         return packaged
-    if os.path.isdir(path):
-        raise UserError(f"{name}: is a folder; name a file, or a recipe of `xdm-ft ls`")
+    return None
+
+
+def _no_such_recipe(name: str) -> UserError:
+    path = Path(name)
     stem = path.name.removesuffix(".yaml").removesuffix(".yml")
     beside = [file for suffix in (".yaml", ".yml") if os.path.isfile(file := path.with_name(f"{stem}{suffix}"))]
     packaged_names = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
     hint = f'; did you mean "{beside[0]}"?' if beside else did_you_mean(stem, packaged_names, "xdm-ft ls")
-    raise UserError(f"{name}: no such recipe{hint}")
+    return UserError(f"{name}: no such recipe{hint}")
 
 
-def _in_folder(folder: Path) -> tuple[Path, dict[str, str]]:
+def _in_folder(folder: Path, encoder_overrides: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
     """Returns the recipe that a folder stands for, and what the folder says of its keys.
 
     A run directory stands for its own recipe, wherever it lies now. Another folder has images: of the recipes on a
-    frozen CLIP and on a CNN the first one whose weights can be had. Raises `UserError` if neither's can.
+    frozen CLIP and on a CNN the one of the encoder that overrides name, or the first one whose weights can be had.
+    Raises `UserError` if neither's can.
     """
     if os.path.isfile(folder / "recipe.yaml"):
         if not any(os.path.exists(folder / name) for name in ("results.json", "state")):
             raise UserError(f"{folder}: is a folder with a recipe, and no run; write {folder / 'recipe.yaml'}")
         return folder / "recipe.yaml", {"name": folder.resolve().name, "output.dir": str(folder.resolve().parent)}
+    if {"name", "model", "weights"} & encoder_overrides.keys():
+        name = "timm_folder" if _is_timm(**encoder_overrides) else "clip_folder"
+        logger.info("%s: a folder of images; the recipe is %s, with the encoder given", folder, name)
+        return recipe_folder() / f"{name}.yaml", {"data.root": str(folder)}
     for name, may_download in (("clip_folder", True), ("timm_folder", False)):
         path = recipe_folder() / f"{name}.yaml"
         encoder = yaml.safe_load(path.read_text(encoding="utf-8"))["encoder"]
         if source := _source_of_weights(**encoder, may_download=may_download):
             logger.info("%s: a folder of images; the recipe is %s, whose weights %s", folder, name, source)
             return path, {"data.root": str(folder)}
+    components.find("data", "folder")(root=folder)  # raises an error if there are no images in <domain>/<class>/
     raise UserError(
         f"{folder}: is a folder; the weights of clip_folder and timm_folder are not on this machine, and no hub "
-        f"answers; write timm_folder data.root={folder} encoder.model=NAME encoder.weights=FILE"
+        f"answers; add encoder.model=NAME encoder.weights=FILE"
     )
+
+
+def _is_timm(name: str | None = None, model: str = "", **_: Any) -> bool:
+    """Returns whether overrides name an encoder of timm."""
+    from timm import list_models
+
+    return name == "timm" if name else str(model).partition(".")[0] in list_models()
 
 
 def _source_of_weights(name: str, model: str, weights: str, *, may_download: bool, **_: Any) -> str | None:
@@ -219,13 +243,25 @@ def read_recipe(name: str, overrides: list[str]) -> RecipeText:
 
     Raises `UserError` if it cannot be read or parsed.
     """
+    pairs = (override.partition("=")[::2] for override in overrides)
+    recipe = _read(name, {key: value for key, value in pairs})
+    for override in overrides:
+        apply_override(recipe, override)
+    return recipe
+
+
+def _read(name: str, overrides: Mapping[str, Any]) -> RecipeText:
+    """Returns the text of a recipe without its overrides, which may choose it if `name` is a folder of images."""
     of_folder = dict[str, str]()
-    try:
-        path = find_recipe(name)
-    except UserError:
+    if (path := _file_of(name)) is None:
         if not os.path.isdir(name):
-            raise
-        path, of_folder = _in_folder(Path(name))
+            raise _no_such_recipe(name)
+        encoder = {
+            key.removeprefix("encoder."): value for key, value in overrides.items() if key.startswith("encoder.")
+        }
+        path, of_folder = _in_folder(Path(name), encoder)
+    if path.suffix.lower() in (".csv", ".parquet"):
+        raise UserError(f"{path}: is a table, not a recipe; write clip_folder 'data={{name: table, file: {path}}}'")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -233,8 +269,6 @@ def read_recipe(name: str, overrides: list[str]) -> RecipeText:
     recipe = parse(text, str(path))
     for key, value in of_folder.items():
         _override(recipe, key, value, str(path))
-    for override in overrides:
-        apply_override(recipe, override)
     return recipe
 
 
@@ -244,15 +278,15 @@ def recipe_of(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Map
     `recipe` is a file, the name of a packaged recipe, or nested dicts. An override without dots names a block, into
     which a dict is merged key by key; the value of a dotted key replaces the former one. Raises `UserError`.
     """
+    plain = {name: _as_yaml_values(value) for name, value in overrides.items()}
+    given = [pair for item in plain.items() for pair in ([item] if "." in item[0] else leaves(*item))]
     if isinstance(recipe, Mapping):
         text = RecipeText("recipe", _as_yaml_values(recipe))
     else:
-        text = read_recipe(os.fspath(recipe), [])
+        text = _read(os.fspath(recipe), dict(given))
     text.override_origin = "overrides"
-    for name, value in overrides.items():
-        plain = _as_yaml_values(value)
-        for key, leaf in [(name, plain)] if "." in name else leaves(name, plain):
-            _override(text, key, leaf, f'overrides: "{key}={leaf!r}"')
+    for key, leaf in given:
+        _override(text, key, leaf, f'overrides: "{key}={leaf!r}"')
     return text
 
 
@@ -341,6 +375,8 @@ def apply_override(recipe: RecipeText, override: str) -> None:
         key = name if all(name.split(".")) and ("." in name or name in KEYS) else "key.sub"
         raise UserError(f'command line: "{override}" is not an override; write {key}=value, without spaces')
     origin = f'command line: "{override}"'
+    if text.startswith(("{", "[")) and not text.endswith(("}", "]")):
+        raise UserError(f"{origin}: not valid YAML: it ends within brackets; put the whole override in quotes")
     _override(recipe, name, _read_yaml(text, RecipeText(origin, {})), origin)
 
 

@@ -75,7 +75,8 @@ def did_you_mean(word: str, known: list[str], command: str = "") -> str:
     """
     if len(word) <= MAX_WORD and (close := difflib.get_close_matches(word, known, n=1)):
         return f'; did you mean "{close[0]}"?'
-    return f"; {command} lists them" if command else f"; known: {', '.join(known)}"
+    sign = "; " if any("," in name for name in known) else ", "
+    return f"; {command} lists them" if command else f"; known: {sign.join(known)}"
 
 
 def join_names(names: Sequence[str], count: int = 8, sign: str = ", ") -> str:

@@ -324,7 +324,8 @@ def _change(value: float | None, interval: Sequence[float] | None, signed: bool 
 
 
 def _verdict(row: Json) -> str:
-    return f"{row['verdict']}: {row['note']}" if row["note"] else str(row["verdict"])
+    verdict, note = row["verdict"], row["note"] or ""
+    return note if note.startswith(verdict) else f"{verdict}: {note}" if note else verdict
 
 
 def _some(shown: int, of: int, things: str, file: str) -> str:
