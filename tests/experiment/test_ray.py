@@ -251,7 +251,8 @@ class TestFeatures:
     @pytest.mark.slow
     def test_features_activations_and_models_are_those_of_one_process(self, nodes, request):
         views = "features.views=1", "data.train_augmentation=domainbed", "features.batch_size=16"
-        own = LAST, "protocol.test_domains=[sketch]", *views
+        rows = LAST.replace("label: last", "label: last, train_augmentation: [flip, stain]")
+        own = rows, "protocol.test_domains=[sketch]", *views
         small_runs.results(*own, "output.dir=here", "features.dir=cache_here")
         request.getfixturevalue("idle_driver")
         small_runs.results(*own, "output.dir=there", *on(nodes))
