@@ -142,7 +142,10 @@ def test_several_files_other_columns_groups_and_splits(folder, tmp_path):
     found = Parquet(file=files, columns=columns)
     assert np.array_equal(found.labels, folder.labels) and found.class_names == tuple("0123456")
     assert found.groups.tolist() == [i % 7 for i in range(n)]
-    assert found.splits[:4].tolist() == ["train", "val", "test", "train"]
+    assert found.splits[:4].tolist() == ["train", "val", "test", "train"] and found.left_out == ()
+    write(files / "1.parquet", {name: column[20:] for name, column in (table | {"p:dog": [0.5] * n}).items()})
+    [unread] = Parquet(file=files, columns=columns).left_out
+    assert unread.startswith(f"{files}: columns p:dog: not read as soft labels; write the images as files, and list")
 
 
 def test_the_order_of_classes_of_a_classlabel_column_is_kept(folder, tmp_path):
@@ -204,7 +207,7 @@ def hub(folder, tmp_path, monkeypatch):
         asked.append((name, configuration, revision))
         return real("parquet", data_files={part: str(path) for part, path in sorted(repository.items())})
 
-    table = table_of(folder)
+    table = table_of(folder) | {"p:dog": [0.5] * len(folder)}
     order = np.random.default_rng(0).permutation(len(folder))
     repository = {}
     for part, rows in (("train", order[:40]), ("test", order[40:])):
@@ -219,6 +222,10 @@ def test_hub(hub, folder):
     assert len(found) == len(folder) and found.splits is None
     assert found.name(0) == "someone/something on the hub, row 0"
     official = Hub(repository="someone/something", use_splits=True)
+    assert official.left_out == (
+        "someone/something on the hub: columns p:dog: not read as soft labels; write the images "
+        "as files, and list them in a table (data.name: table)",
+    )
     assert sorted(np.unique(official.splits, return_counts=True)[1].tolist()) == [16, 40]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from xdm_ft.image_files import CacheSize, PiecedImages, open_files
 from xdm_ft.image_files.files import beside
 from xdm_ft.image_files.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
 from xdm_ft.image_files.tables import (
+    CLASS_PREFIX,
     OWN_COLUMNS,
     Columns,
     encode_names,
@@ -24,6 +26,7 @@ from xdm_ft.image_files.tables import (
     name_columns,
     no_column,
     remember_table,
+    soft_labels_not_read,
 )
 from xdm_ft.images import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, printable
@@ -65,7 +68,7 @@ class Parquet(PiecedImages):
             def read() -> Table:
                 return _read_index(address, state, columns.image, of_names)
 
-            key = repr(["parquet", 2, address, state, columns.image, of_names])
+            key = repr(["parquet", 3, address, state, columns.image, of_names])
             return remember_table(key, read) if is_remote(address) else read()
 
         states, indexes = open_files(files, index_of)
@@ -77,7 +80,8 @@ class Parquet(PiecedImages):
         table = join_tables(indexes, self.where)
         self.domain_names, self.domains = ("train",), np.zeros(len(table), np.int64)
         name_columns(self, table, self.where, named, described[0]["class_names"])
-        self.left_out = beside(file, files)
+        unread = dict.fromkeys(chain(*(of_file["soft_labels"] for of_file in described)))
+        self.left_out = (*beside(file, files), *soft_labels_not_read(self.where, unread))
         self.image_names = table[IMAGE_NAMES] if IMAGE_NAMES in table.column_names else None
 
     def name(self, row: int) -> str:
@@ -115,8 +119,8 @@ class Parquet(PiecedImages):
 def _read_index(address: str, state: FileState, image: str, columns: Mapping[str, str]) -> Table:
     """Returns the columns that name things, and `IMAGE_NAMES`. `columns`: {key of `data.columns`: its column}.
 
-    Its schema's metadata are JSON: the rows of each row group, and the names of columns of the type ClassLabel. Raises
-    `UserError` for a file that is damaged, has no rows, or lacks a column.
+    Its schema's metadata are JSON: the rows of each row group, the names of columns of the type ClassLabel, and the
+    columns p:CLASS. Raises `UserError` for a file that is damaged, has no rows, or lacks a column.
     """
     import pyarrow
     import pyarrow.compute as pc
@@ -161,7 +165,12 @@ def _read_index(address: str, state: FileState, image: str, columns: Mapping[str
         if isinstance(features.get(name), dict) and features[name].get("_type") == "ClassLabel"
     }
     rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
-    return pyarrow.table(index).replace_schema_metadata({"about": json.dumps({"rows": rows, "class_names": labels})})
+    about = {
+        "rows": rows,
+        "class_names": labels,
+        "soft_labels": [name for name in schema.names if name.startswith(CLASS_PREFIX)],
+    }
+    return pyarrow.table(index).replace_schema_metadata({"about": json.dumps(about)})
 
 
 def _read_footer(address: str, state: FileState) -> FileMetaData:

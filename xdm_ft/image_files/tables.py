@@ -9,10 +9,11 @@ import math
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +22,8 @@ from pydantic import Field
 
 from xdm_ft.image_files.files import index_names
 from xdm_ft.images import Container, ImageDataset
-from xdm_ft.images.decode import EncodedImages
-from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.images.decode import NAMED_AT_MOST, EncodedImages
+from xdm_ft.runtime.errors import UserError, did_you_mean, join_names, printable
 from xdm_ft.runtime.settings import Block
 from xdm_ft.storage.cache_root import remembered
 from xdm_ft.storage.lines import read_cell
@@ -291,6 +292,13 @@ def no_column(key: str, source: str, name: str, names: Sequence[str]) -> UserErr
     return UserError(f'data.columns.{key}: {source} has no column "{name}"; {hint}')
 
 
+def soft_labels_not_read(source: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the line of `ImageDataset.left_out` on columns p:CLASS of a table in which they are not read."""
+    unread = join_names([printable(name) for name in names if name.startswith(CLASS_PREFIX)], NAMED_AT_MOST)
+    remedy = "not read as soft labels; write the images as files, and list them in a table (data.name: table)"
+    return (f"{source}: columns {unread}: {remedy}",) if unread else ()
+
+
 class Columns(Block):
     """The names of the table's columns."""
 
@@ -367,6 +375,9 @@ class ImageTable(EncodedImages):
         from datasets import Image as ImageFeature
 
         self.where, self.column = source, columns.image
+        self.left_out = soft_labels_not_read(
+            source, dict.fromkeys(chain(*(part.column_names for part in parts.values())))
+        )
         wanted = [name for name in columns.model_dump().values() if name is not None]
         for key, name in columns.model_dump().items():
             for part in parts.values():
