@@ -62,7 +62,7 @@ def rich() -> Json:
     bike = {"domain": "amazon", "label": "bike", "suggested": "mug"}
     suspects = [{"path": f"amazon/bike/{i}.jpg", **bike, "score": i / 50 - 0.97} for i in range(20)]
     return {
-        "version": 1, "name": "office", "images": 2533, "unreadable": 2, "classes": ["bike", "mug", "mouse"],
+        "version": 2, "name": "office", "images": 2533, "unreadable": 2, "classes": ["bike", "mug", "mouse"],
         "domains": domains, "content": "of all images", "heads": "linear ERM, 5 seeds, 300 steps", "held_out": names,
         "copies": {
             "listed": 40, "sure": 14, "across_domains": 14, "candidates_across_domains": 5, "straddling": 14,

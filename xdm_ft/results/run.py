@@ -35,7 +35,7 @@ from xdm_ft.storage.tensorboard import Scalars, read_scalars, sub_run
 logger = logging.getLogger("xdm_ft")
 MAX_SETS = 12  # held-out sets with figures of their own
 ANALYSIS_SCHEMA = 1
-AUDIT_VERSION = 1
+AUDIT_VERSION = 2
 RUN_AGAIN = "run the recipe again"
 
 
