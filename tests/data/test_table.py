@@ -132,7 +132,7 @@ def votes(cells: str, columns: str = "p:cat,p:dog") -> str:
     [
         ("a.png,cat", "a.png,", f"row 3, column label: {EMPTY}"),
         ("\na.png,cat,photo\nc d.png,dog", "\n\na.png,,photo\nc d.png,",
-         f"row 4, column label: {EMPTY} (and 1 more rows like it)"),
+         f"row 4, column label: {EMPTY} (and 1 more row like it)"),
         ("a.png,cat", "b.png,cat", "row 3, column path: b.png is already in row 2; remove one"),
         ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
         ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
@@ -155,6 +155,8 @@ def votes(cells: str, columns: str = "p:cat,p:dog") -> str:
         (CSV, votes("1,0\n,1"), f"row 3, column p:cat: {NO_NUMBER}"),
         (CSV, votes("1,0\n1.2,-0.2"), f"row 3, column p:dog: {NO_NUMBER}"),
         (CSV, votes("1,0\ntwo,1"), f"row 3, column p:cat: {NO_NUMBER}"),
+        (CSV, votes("60,40\n30,70"),
+         "row 2, column p:cat: the columns p: of the row sum to 100; they must sum to 1 (and 1 more row like it)"),
         (CSV, votes("1,0\n0.6,0.3"), "row 3, column p:cat: the columns p: of the row sum to 0.9; they must sum to 1"),
         (CSV, votes("1,0\ninf,1"), "row 3, column p:cat: the columns p: of the row sum to inf; they must sum to 1"),
         (CSV, votes("0.9,0.1\n0.6,0.4"),
@@ -176,12 +178,12 @@ def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) ->
 def test_soft_labels_are_in_the_order_of_the_classes(folder: Path) -> None:
     """Sums off by rounding are corrected, ties keep the label, and a row of empty cells is its label."""
     rows = "b.png,dog,d,1,0.0\na.png,cat,d,0.3334,0.6669\nc d.png,dog,d,,\nsub/e.png,cat,d,0.5,0.5\n"
-    file = write(folder, f"path,label,domain,p:dog, p:cat\n{rows}")
+    file = write(folder, f"path,label,domain,p:dog, P: cat\n{rows}")
     dataset = TableDataset(file=file)
     assert dataset.soft_labels is not None and dataset.soft_labels.dtype == np.float32
     expected = [[0, 1], [0.6669 / 1.0003, 0.3334 / 1.0003], [0, 1], [0.5, 0.5]]
     np.testing.assert_array_equal(dataset.soft_labels, np.array(expected, np.float32))
-    assert dataset.columns == (["path", "label", "domain", "p:dog", "p:cat"], [])
+    assert dataset.columns == (["path", "label", "domain", "p:dog", "P: cat"], [])
     pandas.read_csv(file, skipinitialspace=True).to_parquet(folder / "v.parquet")
     np.testing.assert_array_equal(TableDataset(file=folder / "v.parquet").soft_labels, dataset.soft_labels)
     assert TableDataset(file=write(folder, CSV)).soft_labels is None

@@ -19,7 +19,7 @@ from xdm_ft.experiment.data_checks import check_data, roles
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.results import data_facts
 from xdm_ft.features import hashes as hashing
-from xdm_ft.protocol.site_class import hidden_imbalance
+from xdm_ft.protocol.site_class import imbalance
 from xdm_ft.recipe.check import load
 from xdm_ft.report.sections.about import data as section_about
 from xdm_ft.results.run import read_run
@@ -338,7 +338,13 @@ def test_a_rare_class_is_one_line_where_accuracy_hides_it(capsys):
     for i in range(3):
         Path(f"images/a/cat/{i}.png").unlink()
     assert lines() == [sentence]
-    assert lines("protocol.metric=balanced_accuracy") == []
+    assert lines("protocol.metric=worst_domain_accuracy") == [
+        sentence.replace("and accuracy", "and worst_domain_accuracy")
+    ]
+    few = (
+        'classes: balanced_accuracy rests on few images of "cat" in a (1), "dog" in a (4), "cat" in b (1) and 3 more: '
+    )
+    assert lines("protocol.metric=balanced_accuracy") == [f"{few}each class weighs the same"]
     assert lines("training.class_weights=balanced") == [sentence.partition(" and training")[0]]
     capsys.readouterr()
     assert main(["validate", "small.yaml", "--json"]) == 0
@@ -347,7 +353,7 @@ def test_a_rare_class_is_one_line_where_accuracy_hides_it(capsys):
     assert main(["doctor", "small.yaml"]) == 0, "it is no fault"
     assert main(["run", "small.yaml"]) == 0 and document(RUN)["findings"] == []
     assert section_about(read_run(RUN)).notes == [sentence.removeprefix("classes: ")]
-    long_tail = hidden_imbalance(np.array([0, 1, 1, *[200] * 300]), [*map(str, range(303))], "accuracy", False)
+    [long_tail] = imbalance(np.array([[0, 1, 1, *[200] * 300]]), "a", [*map(str, range(303))], "accuracy", False)
     assert long_tail.startswith('"1" has 0.5% of the images that other classes have on average')
 
 

@@ -66,20 +66,20 @@ def test_the_plan_says_who_reads_the_label_alone(capsys: pytest.CaptureFixture[s
     assert main(["validate", "small.yaml", TABLES % "votes", methods]) == 0
     printed = capsys.readouterr().out
     assert "label, domain, p:cat, p:dog are read; no other\n" in printed
-    assert "#   soft labels of the columns p:\n" in printed
-    assert "#   reads the label alone, not p: columns: groupdro / linear_probe\n" in printed
+    assert "#   soft labels (columns p:CLASS) are not one-hot for 24 of 24 images\n" in printed
+    assert "#   reads the label alone, not p:CLASS: groupdro / linear_probe\n" in printed
     assert main(["validate", "small.yaml", TABLES % "votes", methods, "--json"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert "reads the label alone, not p: columns: groupdro / linear_probe" in notes
+    assert "reads the label alone, not p:CLASS: groupdro / linear_probe" in notes
     assert main(["validate", "small.yaml", TABLES % "plain", methods]) == 0
-    assert "p: columns" not in capsys.readouterr().out
+    assert "(columns p:CLASS)" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_run_is_of_its_votes_and_reports_beside_one_without(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("plain", "votes"):
         assert main(["run", "small.yaml", f"name={name}", TABLES % name]) == 0
-    assert "soft labels of the columns p:" in read_run(Path("output/votes")).recipe_rows[0].protocol
+    assert "soft labels (columns p:CLASS)" in read_run(Path("output/votes")).recipe_rows[0].protocol
     assert main(["report", "output/plain", "output/votes"]) == 0
     capsys.readouterr()
     for p_of_label in (0.8, None):

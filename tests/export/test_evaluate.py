@@ -337,10 +337,12 @@ def test_what_can_not_be_compared_is_not():
     oracle = expected.model_copy(update={"selection": "oracle"})
     one_group = dataclasses.replace(images, site=images.site._replace(groups=np.zeros(60, np.int64)))
     seen = dataclasses.replace(images, trained=np.arange(60) < 2)
+    alike = dataclasses.replace(images, site=images.site._replace(labels=np.zeros(60, np.int64)))
     for site, promised, temperature, reason in (
         (one_group, expected, 1.0, "too few images or groups"),
         (images, oracle, 1.0, "picked by labels of the held-out"),
         (images, nll, 2.0, "the promise is for probabilities without a temperature"),
+        (alike, expected, 1.0, "all images are of one class"),
         (seen, expected, 1.0, "2 of these images trained the model"),
     ):
         assert reason in at_site(site, SITE_CLASSES, promised, temperature).versus.verdict
@@ -624,7 +626,7 @@ def test_copies_count_once_and_training_images_are_known_again(small_model, tmp_
     ],
 )
 def test_the_verdict_is_a_short_sentence_with_the_next_command(
-    small_model, evaluate, monkeypatch, values, where, command
+    small_model, evaluate, monkeypatch, in_folder, values, where, command
 ):
     model = load(str(small_model.model))
     model.config = model.config.model_copy(update={"expected": expected_of(values), "site_xxh3": "0" * 16})
@@ -633,6 +635,8 @@ def test_the_verdict_is_a_short_sentence_with_the_next_command(
     lines = evaluate(site).out.splitlines()
     assert lines[-1] == f"next: xdm-ft {command.format(model=small_model.model, site=site)}"
     (verdict,) = [line for line in lines if "promise" in line]
+    Path("dogs.csv").write_text("path,label\n" + "".join(f"{path},dog\n" for path in sorted(site.glob("dog/*"))))
+    assert evaluate("dogs.csv").out.splitlines()[-1].startswith(f"next: xdm-ft label {small_model.model} IMAGES")
     sentence = (
         f"% is {where} what the card promises for such a sample: "
         if where

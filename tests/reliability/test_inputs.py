@@ -310,7 +310,7 @@ def test_texts_that_mean_a_missing_value(read, column, folder):
         message = refused(read, folder, cells(**{column: ["u", "v", text, f" {text}"]}))
         row = 4 if read is as_csv else 3
         assert f'row {row}, column {column}: "{text}" means a missing value; fill it in, or write another' in message
-        assert message.endswith("(and 1 more rows like it)")
+        assert message.endswith("(and 1 more row like it)")
 
 
 NO_NAMES = {

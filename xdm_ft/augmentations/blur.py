@@ -11,7 +11,7 @@ from pydantic import Field
 from xdm_ft.augmentations import ORDERED, Augmentation, Draw, between
 from xdm_ft.images.transforms import Preprocessing
 
-_Deviation = Annotated[float, Field(gt=0, le=100)]
+_Deviation = Annotated[float, Field(ge=0.01, le=100)]
 DEVIATIONS = 3  # that the kernel reaches at each side
 
 

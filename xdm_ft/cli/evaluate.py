@@ -232,8 +232,9 @@ def _next(found: Evaluation, arguments: argparse.Namespace, adaptable: bool) -> 
     if is_run(Path(found.model).expanduser()):
         return f"xdm-ft export {model} DIR"
     weights = f" --encoder-weights {shlex.quote(arguments.encoder_weights)}" if arguments.encoder_weights else ""
-    if found.training_images:
-        return f"xdm-ft label {model} IMAGES --budget 100 --out to_label.csv{weights}"  # images that are new to it
+    one_class = sum(of_class.images > 0 for of_class in found.whole.classes.values()) == 1
+    if found.training_images or one_class:
+        return f"xdm-ft label {model} IMAGES --budget 100 --out to_label.csv{weights}"  # new to it, of all classes
     if found.domains:
         metric = at_one_site(found.metric)
         values = {name: of.metrics[metric].value for name, of in found.domains.items() if metric in of.metrics}

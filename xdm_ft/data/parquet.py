@@ -18,10 +18,10 @@ from xdm_ft.image_files import CacheSize, PiecedImages, open_files
 from xdm_ft.image_files.files import beside
 from xdm_ft.image_files.remote import REQUESTS_AT_ONCE, is_remote, list_files, open_file
 from xdm_ft.image_files.tables import (
-    CLASS_PREFIX,
     OWN_COLUMNS,
     Columns,
     encode_names,
+    is_of_class,
     join_tables,
     name_columns,
     no_column,
@@ -168,7 +168,7 @@ def _read_index(address: str, state: FileState, image: str, columns: Mapping[str
     about = {
         "rows": rows,
         "class_names": labels,
-        "soft_labels": [name for name in schema.names if name.startswith(CLASS_PREFIX)],
+        "soft_labels": [name for name in schema.names if is_of_class(name)],
     }
     return pyarrow.table(index).replace_schema_metadata({"about": json.dumps(about)})
 

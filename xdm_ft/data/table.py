@@ -19,18 +19,19 @@ from xdm_ft.image_files.tables import (
     TableColumns,
     column_meant,
     csv_rows,
+    is_of_class,
     name_in,
     on_disk,
 )
 from xdm_ft.images.decode import NAMED_AT_MOST
-from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural, printable
 from xdm_ft.storage.names import expand_user
 
 NEEDED = ("path", "label", "domain")
 COLUMNS = (*NEEDED, "group", "split")
 PARTS = ["train", "val", "test"]
 ROUNDING = 1e-3  # of probabilities in a table
-Fault = Callable[[int, str, str], UserError]
+Fault = Callable[[int, str, str, int], UserError]
 
 
 class TableDataset(ImageFiles):
@@ -78,7 +79,7 @@ class TableDataset(ImageFiles):
 
         def fault(i: int, column: str, problem: str, more: int = 0) -> UserError:
             """Returns the error of image i. `more` is the number of other rows with the same fault."""
-            others = f" (and {more} more rows like it)" if more else ""
+            others = f" (and {plural(more, 'more row')} like it)" if more else ""
             row = f"row {numbers[i]}, column {called.get(column, column)}"
             return UserError(f"{printable(file)}: {row}: {problem}{others}")
 
@@ -95,7 +96,7 @@ class TableDataset(ImageFiles):
                 raise fault(first, column, problem, sum(other == problem for _, other in others))
             return values
 
-        of_classes = {column: cells.pop(column) for column in [*cells] if column.startswith(CLASS_PREFIX)}
+        of_classes = {column: cells.pop(column) for column in [*cells] if is_of_class(column)}
         values = {column: texts(column) for column in cells}
         paths, folder = values["path"], file.parent if root is None else expand_user(root, "data.root")
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
@@ -162,11 +163,11 @@ def soft_labels_of(
     """Returns soft labels, float32 [N,C] with rows of sum 1, from {column p:CLASS: N cells} and labels int64 [N].
 
     A row of empty cells is one-hot. Raises `UserError` if there is not one column for each of the `classes`, and
-    `fault(row, column, problem)` for the first row that is no distribution, or whose label is not among the most
+    `fault(row, column, problem, more)` for the first row that is no distribution, or whose label is not among the most
     probable, both up to `ROUNDING`.
     """
     columns = [f"{CLASS_PREFIX}{name}" for name in classes]
-    named = {CLASS_PREFIX + printable(one_form(name.removeprefix(CLASS_PREFIX).strip())): name for name in cells}
+    named = {CLASS_PREFIX + printable(one_form(name.strip()[len(CLASS_PREFIX) :].strip())): name for name in cells}
     if len(named) < len(cells):
         twice = next(name for name in cells if name not in named.values())
         raise UserError(f"{file}: column {twice}: another column is of the same class; remove one")
@@ -181,15 +182,16 @@ def soft_labels_of(
     p[empty] = np.eye(len(classes))[labels[empty]]
     if (wrong := np.argwhere(~(p >= 0))).size:
         problem = f"must be a number from 0 to 1, unless all {CLASS_PREFIX} of the row are empty"
-        raise fault(int(wrong[0, 0]), columns[wrong[0, 1]], problem)
+        raise fault(int(wrong[0, 0]), columns[wrong[0, 1]], problem, len(np.unique(wrong[:, 0])) - 1)
     total, of_label, largest = p.sum(1), p[np.arange(len(p)), labels], p.max(1)
-    for row in np.flatnonzero(np.abs(total - 1) > ROUNDING)[:1].tolist():
-        problem = f"the columns {CLASS_PREFIX} of the row sum to {total[row]:.6g}; they must sum to 1"
-        raise fault(row, columns[0], problem)
-    for row in np.flatnonzero(of_label < largest - ROUNDING)[:1].tolist():
+    if (rows := np.flatnonzero(np.abs(total - 1) > ROUNDING)).size:
+        problem = f"the columns {CLASS_PREFIX} of the row sum to {total[rows[0]]:.6g}; they must sum to 1"
+        raise fault(int(rows[0]), columns[0], problem, len(rows) - 1)
+    if (rows := np.flatnonzero(of_label < largest - ROUNDING)).size:
+        row = int(rows[0])
         likely = f"{columns[p[row].argmax()]} is {largest[row]:.6g}"
         problem = f"is {of_label[row]:.6g}, and {likely}; the label must be among the most probable"
-        raise fault(row, columns[labels[row]], problem)
+        raise fault(row, columns[labels[row]], problem, len(rows) - 1)
     return (p / total[:, None]).astype(np.float32)
 
 
@@ -225,7 +227,7 @@ def read_cells(
             f"{file}: the column {probability} shows that {label} holds predictions; rename {label} to predicted, and "
             "write the true classes into a new column label"
         )
-    of_classes = [str(name) for name in header if str(name).startswith(CLASS_PREFIX)] if reads_soft_labels else []
+    of_classes = [name for name in header if is_of_class(name)] if reads_soft_labels else []
     if of_classes and "probability" in folded:
         raise UserError(
             f"{file}: the column probability shows that {of_classes[0]} holds predictions; leave out the columns "

@@ -18,7 +18,7 @@ from xdm_ft.image_files.tables import alike, whole_number
 from xdm_ft.images import ImageDataset, Range
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.images.facts import BRIGHT_SHARE, DARK, PixelCounts, PixelUse, range_of, sample_of_domains
-from xdm_ft.protocol.site_class import hidden_imbalance, images_per_class, site_class_of
+from xdm_ft.protocol.site_class import images_per_class, imbalance, site_class_of
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural, printable
@@ -182,9 +182,10 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
     """Yields the faults that depend on data and recipe: groups that a split divides, which is a note if the data set is
     published so, and methods that cannot be trained, one finding per reason; and a note on a class that is rare.
     """
-    counts, recipe = images_per_class(plan.dataset).sum(0), plan.recipe
-    if rare := hidden_imbalance(counts, plan.dataset.class_names, recipe.protocol.metric, recipe.weighs_classes):
-        yield Finding("classes", rare)
+    counts, recipe, dataset = images_per_class(plan.dataset), plan.recipe, plan.dataset
+    names = dataset.domain_names, dataset.class_names
+    for text in imbalance(counts, *names, recipe.protocol.metric, recipe.weighs_classes):
+        yield Finding("classes", text)
     for parts, (number, pairs) in divided_groups(plan.dataset, plan.splits).items():
         found = f"{number} {'is' if number == 1 else 'are'} in {parts}"
         if plan.dataset.as_published:

@@ -201,9 +201,12 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
         trained = [item for item in recipe.methods if not item.is_text]
         alone = [item.label for item in trained if not item.algorithm.cls.reads_soft_labels]
         if len(alone) < len(trained):
-            notes.append("soft labels of the columns p:")
+            votes = int((dataset.soft_labels.max(1) < 1).sum())
+            notes.append(
+                f"soft labels (columns p:CLASS) are not one-hot for {votes} of {plural(len(dataset), 'image')}"
+            )
         if alone:
-            notes.append(f"reads the label alone, not p: columns: {' / '.join(alone)}")
+            notes.append(f"reads the label alone, not p:CLASS: {' / '.join(alone)}")
     if recipe.search.trials > 1:
         draws = "the same hyper-parameter draws for every held-out domain and seed"
         notes.append(f"{draws} (DomainBed draws anew for each seed)")

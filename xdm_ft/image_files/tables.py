@@ -292,9 +292,14 @@ def no_column(key: str, source: str, name: str, names: Sequence[str]) -> UserErr
     return UserError(f'data.columns.{key}: {source} has no column "{name}"; {hint}')
 
 
+def is_of_class(column: str) -> bool:
+    """Returns whether a column has the name p:CLASS, in small or capital letters."""
+    return column.strip().casefold().startswith(CLASS_PREFIX)
+
+
 def soft_labels_not_read(source: str, names: Iterable[str]) -> tuple[str, ...]:
     """Returns the line of `ImageDataset.left_out` on columns p:CLASS of a table in which they are not read."""
-    unread = join_names([printable(name) for name in names if name.startswith(CLASS_PREFIX)], NAMED_AT_MOST)
+    unread = join_names([printable(name) for name in names if is_of_class(name)], NAMED_AT_MOST)
     remedy = "not read as soft labels; write the images as files, and list them in a table (data.name: table)"
     return (f"{source}: columns {unread}: {remedy}",) if unread else ()
 

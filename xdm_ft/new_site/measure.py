@@ -82,6 +82,8 @@ def _versus(
         reason = "picked by labels of the held-out domains"
     elif trained:
         reason = f"{trained} of these images trained the model"
+    elif len(np.unique(images.site.labels)) == 1:
+        reason = "all images are of one class"
     elif promised is None:
         reason = "one held-out set" if sets == 1 else f"{sets} held-out sets"
     elif temperature != 1 and expected.metric in ("nll", "ece"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,10 @@ from xdm_ft.core import ALPHA, Interval
 from xdm_ft.evaluation.predictions import effective_number
 from xdm_ft.images import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
+from xdm_ft.runtime.errors import join_names
 
+OVER_CLASSES = ("balanced_accuracy", "macro_f1", "auroc")  # metrics in which each class weighs the same
+FEW = 5  # images of a class in a domain: below, one of them moves such a metric much
 RARE = 1 / 3  # of the mean number of images of the other classes: below, accuracy says little of a class
 
 
@@ -80,10 +83,32 @@ def images_per_class(dataset: ImageDataset, rows: np.ndarray | None = None) -> n
     return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
 
 
-def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str, weighted: bool) -> str:
-    """Returns a sentence on the rarest class with images, of C with `counts` int64 [C]; "" unless accuracy hides it."""
+def imbalance(
+    counts: np.ndarray, domains: Sequence[str], classes: Sequence[str], metric: str, weighted: bool
+) -> Iterator[str]:
+    """Yields sentences on what a metric hides, or rests on, of classes with few images or none in a domain.
+
+    counts: images of each class in each domain, int64 [D,C]. `weighted`: whether a row has class weights.
+    """
+    if metric not in OVER_CLASSES:
+        if text := _hidden(counts.sum(0), classes, metric, weighted):
+            yield text
+        return
+    has_value = (counts > 0).sum(1, keepdims=True) > 1  # a domain of one class has none
+    few = np.argwhere((counts > 0) & (counts < FEW) & has_value).tolist()
+    if few:
+        named = [f'"{classes[c]}" in {domains[d]} ({counts[d, c]})' for d, c in few]
+        yield f"{metric} rests on few images of {join_names(named, NAMED_AT_MOST)}: each class weighs the same"
+    lacking = [(d, n) for d, n in enumerate((counts > 0).sum(1).tolist()) if 1 < n < len(classes)]
+    if metric != "auroc" and lacking:
+        where = join_names([f"{domains[d]} has {n}" for d, n in lacking], NAMED_AT_MOST)
+        yield f"{metric} is the mean over a domain's classes, so values differ by them: {where} of {len(classes)}"
+
+
+def _hidden(counts: np.ndarray, classes: Sequence[str], metric: str, weighted: bool) -> str:
+    """Returns a sentence on the rarest class with images, of C with `counts` int64 [C]; "" if it is not rare."""
     present = np.flatnonzero(counts)
-    if metric != "accuracy" or len(present) < 2:
+    if len(present) < 2:
         return ""
     rarest = present[counts[present].argmin()]
     share = counts[rarest] / (counts.sum() - counts[rarest]) * (len(present) - 1)
@@ -91,7 +116,7 @@ def hidden_imbalance(counts: np.ndarray, classes: Sequence[str], metric: str, we
         return ""
     has = f'"{classes[rarest]}" has {100 * share:.{0 if share >= 0.01 else 1}f}% of the images that other classes have'
     remedy = "set protocol.metric: balanced_accuracy" + " and training.class_weights: balanced" * (not weighted)
-    return f"{has} on average, and accuracy hides it: {remedy}"
+    return f"{has} on average, and {metric} hides it: {remedy}"
 
 
 def site_class_of(dataset: ImageDataset, rows: np.ndarray | None = None) -> SiteClass:

@@ -149,7 +149,7 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
         about = f"{100 * mean:.0f}%{of_metric}" if metric in words.IN_PERCENT else value
         guess = 0.5 if metric == "auroc" else None
         if metric == "balanced_accuracy":
-            guess = 1 / len(run.results["data"]["classes"])
+            guess = _guess(run)
         guessing = "" if guess is None or guess < ends[0] else f"; guessing reaches {with_unit(metric, guess)}"
         return f"On a new domain expect about {about} ({_interval(metric, ends)}{guessing}). Method: {who}."
     reached = _interval(metric, (min(by_set), max(by_set)))
@@ -159,6 +159,12 @@ def _expected(run: Run, chosen: SummaryRow) -> str:
         f"On {len(by_set)} held-out domains {who} reaches {reached}{of_metric}; they are too few, or too different, to "
         f"say what a new one will give ({_interval(metric, ends)})."
     )
+
+
+def _guess(run: Run) -> float:
+    """Returns the balanced accuracy of one class for all images: 1 / the classes present, a mean over held-out sets."""
+    present = {domain: sum(n > 0 for n in of_classes) for domain, of_classes in run.results["data"]["images"].items()}
+    return fmean(fmean(1 / present[name] for name in held) for held in values_by_set(run.quoted))
 
 
 def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
@@ -173,7 +179,11 @@ def _verdict_in_short(run: Run, chosen: SummaryRow) -> str:
         return f"Of {plural(len(compared), 'comparison')}{_counts(compared)}." if compared else ""
     none_is_better = len(rows) > 1 and all(row.here in (EQUAL, WORSE) for row in rows)
     if none_is_better and (own is None or own.here == EQUAL):
-        return f"No method clearly beats {printable(rows[0].second)}."
+        encoder, reference = run.recipe.item(chosen.method).encoder_label, printable(rows[0].second)
+        beside = sum(run.recipe.item(name).encoder_label == encoder for name in run.choice.values) - 1
+        if len(rows) < beside:
+            return f"None of the {len(rows)} rows compared with {reference} clearly beats it."
+        return f"No method clearly beats {reference}."
     if own is not None:
         return f"{_arrow(run, own)}: {_words(own)}."
     if len(rows) == 1:

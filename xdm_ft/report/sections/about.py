@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xdm_ft.core import ORACLE
-from xdm_ft.protocol.site_class import hidden_imbalance
+from xdm_ft.protocol.site_class import imbalance
 from xdm_ft.report import Section, Table, cells, make_section
 from xdm_ft.report.words import in_unit
 from xdm_ft.results.run import Run
@@ -114,11 +114,9 @@ def data(run: Run) -> Section | None:
     if not run.recipe.report.images:
         faults = list(map(_without_files, faults))
     tables = [Table(caption, header, rows)] if rows else []
-    counted = sum(counts.values(), np.zeros(len(classes), np.int64))
-    rare = hidden_imbalance(counted, classes, run.metric, run.recipe.weighs_classes)
-    return make_section(
-        "data", tables=tables, notes=[*faults, *of_methods, *([rare] if rare else [])], data=words, faults=number
-    )
+    counted = np.array([*counts.values()], np.int64).reshape(-1, len(classes))
+    rare = imbalance(counted, [*counts], classes, run.metric, run.recipe.weighs_classes)
+    return make_section("data", tables=tables, notes=[*faults, *of_methods, *rare], data=words, faults=number)
 
 
 def _without_files(fault: str) -> str:
