@@ -375,9 +375,14 @@ def apply_override(recipe: RecipeText, override: str) -> None:
         key = name if all(name.split(".")) and ("." in name or name in KEYS) else "key.sub"
         raise UserError(f'command line: "{override}" is not an override; write {key}=value, without spaces')
     origin = f'command line: "{override}"'
-    if text.startswith(("{", "[")) and not text.endswith(("}", "]")):
-        raise UserError(f"{origin}: not valid YAML: it ends within brackets; put the whole override in quotes")
-    _override(recipe, name, _read_yaml(text, RecipeText(origin, {})), origin)
+    try:
+        value = _read_yaml(text, RecipeText(origin, {}))
+    except UserError as error:
+        if text.startswith(("{", "[")) and not text.rstrip().endswith(("}", "]")):
+            problem = "not valid YAML: it ends within brackets; put the whole override in quotes"
+            raise UserError(f"{origin}: {problem}") from error
+        raise
+    _override(recipe, name, value, origin)
 
 
 def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
