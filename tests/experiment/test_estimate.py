@@ -55,7 +55,7 @@ def test_small_runs_are_not_measured(monkeypatch, caplog):
     assert line.startswith("cpu (") and line.endswith("1 model to train, less than a minute")
     caplog.clear()
     run(made)
-    assert first_message(caplog).endswith(": the models of the estimate are trained")
+    assert first_message(caplog).endswith(": nothing of the estimate is left to train")
     # of the cached images, all are counted, and none under other settings
     for decoder, count in ((plan.dataset.decoder, len(plan.dataset)), ("another decoder", 0)):
         assert cached_images(encoders[None], decoder, made.features, "none", CPU.device) == [count]

@@ -653,7 +653,7 @@ def test_a_run_that_was_moved_is_whole(finished, interrupted, tmp_path, capsys, 
     stopped = copied(interrupted, tmp_path / "b").rename(tmp_path / "elsewhere/going on")
     capsys.readouterr()
     assert run_here(tmp_path / "again.yaml", f"output.dir={stopped.parent}") == 0
-    assert "the models of the estimate are trained" in capsys.readouterr().err
+    assert "nothing of the estimate is left to train" in capsys.readouterr().err
     files = [path for path in (*run.rglob("*"), *stopped.rglob("*")) if path.is_file()]
     typed = {"recipe.yaml", "results.json"}  # which hold output.dir and data.root, as they were typed
     assert len(files) > 40

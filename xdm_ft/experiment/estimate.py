@@ -168,7 +168,7 @@ def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, trained
     planned = [model.key for model in plan.models if not model.skipped]
     left = Counter(key.method for key in planned if key not in trained)
     if not left:
-        return f"{machine(accelerator)}: the models of the estimate are trained"
+        return f"{machine(accelerator)}: nothing of the estimate is left to train"
     count, of_methods = plural(len(planned), "model"), ""
     if left.total() < len(planned):
         named = [f"{label}: {plural(n, 'model')}" for label, n in left.items()]
