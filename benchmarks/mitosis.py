@@ -38,9 +38,9 @@ CUTS = {
     "xdomainmix 2 blocks": "name: xdomainmix, trainable: {blocks: 2}",
     "erm 4 blocks": "name: erm, trainable: {blocks: 4}",
     "xdomainmix 4 blocks": "name: xdomainmix, trainable: {blocks: 4}",
+    "erm+sam 2 blocks": "name: erm+sam, trainable: {blocks: 2}",
 }
 ALONE = {  # rows without augmentation only
-    "erm+sam 2 blocks": "name: erm+sam, trainable: {blocks: 2}",
     "erm LoRA": "name: erm, trainable: {lora: {rank: 8}}, encoder_lr: 3.0e-4",
 }
 
