@@ -232,7 +232,7 @@ def _next(found: Evaluation, arguments: argparse.Namespace, adaptable: bool) -> 
     if is_run(Path(found.model).expanduser()):
         return f"xdm-ft export {model} DIR"
     weights = f" --encoder-weights {shlex.quote(arguments.encoder_weights)}" if arguments.encoder_weights else ""
-    one_class = sum(of_class.images > 0 for of_class in found.whole.classes.values()) == 1
+    one_class = len(found.absent_classes) == len(found.whole.classes) - 1
     if found.training_images or one_class:
         return f"xdm-ft label {model} IMAGES --budget 100 --out to_label.csv{weights}"  # new to it, of all classes
     if found.domains:
