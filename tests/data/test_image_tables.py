@@ -145,7 +145,7 @@ def test_several_files_other_columns_groups_and_splits(folder, tmp_path):
     assert found.splits[:4].tolist() == ["train", "val", "test", "train"] and found.left_out == ()
     write(files / "1.parquet", {name: column[20:] for name, column in (table | {"p:dog": [0.5] * n}).items()})
     [unread] = Parquet(file=files, columns=columns).left_out
-    assert unread.startswith(f"{files}: columns p:dog: not read as soft labels; write the images as files, and list")
+    assert unread.startswith(f"{files}: p:dog: not read as soft labels; write the images as files, and list")
 
 
 def test_the_order_of_classes_of_a_classlabel_column_is_kept(folder, tmp_path):
@@ -223,7 +223,7 @@ def test_hub(hub, folder):
     assert found.name(0) == "someone/something on the hub, row 0"
     official = Hub(repository="someone/something", use_splits=True)
     assert official.left_out == (
-        "someone/something on the hub: columns p:dog: not read as soft labels; write the images "
+        "someone/something on the hub: p:dog: not read as soft labels; write the images "
         "as files, and list them in a table (data.name: table)",
     )
     assert sorted(np.unique(official.splits, return_counts=True)[1].tolist()) == [16, 40]

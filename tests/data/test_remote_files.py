@@ -307,7 +307,13 @@ def test_a_member_with_a_second_dot_is_an_image_and_others_are_named(tmp_path: P
     """WebDataset's writer writes such keys, which its reader cuts at the first dot."""
     photo = {"7_mag0.5.png": png(0), "7_mag0.5.cls": b"cat", "7_mag0.25.png": png(1), "7_mag0.25.cls": b"dog"}
     of_members(tmp_path / "photo/0.tar", **photo, **{"v1.x.png": png(2), "v1.cls": b"cat", "._a.png": b"\0"})
-    masked = {"a.jpg": png(3), "a.mask.png": png(4), "a.npy": b"x", "a.json": b'{"label": "cat"}', "a.meta.json": b"?"}
+    masked = {
+        "a.jpg": png(3),
+        "a.mask.png": png(4),
+        "a.npy": b"x",
+        "a.json": b'{"label": "cat", "p:dog": 0.2}',
+        "a.meta.json": b"?",
+    }
     lost = {"b.dcm": b"x", "b.cls": b"dog", "c.cls": b"dog", "d.heic": b"x", "e": png(5), "f.txt": b"", "l.json": b"{}"}
     of_members(tmp_path / "scan/0.tar", **masked, **lost)
     of_members(tmp_path / "scan/1.tar", **{"g.0.png": png(6), "g.0.cls": b"dog", "h.dcm": b"x"})
@@ -324,6 +330,7 @@ def test_a_member_with_a_second_dot_is_an_image_and_others_are_named(tmp_path: P
             "1 .cls file not read, the first: c.cls",
             "1 .heic file not read, the first: d.heic",
             "1 .png file not read, the first: a.mask.png",
+            f"{tmp_path}: KEY.json: p:dog: not read as soft labels",
             "1 .tar.gz file not read, the first: scan/2.tar.gz",
         ]
     two = of_members(tmp_path / "2.tar", **{"x.left.png": png(0), "x.right.png": png(1), "x.cls": b"cat"})

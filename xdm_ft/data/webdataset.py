@@ -30,7 +30,16 @@ from xdm_ft.image_files.files import (
     not_read,
 )
 from xdm_ft.image_files.remote import is_remote, list_files, open_file, read_range
-from xdm_ft.image_files.tables import OWN_KEYS, Keys, encode_names, join_tables, name_columns, remember_table
+from xdm_ft.image_files.tables import (
+    OWN_KEYS,
+    Keys,
+    encode_names,
+    is_of_class,
+    join_tables,
+    name_columns,
+    remember_table,
+    soft_labels_not_read,
+)
 from xdm_ft.images import Container, FileState, Pieces
 from xdm_ft.images.decode import HEIC, extensions
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
@@ -76,7 +85,7 @@ class WebDataset(PiecedImages):
         reads = ["tar", 4, HEIC[0] in extensions()]  # it decides which row an image is, so hashes are kept under it too
 
         def index_of(address: str, state: FileState) -> Table:
-            key = repr([*reads, address, state, of_names])
+            key = repr([*reads, "soft labels", address, state, of_names])
             return remember_table(key, lambda: read_tar(address, state, of_names))
 
         states, indexes = open_files(files, index_of)
@@ -97,11 +106,15 @@ class WebDataset(PiecedImages):
         # `key and name`: columns of the index have our names, whatever the keys of KEY.json are called
         name_columns(self, table, self.where, {name: key and name for name, key in of_names.items()})
         unread: Kinds = {}
+        soft_labels = dict[str, None]()
         for index in indexes:
+            soft_labels |= dict.fromkeys(json.loads(index.schema.metadata[b"soft_labels"]))
             for kind, (number, first) in json.loads(index.schema.metadata[b"left_out"]).items():
                 before = unread.get(kind, (0, first))
                 unread[kind] = before[0] + number, before[1]
-        self.left_out = (*not_read(unread), *beside(str(file), files))
+        self.left_out = (
+            *not_read(unread), *soft_labels_not_read(f"{self.where}: KEY.json", soft_labels), *beside(str(file), files)
+        )  # fmt: skip
 
     def name(self, row: int) -> str:
         return printable(f"{self.container.files[self._file(row)]}, {self.members[int(row)]}")
@@ -179,7 +192,7 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
     """Returns a row for each image of a tar, in the order of its members: `START` and `SIZE` (bytes), `MEMBER` (name).
 
     `keys`: {label, domain, group or split: its key in KEY.json, None: it is not there}; each is a column. The label may
-    be in KEY.cls instead. Its schema's metadata have the names of members that look like data and are not read.
+    be in KEY.cls instead. Its schema's metadata have what is not read: members that look like data, and keys p:CLASS.
     Raises `UserError`, one line.
     """
     import pyarrow
@@ -202,7 +215,9 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
                 many = f"has values of several types ({', '.join(kinds)})"
                 raise UserError(f"{address}: key {key} {many}; write one type")
             columns[name] = encode_names(pyarrow.chunked_array([cells]), f"{printable(address)}: key {key}")
-    return pyarrow.table(columns).replace_schema_metadata({"left_out": json.dumps(kinds_of(unread))})
+    soft_labels = [*dict.fromkeys(name for sample in samples for name in sample.values if is_of_class(name))]
+    metadata = {"left_out": json.dumps(kinds_of(unread)), "soft_labels": json.dumps(soft_labels)}
+    return pyarrow.table(columns).replace_schema_metadata(metadata)
 
 
 def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:

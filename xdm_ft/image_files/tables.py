@@ -298,10 +298,10 @@ def is_of_class(column: str) -> bool:
 
 
 def soft_labels_not_read(source: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the line of `ImageDataset.left_out` on columns p:CLASS of a table in which they are not read."""
+    """Returns the line of `ImageDataset.left_out` on columns, or keys, p:CLASS where they are not read."""
     unread = join_names([printable(name) for name in names if is_of_class(name)], NAMED_AT_MOST)
     remedy = "not read as soft labels; write the images as files, and list them in a table (data.name: table)"
-    return (f"{source}: columns {unread}: {remedy}",) if unread else ()
+    return (f"{source}: {unread}: {remedy}",) if unread else ()
 
 
 class Columns(Block):
