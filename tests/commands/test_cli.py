@@ -152,7 +152,7 @@ def test_each_verb_has_both_flags_at_every_place() -> None:
         (["run", "demo", "data.root", "X"], 'xdm-ft: command line: "data.root" is not an override; write data.root'),
         (["predict", "m", "x", "--top_k=3"], 'xdm-ft: error: unrecognized arguments: --top_k=3; did you mean "--top'),
         (["run", "demo", "--lr", "3"], "xdm-ft: error: unrecognized arguments: --lr 3; `xdm-ft run --help` lists"),
-        (["run", "demo", "data={name: folder, root: nowhere}"], "xdm-ft: data.root: nowhere does not exist"),
+        (["run", "demo", "data={name: folder, root: nowhere}"], "xdm-ft: data.root: nowhere does not exist in /"),
         (["validate", "demo", "data.class_names={zeroo: nought}"], 'xdm-ft: demo: data.class_names: the data has no'),
         (["cache", "prune"], "xdm-ft: cache prune: no limit is given; give --unused-days N"),
         (["cp", "demo", "images"], "xdm-ft: images: exists already"),

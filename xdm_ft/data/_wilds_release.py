@@ -21,7 +21,7 @@ from filelock import FileLock
 from PIL import Image
 from pydantic import Field
 
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, not_there, printable
 from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def open_release(
             if folder.is_dir():
                 problem = f"contains no {marker.name}, which ends a download: create it if all files are there, else"
                 raise UserError(f"data.root: {printable(folder)} {problem} {remedy}")
-            raise UserError(f"data.root: {printable(folder)} does not exist; {remedy}")
+            raise UserError(f"data.root: {printable(folder)} {not_there(folder)}; {remedy}")
     try:
         with warnings.catch_warnings(), _mend_tables(cls, mend):
             # pandas 3 returns read-only arrays; WILDS wraps them as tensors and does not write to them

@@ -16,7 +16,7 @@ from xdm_ft.data.table import path_in, read_cells, split_in
 from xdm_ft.image_files.bags import SUFFIXES, Bag, BagPool, BagUnit, files_of_slide, pooled, read_bags
 from xdm_ft.image_files.files import index_names
 from xdm_ft.image_files.tables import SLIDE_COLUMNS, SlideColumns, name_in, on_disk
-from xdm_ft.runtime.errors import UserError, join_names, printable
+from xdm_ft.runtime.errors import UserError, join_names, not_there, printable
 from xdm_ft.storage.names import expand_user
 
 SHARED = ("label", "domain", "split")  # what all slides of a group have in common
@@ -77,7 +77,7 @@ class _Rows:
 
     def __init__(self, table: Path, folder: Path, columns: SlideColumns, unit: BagUnit) -> None:
         if not folder.is_dir():
-            problem = "is not a folder" if folder.exists() else "does not exist"
+            problem = "is not a folder" if folder.exists() else not_there(folder)
             raise UserError(f"data.folder: {folder} {problem}; name the folder of the slides' files")
         self.table, self.folder, self.faults = printable(table), folder, list[tuple[int, str]]()
         self.called = called = columns.model_dump()

@@ -24,7 +24,7 @@ from xdm_ft.image_files.tables import (
     on_disk,
 )
 from xdm_ft.images.decode import NAMED_AT_MOST
-from xdm_ft.runtime.errors import UserError, did_you_mean, one_form, plural, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean, not_there, one_form, plural, printable
 from xdm_ft.storage.names import expand_user
 
 NEEDED = ("path", "label", "domain")
@@ -215,7 +215,7 @@ def read_cells(
     if kind not in (".csv", ".parquet"):
         raise UserError(f"{key}: {file} does not end in .csv or .parquet; name a table that does")
     if not file.is_file():
-        problem = "is not a file" if file.exists() else "does not exist"
+        problem = "is not a file" if file.exists() else not_there(file)
         raise UserError(f"{key}: {file} {problem}; name a CSV or Parquet file")
     header = column_names(file)
     folded = {str(name).strip().casefold() for name in header}

@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import AfterValidator, Field
 
 from xdm_ft.images.decode import HEIC, HEIC_REMEDY, EncodedImages, extensions
-from xdm_ft.runtime.errors import UserError, one_form, plural, printable
+from xdm_ft.runtime.errors import UserError, not_there, one_form, plural, printable
 
 logger = logging.getLogger("xdm_ft")
 
@@ -201,7 +201,7 @@ def _in_time(
 def refuse_missing_folder(root: Path, remedy: str) -> None:
     """Raises `UserError` if `data.root` is not a folder; `remedy` ends the message and says what to do."""
     if not root.is_dir():
-        problem = "is not a folder" if root.exists() else "does not exist"
+        problem = "is not a folder" if root.exists() else not_there(root)
         raise UserError(f"data.root: {root} {problem}; {remedy}")
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from xdm_ft.image_files.remote import known_answer
-from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.errors import UserError, not_there, plural, printable
 from xdm_ft.storage.names import expand_user
 
 POSSIBLY_SEEN = "unseen in fine-tuning, possibly seen in pre-training"
@@ -105,7 +105,7 @@ def read_config(model: str) -> tuple[Path, dict[str, Any]]:
     """Returns path and content of the JSON file `model`; {} if it is not an object. Raises `UserError`."""
     path = expand_user(model, "encoder.model")
     if not path.is_file():
-        raise UserError(f"encoder.model: the config file {path} does not exist")
+        raise UserError(f"encoder.model: the config file {path} {not_there(path)}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:  # JSON or UTF-8, or a million nested brackets
@@ -185,7 +185,7 @@ def read_weights(
     Raises `UserError` if the file is missing or damaged, or holds code, no tensors, or some that are not finite.
     """
     try:
-        problem = "" if path.is_file() else "is a folder" if path.is_dir() else "does not exist"
+        problem = "" if path.is_file() else "is a folder" if path.is_dir() else not_there(path)
         if not problem:
             with path.open("rb") as file:
                 header = int.from_bytes(file.read(8), "little")  # its length, of a safetensors file

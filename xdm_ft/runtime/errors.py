@@ -5,6 +5,7 @@ import importlib.metadata
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 MAX_WORD = 200  # characters of a word whose nearest is looked for: that takes the square of its length
 
@@ -50,6 +51,11 @@ def printable(name: object) -> str:
         return text
     # a path that is not UTF-8 holds lone surrogates (PEP 383), which a strict codec would refuse
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def not_there(path: Path) -> str:
+    """Returns what is wrong with a path of a recipe where nothing is; relative ones start where the command starts."""
+    return "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
 
 
 def one_form(name: str) -> str:
