@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -189,6 +190,10 @@ def test_a_run_without_a_trained_model(run: Path, monkeypatch: pytest.MonkeyPatc
     assert main(["analyse", str(run)]) == 0
     assert capsys.readouterr().out == f"no trained model to measure; written to {run / 'analysis.json'}\n"
     assert small_runs.document(run, "analysis")["models"] == [] and small_runs.document(run, "analysis")["images"] == {}
+    failed = [dataclasses.replace(record, status="failed", reason="a nan") for record in read_run(run).every]
+    monkeypatch.setattr("xdm_ft.cli.export.read_run", lambda of: dataclasses.replace(read_run(of), every=failed))
+    words = f"no trained model; all {len(failed)} failed, the first: a nan"
+    assert words in refused(capsys, "export", run, run.parent / "model")
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from xdm_ft.protocol.splits import LEFT_OUT, mean_course, splits, without
 from xdm_ft.results.model import Pick, Record
 from xdm_ft.results.run import read_run
 from xdm_ft.results.trials import pick_trials, selection_value
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
@@ -181,6 +182,10 @@ def test_a_domain_where_the_metric_is_not_defined_is_left_out_and_named():
     assert on_cartoon["status"] == "ok" and 0 <= on_cartoon["selected"]["train_val"]["value"] <= 1
     plain = make_plan(recipe(*table), read_data(recipe(*table)))
     assert not any("leaves out" in note for note in plain.notes), "accuracy is defined everywhere"
+    Path("table.csv").write_text("\n".join(line for line in lines if "horse,photo,val" not in line) + "\n")
+    made = recipe(*table, "protocol.metric=auroc")
+    with pytest.raises(UserError, match=r"on no training domain's validation images if cartoon is held out \(seed 0\)"):
+        make_plan(made, read_data(made))
 
 
 # a search

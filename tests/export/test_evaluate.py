@@ -481,6 +481,7 @@ def test_a_class_that_pandas_wrote_with_a_point_is_the_class_of_the_model(in_mod
         (["1.png"], {}, "contains no images in class folders; folders must be"),
         (["dog/1.png"], {"group": "x"}, '--group: "x" matches nothing in 1 of 1 paths'),
         ([], {}, "does not exist; folders must be"),
+        ("path,label\n1.png,dog\nno.png,dog\n", {}, "row 3, column path: the file does not exist; 1 of 2 are missing"),
         (
             "path,for,label\n1.png,evaluate,\n2.png,evaluate, \n",
             {},

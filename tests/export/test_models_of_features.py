@@ -90,6 +90,10 @@ def test_rows_of_each_kind_of_file(capsys, tmp_path):
     np.testing.assert_allclose(probabilities(two), p[[7, 0]], rtol=1e-5)
     groups = table_of(capsys, "predict", "rows", "new.npz", "--group-by", "group")
     assert len(groups) == 60 and groups[0]["images"] == "2"
+    rows(20, 1, tmp_path / "gaps.npz", group=np.array(["", "p", *range(118)], dtype=str))
+    assert probabilities(table_of(capsys, "predict", "rows", str(tmp_path / "gaps.npz"))) == probabilities(table)
+    assert main(["predict", "rows", str(tmp_path / "gaps.npz"), "--group-by", "group"]) == 2
+    assert "--group-by: group matches nothing in" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_models")

@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
         examples = "\n  ".join(["examples:", *(line for line in EXAMPLES if line.split()[1] == name)])
         verb = verbs.add_parser(name, help=summary, description=summary, epilog=examples, formatter_class=FORM)
         verb.add_argument("--json", action="store_true", help="print the result as one JSON document")
-        quiet = "print only warnings and errors"
+        quiet = "print no notes and no progress: the result, warnings and errors"
         verb.add_argument("--quiet", action="store_true", help=quiet)
         add_arguments(verb)
     return main_parser

@@ -189,9 +189,16 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     notes += note_sites(recipe, dataset, by_seed[recipe.protocol.seeds[0]])
     # which training domains have validation images on which the metric is undefined
     metric, annotations, undefined = recipe.protocol.metric, annotations_of(dataset), Counter[int]()
-    validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
-    for rows in validated:
-        undefined.update(defined_domains(rows, annotations, metric)[1])
+    validated = [(seed, split) for seed, drawn in by_seed.items() for split in drawn if BY_DOMAIN in split.evaluation]
+    for seed, split in validated:
+        defined, others = defined_domains(split.evaluation[BY_DOMAIN], annotations, metric)
+        undefined.update(others)
+        if others and not defined and recipe.protocol.selection == BY_DOMAIN:
+            raise UserError(
+                f"protocol.metric: {metric} is defined on no training domain's validation images if "
+                f"{join_names(split.test_domains, NAMED_AT_MOST)} is held out (seed {seed}), as each domain's are of "
+                "one class; raise protocol.val_fraction, or use accuracy"
+            )
     for domain, count in sorted(undefined.items())[:NAMED_AT_MOST]:
         where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
         notes.append(f"{BY_DOMAIN} leaves out {where}")

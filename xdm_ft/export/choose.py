@@ -82,7 +82,9 @@ def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
     methods = list(dict.fromkeys(record.method for record in run.records))
     if not methods:
-        raise UserError(f"{run.path}: the run has no trained model; run its recipe first")
+        failed = [record.reason for record in run.every if record.status == "failed"]
+        remedy = f"all {len(failed)} failed, the first: {failed[0]}" if failed else "run its recipe first"
+        raise UserError(f"{run.path}: the run has no trained model; {remedy}")
     if choice.method is not None:
         if choice.method not in methods:
             hint = did_you_mean(choice.method, methods)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from xdm_ft.data.features import FEATURES, read_features
 from xdm_ft.export import EncoderConfig, ModelConfig
-from xdm_ft.export.sources import OF_ROWS, Item, Purpose, Site, read_site
+from xdm_ft.export.sources import OF_ROWS, Item, Purpose, Site, is_empty, read_site
 from xdm_ft.image_files.bags import Bag, pooled, read_bags
-from xdm_ft.image_files.tables import number_names
+from xdm_ft.image_files.tables import name_in
 from xdm_ft.images.decode import UnreadableImage
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, one_form, printable
 
 logger = logging.getLogger("xdm_ft")
 
@@ -135,15 +135,18 @@ def _rows_in(file: str) -> _Rows:
         raise UserError(f"{file}: the model reads features, in files that end in {' or '.join(OF_ROWS)}")
     z, table = read_features(file, (FEATURES,))
 
-    def texts(column: str) -> list[str]:
-        names, number_of = number_names(table[column], printable(file), column, None)
-        return [names[number] for number in number_of.tolist()]
+    def texts(column: str) -> Iterator[str]:
+        for row, cell in enumerate(table[column].to_pylist()):
+            try:
+                yield "" if column == "group" and is_empty(cell) else printable(one_form(name_in(cell)))
+            except ValueError as error:
+                raise UserError(f"{printable(file)}: row {row}, column {column}: {error}") from error
 
     names = texts("id") if "id" in table.column_names else map(str, range(len(z)))
     row_of = {name: row for row, name in enumerate(names)}
     if len(row_of) < len(z):
         raise UserError(f"{file}: column id: one is the id of two rows; give each row its own, or leave the column out")
-    return z, row_of, texts("group") if "group" in table.column_names else [""] * len(z)
+    return z, row_of, [*texts("group")] if "group" in table.column_names else [""] * len(z)
 
 
 def _rows_of(item: Item, read: Callable[[str], _Rows], width: int) -> Iterator[Item]:

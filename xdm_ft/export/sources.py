@@ -232,7 +232,7 @@ def _table_items(file: Path, group_by: str | None, is_needed: bool, suffixes: tu
         try:
             path = name_in(cells[column]) if is_slide else path_in(cells[column])
             column = str(group_by)
-            has_group = column in cells and (is_needed or not _is_empty(cells[column]))
+            has_group = column in cells and (is_needed or not is_empty(cells[column]))
             group = name_in(cells[column]) if has_group else ""
             # of a slide without a file, the name that is then missing says what was looked for
             path = [*files_of_slide(file.parent, path), f"{path}{SUFFIXES[0]}"][0] if is_slide else path
@@ -340,7 +340,7 @@ class _SiteTable(TableDataset):
             rows = [row for row in rows if purposes[row] == self.purpose]
             if not rows:
                 raise UserError(f"{printable(file)}: no row is marked {self.purpose} in the column {FOR}")
-        labelled = [row for row in rows if not _is_empty(cells["label"][row])]
+        labelled = [row for row in rows if not is_empty(cells["label"][row])]
         self.unlabelled = len(rows) - len(labelled)
         if self.of_groups and "group" in cells:  # else a bag would lack these slides
             of_labelled = {cells["group"][row] for row in labelled}
@@ -348,11 +348,11 @@ class _SiteTable(TableDataset):
                 if cells["group"][row] in of_labelled:
                     problem = "another slide of its group has a label; fill it in for all"
                     raise UserError(f"{printable(file)}: row {numbers[row]}, column label: {problem}")
-        self.others = sum(not _is_empty(cell) for cell in cells["label"]) - len(labelled)
+        self.others = sum(not is_empty(cell) for cell in cells["label"]) - len(labelled)
         if not labelled:
             marked = f" marked {self.purpose}" if len(rows) < len(numbers) else ""
             raise UserError(f"{printable(file)}: no row{marked} has a label; fill in the column label")
-        if all(_is_empty(cells["group"][row]) for row in labelled if "group" in cells):
+        if all(is_empty(cells["group"][row]) for row in labelled if "group" in cells):
             cells.pop("group", None)
         return labelled
 
@@ -363,7 +363,7 @@ class _SiteRows(FeatureTable):
     needed: ClassVar[Sequence[str]] = (FEATURES, "label")
 
 
-def _is_empty(cell: object) -> bool:
+def is_empty(cell: object) -> bool:
     return cell is None or not str(cell).strip()
 
 
@@ -422,10 +422,8 @@ def read_site(
             domain_names, domains = index_names(domain_of)
             groups = None if group is None else groups_of(images, group)[1]
     except UserError as error:  # written for keys of a recipe
-        lines = (
-            re.sub("^data.(root|file): |, or set data.columns=.*", "", str(line)).replace("data.group:", "--group:")
-            for line in error.args
-        )
+        of_recipe = "^data.(root|file): |, or set data.columns=.*|; data.root names.*"
+        lines = (re.sub(of_recipe, "", str(line)).replace("data.group:", "--group:") for line in error.args)
         raise UserError(*lines) from error
     if converted := [name for name in names if name not in numbers and whole_number(name) in numbers]:
         logger.warning("%s: reads %s as the class %s", origin, converted[0], whole_number(converted[0]))

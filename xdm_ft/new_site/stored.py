@@ -228,7 +228,7 @@ def read_stored(folder: Path, config: ModelConfig) -> Stored:
     path = folder / SITE
     reason = without_site(config)
     if reason is not None:
-        raise UserError(f"{folder}: the model cannot be assessed or adapted at a new site: {reason}")
+        raise UserError(f"{folder}: the model cannot be assessed or adapted, nor tell unknown images: {reason}")
     if config.site_xxh3 is None:
         raise UserError(f"{folder}: has no {SITE}, which tells of new sites; export it again, without --no-site")
     classes, width = len(config.class_names), config.encoder.width
