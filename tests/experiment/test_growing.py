@@ -63,7 +63,7 @@ def resolved(*overrides):
             ["methods=[{name: rsc, label: a}, erm]"],
             ["methods.a.name", "methods.a.feature_drop", "methods.a.batch_drop"],
         ),
-        (["protocol.seeds=2"], ["protocol.seeds=[2,0,1]"], [FOLLOW]),
+        (["protocol.seeds=2"], ["protocol.seeds=[2,0,1]"], [f"{FOLLOW}, [0, 1]"]),
         ([FIVE], [TWO], ["search.trials: 2, was 5"]),
         ([TWO], [FIVE, "search.sampler=sobol"], ["search.sampler"]),
         (["protocol.final_fit=true"], [], ["protocol.final_fit"]),

@@ -184,7 +184,35 @@ def test_a_domain_where_the_metric_is_not_defined_is_left_out_and_named():
     assert not any("leaves out" in note for note in plain.notes), "accuracy is defined everywhere"
     Path("table.csv").write_text("\n".join(line for line in lines if "horse,photo,val" not in line) + "\n")
     made = recipe(*table, "protocol.metric=auroc")
-    with pytest.raises(UserError, match=r"on no training domain's validation images if cartoon is held out \(seed 0\)"):
+    with pytest.raises(UserError, match=r"auroc is not defined with cartoon held out \(seed 0\): every part"):
+        make_plan(made, read_data(made))
+
+
+def one_class_of(domain: str, part: str) -> tuple[str, ...]:
+    """Overrides for a table in which one domain has dogs alone. `part`: of the official split, where they are."""
+    images = [image for image in sorted(Path("data").rglob("*.png")) if image.parts[-2] in ("dog", "horse")]
+    kept = [image for image in images if image.parts[-3:-1] != (domain, "horse")]
+    parts = {domain: part, "photo": "train", "art_painting": "test"}
+    lines = [f"{image},{image.parts[-2]},{image.parts[-3]},{parts.get(image.parts[-3], 'train')}" for image in kept]
+    Path("table.csv").write_text("\n".join(["path,label,domain,split", *lines]) + "\n")
+    return "data={name: table, file: table.csv}", ONLY_ERM
+
+
+@pytest.mark.parametrize("domain", ["art_painting", "cartoon", "sketch"])
+def test_cross_domain_measures_only_where_the_metric_is_defined(domain: str) -> None:
+    made = recipe(*one_class_of(domain, "train"), "protocol={metric: auroc, selection: cross_domain}")
+    dataset = read_data(made)
+    plan = make_plan(made, dataset)
+    assert {key for model in plan.extra for key in model.needed_by} == {model.key for model in plan.models}
+    for model in plan.extra:
+        assert model.split.evaluation
+        for rows in model.split.evaluation.values():
+            assert len(set(dataset.labels[rows])) == 2
+
+
+def test_a_metric_that_the_official_validation_does_not_define_is_refused() -> None:
+    made = recipe(*one_class_of("cartoon", "val"), "protocol={name: official, metric: auroc, selection: val_domain}")
+    with pytest.raises(UserError, match=r"auroc is not defined with art_painting .* is of one class; use accuracy$"):
         make_plan(made, read_data(made))
 
 

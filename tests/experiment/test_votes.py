@@ -117,6 +117,8 @@ def test_an_audit_and_a_site_ask_of_labels(monkeypatch: pytest.MonkeyPatch) -> N
         )
     site = read_site("votes.csv", ("cat", "dog"), {})
     assert isinstance(site, Site)
+    monkeypatch.setattr(plan.dataset, "draft", lambda row, least_side: (row, least_side), raising=False)
+    assert WithSite(plan.dataset, site, "site").draft(3, 8) == (3, 8)  # type: ignore[comparison-overlap]
     both = WithSite(plan.dataset, site, "site").soft_labels
     assert both is not None and np.array_equal(both[:24], plan.dataset.soft_labels)
     assert np.array_equal(both[24:], np.eye(2)[site.labels])

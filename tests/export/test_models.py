@@ -334,6 +334,16 @@ def test_a_fold_is_of_the_first_seed_and_no_test_result_chooses_it(copied: Enter
     assert "**It lacks photo**" in Path("fold/README.md").read_text() and not (RUN / "models/final_fit").exists()
 
 
+def test_a_growth_that_was_refused_is_not_carried_out(copied: Enter) -> None:
+    """Such a run leaves the larger recipe in recipe.yaml."""
+    copied("heads")
+    before, text = results()["runs"], (RUN / "recipe.yaml").read_text()
+    (RUN / "recipe.yaml").write_text(text.replace("- 0\n  - 1\n", "- 0\n  - 1\n  - 7\n"))
+    assert (RUN / "recipe.yaml").read_text() != text
+    export_model(str(RUN), "model", Choice("erm"), no_site=True)
+    assert results()["runs"] == before and (RUN / "recipe.yaml").read_text() == text
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_pacs")
 def test_an_official_split_gives_its_own_model_unless_a_final_fit_is_wanted() -> None:
@@ -353,6 +363,8 @@ def test_an_official_split_gives_its_own_model_unless_a_final_fit_is_wanted() ->
             .document["model"]
             .startswith("final fit: ")
         )
+    small_runs.results("data={name: table, file: table.csv}", official.replace("1]", "1, 5]"), "methods=[erm]")
+    assert exported(Choice(), "more", ensemble=True, best=True).config.members == (1, 3, 5)
 
 
 # what a model holds of the training images

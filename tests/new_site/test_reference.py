@@ -238,9 +238,9 @@ def test_a_budget_buys_what_draws_of_the_held_out_domains_show():
     assert budgets_of([], {}) == () and budgets_of(seen, {})[0].gain is None
 
 
-@pytest.mark.parametrize(("prompts", "refused"), [(None, False), (["a {}"], True)])
-def test_a_mean_of_weights_has_no_site_file_and_mixup_is_none(prompts, refused):
+@pytest.mark.parametrize("interpolated", [False, True])
+def test_a_mean_of_weights_has_no_site_file_and_mixup_is_none(interpolated):
     """Both have an `alpha`."""
-    parts = {"adapted": None, "members": [], "wise_ft": None, "prompts": prompts}
+    parts = {"adapted": None, "members": [], "wise_ft": None, "prompts": ["a {}"], "interpolated": interpolated}
     config = SimpleNamespace(encoder=SimpleNamespace(trained=False), method={"hparams": {"alpha": 0.2}}, **parts)
-    assert bool(without_site(config)) == refused
+    assert bool(without_site(config)) == interpolated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 from dataclasses import replace
@@ -27,10 +28,11 @@ from xdm_ft.export.onnx import OnnxFile, check_installed, write_onnx
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.new_site.reference import with_site
 from xdm_ft.recipe.check import check
-from xdm_ft.recipe.text import apply_override
+from xdm_ft.recipe.text import RecipeText, apply_override
 from xdm_ft.report.sections.audit import findings, headline
 from xdm_ft.results.run import Run, read_run
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage.run_directory import RESULTS
 
 COMPARED_IMAGES = 8  # that ONNX Runtime and torch are compared on
 logger = logging.getLogger("xdm_ft")
@@ -98,7 +100,12 @@ def export_model(
         has_options = wise_ft is not None or temperature or push_to_hub is not None
         if ensemble or (has_options and method not in run.final_fits):
             # before a training of hours: options that do not fit a model of the run do not fit its final fit either
-            parts_of(Choice(method, next(record.test_domains for record in run.records if record.method == method)))
+            # one with a temperature, if there is one: that of the final fit is the median of theirs
+            like = max(
+                (record for record in run.records if record.method == method),
+                key=lambda record: any(pick.temperature is not None for pick in record.selected.values()),
+            )
+            parts_of(Choice(method, like.test_domains, None if ensemble else like.seed))
         run = _with_final_fit(run, method, ensemble)
     parts = with_audit(run, with_training_images(run, parts_of(choice)))
     if not no_site:
@@ -179,7 +186,8 @@ def _images(run: Run) -> list[Image.Image]:
 def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     """Returns the run with a final fit of the method, of all seeds for an ensemble, which is trained now if need be."""
     final = run.final_fits.get(method)
-    if final is not None and final["status"] == "ok" and (not ensemble or "seeds" in final):
+    wanted = {*map(str, run.recipe.protocol.seeds)} if ensemble else set()
+    if final is not None and final["status"] == "ok" and wanted <= {*final.get("seeds", ())}:
         return run
     by_held_out = "export a model of the estimate by --held-out DOMAIN"
     if run.recipe.protocol.selection == ORACLE:
@@ -187,7 +195,9 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
         raise UserError(f"{run.path}: {problem}; {by_held_out}")
     if not run.rows:  # it is written without a summary as long as models train
         raise UserError(f"{run.path}: the run is not finished; run its recipe again, or name a model by --held-out")
-    text = written_recipe(run.path, run.results["recipe"])
+    written_recipe(run.path, run.results["recipe"])  # raises if it is missing or was edited
+    # not recipe.yaml itself, which has the growth of a run that was refused or killed
+    text = RecipeText(str(run.path / RESULTS), copy.deepcopy(run.results["recipe"]))
     name = run.path.resolve().name  # the directory may have been renamed
     # as the user named it: the run's page repeats it, and is given to others
     parent = run.path.parent if run.path.name == name else run.path.resolve().parent

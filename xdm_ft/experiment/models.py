@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method, Solver
 from xdm_ft.core import Criteria, DomainSet, ModelKey, Score
-from xdm_ft.evaluation.metrics import is_defined, per_image, score, temperature, validation_nll
+from xdm_ft.evaluation.metrics import per_image, score, temperature, validation_nll
 from xdm_ft.evaluation.neighbours import fit
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.experiment.pieces import Piece, RunContext, cost, do_pieces, pieces_of
@@ -350,6 +350,8 @@ def weights_metadata(
         # {class: number of training images}, where it is small
         "few_images": {name: n for name, n in zip(class_names, counts, strict=True) if 0 < n < FEW},
         "class_means": getattr(item.algorithm.cls, "class_means", False),  # algorithms that take steps lack it
+        "from_text": item.reads_text,
+        "interpolated": bool(getattr(item.algorithm.cls, "varied_by_finish", ())),  # solvers lack it
         "method": {
             "label": item.label,
             "test_domains": split.test_domains,
@@ -484,7 +486,7 @@ def cross_domain_values(
     measured, courses = read_values(), {key: list[Mapping[int, float]]() for model in extra for key in model.needed_by}
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.needed_by, strict=False):  # a model serves one planned model, or two
-            if is_defined(plan.recipe.protocol.metric, plan.annotations.labels[model.split.evaluation[part]]):
+            if part in model.split.evaluation:
                 courses[key].append(measured[_extra_name(job)][part])
     return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
 

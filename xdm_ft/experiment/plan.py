@@ -189,16 +189,18 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     notes += note_sites(recipe, dataset, by_seed[recipe.protocol.seeds[0]])
     # which training domains have validation images on which the metric is undefined
     metric, annotations, undefined = recipe.protocol.metric, annotations_of(dataset), Counter[int]()
-    validated = [(seed, split) for seed, drawn in by_seed.items() for split in drawn if BY_DOMAIN in split.evaluation]
-    for seed, split in validated:
-        defined, others = defined_domains(split.evaluation[BY_DOMAIN], annotations, metric)
-        undefined.update(others)
-        if others and not defined and recipe.protocol.selection == BY_DOMAIN:
-            raise UserError(
-                f"protocol.metric: {metric} is defined on no training domain's validation images if "
-                f"{join_names(split.test_domains, NAMED_AT_MOST)} is held out (seed {seed}), as each domain's are of "
-                "one class; raise protocol.val_fraction, or use accuracy"
-            )
+    labels = annotations.labels
+    validated = [split for split in every if BY_DOMAIN in split.evaluation]
+    for split in validated:
+        undefined.update(defined_domains(split.evaluation[BY_DOMAIN], annotations, metric)[1])
+    for seed, drawn in by_seed.items():
+        for split in drawn:
+            rows = split.evaluation.get(recipe.protocol.selection, torch.empty(0))  # `cross_domain` has other splits
+            by_domain = recipe.protocol.selection == BY_DOMAIN
+            if len(rows) and not (
+                defined_domains(rows, annotations, metric)[0] if by_domain else is_defined(metric, labels[rows])
+            ):
+                raise _unmeasured(recipe, split.test_domains, seed)
     for domain, count in sorted(undefined.items())[:NAMED_AT_MOST]:
         where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
         notes.append(f"{BY_DOMAIN} leaves out {where}")
@@ -221,6 +223,16 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     if recipe.protocol.final_fit:
         all_domains(dataset, unreadable)  # raises its faults before any training
     return Plan(recipe, dataset, tuple(models), extra, rules_of(recipe.protocol, every), tuple(notes))
+
+
+def _unmeasured(recipe: Recipe, test_domains: Sequence[str], seed: int) -> UserError:
+    """Returns the error that all models without these domains would train, and then fail to pick a step."""
+    protocol, held_out = recipe.protocol, join_names(test_domains, NAMED_AT_MOST)
+    more = "raise protocol.val_fraction, or " * (protocol.selection == BY_DOMAIN and protocol.name != "official")
+    return UserError(
+        f"protocol.metric: {protocol.metric} is not defined with {held_out} held out (seed {seed}): every part of the "
+        f"images by which {protocol.selection} picks a step is of one class; {more}use accuracy"
+    )
 
 
 def note_sites(recipe: Recipe, dataset: ImageDataset, planned: Sequence[Split]) -> list[str]:
@@ -269,7 +281,18 @@ def _extra_models(recipe: Recipe, dataset: ImageDataset, models: list[PlannedMod
                 extra[alike] = dataclasses.replace(extra[alike], split=both, needed_by=needed_by)
             else:
                 extra[alike] = PlannedModel(key, model.item, model.training, split, model.steps, needed_by=(model.key,))
-    return tuple(extra.values())
+    # a domain where the metric is not defined says nothing, and what is measured on none is not trained
+    kept, labels, served = list[PlannedModel](), torch.as_tensor(dataset.labels), set[ModelKey]()
+    for model in extra.values():
+        parts = model.split.evaluation
+        defined = {part: rows for part, rows in parts.items() if is_defined(recipe.protocol.metric, labels[rows])}
+        if defined:
+            kept.append(dataclasses.replace(model, split=dataclasses.replace(model.split, evaluation=defined)))
+            served |= {key for part, key in zip(parts, model.needed_by, strict=True) if part in defined}
+    for model in models:
+        if not model.skipped and model.key not in served:
+            raise _unmeasured(recipe, model.key.test_domains, model.key.seed)
+    return tuple(kept)
 
 
 def domains_needed(item: MethodItem) -> int:
@@ -358,11 +381,13 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
             f"{recipe.name}: protocol.selection: cross_domain selects a single step, but {item.label} averages "
             "over steps; remove this method, or use train_val"
         )
-    reads_loss = item.averaging is not None and item.averaging.cls.reads_loss
-    if item.averaging is not None and reads_loss and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
+    reader = f"+{item.averaging.name}" if item.averaging is not None and item.averaging.cls.reads_loss else None
+    if recipe.protocol.selection == "cross_domain" and getattr(item.algorithm.cls, "varied_by_finish", False):
+        reader = item.algorithm.name
+    if reader is not None and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
         raise UserError(
-            f"{recipe.name}: {item.label}: +{item.averaging.name} needs validation images of the training domains "
-            f"(the split {LOSS_SPLIT}), and there are none; remove +{item.averaging.name}"
+            f"{recipe.name}: {item.label}: {reader} needs validation images of the training domains "
+            f"(the split {LOSS_SPLIT}), and there are none; remove {reader}"
         )
 
 

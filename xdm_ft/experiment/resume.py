@@ -154,7 +154,7 @@ def _refused_values(key: str, old: Any, new: Any) -> list[str]:
     if key == "protocol.seeds":
         # their order is that of heads in their chunks, and the first one makes an encoder's random weights
         grows = isinstance(old, list) and isinstance(new, list) and new[: len(old)] == old
-        return [] if grows else [f"{key}: new ones must follow those of the run"]
+        return [] if grows else [f"{key}: new ones must follow those of the run, {old}"]
     if key == "search.trials":
         # a draw depends on trial and key alone, by either sampler, so earlier trials stay as they were
         grows = isinstance(old, int) and isinstance(new, int) and old < new

@@ -309,6 +309,8 @@ class ModelConfig(Block):
     protocol: ProtocolConfig
     few_images: dict[str, Count] = {}  # class → number of training images, where it is below ten
     class_means: bool = False  # whether the head holds the mean feature of each class
+    from_text: bool = False  # whether the head is, or started from, the class embeddings
+    interpolated: bool = False  # whether the weights are a mean with those of zero-shot, by their method
     step: Count
     results: ResultsConfig
     chosen: str  # one line: which model of the run this is, and why

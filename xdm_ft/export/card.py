@@ -183,7 +183,7 @@ def metadata(config: ModelConfig, encoder: Mapping[str, Any]) -> dict[str, Any]:
 
 def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
     method, encoder, images = config.method, config.encoder, config.results.get("images")
-    is_text = config.prompts is not None and config.step == 0 and "alpha" not in method.get("hparams", {})
+    is_text = config.from_text and config.step == 0 and not config.interpolated
     head = "class head from class embeddings, not trained" if is_text else "trained class head"
     if training_features or config.class_means:
         head = f"class head of {'training features' if training_features else 'class means'}"

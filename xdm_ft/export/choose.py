@@ -62,8 +62,8 @@ from xdm_ft.version import __version__
 
 logger = logging.getLogger("xdm_ft")
 COPIED = (
-    "class_names", "preprocessing", "normalize", "head", "few_images", "class_means", "method", "prompts", "protocol",
-    "step",
+    "class_names", "preprocessing", "normalize", "head", "few_images", "class_means", "from_text", "interpolated",
+    "method", "prompts", "protocol", "step",
 )  # fmt: skip
 """Keys of a weights file's metadata that are those of `ModelConfig` too."""
 
@@ -242,7 +242,7 @@ def read_parts(
         intensity=description.get("intensity"),  # absent where it is `type`
         renamed={name: words for name, words in names.items() if name != words},
         expected=expected_performance(run, quoted, at),
-        **{key: description[key] for key in COPIED},
+        **{key: description[key] for key in COPIED if key in description},
     )
     return ModelParts(config, encoder, heads, reference, trained_names=tuple(trained))
 
@@ -316,12 +316,16 @@ def _interpolate(
     if not 0 <= alpha <= 1:
         raise UserError(f"--wise-ft: {alpha} is not in 0…1; 0 is zero-shot, 1 is the trained model")
     label = description["method"]["label"]
-    if description["prompts"] is None or not isinstance(encoder, TextEncoder):
+    if not description.get("from_text"):
         raise UserError(
             f"{run.path}: {label} did not start from class embeddings, so it has no zero-shot weights to "
             "interpolate with; train with start: zero_shot"
         )
-    if "alpha" in description["method"]["hparams"]:
+    if not isinstance(encoder, TextEncoder):
+        raise UserError(
+            f"{run.path}: --wise-ft: the run does not hold the class embeddings of its features; leave it out"
+        )
+    if description["interpolated"]:
         raise UserError(f"{run.path}: {label} is interpolated itself; choose another model")
     if not trained and description["step"] == 0:
         raise UserError(f"{run.path}: {label} is zero-shot itself; choose a model that was trained")

@@ -375,11 +375,14 @@ class WithSite(ImageDataset):
         return self.dataset.decoder
 
     def image(self, row: int) -> Image.Image:
+        return self.draft(row, None)
+
+    def draft(self, row: int, least_side: int | None) -> Image.Image:
         if row < len(self.dataset):
-            return self.dataset.image(row)
+            return self.dataset.draft(row, least_side)
         content = self.content(row)
         source = content if isinstance(content, bytes) else Path(content)
-        return decode(source, self.name(row), intensity=self.dataset.intensity)
+        return decode(source, self.name(row), least_side, intensity=self.dataset.intensity)
 
     def name(self, row: int) -> str:
         return self.dataset.name(row) if row < len(self.dataset) else self.items[row - len(self.dataset)].path

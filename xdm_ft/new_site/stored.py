@@ -208,9 +208,7 @@ def without_site(config: ModelConfig) -> str | None:
         return "its encoder was trained, and only models whose encoder is frozen can"
     if config.members:
         return "it is an ensemble; export one model"
-    # Mixup has a setting of that name
-    interpolated = config.prompts is not None and "alpha" in config.method.get("hparams", {})
-    if config.wise_ft is not None or interpolated:
+    if config.wise_ft is not None or config.interpolated:
         return "it is a mean of weights (WiSE-FT); export a model without it"
     return None
 
