@@ -244,8 +244,7 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
     averaged_from = None
     if item.averaging is not None and item.averaging.cls.reads_loss:  # the fit has no images to measure a loss on
         averaged_from = median(pick.hparams["averaged_from"] for pick in selected)
-    names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
-    varied = {name: median(pick.hparams[name] for pick in selected) for name in names}
+    varied = {name: median(pick.hparams[name] for pick in selected) for name in item.varied_by_finish}
     training = draw_training(recipe.training, item, drawn)
     if not item.is_solver:
         # engines keep and average weights only at evaluations, so these must include the steps chosen above

@@ -351,7 +351,7 @@ def weights_metadata(
         "few_images": {name: n for name, n in zip(class_names, counts, strict=True) if 0 < n < FEW},
         "class_means": getattr(item.algorithm.cls, "class_means", False),  # algorithms that take steps lack it
         "from_text": item.reads_text,
-        "interpolated": bool(getattr(item.algorithm.cls, "varied_by_finish", ())),  # solvers lack it
+        "interpolated": bool(item.varied_by_finish),
         "method": {
             "label": item.label,
             "test_domains": split.test_domains,

@@ -189,20 +189,16 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     notes += note_sites(recipe, dataset, by_seed[recipe.protocol.seeds[0]])
     # which training domains have validation images on which the metric is undefined
     metric, annotations, undefined = recipe.protocol.metric, annotations_of(dataset), Counter[int]()
-    labels = annotations.labels
-    validated = [split for split in every if BY_DOMAIN in split.evaluation]
-    for split in validated:
-        undefined.update(defined_domains(split.evaluation[BY_DOMAIN], annotations, metric)[1])
-    for seed, drawn in by_seed.items():
-        for split in drawn:
-            rows = split.evaluation.get(recipe.protocol.selection, torch.empty(0))  # `cross_domain` has other splits
-            by_domain = recipe.protocol.selection == BY_DOMAIN
-            if len(rows) and not (
-                defined_domains(rows, annotations, metric)[0] if by_domain else is_defined(metric, labels[rows])
-            ):
-                raise _unmeasured(recipe, split.test_domains, seed)
+    rule, none, validated = recipe.protocol.selection, torch.empty(0, dtype=torch.int64), 0
+    for seed, split in ((seed, split) for seed, drawn in by_seed.items() for split in drawn):
+        defined, others = defined_domains(split.evaluation.get(BY_DOMAIN, none), annotations, metric)
+        undefined.update(others)
+        validated += BY_DOMAIN in split.evaluation
+        rows = split.evaluation.get(rule, none)  # `cross_domain` has other splits
+        if len(rows) and not (defined if rule == BY_DOMAIN else is_defined(metric, annotations.labels[rows])):
+            raise _unmeasured(recipe, split.test_domains, seed)
     for domain, count in sorted(undefined.items())[:NAMED_AT_MOST]:
-        where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {len(validated)} splits"
+        where = f"{dataset.domain_names[domain]}, where {metric} is not defined, in {count} of {validated} splits"
         notes.append(f"{BY_DOMAIN} leaves out {where}")
     if (more := len(undefined) - NAMED_AT_MOST) > 0:
         notes.append(f"and {plural(more, 'more domain')} like these")
@@ -382,7 +378,7 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
             "over steps; remove this method, or use train_val"
         )
     reader = f"+{item.averaging.name}" if item.averaging is not None and item.averaging.cls.reads_loss else None
-    if recipe.protocol.selection == "cross_domain" and getattr(item.algorithm.cls, "varied_by_finish", False):
+    if recipe.protocol.selection == "cross_domain" and item.varied_by_finish:
         reader = item.algorithm.name
     if reader is not None and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
         raise UserError(

@@ -297,8 +297,14 @@ class MethodItem:
     @property
     def adapts_to_sites(self) -> bool:
         """Whether few labels can adapt its models to a site: linear heads on a frozen encoder, no means of weights."""
-        is_mean = getattr(self.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
-        return self.trainable is False and self.head.name == "linear" and not is_mean and self.skipped is None
+        linear = self.trainable is False and self.head.name == "linear"
+        return linear and not self.varied_by_finish and self.skipped is None
+
+    @property
+    def varied_by_finish(self) -> Mapping[str, str]:
+        """What its means of weights vary, `Algorithm.varied_by_finish`; {} of solvers and other methods."""
+        names: Mapping[str, str] = getattr(self.algorithm.cls, "varied_by_finish", {})
+        return names
 
     @property
     def is_plain_erm(self) -> bool:
