@@ -15,7 +15,9 @@ import miniature
 import pytest
 import small_runs
 import torch
+from accelerate.state import AcceleratorState
 
+from xdm_ft.experiment import work
 from xdm_ft.experiment.work import as_launched, on_loopback, start
 from xdm_ft.runtime import watchdog
 from xdm_ft.runtime.errors import UserError
@@ -50,14 +52,14 @@ def recipe(in_folder, monkeypatch):
 def test_the_precision_is_the_recipes_else_the_launchers(own, launched, used, recipe, monkeypatch):
     if launched is not None:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-    made = recipe(*([] if own is None else [f'training.mixed_precision="{own}"']))
+    made = recipe(*([] if own is None else [f"training.mixed_precision={own}"]))
     assert as_launched(made).training.mixed_precision == used
 
 
 @pytest.mark.parametrize(
     ("launched", "overrides", "words"),
     [
-        ("bf16", ['training.mixed_precision="no"'], ["training.mixed_precision: no", "--mixed_precision bf16"]),
+        ("bf16", ["training.mixed_precision=no"], ["training.mixed_precision: no", "--mixed_precision bf16"]),
         ("fp8", [], ["--mixed_precision fp8", "not supported"]),
         ("fp16", ["methods=[erm,sam]"], ["--mixed_precision fp16", "second pass of sam"]),
     ],
@@ -93,6 +95,15 @@ def test_gpus_that_are_not_there_are_refused_and_hidden_ones_are_no_wish(environ
         return
     with pytest.raises(UserError, match=f"{words}.*ACCELERATE_USE_CPU=1"):
         start(recipe())
+
+
+@pytest.mark.parametrize(("in_hardware", "asked", "warned"), [(False, "bf16", 1), (True, "bf16", 0), (False, "no", 0)])
+def test_a_precision_that_the_processor_only_emulates_is_said(in_hardware, asked, warned, recipe, monkeypatch, caplog):
+    monkeypatch.setattr(work, "cpu_has_bf16", lambda: in_hardware)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    start(recipe(f"training.mixed_precision={asked}"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert caplog.text.count("bf16 is slower than float32 on this processor") == warned
 
 
 def environment(**more):

@@ -109,6 +109,7 @@ class Training(Block):
     accumulation: Annotated[int, Field(ge=1, le=1_000_000, description="micro-batches per step (end to end only)")] = 1
     mixed_precision: Annotated[
         MixedPrecision | None,
+        BeforeValidator(lambda value: "no" if value is False else value),  # what YAML reads where `no` is written
         Field(
             description="autocast of a trainable encoder (end to end only). null: the value of `accelerate launch "
             "--mixed_precision`, or no; bf16 also works on CPUs that compute in it (`xdm-ft doctor` tells)"
