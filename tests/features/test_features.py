@@ -33,6 +33,7 @@ from xdm_ft.image_files.tables import ImageTable
 from xdm_ft.images.decode import decoder_of
 from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
+from xdm_ft.runtime import machine
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits
 
@@ -285,6 +286,16 @@ def test_features_are_stored_as_computed_and_read_alike_wherever_they_fit(
 
 
 # ---- Views
+
+
+def test_bf16_that_this_processor_emulates_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(machine, "cpu_has_bf16", lambda: False)
+    machine.warn_of_slow_bf16.cache_clear()
+    for name, precision, said in [("a", "fp32", 0), ("b", "bf16", 1), ("c", "bf16", 1)]:
+        features_of(Pixels(3), tmp_path / name, precision=precision)
+        assert caplog.text.count("precision: this processor emulates bf16") == said
 
 
 def test_a_view_is_the_encoder_on_the_seeded_transform_of_each_image(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from xdm_ft.runtime.interrupt import (
     end_with_parent,
     handle,
 )
-from xdm_ft.runtime.machine import cpu_has_bf16, on_cpu_by_request, own_cores
+from xdm_ft.runtime.machine import on_cpu_by_request, own_cores, warn_of_slow_bf16
 from xdm_ft.runtime.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
 from xdm_ft.runtime.terminal import print_error, with_bar
 from xdm_ft.storage.run_directory import RunDirectory
@@ -169,8 +169,8 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
         # ranks wait at barriers for as long as another one trains heads; `heartbeat` finds a rank that hangs
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
-    if precision == "bf16" and accelerator.device.type == "cpu" and not cpu_has_bf16():
-        logger.warning("training.mixed_precision: bf16 is slower than float32 on this processor; set no")
+    if precision == "bf16" and accelerator.device.type == "cpu":
+        warn_of_slow_bf16("training.mixed_precision")
     torch.set_num_threads(own_cores())
     # by torch's default convolutions multiply float32 numbers in TF32, and nothing else; not `fp32_precision` of each
     # operator: where it is set, torch refuses to read these, as its exporter does

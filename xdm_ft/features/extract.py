@@ -38,7 +38,7 @@ from xdm_ft.images.loader import DTYPES, FORKS, PixelBatch, decoding_workers, pi
 from xdm_ft.images.transforms import normalize
 from xdm_ft.model_sources.source import first_few, not_finite
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.machine import own_cores, retain_freed_memory
+from xdm_ft.runtime.machine import own_cores, retain_freed_memory, warn_of_slow_bf16
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.watchdog import from_main, gather
 from xdm_ft.storage.atomic import is_writable
@@ -221,6 +221,8 @@ def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) ->
     """
     shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in encoder.parameters()}
     shared |= {id(buffer): buffer.detach() for buffer in encoder.buffers()}
+    if precision == "bf16" and device.type == "cpu":
+        warn_of_slow_bf16("precision")
     model = copy.deepcopy(encoder, shared).eval().to(device, DTYPES[precision])
     if DTYPES[precision] == torch.float16 and (broken := not_finite(model.state_dict())):
         raise UserError(f"precision: fp16: weights are too large for it ({first_few(broken)}); use bf16 or fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from xdm_ft.runtime.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("xdm_ft")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _LARGEST_KEPT = 1 << 30  # bytes
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes, the limit of glibc before 2.35
@@ -47,7 +49,7 @@ def on_gpu() -> bool:
 
 
 def cpu_has_bf16() -> bool:
-    """Returns whether the processor multiplies bfloat16 numbers itself; else bf16 is slower than fp32."""
+    """Returns whether the processor multiplies bfloat16 numbers itself; else bf16 may be slower than fp32."""
     import torch
 
     file = Path("/proc/cpuinfo")
@@ -56,6 +58,13 @@ def cpu_has_bf16() -> bool:
     else:
         has = set(file.read_text(encoding="utf-8").split()) if file.exists() else set()
     return not has.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})  # the last one is ARM's name
+
+
+@cache
+def warn_of_slow_bf16(setting: str) -> None:
+    """Logs once if the processor only emulates the bf16 that `setting` asks for."""
+    if not cpu_has_bf16():
+        logger.warning("%s: this processor emulates bf16, which makes transformers 2 to 3 times slower", setting)
 
 
 @cache
