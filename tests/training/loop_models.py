@@ -250,7 +250,7 @@ def final_state(trained: Trained) -> dict[str, Tensor]:
     return selected.state
 
 
-def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6, rtol: float = 0.0) -> None:
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6, rtol: float = 1e-6) -> None:
     """All that is expected is there, and close."""
     assert expected and expected.keys() <= got.keys(), sorted(expected.keys() - got.keys())
     for name, value in expected.items():
