@@ -285,9 +285,6 @@ def test_features_are_stored_as_computed_and_read_alike_wherever_they_fit(
                 features[torch.tensor([0, row])]
 
 
-# ---- Views
-
-
 def test_bf16_that_this_processor_emulates_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -296,6 +293,9 @@ def test_bf16_that_this_processor_emulates_is_said_once(
     for name, precision, said in [("a", "fp32", 0), ("b", "bf16", 1), ("c", "bf16", 1)]:
         features_of(Pixels(3), tmp_path / name, precision=precision)
         assert caplog.text.count("precision: this processor emulates bf16") == said
+
+
+# ---- Views
 
 
 def test_a_view_is_the_encoder_on_the_seeded_transform_of_each_image(tmp_path: Path) -> None:

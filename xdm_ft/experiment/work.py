@@ -170,7 +170,7 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
     if precision == "bf16" and accelerator.device.type == "cpu":
-        warn_of_slow_bf16("training.mixed_precision")
+        warn_of_slow_bf16("training.mixed_precision", "no")
     torch.set_num_threads(own_cores())
     # by torch's default convolutions multiply float32 numbers in TF32, and nothing else; not `fp32_precision` of each
     # operator: where it is set, torch refuses to read these, as its exporter does

@@ -222,7 +222,7 @@ def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) ->
     shared: dict[int, Tensor] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in encoder.parameters()}
     shared |= {id(buffer): buffer.detach() for buffer in encoder.buffers()}
     if precision == "bf16" and device.type == "cpu":
-        warn_of_slow_bf16("precision")
+        warn_of_slow_bf16("precision", "fp32")
     model = copy.deepcopy(encoder, shared).eval().to(device, DTYPES[precision])
     if DTYPES[precision] == torch.float16 and (broken := not_finite(model.state_dict())):
         raise UserError(f"precision: fp16: weights are too large for it ({first_few(broken)}); use bf16 or fp32")

@@ -61,10 +61,11 @@ def cpu_has_bf16() -> bool:
 
 
 @cache
-def warn_of_slow_bf16(setting: str) -> None:
-    """Logs once if the processor only emulates the bf16 that `setting` asks for."""
+def warn_of_slow_bf16(setting: str, float32: str) -> None:
+    """Logs once if the processor only emulates the bf16 that `setting` asks for; `float32`: its word for that."""
     if not cpu_has_bf16():
-        logger.warning("%s: this processor emulates bf16, which makes transformers 2 to 3 times slower", setting)
+        problem = "this processor emulates bf16, in which ViTs take 2 to 3 times as long"
+        logger.warning("%s: %s; use %s if numbers need not equal those of a run in bf16", setting, problem, float32)
 
 
 @cache
