@@ -6,8 +6,9 @@
 IMAGES.csv is a table (path, label, domain, group) of the material of AMi-Br; WEIGHTS are a file of
 `vit_tiny_patch16_224`. `colours` is a control: heads on mean, deviation and quantiles of RGB alone. `frozen` trains
 heads with and without views of each augmentation; `cut` trains the last blocks, without augmentation and with the one
-that BEST names, SAM and LoRA. Each domain is held out once, slides are groups. Runs are made in the working directory
-by `xdm-ft run`; balanced accuracy in %, mean over held-out domains and seeds ± its standard error.
+that BEST names, SAM and LoRA, and judges what COMPARED declares. Each domain is held out once, slides are groups. Runs
+are made in the working directory by `xdm-ft run`; balanced accuracy in %, mean over held-out domains and seeds ± its
+standard error.
 `chain` takes each domain once as the new site of a METHOD of the frozen run: what `assess` expects, which BUDGET of
 images `label` chooses, what `evaluate` and `adapt` make of their labels, and what all images show.
 """
@@ -42,7 +43,11 @@ CUTS = {
 }
 ALONE = {  # rows without augmentation only
     "erm LoRA": "name: erm, trainable: {lora: {rank: 8}}, encoder_lr: 3.0e-4",
+    "erm head": "name: erm",
+    "gda": "name: gda",
 }
+COMPARED = "[[erm LoRA, gda], [erm 4 blocks, erm head], [xdomainmix 4 blocks, erm 4 blocks]]"
+"""Pairs of rows of `cut`: is the encoder worth training, with LoRA or in blocks, and does the method count there?"""
 
 
 def colours(table: Path) -> Path:
@@ -104,6 +109,7 @@ def cut(table: Path, weights: Path) -> Path:
     encoder = f"encoder: {{name: timm, model: vit_tiny_patch16_224, weights: {weights}}}\nfeatures: {{views: 4}}\n"
     training = "batch_size: 32, sampler: pooled, steps: 200, evaluate_every: 50, optimizer: adam, lr: 1.0e-3"
     training += ", mixed_precision: bf16"
+    encoder += f"report: {{compare: {COMPARED}}}\n"
     return recipe("mitosis_cut", f"{{name: table, file: {table}}}", encoder, methods, training, seeds=3)
 
 
