@@ -13,8 +13,8 @@ class_names, how = json.loads(about["class_names"]), json.loads(about["preproces
 
 def resized(path):
     image = ImageOps.exif_transpose(Image.open(path))
-    if image.mode not in ("L", "RGB") or image.has_transparency_data:  # Pillow would clip 16 bits, and so on
-        raise SystemExit(f"{path}: mode {image.mode}; this program reads 8-bit grey and RGB")
+    if image.mode.startswith(("I", "F")) or image.has_transparency_data:
+        raise SystemExit(f"{path}: this program reads neither more than 8 bits nor transparency, unlike xdm_ft")
     image = image.convert("RGB")
     side, short = int(how["size"] / how["crop"]), min(image.size)
     width, height = (int(side * length / short) for length in image.size)

@@ -259,6 +259,10 @@ def test_onnx_runtime_predicts_from_image_files(images):
     found = run_example("onnx_runtime.py")["onnx_probabilities"]
     # the temperature makes rounding of the logits ten times as large
     np.testing.assert_allclose(found, Model(model, "cpu").predict_proba(images), atol=1e-5)
+    for mode in ("I;16", "RGBA"):  # Pillow alone would clip the one, and drop the alpha of the other
+        Image.new(mode, (40, 40)).save("b.png")
+        with pytest.raises(SystemExit, match=r"b\.png: this program reads neither"):
+            run_example("onnx_runtime.py")
 
 
 @pytest.mark.parametrize(
