@@ -78,7 +78,9 @@ def summary(path: Path) -> Iterator[dict[str, Any]]:
     """Runs a recipe and yields the rows of its summary, with their comparisons."""
     subprocess.run([sys.executable, "-m", "xdm_ft", "run", str(path), "--quiet"], check=True, stdout=subprocess.DEVNULL)
     results = json.loads(Path("output", path.stem, "results.json").read_text())
-    compared = {entry["first"]: entry for entry in results["comparisons"] if entry["selection"] == "train_val"}
+    # of two references of a row the declared one, which has the verdict
+    ordered = sorted(results["comparisons"], key=lambda entry: str(entry["here"]) != "no verdict")
+    compared = {entry["first"]: entry for entry in ordered if entry["selection"] == "train_val"}
     for row in results["summary"]:
         if row["selection"] == "train_val":
             yield row | {"compared": compared.get(row["method"])}
@@ -107,9 +109,9 @@ def cut(table: Path, weights: Path) -> Path:
         methods += [f"{keys}, label: {label}", f"{keys}, label: {label} {BEST}, train_augmentation: {BEST}"]
     methods += [f"{keys}, label: {label}" for label, keys in ALONE.items()]
     encoder = f"encoder: {{name: timm, model: vit_tiny_patch16_224, weights: {weights}}}\nfeatures: {{views: 4}}\n"
+    encoder += f"report: {{compare: {COMPARED}}}\n"
     training = "batch_size: 32, sampler: pooled, steps: 200, evaluate_every: 50, optimizer: adam, lr: 1.0e-3"
     training += ", mixed_precision: bf16"
-    encoder += f"report: {{compare: {COMPARED}}}\n"
     return recipe("mitosis_cut", f"{{name: table, file: {table}}}", encoder, methods, training, seeds=3)
 
 
